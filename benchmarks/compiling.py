@@ -73,7 +73,7 @@ def compile_all(arguments: argparse.Namespace) -> None:
         for m in (1,) if is_head else map(int, arguments.rows.split(",")):
             problem = Problem(m, n, k, of_shape, torch.bfloat16, "cuda", GPU_FEATURES, FRAGMENTS.name, gpu)
             chosen = choose(problem)
-            asked.append((chosen.row.name, problem, layout, chosen.tile))
+            asked.append((chosen.kernel.name, problem, layout, chosen.tile))
 
     def run() -> None:
         for one in asked:

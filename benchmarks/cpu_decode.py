@@ -25,7 +25,7 @@ from machine import cpu_machine
 
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem
-from quantkit.kernels.registry import FORCE_VARIABLE, ROWS, choose, explain
+from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, choose, explain
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -106,8 +106,8 @@ def measure(dtype: torch.dtype, formats: Sequence[str], layers: int, repeats: in
         packed = [random_packed(layout, s, generator) for _ in range(layers) for s in SHAPES]
         n, k = SHAPES[4]
         problem = Problem.on(torch.device("cpu"), 1, n, k, layout, dtype)
-        best, refusals = choose(problem).row.name, dict(explain(problem))
-        for row in ROWS:
+        best, refusals = choose(problem).kernel.name, dict(explain(problem))
+        for row in KERNELS:
             os.environ[FORCE_VARIABLE] = row.name
             if "cpu" not in row.devices or row.supports(problem) is not None:
                 continue

@@ -166,7 +166,7 @@ def stages(formats: list[str], rows: list[int]) -> Iterator[Row]:
                 "run_linear": partial(run_linear, *of),
                 "the problem": partial(Problem.on, *known),
                 "the choice": partial(choose, Problem.on(*known)),
-                f"the row ({chosen.row.name})": row,
+                f"the row ({chosen.kernel.name})": row,
                 "torch.empty": partial(torch.empty, (m, HIDDEN), dtype=x.dtype, device=x.device),
             }
             for what, call in calls.items():

@@ -39,7 +39,7 @@ def chosen(name: str, k: int) -> Iterable[list[str]]:
         problems = (
             Problem(m, n, k, scheme(name), torch.bfloat16, "cuda", GPU_FEATURES, None, H100) for m in MS
         )
-        yield [choose_by_rules(problem).row.name for problem in problems]
+        yield [choose_by_rules(problem).kernel.name for problem in problems]
 
 
 def drawn(name: str, k: int) -> str:

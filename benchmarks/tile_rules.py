@@ -19,7 +19,7 @@ from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
 from quantkit.kernels.gemm.operands import shape_of
 from quantkit.kernels.gemm.wgmma.wgmma_launch import STEP_US, TILING, HopperTile, tile_time
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import ROWS, choose, choose_by_rules
+from quantkit.kernels.registry import KERNELS, choose, choose_by_rules
 from quantkit.kernels.tuning.store import shipped_tables
 from quantkit.kernels.tuning.tile_table import Entry, Key
 
@@ -45,12 +45,12 @@ def kernels_by_rules(gpu: Gpu) -> dict[str, float | None]:
     Of both the time is that with the fastest tile; one kernel has no time for other tiles. None where the
     kernel that the rules choose was not timed.
     """
-    (table,) = (one for one in shipped_tables(gpu, ROWS) if one.gpu.name == gpu.name)
+    (table,) = (one for one in shipped_tables(gpu, KERNELS) if one.gpu.name == gpu.name)
     found: dict[str, float | None] = {}
     for key, entry in table.entries.items():
         if entry.others:
-            row = choose_by_rules(asked(key, gpu)).row.name
-            us = entry.us if row == entry.row else entry.others.get(row)
+            row = choose_by_rules(asked(key, gpu)).kernel.name
+            us = entry.us if row == entry.kernel else entry.others.get(row)
             name = f"{key.scheme} {key.dtype} {key.n}x{key.k} M={key.m}"
             assert name not in found
             found[name] = None if us is None else round(us / entry.us, 3)
@@ -101,11 +101,11 @@ def main() -> None:
             f"median {median(known):.2f}, at most {max(known):.2f}; for "
             f"{len(kernels_by_rules(gpu)) - len(known)} others it was not timed"
         )
-    table, *_ = shipped_tables(H100, ROWS)
+    table, *_ = shipped_tables(H100, KERNELS)
     entries = {
         key: entry
         for key, entry in table.entries.items()
-        if entry.row == "fused-hopper" and (entry.tile.m, entry.tile.rows) in STEP_US
+        if entry.kernel == "fused-hopper" and (entry.tile.m, entry.tile.rows) in STEP_US
     }
     times = quantiles([entry.us / time(asked(key), entry.tile) for key, entry in entries.items()], n=20)
     print(
@@ -117,7 +117,7 @@ def main() -> None:
         print(fits(entries, of, rows_of_x))
     print(fits(entries, 1024, FURTHER))
     taken = Counter[str]()
-    for key in (key for one in shipped_tables(H100, ROWS) for key in one.entries):
+    for key in (key for one in shipped_tables(H100, KERNELS) for key in one.entries):
         measured = choose(asked(key)).measured
         if measured is not None and measured.m != key.m:
             taken[key.scheme.format.name] += 1

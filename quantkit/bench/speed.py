@@ -24,7 +24,7 @@ from quantkit.devices import pick_device
 from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
-from quantkit.kernels.ops.argmax import likeliest
+from quantkit.kernels.ops.argmax import argmax_tokens
 from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.progress import Progress
 from quantkit.runtime.cache.static_cache import static_cache
@@ -305,7 +305,7 @@ def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         logits = (forward or model)(input_ids=tokens, **given).logits
-        return likeliest(logits[:, -1])[:, None]
+        return argmax_tokens(logits[:, -1])[:, None]
 
     return step
 

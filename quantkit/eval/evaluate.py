@@ -23,7 +23,7 @@ from quantkit.eval.runner import open_passes
 from quantkit.eval.sizes import Sizes, measure
 from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
 from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
-from quantkit.kernels.registry import forced_row
+from quantkit.kernels.registry import forced_kernel
 from quantkit.progress import Advance, Progress, counting
 
 #: The dtype whose difference from another counts as none.
@@ -216,7 +216,7 @@ def _conditions(settings: Settings) -> dict[str, Any]:
     return {
         "device": str(pick_device(settings.device)),
         "versions": asdict(versions()),
-        "kernel": forced_row(),
+        "kernel": forced_kernel(),
     }
 
 

@@ -1,9 +1,11 @@
-"""Products of eager mode, whose time on the host counts: what was chosen and looked up once is kept.
+"""Launch plans for eager mode, where the host's time counts: kernels are chosen and looked up once.
 
-With few rows of x a GPU computes a product in some microseconds, in which torch's dispatcher, its layers for
-gradients, a choice among kernels and Triton's launcher have only begun. A `LaunchPlan` is what is left for a
-weight and a number of rows: room for y, and launches with addresses. It is kept with the kernel layout that
-it was made for, and taken only while all is as it was then, so that it computes what the operator would.
+For few rows of x a GPU takes a few microseconds, less than torch's dispatcher, autograd, kernel selection and
+Triton's launcher.
+
+A `LaunchPlan`, kept with its kernel layout, is what remains for a weight and an M: memory for y, and launches
+with addresses. It is used only while everything is as it was then, so that it computes what the operator
+would.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from quantkit.kernels.problem import Outline, Problem
 from quantkit.kernels.registry import choose, choosing
 from quantkit.packing.schemes import Scheme
 
-#: Numbers of rows of x, and circumstances, that a layout has plans for.
+#: Most plans of a layout: one per M and state of torch.
 MOST_PLANS = 64
 
 _current_device = torch.cuda.current_device
@@ -31,28 +33,30 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 @dataclass(frozen=True, eq=False)
 class KernelLayout:
-    """What rows built from a weight: private to them, for one activation dtype and one device."""
+    """Tensors that a kernel's layout built from a weight, for one activation dtype and one device."""
 
     name: str
     dtype: torch.dtype
     tensors: tuple[torch.Tensor, ...]
-    #: By what they depend on; None where the operator is called.
+    #: Plans by `_key`; None where the operator is called.
     plans: dict[tuple[Any, ...], "LaunchPlan | None"] = field(default_factory=dict, init=False, repr=False)
 
 
 class LaunchPlan:
-    """y [..., n] = x [..., k] W^T + bias for one number of rows of x, on a GPU."""
+    """A plan of y [..., n] = x [..., k] W^T + bias [n] for one number of rows of x, on a GPU."""
 
     __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_stream", "_sums")
 
     def __init__(self, bound: Bound, launches: tuple[FixedLaunch, ...], index: int) -> None:
-        # It keeps the tensors whose addresses launches have.
+        # `bound` keeps the tensors alive whose addresses are in the launches.
         self._bound, self._launches = bound, launches
         self._columns, self._dtype, self._sums = bound.size[1], bound.dtype, bound.sums
         self._index, self._stream = index, stream_getter()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """None where this x or bias, or what is going on, is not what the plan is for."""
+        """Return y [..., n] for `x` [..., k]; None where this x, bias or state of torch does not fit the
+        plan.
+        """
         if x.get_device() != self._index or (bias is not None and not self._takes(bias)):
             return None
         if _current_device() != self._index or is_watched():
@@ -74,6 +78,7 @@ class LaunchPlan:
         return y
 
     def _takes(self, bias: torch.Tensor) -> bool:
+        """Return True if `bias` [n] has the dtype, device and strides of the plan."""
         return (
             bias.dtype == self._dtype
             and bias.get_device() == self._index
@@ -84,10 +89,11 @@ class LaunchPlan:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether nothing but the numbers of a product with x is asked for, so that the operator can be left out.
+    """Return True if only the numbers of a product with `x` [..., K] are asked for: the operator can be
+    skipped.
 
-    x has no gradient or tangent, no transform is on, no mode is to see the operator, nothing is traced. Not
-    for torch.compile, whose state the caller asks for first. It looks at x alone, not at weight and bias.
+    Then x has no gradient or tangent, no transform or mode is on, and nothing is traced. torch.compile is for
+    the caller to check, and so are weight and bias.
     """
     return (
         type(x) is torch.Tensor
@@ -97,7 +103,7 @@ def is_plain(x: torch.Tensor) -> bool:
         and not (_modes() or _functions() or _transforms())
         and forward_ad._current_level < 0
         and _jit_trace() is None
-        # A profile is to show the operator by its name.
+        # A profile must show the operator's name.
         and not _is_profiled()
     )
 
@@ -105,22 +111,23 @@ def is_plain(x: torch.Tensor) -> bool:
 def planned(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, token: str
 ) -> torch.Tensor | None:
-    """y of x [..., K], which `is_plain`, by the plan for it; None where there is none.
+    """Return y [..., N] of `x` [..., K], which `is_plain`, by its plan; None where there is none.
 
-    `layout` is of a weight [N, K] with the scheme of that token, for the dtype of x.
+    `layout` is that of a weight [N, K] with the scheme of `token`, for the dtype of x.
     """
     plan = layout.plans.get(_key(x, bias, token))
     return None if plan is None else plan(x, bias)
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
+    """Return what a plan depends on, for `x` [..., K]."""
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
 
 
 def plan_next(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, scheme: Scheme, rows: int
 ) -> None:
-    """Plan products like that with x [..., K], which was computed just now, with a weight [rows, K]."""
+    """Plan products like the one just computed: `x` [..., K] with a weight [rows, K]."""
     key = _key(x, bias, scheme.token)
     if key in layout.plans or not x.numel():
         return
@@ -128,13 +135,13 @@ def plan_next(
     flat = x.reshape(-1, columns).contiguous()
     chosen = choose(Problem.on(x.device, flat.shape[0], rows, columns, scheme, x.dtype, layout.name))
     plan = None
-    if chosen.row.bind is not None and not scheme.column_scale:
+    if chosen.kernel.bind is not None and not scheme.column_scale:
         if flat.data_ptr() % 16 or is_watched():
-            # The next x may be another.
+            # The next x may fit.
             return
         bias = None if bias is None else bias.contiguous()
         weight = Outline(scheme, (rows, columns))
-        bound: Bound = chosen.row.bind(flat, weight, layout.tensors, bias, chosen.tile)
+        bound: Bound = chosen.kernel.bind(flat, weight, layout.tensors, bias, chosen.tile)
         launches = bound.fixed(flat, bias)
         plan = None if launches is None else LaunchPlan(bound, launches, x.get_device())
     if len(layout.plans) >= MOST_PLANS:

@@ -1,8 +1,7 @@
-"""y = x W^T on packed weights: the functions to call, and the torch operator behind them.
+"""The linear on packed weights, y = x W^T: functions to call, layouts, and the torch operator behind them.
 
-The operator `quantkit::linear` is opaque to torch.compile, which therefore never breaks the graph, and
-chooses its row from the table by the number of rows at run time. Its backward pass is in `autograd` and
-registered here. Layouts of weights are built here, too.
+`quantkit::linear` is opaque to torch.compile, so that graphs do not break. It chooses its kernel at run time,
+by the number of rows. Its backward pass is in `autograd` and registered here.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
 from quantkit.kernels.registry import (
     FORCE_VARIABLE,
     choose,
-    forced_row,
+    forced_kernel,
     layout_named,
     log_choice,
     warn_unfused,
@@ -35,20 +34,21 @@ from quantkit.kernels.registry import (
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
 
-#: What to do where a part of a norm, or a gate, is meant for another kernel than the one that runs.
+#: Remedy where a part of a norm, or a gate, was planned for another kernel than the one that runs.
 _NOT_BETWEEN_RUNS = (
     f"Set {FORCE_VARIABLE} and what else chooses kernels before a model runs, not between two runs."
 )
-#: torch refuses to be asked about others, such as meta.
+#: torch raises for other devices, such as meta.
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x [..., K] @ packed [N, K]^T + bias [N]`, in x's dtype (float32, bfloat16 or float16).
+    """Return `x [..., K] @ packed [N, K]^T + bias [N]`: [..., N] in x's dtype (float32, bfloat16 or float16).
 
-    Under torch.autocast x and bias are cast as those of `torch.nn.functional.linear` are. The first call
-    per activation dtype outside torch.compile builds the layout that is fastest for decoding and keeps it
-    with `packed`; compiled code uses the layout if it is there already. Gradients flow to x and bias.
+    Under torch.autocast, x and bias are cast as by `torch.nn.functional.linear`. The first call per
+    activation dtype outside torch.compile builds the layout that is fastest for decoding, and keeps it with
+    `packed`. Compiled code uses a layout that is there. Gradients flow to x and bias.
+
     Raises `KernelError` where shapes, dtypes or devices do not fit, and for gradients of gradients, tangents,
     torch.vmap and transforms of `torch.func`.
     """
@@ -62,20 +62,20 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     x, bias = autocast(x), None if bias is None else autocast(bias)
     _check_operands(x, packed, bias)
     cached: tuple[str, KernelLayout | None] | None = packed.kernel_cache.get(_cache_key(x.dtype))
-    if not torch.compiler.is_compiling() and (cached is None or cached[0] != forced_row()):
+    if not torch.compiler.is_compiling() and (cached is None or cached[0] != forced_kernel()):
         built = build_layout(packed, x.dtype)
-        cached = (forced_row(), built)
+        cached = (forced_kernel(), built)
         packed.kernel_cache[_cache_key(x.dtype)] = cached
     layout = None if cached is None else cached[1]
     return linear_parts(x, packed.tensors, bias, packed.scheme, packed.shape[0], layout)
 
 
 def autocast(operand: torch.Tensor) -> torch.Tensor:
-    """`operand` of a product in the dtype that torch.autocast asks for, as it is where that is off.
+    """Cast `operand` of a linear, any shape, to the dtype that torch.autocast asks for; unchanged without it.
 
-    Before the operator, as layouts belong to a dtype; scales of a weight keep theirs.
+    It runs before the operator, because a layout is built for one dtype. Scales keep their dtype.
     """
-    # torch.compile keeps to what is documented.
+    # torch.compile understands only documented functions.
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return operand
     device = operand.device.type
@@ -96,12 +96,13 @@ def linear_parts(
     out_features: int,
     layout: KernelLayout | None,
 ) -> torch.Tensor:
-    """`linear` for a module that holds the parts of the packed weight and its layout itself.
+    """Compute `linear` for a module that holds the tensors of the packed weight and its layout itself.
 
-    `parts` are those called `scheme.part_names`, in that order. `scheme` may be given as its token. A layout
-    built for another activation dtype is not used. With one of the dtype of x that `can_restore`, the first
-    part, the words, may be left out. Joined weights have no parts, only a layout of that dtype. That x has
-    as many columns as the weight is for the caller to see to: `check_features`.
+    `x` is [..., K], `bias` [N], `parts` the tensors named `scheme.part_names`, in that order. `scheme` may be
+    its token. A layout for another activation dtype is not used.
+
+    The first part, the words, may be left out with a layout of x's dtype that `can_restore`. Joined
+    weights have no parts, only such a layout. The caller checks K: `check_features`.
     """
     token = scheme if isinstance(scheme, str) else scheme.token
     layout = layout if layout is not None and layout.dtype == x.dtype else None
@@ -115,7 +116,7 @@ def linear_parts(
 
 
 def _are_plain(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> bool:
-    """`is_plain` of what x is multiplied with."""
+    """Return True if `parts` and `bias` [N] are plain tensors without gradients, as `is_plain` says of x."""
     operands = parts if bias is None else (*parts, bias)
     trained = torch.is_grad_enabled()
     return not any(
@@ -132,7 +133,7 @@ def _plain_product(
     out_features: int,
     layout: KernelLayout | None,
 ) -> torch.Tensor:
-    """What the operator computes, without torch's dispatcher."""
+    """Compute the operator without torch's dispatcher: `x` [..., K] -> [..., N]."""
     if layout is None:
         return run_linear(x, list(parts), [], bias, token, out_features, "")
     y = planned(layout, x, bias, token)
@@ -143,18 +144,18 @@ def _plain_product(
 
 
 def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelLayout | None:
-    """The layout that decoding (one row of x) is fastest with where the weight is; None for none.
+    """Build the layout with which decoding (M = 1) is fastest on the device of `weight` [N, K].
 
-    None says that the storage layout itself is what runs. Raises `KernelError` where no row runs it, and
-    `FormatError` for codes and scales that are no numbers. Within `building`, a layout may be used, and the
-    latter is raised, when that ends.
+    Returns None if that kernel reads the storage layout. Raises `KernelError` where no kernel runs the
+    weight, and `FormatError` for codes and scales that are no numbers. Inside `building`, the layout may be
+    used, and `FormatError` is raised, when that block ends.
     """
     problem = Problem.on(weight.device, 1, *weight.shape, weight.scheme, activation_dtype)
-    row = choose(problem).row
+    row = choose(problem).kernel
     if row.layout is None:
         warn_unfused(problem, row)
         return None
-    # Tensors of inference mode could not be kept for a backward pass.
+    # Tensors of inference mode could not be saved for a backward pass.
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = row.layout.build(weight, activation_dtype)
     return KernelLayout(row.layout.name, activation_dtype, tensors)
@@ -163,9 +164,9 @@ def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelL
 def join_layouts(
     layouts: Sequence[KernelLayout], rows: Sequence[int], scheme: Scheme, k: int
 ) -> tuple[KernelLayout, tuple[KernelLayout, ...]] | None:
-    """Layouts of weights of one `scheme` and K, of so many rows each, as that of one weight, and views of it.
+    """Join layouts of weights [rows[i], k] of one scheme along N; return the whole, and views of it.
 
-    With the whole, `linear_parts` computes the products of all. None where such layouts do not join.
+    `linear_parts` with the whole computes all products. Returns None where these layouts do not join.
     """
     names, dtypes = {layout.name for layout in layouts}, {layout.dtype for layout in layouts}
     if len(names) != 1 or len(dtypes) != 1:
@@ -181,22 +182,21 @@ def join_layouts(
 
 
 def most_joined_rows(layout: KernelLayout) -> int:
-    """Rows of x up to which joined weights in `layout` are multiplied with."""
+    """Return the largest M for which joined weights in `layout` are used."""
     return layout_named(layout.name).most_rows
 
 
 def can_restore(layout: KernelLayout | None) -> bool:
-    """Whether the words of the weight can be got back from its layout, so that they need not be kept."""
+    """Return True if the words of the weight can be restored from its layout, and need not be kept."""
     return layout is not None and layout_named(layout.name).restore is not None
 
 
 def restore_words(
     layout: KernelLayout, scheme: Scheme, shape: tuple[int, int], scale: torch.Tensor
 ) -> torch.Tensor:
-    """The words [N, W] of the weight of `shape`, with the part `scale`, that `layout` was built from, which
-    `can_restore`.
+    """Return the words [N, W] int32 of a weight of `shape` [N, K], from `layout` and its `scale`.
 
-    torch.compile sees one operator.
+    `can_restore` must be true. torch.compile sees one operator.
     """
     words: torch.Tensor = torch.ops.quantkit.restore_words(
         list(layout.tensors), scale, layout.name, scheme.token, *shape
@@ -207,6 +207,7 @@ def restore_words(
 def _restored(
     layout: Sequence[torch.Tensor], scale: torch.Tensor, name: str, scheme: Scheme, shape: tuple[int, int]
 ) -> torch.Tensor:
+    """Return the words [N, W] int32 from the tensors of the layout called `name`."""
     restore = layout_named(name).restore
     assert restore is not None, name
     with torch.no_grad():
@@ -218,6 +219,7 @@ def _cache_key(dtype: torch.dtype) -> str:
 
 
 def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
+    """Raise `KernelError` unless `x` [..., K], `packed` [N, K] and `bias` [N] fit."""
     rows, columns = packed.shape
     check_features(x, columns)
     _check_activations(x, packed.words, bias, rows)
@@ -230,7 +232,7 @@ def _check_tensor(name: str, operand: object) -> None:
 
 
 def check_features(x: torch.Tensor, columns: int) -> None:
-    """Raise `KernelError` unless rows of `x` are as long as those of a weight. Kernel layouts do not say."""
+    """Raise `KernelError` unless `x` [..., K] has `columns` columns. Kernel layouts do not store K."""
     if not isinstance(x, torch.Tensor):
         _check_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] != columns:
@@ -241,6 +243,7 @@ def check_features(x: torch.Tensor, columns: int) -> None:
 
 
 def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
+    """Raise `KernelError` unless `x` [..., K], `words` [N, W] and `bias` [rows] fit in dtype and device."""
     if x.dtype not in ACTIVATION_DTYPES:
         raise KernelError(
             f"x is {x.dtype}; packed products take float32, bfloat16 or float16. Cast x to one of them."
@@ -260,14 +263,13 @@ def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor 
         )
 
 
-# `define` and `impl` rather than `custom_op`, whose wrapper imports torch._dynamo at the first call and adds
-# 30 us to every one.
+# `define` and `impl`, as `custom_op` imports torch._dynamo at the first call and adds 30 us to every call.
 torch.library.define(
     "quantkit::linear",
     "(Tensor x, Tensor[] parts, Tensor[] layout, Tensor? bias, str scheme, int out_features, "
     "str layout_name) -> Tensor",
 )
-#: The operator, as it is in traced graphs.
+#: The operator as it occurs in traced graphs.
 OPERATOR = torch.ops.quantkit.linear.default
 torch.library.define(
     "quantkit::linear_grad_x",
@@ -292,8 +294,10 @@ def run_linear(
     normed: Normed | None = None,
     gate: str = "",
 ) -> torch.Tensor:
-    """What the operator computes, with the part of a norm that is `normed`, or of that the `gate`, as
-    `KernelRow` has them.
+    """Compute the operator: `x` [..., K], `bias` [N] -> [..., N].
+
+    With `normed`, it computes a part of a norm. With `gate`, the kind of an activation, the result is [..., N
+    / 2], as `Kernel` says.
     """
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -304,34 +308,37 @@ def run_linear(
     if flat.shape[0] == 0 or out_features == 0:
         return x.new_empty(*x.shape[:-1], out_features)
     if parsed.column_scale:
-        # Counted from the end, as the words may be lacking.
+        # Counted from the end, as the words may be left out.
         column_scale = parts[parsed.part_names.index("column_scale") - len(parsed.part_names)]
-        # Once per activation instead of once per weight, and so in every row; rounded as activations are.
+        # Scale x, not W, so that every kernel gets it; rounded as activations are.
         flat = flat * column_scale.to(x.dtype)
     problem = Problem.on(x.device, flat.shape[0], out_features, columns, parsed, x.dtype, layout_name)
     chosen = choose(problem)
-    if chosen.row.layout is None and not parts:
+    if chosen.kernel.layout is None and not parts:
         raise KernelError(
-            f"{chosen.row.name} needs the weight as it is stored, and this one was joined with others for "
+            f"{chosen.kernel.name} needs the weight as it is stored, and this one was joined with others for "
             f"{layout_name}. Set {FORCE_VARIABLE} before the model is loaded."
         )
     log_choice(problem, chosen)
-    if normed is not None and (reason := chosen.row.no_norm(problem, chosen.tile, normed.part)) is not None:
+    if (
+        normed is not None
+        and (reason := chosen.kernel.no_norm(problem, chosen.tile, normed.part)) is not None
+    ):
         raise KernelError(
-            f"{chosen.row.name}, which runs {problem}, does not do a norm ({normed.part}): {reason}. "
+            f"{chosen.kernel.name}, which runs {problem}, does not do a norm ({normed.part}): {reason}. "
             f"{_NOT_BETWEEN_RUNS}"
         )
-    if gate and (reason := chosen.row.no_gate(problem, chosen.tile)) is not None:
+    if gate and (reason := chosen.kernel.no_gate(problem, chosen.tile)) is not None:
         raise KernelError(
-            f"{chosen.row.name}, which runs {problem}, does not gate y: {reason}. {_NOT_BETWEEN_RUNS}"
+            f"{chosen.kernel.name}, which runs {problem}, does not gate y: {reason}. {_NOT_BETWEEN_RUNS}"
         )
     shape = (out_features, columns)
-    # The whole weight only where it is used: to check its parts takes longer than to launch most kernels.
-    outlined = not parts or (chosen.row.layout is not None and chosen.row.layout.whole)
+    # The whole weight only where it is used: checking its tensors takes longer than launching most kernels.
+    outlined = not parts or (chosen.kernel.layout is not None and chosen.kernel.layout.whole)
     weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
     options: dict[str, Any] = {} if normed is None else {"normed": normed}
     options |= {"gate": gate} if gate else {}
-    given = tuple(layout) if chosen.row.layout is not None else ()
+    given = tuple(layout) if chosen.kernel.layout is not None else ()
     y = chosen.launch(flat, weight, given, bias, **options)
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -346,7 +353,7 @@ def _whole(
     scheme: Scheme,
     shape: tuple[int, int],
 ) -> PackedTensor:
-    """The weight with all its parts, of which the words may be in its layout only."""
+    """Return the weight of `shape` [N, K] with all its parts; missing words are restored from the layout."""
     if layout and len(parts) < len(scheme.part_names):
         parts = (_restored(layout, parts[0], layout_name, scheme, shape), *parts)
     return PackedTensor(tuple(parts), scheme, shape)
@@ -385,6 +392,7 @@ def _linear_fake(
     out_features: int,
     layout_name: str,
 ) -> torch.Tensor:
+    """Return an empty [..., N] in x's dtype, for tracing."""
     return x.new_empty(*x.shape[:-1], out_features)
 
 
@@ -397,7 +405,7 @@ def _linear_grad_x(
     in_features: int,
     layout_name: str,
 ) -> torch.Tensor:
-    """`grad [..., N] @ W [N, K]` in grad's dtype, unpacking a block of rows at a time."""
+    """Compute `grad [..., N] @ W [N, K]` in grad's dtype, dequantizing a block of rows at a time."""
     rows = grad.shape[-1]
     weight = _whole(parts, layout, layout_name, parse_token(scheme), (rows, in_features))
     zeros = weight.zero_points()
@@ -422,6 +430,7 @@ def _linear_grad_x_fake(
     in_features: int,
     layout_name: str,
 ) -> torch.Tensor:
+    """Return an empty [..., K] in grad's dtype, for tracing."""
     return grad.new_empty(*grad.shape[:-1], in_features)
 
 

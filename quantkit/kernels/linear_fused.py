@@ -1,6 +1,7 @@
-"""The operator `quantkit::linear` in traced graphs, whose kernels can take norms, and gate what they compute.
+"""Linears in traced graphs that take in a norm, or gate their output.
 
-`weight` is what the operator takes after x, or of it what is no tensor: scheme, out_features, layout_name.
+`weight` is the arguments of the operator `quantkit::linear` after x, or, for questions, those without
+tensors: scheme, out_features, layout_name.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from quantkit.packing.schemes import parse_token
 def _runs(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, scheme: str, n: int, layout_name: str
 ) -> tuple[Problem, Chosen] | None:
-    """The problem of x [rows, columns], and what runs it; None where x is scaled first."""
+    """Return the problem of x [rows, columns] and the kernel for it; None where x is scaled first."""
     parsed = parse_token(scheme)
     if parsed.column_scale:
         return None
@@ -27,28 +28,28 @@ def _runs(
 def does_norm(
     part: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any
 ) -> bool:
-    """Whether the kernel that the operator would run for x [rows, columns] does a part of a norm (`Normed`).
+    """Return True if the kernel for x [rows, columns] does `part` of a norm (`Normed`).
 
-    What is begun has no root yet, and may be too large for a float16.
+    A norm that is only begun is not yet divided by its root, and may exceed float16.
     """
     found = _runs(rows, columns, dtype, device, *weight)
     return (
         found is not None
         and (part == "whole" or dtype == torch.bfloat16)
-        and found[1].row.no_norm(found[0], found[1].tile, part) is None
+        and found[1].kernel.no_norm(found[0], found[1].tile, part) is None
     )
 
 
 def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Whether the kernel that the operator would run for x [rows, columns] can gate what it computes."""
+    """Return True if the kernel for x [rows, columns] can gate its output."""
     found = _runs(rows, columns, dtype, device, *weight)
-    return found is not None and found[1].row.no_gate(found[0], found[1].tile) is None
+    return found is not None and found[1].kernel.no_gate(found[0], found[1].tile) is None
 
 
 def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
-    """The second half of the columns that the operator computes, gated by the first (`glue.gate`).
+    """Return [..., N / 2]: the second half of the linear's columns, gated by the first (`activation.gate`).
 
-    For what `gates` says.
+    `x` is [..., K]. `gates` must be true.
     """
     return run_linear(x, *weight, gate=gate)
 
@@ -56,10 +57,10 @@ def gated_linear(x: torch.Tensor, *weight: Any, gate: str) -> torch.Tensor:
 def linear_then_norm(
     x: torch.Tensor, other: torch.Tensor, norm: torch.Tensor, kind: str, *weight: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the operator computes plus `other`; the norm of that by `norm`, begun; and the squares that
-    `linear_of_begun` ends it with.
+    """Return y + other, the norm of it begun, and squares for `linear_of_begun` to end it.
 
-    For "begin" of `does_norm`; all are contiguous.
+    `x` is [..., K], `other` [..., N], `norm` [N], all contiguous. Results are [..., N], [..., N] and float32
+    [M, N / 16]. `does_norm("begin", ...)` must be true.
     """
     columns = other.shape[-1]
     flat, total = other.view(-1, columns), torch.empty_like(other)
@@ -71,9 +72,9 @@ def linear_then_norm(
 def linear_of_begun(
     x: torch.Tensor, squares: torch.Tensor, eps: float, *weight: Any, gate: str = ""
 ) -> torch.Tensor:
-    """What the operator computes of the norm that x was begun to become; gated as by `gated_linear`.
+    """Return [..., N], the linear of the norm that `x` [..., K] begins; with `gate` as `gated_linear`.
 
-    For "end" of `does_norm`.
+    `squares` [M, K / 16] float32 is from `linear_then_norm`. `does_norm("end", ...)` must be true.
     """
     return run_linear(x, *weight, normed=Normed("end", eps=eps, squares=squares), gate=gate)
 
@@ -87,10 +88,10 @@ def linear_of_norm(
     *weight: Any,
     gate: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + `other`, and what the operator computes of the norm of that by `norm` (`glue.add_norm`) at once.
+    """Return x + other, and the linear of its RMSNorm (`norm.add_rms_norm`), in one launch.
 
-    For "whole" of `does_norm`; all are contiguous. Without `other` the first result is x. With the kind of a
-    `gate`, what is computed is that of `gated_linear`.
+    `x` and `other` are [..., K], `norm` [K], all contiguous. Results are [..., K] and [..., N], or as
+    `gated_linear` with `gate`. Without `other` the first is x. `does_norm("whole", ...)` must be true.
     """
     total = x if other is None else torch.empty_like(x)
     flat = None if other is None else other.view(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""What a kernel is asked, and what a row of the kernel table says about itself."""
+"""Problem records for kernels: what is computed and where, and what a kernel says about itself."""
 
 import importlib.util
 import sys
@@ -14,21 +14,17 @@ from quantkit.kernels.triton_support import BFLOAT16_SINCE, WGMMA_MAJOR, gluon_f
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
-#: What activations may be.
+#: Dtypes of activations.
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: What kernels may use on a GPU; `ptx` is inline assembly, `overlap` launches that overlap the kernel before,
-#: `wgmma` products that go on while the warps that asked for them do, `gluon` the language of Triton in which
-#: warps of a program do different things.
+#: Features of a GPU that kernels use: `ptx` is inline assembly, `overlap` is PDL, `wgmma` the asynchronous
+#: MMA of warpgroups, and `gluon` Triton's language for explicit layouts and warp specialization.
 GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma", "gluon"})
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as far as tiles depend on it.
-
-    Its name, compute capability, multiprocessors, and the bytes of shared memory that a program may have.
-    """
+    """A GPU as far as tiles depend on it; `shared_memory` is the bytes that a program may use."""
 
     name: str
     capability: tuple[int, int]
@@ -36,13 +32,13 @@ class Gpu:
     shared_memory: int
 
     def __hash__(self) -> int:
-        # Part of every problem, which is hashed at every call.
+        # A fast hash: it is part of every problem, and problems are hashed at every call.
         return hash(self.name)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, and where it is to run."""
+    """The linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, and where it runs."""
 
     m: int
     n: int
@@ -50,13 +46,13 @@ class Problem:
     scheme: Scheme
     dtype: torch.dtype
     device: str
-    #: What the device can do, from `device_features`.
+    #: Features of the device, from `device_features`.
     features: frozenset[str]
-    #: Name of the kernel layout that exists, "" for none, None where one may still be built.
+    #: Name of the existing kernel layout, "" for none, None where one may still be built.
     layout: str | None = None
-    #: None on a CPU, and where only the rules are asked.
+    #: None on a CPU, and where no tile tables are to be used.
     gpu: Gpu | None = None
-    #: Whether torch's `allow_fp16_accumulation` lets float16 products be summed in float16.
+    #: True if torch's `allow_fp16_accumulation` permits float16 sums of float16 products.
     half_sums: bool = False
 
     @classmethod
@@ -70,7 +66,7 @@ class Problem:
         dtype: torch.dtype,
         layout: str | None = None,
     ) -> "Problem":
-        """The problem on a device of this machine, with what that device can do."""
+        """Return the problem on a device of this machine, with that device's features."""
         kind = device.type
         half_sums = (
             dtype == torch.float16 and kind == "cuda" and torch.backends.cuda.matmul.allow_fp16_accumulation
@@ -84,49 +80,51 @@ class Problem:
         return f"{self.scheme}, M={self.m} N={self.n} K={self.k}, {dtype} on {self.device}{sums}"
 
 
-#: Why not, as a sentence fragment that says how to make it so where there is a way; None for yes.
+#: Returns a reason against, as part of a sentence, with a remedy if there is one; None for yes.
 Verdict = Callable[[Problem], str | None]
 
 
 def always(_: Problem) -> str | None:
-    """The verdict of a row that has nothing to object."""
+    """Support check of a kernel without limits."""
     return None
 
 
 def one_plane(problem: Problem) -> str | None:
-    """The verdict of a row whose weights are one scale times one value each."""
+    """Support check of a kernel whose weights are one scale times one value each."""
     planes = problem.scheme.planes
     return None if planes == 1 else f"its weights have one value each, these are sums of {planes}"
 
 
-#: The tensors of a weight in a kernel layout.
+#: Tensors of a weight in a kernel layout.
 LayoutTensors = tuple[torch.Tensor, ...]
 
 
 def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
-    """The `KernelRow.no_norm` of a row that has nothing to do with norms."""
+    """`Kernel.no_norm` of a kernel without norms."""
     return "it takes x, and gives y, as it is"
 
 
 def unjoinable(*_: object) -> None:
-    """The `Layout.join` of a layout that does not join."""
+    """`Layout.join` of a layout that does not join."""
     return None
 
 
 def never_gated(_: "Problem", __: Any) -> str | None:
-    """The `KernelRow.no_gate` of a row that gives y as it is."""
+    """`Kernel.no_gate` of a kernel that returns y as it is."""
     return "it gives y as it is"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How kernels want a weight, where that is not how it is stored; several rows may share one.
+    """Layout of a weight for kernels, where it is not the storage layout; several kernels may share one.
 
     `build(weight, activation dtype)` makes its tensors from the storage layout, once per weight.
-    `join(weights, their rows, scheme, K, activation dtype)` puts weights of one scheme and K one above the
-    other: the tensors of the whole, and of each weight as views of them; None where these cannot be joined.
-    `restore(tensors, scheme, [N, K], scale)` gives back the words that a weight with this part had; without
-    it they are kept.
+
+    `join(weights, their rows, scheme, K, activation dtype)` concatenates weights of one scheme and K along N.
+    It returns the tensors of the whole, and of each weight as views; None where they cannot be joined.
+
+    `restore(tensors, scheme, [N, K], scale)` returns the stored words [N, W] int32. Without it the words are
+    kept.
     """
 
     name: str
@@ -136,35 +134,35 @@ class Layout:
         tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None,
     ] = unjoinable
     restore: Callable[[LayoutTensors, Scheme, tuple[int, int], torch.Tensor], torch.Tensor] | None = None
-    #: Rows of x up to which a row of the kernel table runs joined weights.
+    #: Largest M for which a kernel runs joined weights.
     most_rows: int = sys.maxsize
 
     @property
     def whole(self) -> bool:
-        """Whether rows need nothing of a weight but its layout and `Outline`."""
+        """Return True if kernels need nothing of a weight but its layout and `Outline`."""
         return self.join is not unjoinable
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What rows see of a weight whose layout has everything else: the scheme and the shape [N, K]."""
+    """Scheme and shape [N, K] of a weight, all that kernels see beside a layout that has the rest."""
 
     scheme: Scheme
     shape: tuple[int, int]
 
 
 def as_measured(problem: "Problem", tile: Any, measured: "Problem") -> Any:
-    """The tile as it is, of kernels that know no better."""
+    """Return the tile as it is: `Tiling.fitted` of kernels without a rule for it."""
     return tile
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles that a row may be launched with: frozen records of the class `record`.
+    """Space of the tiles of a kernel: frozen records of the class `record`.
 
-    `values` is what each field may be, `rule(problem)` the tile where none was measured. `why_not(problem,
-    tile)` says why the kernel cannot take a tile, `loses(problem, tile)` why it is not worth measuring.
-    `fitted(problem, tile, measured)` is the tile where `tile` was measured fastest for more rows of x.
+    `values` has the values of each field, and `rule(problem)` is the tile where none was measured.
+    `why_not(problem, tile)` says why the kernel cannot take a tile, `loses(problem, tile)` why it is not
+    worth measuring. `fitted(problem, tile, measured)` adapts a `tile` that was fastest for more rows of x.
     """
 
     record: type[Any]
@@ -177,16 +175,15 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Normed:
-    """What a product does of a norm (`quantkit.kernels.ops.glue.norm`), which is one of three parts:
+    """Part of an RMSNorm that a linear does (`quantkit.kernels.ops.norm.rms_norm`):
 
-        whole   it multiplies with the norm of x, or of x + `other`, which becomes `total` [m, k]
-        begin   y + `other` becomes `total` [m, n], and that times `weight` y; `squares` become the sums of
-                squares of each 16 columns of `total`, float32 [m, n / 16 rounded up]
-        end     x was begun so: rows of y are divided by the roots of the means that `squares` are sums for,
-                and `eps`
+        whole   x is replaced by the norm of x, or of x + `other`, stored as `total` [m, k]
+        begin   `total` [m, n] = y + `other`, and y = `total` times `weight`; `squares` float32
+                [m, n / 16 rounded up] are the sums of squares of each 16 columns of `total`
+        end     x was begun so: rows of y are divided by the root of the mean of squares, plus `eps`
 
-    The tensors of a part are contiguous and, but for `squares`, of the dtype of x. Norms are ended alike
-    whatever their `kind`, and begun whatever their `eps`.
+    Tensors of a part are contiguous and have the dtype of x, except `squares`. The end does not depend on
+    `kind`, nor the begin on `eps`.
     """
 
     part: str
@@ -199,32 +196,32 @@ class Normed:
 
 
 class TileError(KernelError):
-    """A GPU has too little shared memory, or too few registers or threads, for a tile."""
+    """Raised where a GPU has too little shared memory, or too few registers or threads, for a tile."""
 
 
 def tile_text(tile: Any) -> str:
-    """A tile as its fields: `warps=4 columns=512 row_tiles=1 ahead=False`."""
+    """Return a tile as its fields: `warps=4 columns=512 row_tiles=1 ahead=False`."""
     return " ".join(f"{field.name}={getattr(tile, field.name)}" for field in fields(tile))
 
 
 @dataclass(frozen=True)
-class KernelRow:
-    """One way to compute a packed linear layer.
+class Kernel:
+    """A kernel of the registry: one way to compute a packed linear layer.
 
-    `supports` says why the row cannot compute a problem, `pays` why it can but a later row is faster.
-    Forcing a row by name overrides `pays`, never `supports`.
+    `supports(problem)` says why it cannot compute a problem, `pays(problem)` why a later kernel is faster.
+    Forcing a kernel by name overrides `pays`, never `supports`.
 
-    `layout` is None for a row that reads the storage layout. `launch(x [m, k], weight, layout, bias)` returns
-    y [m, n] of x's dtype, for m >= 1 and contiguous x; with a `tiling` it takes a `tile` too. A column scale
-    is in x already. Where the layout is `whole`, `weight` is only the `Outline`.
+    `layout` is None for a kernel that reads the storage layout. `launch(x [m, k], weight, layout, bias [n])`
+    returns y [m, n] in x's dtype, for m >= 1 and contiguous x; with a `tiling` it takes a `tile` too. A
+    column scale is in x already. Where the layout is `whole`, `weight` is only the `Outline`.
 
-    `bind`, where a row has it, takes what `launch` takes and returns what computes y for other x of that
-    shape: `quantkit.kernels.gemm.bound.Bound`.
+    `bind` takes the arguments of `launch` and returns what computes y for other x of that shape:
+    `quantkit.kernels.gemm.bound.Bound`.
 
-    `no_norm(problem, tile, part)` says why the kernel cannot do a part of a norm. Where it can, `launch`
-    takes such a `normed`. `no_gate(problem, tile)` says so of a gate: the first half of columns of y is what
-    gates the others, and `launch` with the kind of a `gate` returns [m, n / 2]:
-    `quantkit.kernels.ops.glue.gate`.
+    `no_norm(problem, tile, part)` says why the kernel cannot do a part of a norm; where it can, `launch`
+    takes a `normed`. `no_gate(problem, tile)` says so of a gate, whose kind `launch` takes as `gate`. The
+    first half of y's columns then gates the second, as `quantkit.kernels.ops.activation.gate` does: y is [m,
+    n / 2].
     """
 
     name: str
@@ -242,9 +239,10 @@ class KernelRow:
 
 @lru_cache(maxsize=64)
 def device_features(device: torch.device | str) -> frozenset[str]:
-    """What a device can do, as far as rows decide by it: vector instructions, what kernels may use.
+    """Return what a device can do, as far as kernels depend on it.
 
-    "cuda" is the GPU that is the current one when that is first asked.
+    That is vector instructions of a CPU, or `GPU_FEATURES`. "cuda" is the GPU that is current at the first
+    call.
     """
     device = torch.device(device)
     return _cpu_features() if device.type == "cpu" else _gpu_features(device)
@@ -252,23 +250,23 @@ def device_features(device: torch.device | str) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU that `device` is, the current one where it says no index; None for a CPU."""
+    """Return the GPU that `device` is, the current one without an index; None for a CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     facts: Any = torch.cuda.get_device_properties(device)
-    # What a program may have if it asks for it; not every build of torch says.
+    # The most that a program may ask for; not every build of torch reports it.
     shared = getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block)
     return Gpu(facts.name, (facts.major, facts.minor), facts.multi_processor_count, int(shared))
 
 
 def _gpu_features(device: torch.device) -> frozenset[str]:
-    """Those of `GPU_FEATURES` that a GPU has."""
+    """Return those of `GPU_FEATURES` that a GPU has."""
     if importlib.util.find_spec("triton") is None:
         return frozenset()
     facts = {"triton"}
     if device.type == "cuda" and torch.version.cuda is not None and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
-        # Dependent launches came with 9.0.
+        # PDL came with compute capability 9.0.
         facts |= {
             fact for fact, since in (("ptx", BFLOAT16_SINCE), ("overlap", (9, 0))) if capability >= since
         }
@@ -278,7 +276,8 @@ def _gpu_features(device: torch.device) -> frozenset[str]:
 
 
 def _cpu_features() -> frozenset[str]:
-    # What torch dispatches on, as "AVX2", "AVX512" or "AVX512_VNNI"; an AVX512 machine runs AVX2 code too.
+    """Return the vector instructions of this CPU."""
+    # Torch's dispatch key: "AVX2", "AVX512" or "AVX512_VNNI". A machine with AVX512 runs AVX2 code too.
     facts = {torch.backends.cpu.get_cpu_capability().lower().split("_")[0]}
     if "avx512" in facts:
         facts.add("avx2")

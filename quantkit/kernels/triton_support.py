@@ -1,7 +1,7 @@
-"""Which Triton there is, and whether it compiles what the fused kernels are written in.
+"""Find out which Triton is installed, and whether it compiles the fused kernels.
 
-Gluon, the language of the fastest kernels, is not stable: every version of Triton moves names. So whether a
-kernel can run is found by compiling a small one that uses the same operations, never read from a version.
+Gluon, the language of the fastest kernels, is not stable: every version of Triton moves names. So a small
+kernel with the same operations is compiled, instead of trusting a version number.
 """
 
 import importlib.util
@@ -11,36 +11,36 @@ from typing import Any
 
 import torch
 
-#: Minor versions of Triton with which every kernel is compiled in `tests/compat/triton.py`, oldest first.
-#: `doctor`, pyproject.toml and the docs say the same.
+#: Minor versions of Triton with which `tests/compat/triton.py` compiles every kernel, oldest first. `doctor`,
+#: pyproject.toml and the docs agree.
 TESTED_TRITON = ("3.6", "3.7", "3.8", "3.9")
-#: Compute capability from which tensor cores multiply bfloat16, which all fused kernels with PTX ask for.
+#: Compute capability from which tensor cores multiply bfloat16, as all fused kernels with PTX need.
 BFLOAT16_SINCE = (8, 0)
-#: Compute capability 9, the one with `wgmma`.
+#: Major compute capability with `wgmma`.
 WGMMA_MAJOR = 9
 
 
 def tested_versions() -> str:
-    """The tested versions of Triton as text: `3.6 to 3.9`."""
+    """Return the tested versions of Triton as text: `3.6 to 3.9`."""
     return f"{TESTED_TRITON[0]} to {TESTED_TRITON[-1]}"
 
 
 def triton_version() -> str | None:
-    """The version of the Triton that is installed, None without."""
+    """Return the version of the installed Triton, None without."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
-        # A build of AMD's or Intel's, whose distribution has another name.
+        # Builds by AMD or Intel are distributed under another name.
         return str(getattr(importlib.import_module("triton"), "__version__", "of unknown version"))
 
 
 @lru_cache(maxsize=64)
 def gluon_failure(device: torch.device) -> str | None:
-    """Why Gluon kernels do not compile for `device`, an NVIDIA GPU; None where they do.
+    """Return why Gluon kernels do not compile for `device`, an NVIDIA GPU; None where they do.
 
-    Takes some two seconds the first time on a machine (an H100), then Triton's cache has both kernels.
+    Takes about 2 s the first time on a machine (H100); then Triton's cache has the kernels.
     """
     try:
         probe: Any = importlib.import_module("quantkit.kernels.gluon.probe")
@@ -50,7 +50,7 @@ def gluon_failure(device: torch.device) -> str | None:
         with torch.cuda.device(device):
             for kernel in kernels:
                 kernel.warmup(torch.int32, torch.float32, grid=(1,), num_warps=4, enable_fp_fusion=True)
-    except Exception as error:  # A compiler of an unknown version raises whatever it likes.
+    except Exception as error:  # A compiler of an unknown version may raise anything.
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -60,9 +60,9 @@ def gluon_failure(device: torch.device) -> str | None:
 
 
 def why_slow(device: torch.device) -> str | None:
-    """Why the fastest kernels do not run on `device`, and what to do about it; None where they do.
+    """Return why the fastest kernels do not run on `device`, and a remedy; None where they do.
 
-    A sentence or two for `doctor` and for what loads a model. None for a CPU, which has none of them.
+    One or two sentences, for `doctor` and for messages on loading. None for a CPU, which has none of them.
     """
     if device.type != "cuda":
         return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.ops.argmax import likeliest
+from quantkit.kernels.ops.argmax import argmax_tokens
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.runtime.cuda_graphs.capture import Inputs
 from quantkit.runtime.host_copy import HostCopy
@@ -132,8 +132,8 @@ def _next_tokens(
     """
     if not random and not logits_processor and logits.dtype in ACTIVATION_DTYPES:
         # Rounding to float32 is exact, so the argmax is the same.
-        return likeliest(logits)
+        return argmax_tokens(logits)
     scores = logits_processor(input_ids, logits.to(torch.float32, copy=True))
     if random:
         return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
-    return likeliest(scores)
+    return argmax_tokens(scores)

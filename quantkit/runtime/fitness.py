@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from quantkit.kernels.registry import forced_row
+from quantkit.kernels.registry import forced_kernel
 from quantkit.runtime.packed_module import PackedModule, local
 from quantkit.runtime.tensor_parallel import why_ranks_unfit
 
@@ -39,7 +39,7 @@ def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
     layouts = tuple(address for module in packed for address in module.layout_addresses())
     # Outputs other than logits that the config turns on.
     requested = tuple(name for name, value in vars(model.config).items() if value and "output_" in name)
-    return states, tensors, layouts, requested, model.config._attn_implementation, forced_row()
+    return states, tensors, layouts, requested, model.config._attn_implementation, forced_kernel()
 
 
 def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.calibrate.data.samples import check_seed
 from quantkit.errors import UsageError
-from quantkit.kernels.ops.argmax import likeliest
+from quantkit.kernels.ops.argmax import argmax_tokens
 from quantkit.runtime.host_copy import HostCopy
 
 #: Reasons for the end of a text: an end token, `max_new_tokens` reached, no positions left in the model.
@@ -214,7 +214,7 @@ def last_logits(model: Any) -> dict[str, int]:
 def _select(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
     """Select the next token: from logits [1, V] to [1, 1] int64."""
     if temperature < _LEAST_TEMPERATURE:
-        return likeliest(logits)[:, None]
+        return argmax_tokens(logits)[:, None]
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
     return torch.multinomial(probabilities, 1, generator=generator)
 

@@ -11,9 +11,9 @@ from quantkit.kernels.linear import autocast
 from quantkit.kernels.moe.grouped_gemm import (
     ExpertsLayout,
     build_experts_layout,
+    combine_experts,
     experts_linear,
-    order_pairs,
-    weigh_pairs,
+    sort_tokens_by_expert,
 )
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.registry import warn_looped
@@ -136,10 +136,10 @@ class PackedExperts(PackedModule):
         down = self._grouped_layout(DOWN, x.dtype)
         if gate_up is None or down is None or self._is_trained(hidden_states, top_k_weights):
             return self._one_by_one(hidden_states, top_k_index, top_k_weights)
-        pairs = order_pairs(top_k_index, gate_up, down)
+        pairs = sort_tokens_by_expert(top_k_index, gate_up, down)
         gate, up = experts_linear(x, pairs, gate_up).chunk(2, -1)
         y = experts_linear(autocast(self.act_fn(gate) * up), pairs, down, chained=True)
-        return weigh_pairs(y, top_k_index, top_k_weights, gate_up.experts).to(hidden_states.dtype)
+        return combine_experts(y, top_k_index, top_k_weights, gate_up.experts).to(hidden_states.dtype)
 
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
         """Return True, and warn, if x [T, H] or `weights` [T, k] need gradients.

@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from quantkit.kernels.gemm.unpack import UNPACK_ROW
+from quantkit.kernels.gemm.unpack import UNPACK_KERNEL
 from quantkit.kernels.problem import Problem
-from quantkit.kernels.report import choice_of
+from quantkit.kernels.report import selection_of
 from quantkit.runtime.packed_module import PackedModule
 
 
@@ -19,9 +19,9 @@ def unpacked(model: Any, rows_of_x: int) -> tuple[str, ...]:
         if not isinstance(module, PackedModule):
             continue
         for scheme, (n, k), _ in module.logical().values():
-            choice = choice_of(Problem.on(model.device, rows_of_x, n, k, scheme, model.dtype))
-            if choice.row == UNPACK_ROW.name:
-                reasons = "; ".join(f"not {row}: {reason}" for row, reason in choice.refusals)
+            selection = selection_of(Problem.on(model.device, rows_of_x, n, k, scheme, model.dtype))
+            if selection.kernel == UNPACK_KERNEL.name:
+                reasons = "; ".join(f"not {row}: {reason}" for row, reason in selection.refusals)
                 counts[str(scheme), reasons] += 1
     return tuple(
         f"{count} packed parameters of {scheme} are unpacked for every product at M={rows_of_x} ({reasons})"

@@ -20,7 +20,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.cli import threads
 from quantkit.cli.commands.quantize import coverage_line, learned_line
 from quantkit.kernels.problem import Gpu
-from quantkit.kernels.registry import ROWS
+from quantkit.kernels.registry import KERNELS
 from quantkit.kernels.tuning.store import save
 from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable, as_computed
 from quantkit.leaving import advised
@@ -390,7 +390,7 @@ def test_milliseconds_per_token(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
         for n, k in {linear.shape for linear in linears}
         for name, us in times.items()
     }
-    save(TileTable(Gpu("Far Away 9000", (9, 0), 1, 1), {}, entries), ROWS)
+    save(TileTable(Gpu("Far Away 9000", (9, 0), 1, 1), {}, entries), KERNELS)
     asked = ("--milliseconds-per-token", 0.125, "--gpu", "far_away_9000", "--formats", "int4,int8", *DATA)
     done = run("plan", SOURCE, *asked)
     assert done.code == 0

@@ -16,7 +16,7 @@ from quantkit.kernels import problem
 from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
 from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
 from quantkit.kernels.problem import GPU_FEATURES, Gpu
-from quantkit.kernels.registry import ROWS, forget_tile_tables
+from quantkit.kernels.registry import KERNELS, forget_tile_tables
 from quantkit.kernels.tuning import gpu_bench as gpu_module
 from quantkit.kernels.tuning.search import Candidate, Weight
 from quantkit.kernels.tuning.store import user_path, user_table
@@ -35,7 +35,9 @@ class Bench:
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
         if candidate.tile == SkinnyTile(4, 256, 1, True):
             return 1.0
-        return 30.0 if candidate.tile is None else 8.0 if candidate.tile == BEST.get(candidate.row) else 12.0
+        return (
+            30.0 if candidate.tile is None else 8.0 if candidate.tile == BEST.get(candidate.kernel) else 12.0
+        )
 
 
 class Pool:
@@ -77,7 +79,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def entries() -> dict[tuple[str, int, int, int], Any]:
-    table = user_table(GPU, ROWS)
+    table = user_table(GPU, KERNELS)
     assert table is not None
     return {(str(key.scheme), key.n, key.k, key.m): entry for key, entry in table.entries.items()}
 
@@ -194,7 +196,7 @@ def test_float16_sums_have_entries_of_their_own(run: Callable[..., Any]) -> None
     arguments = ("tune", "--shapes", "64x256", "--formats", "int4", "--m", "64", "--dtype", "float16")
     assert run(*arguments).code == 0
     assert run(*arguments, "--fp16-accumulation").code == 0
-    table = user_table(GPU, ROWS)
+    table = user_table(GPU, KERNELS)
     assert table is not None
     assert {key.half_sums for key in table.entries} == {False, True}
 

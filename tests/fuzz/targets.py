@@ -29,7 +29,7 @@ from quantkit.checkpoint.source import Checkpoint, check_not_quantized
 from quantkit.errors import QuantkitError
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import ROWS, row_named
+from quantkit.kernels.registry import KERNELS, kernel_named
 from quantkit.kernels.tuning.tile_table import Entry, Key, OtherTable, TileTable, from_json, gpu_in, to_json
 from quantkit.packing.formats import CodebookFormat, FloatFormat, IntFormat
 from quantkit.packing.schemes import PRESETS, Scheme, parse_token, scheme
@@ -404,11 +404,11 @@ def _table(shapes: Sequence[tuple[int, int]], formats: Sequence[str]) -> bytes:
     for name in formats:
         for n, k in shapes:
             for m, row in ((1, "fused-skinny"), (16, "fused-tiled"), (64, "dequantize")):
-                problem, tiling = _problem(name, m, n, k), row_named(row).tiling
+                problem, tiling = _problem(name, m, n, k), kernel_named(row).tiling
                 tile = None if tiling is None else tiling.rule(problem)
                 others = {} if row == "fused-skinny" else {"fused-skinny": 31.5}
                 entries[Key.of(problem)] = Entry(12.5, row, tile, others)
-    return to_json(TileTable(GPU, {"quantkit": "0.1.0", "triton": "3.6.0"}, entries), ROWS)
+    return to_json(TileTable(GPU, {"quantkit": "0.1.0", "triton": "3.6.0"}, entries), KERNELS)
 
 
 @cache
@@ -419,15 +419,15 @@ def _tables() -> tuple[bytes, ...]:
 def _check_table(case: bytes, directory: Path) -> None:
     try:
         gpu_in(case)
-        table = from_json(case, GPU, ROWS)
+        table = from_json(case, GPU, KERNELS)
     except OtherTable as error:
         raise Ignored(f"not used: {error}") from None
-    written = to_json(table, ROWS)
-    again = from_json(written, GPU, ROWS)
+    written = to_json(table, KERNELS)
+    again = from_json(written, GPU, KERNELS)
     assert again.entries.keys() == table.entries.keys()
-    assert to_json(again, ROWS) == written
+    assert to_json(again, KERNELS) == written
     for key, entry in table.entries.items():
-        row = row_named(entry.row)
+        row = kernel_named(entry.kernel)
         problem = Problem(
             key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, GPU, key.half_sums
         )

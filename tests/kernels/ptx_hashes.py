@@ -150,11 +150,11 @@ def cases() -> list[tuple[str, str, int, int]]:
     add({f"hopper 64 128 1 by {even}": 0 for even in (1, 2, 4)}, ("int4",), 90)
     add({"hopper": 64}, ("int7 16 integer", "int8 32 float", "int4 16 integer"), 90)
     add({"count": 1, "sort": 1, "sort few": 1, "weigh": 1}, ("int4",), 80, 90, 100)
-    glue = dict.fromkeys(("embed", "gate", "largest of parts", "largest of rows"), 1)
-    glue |= {"norm": 4096, "small_linear": 2048, "norm_linear": 2048, "route groups": 256}
-    glue |= dict.fromkeys(("cos_sin", "rotate", "rotate_append", "norm_rotate_append", "append"), 128)
-    glue |= dict.fromkeys(("fill", "route", "route pairs"), 128)
-    found.extend(("glue", name, capability, m) for name, m in glue.items() for capability in (80, 90, 100))
+    ops = dict.fromkeys(("embed", "gate", "argmax partial", "argmax combine"), 1)
+    ops |= {"norm": 4096, "small_linear": 2048, "norm_linear": 2048, "route groups": 256}
+    ops |= dict.fromkeys(("cos_sin", "rotate", "rotate_append", "norm_rotate_append", "append"), 128)
+    ops |= dict.fromkeys(("fill", "route", "route pairs"), 128)
+    found.extend(("ops", name, capability, m) for name, m in ops.items() for capability in (80, 90, 100))
     words = ("bool new", "bool once new settled", "float new settled", "once", "bool once new norms settled")
     attends = (f"attend {plan} {kind}" for plan in ("0 12", "1 4", "2 1") for kind in words)
     found.extend((kernel, "bfloat16", cap, 128) for kernel in attends for cap in (80, 90))

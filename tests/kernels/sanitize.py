@@ -31,11 +31,11 @@ KERNEL = Path(__file__).parents[2] / "quantkit/kernels/gemm/wgmma/wgmma_kernel.p
 TOOLS = {
     "memcheck": "(multiply_with_the_dequantized_weight and 13) or (powers_of_two and not one_expert) or "
     "dequantize_writes or builders_agree or (words_come_back and 333) or is_attention or one_expert_after or "
-    "sorted_as_by_hand or added_up_in_the_order or code_books or programs_without_work or test_glue.py or "
-    "test_cache.py or test_choice.py",
+    "sorted_as_by_hand or added_up_in_the_order or code_books or programs_without_work or test_ops.py or "
+    "test_cache.py or test_argmax.py",
     "racecheck": "(powers_of_two and not one_expert) or one_expert_after or sorted_as_by_hand or "
     "code_books or added_up_in_the_order or (is_attention and 200-64-64) or (builders_agree and 333) or "
-    "(dequantize_writes and int4) or test_glue.py or test_cache.py or test_choice.py",
+    "(dequantize_writes and int4) or test_ops.py or test_cache.py or test_argmax.py",
 }
 PYTEST = (
     *(sys.executable, "-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q"),

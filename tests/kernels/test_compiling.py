@@ -50,7 +50,7 @@ from triton import knobs
 from quantkit.kernels.jit import compile_pool, compile_worker
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.jit.compile_pool import Compilers, compiled_first
-from quantkit.kernels.ops.glue_kernels import gate
+from quantkit.kernels.ops.activation_kernel import gate
 from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
 from quantkit.kernels.gemm.fused_kernels import FRAGMENTS, compile_kernels
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch
@@ -253,7 +253,7 @@ compile_worker._Worker.compile = compiles
 assert (launched, found, idle) == ([2], [False], [])
 assert said == ["the process that compiled ended"]
 # What cannot be sent is compiled here.
-module = "quantkit.kernels.ops.glue_kernels"
+module = "quantkit.kernels.ops.activation_kernel"
 request = compile_worker.Request(module, "gate", lambda: 0, {}, {}, {}, None, {}, "")
 assert not compile_worker.compile_elsewhere(request) and not idle
 assert "pickle" in said[-1] and len(said) == 2
@@ -408,7 +408,9 @@ def test_what_does_not_compile_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     ours, theirs = Pipe()
     ours.send(
-        Request("quantkit.kernels.ops.glue_kernels", "no_kernel", None, {}, {}, {}, None, {}, str(tmp_path))
+        Request(
+            "quantkit.kernels.ops.activation_kernel", "no_kernel", None, {}, {}, {}, None, {}, str(tmp_path)
+        )
     )
     thread = threading.Thread(target=compile_worker._work, args=(theirs,))
     thread.start()

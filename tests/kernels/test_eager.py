@@ -24,7 +24,7 @@ from quantkit.kernels.gemm.bound import BIAS, SUMS, Bound, X, Y
 from quantkit.kernels.gemm.operands import aligned
 from quantkit.kernels.jit.compile_pool import COMPILERS, Compilers
 from quantkit.kernels.jit.launcher import Launch
-from quantkit.kernels.problem import KernelRow, Layout, Problem, always
+from quantkit.kernels.problem import Kernel, Layout, Problem, always
 from quantkit.packing.schemes import scheme
 from quantkit.runtime import packed_linear
 from quantkit.runtime.packed_linear import PackedLinear
@@ -69,7 +69,7 @@ def _at(address: int | torch.Tensor, *size: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32).view(size)
 
 
-class Kernel:
+class FakeKernel:
     arg_names = ("x", "weight", "bias", "y", "sums", "m", "n", "HAS_BIAS")
 
     def __init__(self, ran: list[str]) -> None:
@@ -94,7 +94,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     @cache
     def launch_of(m: int, n: int, has_bias: bool) -> Launch:
-        return Launch(Kernel(found), (3,), HAS_BIAS=has_bias)
+        return Launch(FakeKernel(found), (3,), HAS_BIAS=has_bias)
 
     def bind(x, weight, layout, bias, tile=None) -> Bound:
         m = x.shape[0]
@@ -106,7 +106,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         whole = torch.cat([dense for (dense,) in weights])
         return (whole,), tuple((part,) for part in torch.split(whole, rows))
 
-    row = KernelRow(
+    row = Kernel(
         name="dense",
         summary="",
         devices=("cpu",),
@@ -118,7 +118,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         ),
         bind=bind,
     )
-    monkeypatch.setattr(registry, "ROWS", (row, *registry.ROWS))
+    monkeypatch.setattr(registry, "KERNELS", (row, *registry.KERNELS))
     monkeypatch.setattr(eager, "_current_device", lambda: -1)
     monkeypatch.setattr(eager, "stream_getter", lambda: lambda index: 11)
     registry.forget_tile_tables()
@@ -355,8 +355,8 @@ def test_tile_tables_that_are_read_anew_are_asked(ran, monkeypatch):
     layer(x_of(2))
     check(layer, x_of(2), ran, FAST)
     asked = []
-    first = replace(registry.ROWS[0], pays=asked.append)
-    monkeypatch.setattr(registry, "ROWS", (first, *registry.ROWS[1:]))
+    first = replace(registry.KERNELS[0], pays=asked.append)
+    monkeypatch.setattr(registry, "KERNELS", (first, *registry.KERNELS[1:]))
     registry.forget_tile_tables()
     check(layer, x_of(2), ran, ANY)
     assert len(asked) == 1
@@ -516,7 +516,7 @@ def test_launches_that_are_left_out_or_watched_are_not_fixed(ran, monkeypatch):
     ids=["arguments in one", "function", "one more", "another method", "no stream"],
 )
 def test_no_launch_is_fixed_that_triton_would_make_otherwise(change):
-    launch = Launch(Kernel([]), (3,), HAS_BIAS=False)
+    launch = Launch(FakeKernel([]), (3,), HAS_BIAS=False)
     tensors = [torch.zeros(4, K), torch.zeros(N, K), *(torch.zeros(4, N) for _ in range(3))]
     launch(*tensors, 4, N)
     assert launch.fixed([*tensors, 4, N], [(0, 0)]) is not None
@@ -552,4 +552,4 @@ def test_rows_without_fixed_launches_run_as_ever(monkeypatch):
     for _ in range(2):
         assert torch.equal(layer(x_of(2)), expected)
     problem = Problem.on(torch.device("cpu"), 2, N, K, layer.scheme, torch.float32)
-    assert registry.choose(problem).row.bind is None
+    assert registry.choose(problem).kernel.bind is None

@@ -14,7 +14,7 @@ from quantkit.kernels.gemm import unpack
 from quantkit.kernels.gemm.unpack import BLOCK_WEIGHTS
 from quantkit.kernels.linear import build_layout, join_layouts, linear, linear_parts
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
-from quantkit.kernels.registry import FORCE_VARIABLE, ROWS, explain
+from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, explain
 from quantkit.packing.formats import CodebookFormat, IntFormat, number_format
 from quantkit.packing.schemes import PRESETS, Scheme, parse_token, scheme
 from quantkit.packing.zero_points import ZERO_POINTS
@@ -52,7 +52,7 @@ def computes(row, packed, m, dtype):
 INEXACT = ("nf4", "fp8-e5m2", "book4")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name)
 @pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "zero_point"), [case for case in CASES if case[0] not in INEXACT])
 @pytest.mark.sampled(3)
@@ -78,7 +78,7 @@ def test_exact_operands_give_the_exact_product(
                 assert torch.equal(y, linear(x, packed)), "runs differ"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name)
 @pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "zero_point"), CASES)
 def test_error_on_random_data(
@@ -96,7 +96,7 @@ def test_error_on_random_data(
     assert relative_error(linear(x, packed, bias), reference(x, packed, bias)) < ERROR[dtype]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "cpu" in row.devices], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in KERNELS if "cpu" in row.devices], ids=lambda row: row.name)
 def test_every_cpu_row_computes_something(row, make_packed):
     tried = [make_packed(name, (64, 256), zero_point=kind) for name, kind in CASES]
     assert any(computes(row, packed, 1, torch.bfloat16) for packed in tried)

@@ -10,8 +10,8 @@ from quantkit.errors import KernelError
 from quantkit.kernels import registry
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem, device_features
-from quantkit.kernels.registry import FORCE_VARIABLE, ROWS, VERBOSE_VARIABLE, choose, explain, row_named
-from quantkit.kernels.report import choices
+from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, VERBOSE_VARIABLE, choose, explain, kernel_named
+from quantkit.kernels.report import selections
 from quantkit.packing.schemes import PRESETS, scheme
 
 FAST = frozenset({"avx2", "avx512", "vnni"})
@@ -52,7 +52,7 @@ def problem(name="int4", m=1, n=2048, k=2048, dtype=torch.bfloat16, features=FAS
     ids=str,
 )
 def test_choice(asked, row):
-    assert choose(asked).row.name == row
+    assert choose(asked).kernel.name == row
 
 
 @pytest.mark.parametrize(
@@ -121,32 +121,32 @@ def test_refusal(row, asked, reason):
 
 
 def test_every_row_explains_itself():
-    assert len({row.name for row in ROWS}) == len(ROWS)
-    for row in ROWS:
+    assert len({row.name for row in KERNELS}) == len(KERNELS)
+    for row in KERNELS:
         assert row.summary
-        assert row_named(row.name) is row
+        assert kernel_named(row.name) is row
 
 
 def test_something_runs_every_preset_here():
-    found = choices(
+    found = selections(
         [scheme(name) for name in PRESETS], (torch.float32, torch.bfloat16, torch.float16), (1, 16, 512)
     )
     assert len(found) == 9 * len(PRESETS)
     for choice in found:
-        assert choice.row is not None
-        assert choice.row not in dict(choice.refusals)
-        assert len(choice.refusals) < len(ROWS)
+        assert choice.kernel is not None
+        assert choice.kernel not in dict(choice.refusals)
+        assert len(choice.refusals) < len(KERNELS)
 
 
 def test_no_kernel_lists_every_reason():
     with pytest.raises(KernelError) as error:
         choose(replace(problem(), device="meta"))
-    assert all(f"{row.name}: it runs on" in str(error.value) for row in ROWS)
+    assert all(f"{row.name}: it runs on" in str(error.value) for row in KERNELS)
 
 
 def test_forcing_overrides_speed_but_not_ability(monkeypatch):
     monkeypatch.setenv(FORCE_VARIABLE, "torch-int4")
-    assert choose(problem(m=512, dtype=torch.float32)).row.name == "torch-int4"
+    assert choose(problem(m=512, dtype=torch.float32)).kernel.name == "torch-int4"
     with pytest.raises(
         KernelError, match=r"QUANTKIT_KERNEL=torch-int4 cannot run.*N=40.*multiples of 16.*Unset"
     ):

@@ -12,7 +12,7 @@ import torch
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.kernels.problem import Gpu
-from quantkit.kernels.registry import ROWS
+from quantkit.kernels.registry import KERNELS
 from quantkit.kernels.tuning.store import save
 from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable, as_computed
 from quantkit.model.structure import Linear, read_structure
@@ -55,7 +55,7 @@ def store_times() -> Callable[..., Times]:
                     times[one.format.name, n, k] = us
                     entries[Key(as_computed(one, k), dtype, n, k, 1)] = Entry(us, "dequantize")
                     entries[Key(as_computed(one, k), dtype, n, k, 2)] = Entry(1000.0, "dequantize")
-        save(TileTable(GPU, {"quantkit": "0.1.0"}, entries), ROWS)
+        save(TileTable(GPU, {"quantkit": "0.1.0"}, entries), KERNELS)
         return times
 
     return store

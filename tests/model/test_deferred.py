@@ -147,9 +147,9 @@ def test_only_what_changes_logits_gets_copies_in_float32(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     compared: list[torch.Tensor] = []
-    likeliest = async_sampling.likeliest
+    argmax_tokens = async_sampling.argmax_tokens
     monkeypatch.setattr(
-        async_sampling, "likeliest", lambda scores: likeliest(compared.append(scores) or scores)
+        async_sampling, "argmax_tokens", lambda scores: argmax_tokens(compared.append(scores) or scores)
     )
     # Of the last two, which are equal in float32, and in 16 bits.
     logits = torch.tensor([[1.0] * 38 + [2.0, 2.0 + 1e-12]], dtype=dtype)

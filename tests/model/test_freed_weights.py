@@ -19,7 +19,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels import registry
 from quantkit.kernels.layouts.fragment_layout import build, geometry, join, read_codes, restore
 from quantkit.kernels.linear import build_layout, linear_parts
-from quantkit.kernels.problem import KernelRow, Layout, Problem, always
+from quantkit.kernels.problem import Kernel, Layout, Problem, always
 from quantkit.kernels.registry import FORCE_VARIABLE
 from quantkit.model.architectures import DOWN, GATE_UP
 from quantkit.packing.schemes import scheme
@@ -75,10 +75,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return nn.functional.linear(x.float(), dense, None if bias is None else bias.float()).to(x.dtype)
 
     fragments = Layout("fragments", build, join, restore)
-    row = KernelRow("held", "", ("cpu",), supports, always, fragments, launch)
+    row = Kernel("held", "", ("cpu",), supports, always, fragments, launch)
     monkeypatch.delenv(FORCE_VARIABLE, raising=False)
     monkeypatch.setattr(
-        registry, "ROWS", (row, *(one for one in registry.ROWS if "cuda" not in one.devices[:1]))
+        registry, "KERNELS", (row, *(one for one in registry.KERNELS if "cuda" not in one.devices[:1]))
     )
     registry.forget_tile_tables()
     yield calls
@@ -356,7 +356,7 @@ def test_offloading_takes_the_words_along():
 
 
 def test_rows_whose_layout_is_no_way_back_keep_the_words(monkeypatch):
-    monkeypatch.setattr(registry, "ROWS", registry.ROWS[1:])
+    monkeypatch.setattr(registry, "KERNELS", registry.KERNELS[1:])
     registry.forget_tile_tables()
     layer = make()
     layer.build_kernel_layouts(torch.float32)
@@ -496,7 +496,7 @@ def test_counts_of_a_model_stay_right(monkeypatch, tiny):
     checkpoint = tiny("llama", "int4")
     model = quantkit.load(checkpoint.packed, device="cpu", dtype=torch.float32)
     counts = (weight_bytes(model), model.get_memory_footprint(), model.num_parameters(), model.device)
-    monkeypatch.setattr(registry, "ROWS", registry.ROWS[1:])
+    monkeypatch.setattr(registry, "KERNELS", registry.KERNELS[1:])
     registry.forget_tile_tables()
     plain = quantkit.load(checkpoint.packed, device="cpu", dtype=torch.float32)
     assert any(p.is_meta for p in model.parameters()) and not any(p.is_meta for p in plain.parameters())

@@ -28,11 +28,12 @@ from quantkit.kernels.moe import stacked_weights
 from quantkit.kernels.moe.grouped_gemm import (
     EXPERTS_OPERATOR,
     ExpertsLayout,
+    combine_experts,
     experts_linear,
-    order_pairs,
-    weigh_pairs,
+    sort_tokens_by_expert,
 )
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import activation, kv_append, rope
+from quantkit.kernels.ops.norm import add_rms_norm, rms_norm, rms_norm_reference
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.cuda_graphs import prefill
 from quantkit.runtime.cuda_graphs.capture import NotCaptured
@@ -58,36 +59,50 @@ from .graphed import (
 
 pytest.importorskip("triton")
 
+#: Functions of `quantkit.kernels.ops` that steps call instead of torch.
+OPS = {"embed", "rms_norm", "add_rms_norm", "gate", "cos_sin", "rotate", "append", "rotate_append"}
 #: Config and model of a family, what sets its config apart, and launches of a layer, and of all else.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, int]]] = {
-    "Llama": ({}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"embed": 1, "cos_sin": 1, "norm": 1}),
-    "Qwen2": ({}, {"add_norm": 2, "rotate_append": 1, "gate": 1}, {"embed": 1, "cos_sin": 1, "norm": 1}),
+    "Llama": (
+        {},
+        {"add_rms_norm": 2, "rotate_append": 1, "gate": 1},
+        {"embed": 1, "cos_sin": 1, "rms_norm": 1},
+    ),
+    "Qwen2": (
+        {},
+        {"add_rms_norm": 2, "rotate_append": 1, "gate": 1},
+        {"embed": 1, "cos_sin": 1, "rms_norm": 1},
+    ),
     "Mistral": (
         {"sliding_window": 5},
-        {"add_norm": 2, "rotate_append": 1, "gate": 1},
-        {"embed": 1, "cos_sin": 1, "norm": 1},
+        {"add_rms_norm": 2, "rotate_append": 1, "gate": 1},
+        {"embed": 1, "cos_sin": 1, "rms_norm": 1},
     ),
     "Qwen3": (
         {"head_dim": 16},
-        {"add_norm": 2, "rotate_append": 1, "gate": 1},
-        {"embed": 1, "cos_sin": 1, "norm": 1},
+        {"add_rms_norm": 2, "rotate_append": 1, "gate": 1},
+        {"embed": 1, "cos_sin": 1, "rms_norm": 1},
     ),
     "Gemma": (
         {"head_dim": 16},
-        {"add_norm": 2, "rotate_append": 1, "gate": 1},
-        {"embed": 1, "cos_sin": 1, "norm": 1},
+        {"add_rms_norm": 2, "rotate_append": 1, "gate": 1},
+        {"embed": 1, "cos_sin": 1, "rms_norm": 1},
     ),
     "Gemma2": (
         {"head_dim": 16, "sliding_window": 5},
-        {"norm": 2, "add_norm": 2, "rotate_append": 1, "gate": 1},
-        {"embed": 1, "cos_sin": 1, "norm": 1},
+        {"rms_norm": 2, "add_rms_norm": 2, "rotate_append": 1, "gate": 1},
+        {"embed": 1, "cos_sin": 1, "rms_norm": 1},
     ),
-    "Olmo2": ({}, {"norm": 4, "rotate_append": 1, "gate": 1}, {"embed": 1, "cos_sin": 1, "add_norm": 1}),
+    "Olmo2": (
+        {},
+        {"rms_norm": 4, "rotate_append": 1, "gate": 1},
+        {"embed": 1, "cos_sin": 1, "add_rms_norm": 1},
+    ),
     # Of its heads only a part is rotated.
     "Phi3": (
         {"pad_token_id": 0},
-        {"add_norm": 2, "rotate": 2, "append": 1, "gate": 1},
-        {"embed": 1, "cos_sin": 1, "norm": 1},
+        {"add_rms_norm": 2, "rotate": 2, "append": 1, "gate": 1},
+        {"embed": 1, "cos_sin": 1, "rms_norm": 1},
     ),
 }
 
@@ -142,7 +157,7 @@ def test_families(family: str, inference: bool, modules: list[Any], steps: list[
     (module,) = modules
     assert len(steps) == 1
     layers = model.config.num_hidden_layers
-    ours = {name: number for name, number in calls(module).items() if hasattr(glue, name)}
+    ours = {name: number for name, number in calls(module).items() if name in OPS}
     assert ours == {
         name: layers * of_layer.get(name, 0) + others.get(name, 0) for name in of_layer.keys() | others.keys()
     }
@@ -199,9 +214,9 @@ def test_prompts_of_families(family: str, modules: list[Any], prompts: list[int]
     expected = collections.Counter(of_layer) + collections.Counter(others)
     del expected["rotate_append"], expected["append"]
     # What rotates and keeps a token takes norms of its heads, which `rotate` does not.
-    expected["norm"] += 2 * (family == "Qwen3")
+    expected["rms_norm"] += 2 * (family == "Qwen3")
     found = calls(module)
-    assert {name: number for name, number in found.items() if hasattr(glue, name)} == expected | {"rotate": 2}
+    assert {name: number for name, number in found.items() if name in OPS} == expected | {"rotate": 2}
     # What a GPU would be asked or given by the host.
     assert not {"lift_fresh.default", "_local_scalar_dense.default"} & set(found)
 
@@ -247,12 +262,12 @@ def cache() -> tuple[torch.Tensor, ...]:
 @torch.no_grad()
 def test_counters_are_counted_once_nobody_reads_them(cache: tuple[torch.Tensor, ...]) -> None:
     def two_layers(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
-        first = glue.slow_append(keys, values, held, k, v)
+        first = kv_append.append_reference(keys, values, held, k, v)
         held.add_(1)
         return first[0] * 2, first[1] + 1
 
     def read_after(keys: Any, values: Any, held: Any, k: Any, v: Any) -> Any:
-        first = glue.slow_append(keys, values, held, k, v)
+        first = kv_append.append_reference(keys, values, held, k, v)
         held.add_(1)
         return first[0] * held, first[1]
 
@@ -322,14 +337,14 @@ def test_memory_is_shared_whatever_operations_say() -> None:
 
     for view in (torch.ops.quantkit_tests.viewed, lambda y: torch.unsafe_split(y, 8, -1)[0]):
         found = step_of(numbers(2, 3, 16), numbers(16))(partial(norm_of_what_is_written, view=view))
-        assert not found["norm"], view
+        assert not found["rms_norm"], view
 
     def same_memory_for_both(both: Any, held: Any, k: Any, v: Any) -> Any:
         positions = torch.arange(1, device=k.device) + held
         return both.index_copy_(2, positions, k).index_copy_(2, positions, v).clone()
 
     def overlapping(both: Any, held: Any, k: Any, v: Any) -> Any:
-        keys, values = glue.slow_append(both[..., :8], both[..., 4:], held, k, v)
+        keys, values = kv_append.append_reference(both[..., :8], both[..., 4:], held, k, v)
         return keys.clone(), values.clone()
 
     held = torch.tensor(3, device=DEVICE)
@@ -365,7 +380,7 @@ def test_what_others_use_as_well_is_computed_for_them() -> None:
         return weight * scaled.to(x.dtype), scaled.sum()
 
     found = step_of(numbers(2, 3, 16), numbers(16))(step)
-    assert found["norm"] == found["rsqrt.default"] == 1
+    assert found["rms_norm"] == found["rsqrt.default"] == 1
 
 
 @torch.no_grad()
@@ -373,16 +388,16 @@ def test_what_kernels_do_not_take_stays_as_it_is() -> None:
     weight = numbers(16)
 
     def of_other_dtypes(x: torch.Tensor) -> torch.Tensor:
-        return glue.slow_norm(x.half(), weight, 1e-5)
+        return rms_norm_reference(x.half(), weight, 1e-5)
 
     def along_others(x: torch.Tensor) -> torch.Tensor:
         return weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5))
 
     def a_weight_for_each_row(x: torch.Tensor) -> torch.Tensor:
-        return glue.slow_norm(x, x + 1, 1e-5)
+        return rms_norm_reference(x, x + 1, 1e-5)
 
     def of_other_shapes(x: torch.Tensor) -> torch.Tensor:
-        return glue.slow_silu_gate(x, weight)
+        return activation.silu_gate_reference(x, weight)
 
     def without_halves(x: torch.Tensor) -> torch.Tensor:
         x = x[None]
@@ -396,13 +411,13 @@ def test_what_kernels_do_not_take_stays_as_it_is() -> None:
 
     def of_64_bits(x: torch.Tensor) -> torch.Tensor:
         x = x.double()[None]
-        return glue.slow_rotate(x, x[:, :1].cos(), x[:, :1].sin())
+        return rope.rotate_reference(x, x[:, :1].cos(), x[:, :1].sin())
 
     def with_strides_that_are_counted_on(x: torch.Tensor) -> torch.Tensor:
-        return glue.slow_norm(x.transpose(0, 1), weight, 1e-5).as_strided((3, 2, 16), (16, 48, 1))
+        return rms_norm_reference(x.transpose(0, 1), weight, 1e-5).as_strided((3, 2, 16), (16, 48, 1))
 
     def of_one_number(x: torch.Tensor) -> torch.Tensor:
-        return glue.slow_silu_gate(x[0, 0, 0], x[0, 0, 1])
+        return activation.silu_gate_reference(x[0, 0, 0], x[0, 0, 1])
 
     for function in (
         of_other_dtypes,
@@ -416,30 +431,30 @@ def test_what_kernels_do_not_take_stays_as_it_is() -> None:
         of_one_number,
     ):
         found = step_of(numbers(2, 3, 16))(function)
-        assert not [name for name in found if hasattr(glue, name)], function
+        assert not [name for name in found if name in OPS], function
 
 
 @torch.no_grad()
 def test_weights_that_a_step_makes_or_writes_are_not_read_before_it_has() -> None:
     def of_its_sum(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         total = x + other
-        return glue.slow_norm(total, total, 1e-5)
+        return rms_norm_reference(total, total, 1e-5)
 
     def of_what_it_writes(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return glue.slow_norm(x, weight.mul_(2), 1e-5)
+        return rms_norm_reference(x, weight.mul_(2), 1e-5)
 
     def of_what_it_will_write(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y = glue.slow_norm(x, weight, 1e-5)
+        y = rms_norm_reference(x, weight, 1e-5)
         weight.mul_(2)
         return y
 
     def of_a_view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return glue.slow_norm(x, weight.view(4, 4).view(16), 1e-5)
+        return rms_norm_reference(x, weight.view(4, 4).view(16), 1e-5)
 
     for step in (of_its_sum, of_what_it_writes, of_what_it_will_write):
         found = step_of(numbers(16), numbers(16) + 1)(step)
-        assert not found["norm"] and not found["add_norm"], step
-    assert step_of(numbers(16), numbers(16))(of_a_view)["norm"] == 1
+        assert not found["rms_norm"] and not found["add_rms_norm"], step
+    assert step_of(numbers(16), numbers(16))(of_a_view)["rms_norm"] == 1
 
 
 @torch.no_grad()
@@ -451,12 +466,12 @@ def test_what_follows_a_norm_waits_for_longer_products_than_itself(larger: str) 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = linear(x, before).view(-1, 64)
         total = y + y.flip(0)
-        return total + linear(glue.slow_norm(total, weight, 1e-5), after)[:, :64]
+        return total + linear(rms_norm_reference(total, weight, 1e-5), after)[:, :64]
 
     given = [numbers(2, 64), numbers(64)]
     step(*given)  # Layouts are built before a step is recorded.
     module = fused(step, given, "steps")
-    (node,) = module.graph.find_nodes(op="call_function", target=glue.add_norm)
+    (node,) = module.graph.find_nodes(op="call_function", target=add_rms_norm)
     assert node.kwargs.get("late", False) == (larger == "before")
     close(module(*given), step(*given))
 
@@ -472,8 +487,8 @@ def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.Mon
 
     def of_norm(x: Any, other: Any, weight: Any, eps: float, kind: str, *of: Any) -> Any:
         if other is None:
-            return x, OPERATOR(glue.norm(x, weight, eps, kind), *of)
-        total, y = glue.add_norm(x, other, weight, eps, kind)
+            return x, OPERATOR(rms_norm(x, weight, eps, kind), *of)
+        total, y = add_rms_norm(x, other, weight, eps, kind)
         return total, OPERATOR(y, *of)
 
     monkeypatch.setattr(fuse_linear, "does_norm", does_norm)
@@ -481,18 +496,18 @@ def test_products_compute_the_norms_that_they_alone_take(monkeypatch: pytest.Mon
     packed = quantize_tensor(numbers(64, 64), "int4")
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        first = linear(glue.slow_norm(x, weight, 1e-5), packed)
+        first = linear(rms_norm_reference(x, weight, 1e-5), packed)
         total = x + first
-        second = linear(glue.slow_norm(total, weight, 1e-6), packed)
+        second = linear(rms_norm_reference(total, weight, 1e-6), packed)
         # Two products, a sum that is needed before, part of the rows, and what is written before the product.
-        both = glue.slow_norm(total + second, weight, 1e-5)
+        both = rms_norm_reference(total + second, weight, 1e-5)
         twice = linear(both, packed) + linear(both * 2, packed)
         early = total + twice
-        normed = glue.slow_norm(early, weight, 1e-5)
+        normed = rms_norm_reference(early, weight, 1e-5)
         third = linear(normed, packed, (early * 2)[0, 0])
-        part = linear(glue.slow_norm(third, weight, 1e-5)[:, -1:], packed)
+        part = linear(rms_norm_reference(third, weight, 1e-5)[:, -1:], packed)
         written = third + part
-        normed = glue.slow_norm(written, weight, 1e-5)
+        normed = rms_norm_reference(written, weight, 1e-5)
         written.add_(1)
         return total + linear(normed, packed) + written
 
@@ -527,30 +542,30 @@ def test_products_begin_and_end_norms_of_what_they_are_added_to(monkeypatch: pyt
 
     def step(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         total = x + linear(y, wide)
-        both = glue.slow_norm(total, weight, 1e-5)
+        both = rms_norm_reference(total, weight, 1e-5)
         total = linear(linear(both, packed) * linear(both, packed), packed) + total
-        total = total + linear(glue.slow_norm(total, weight, 1e-6)[:, -1:], packed)
+        total = total + linear(rms_norm_reference(total, weight, 1e-6)[:, -1:], packed)
         # A product that others need too, norms that no product begins or ends, and what is written between.
         needed = linear(total, packed)
         total = total + needed
-        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed) * needed
-        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed)
-        first = glue.slow_norm(total, weight, 1e-5)
+        total = total + linear(rms_norm_reference(total, weight, 1e-5), packed) * needed
+        total = total + linear(rms_norm_reference(total, weight, 1e-5), packed)
+        first = rms_norm_reference(total, weight, 1e-5)
         total = total + first + linear(first, packed)
         late = linear(total, packed)
         total.mul_(2)
         total = total + late
-        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed)
+        total = total + linear(rms_norm_reference(total, weight, 1e-5), packed)
         twice = linear(total, packed)
         total = twice + twice
-        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed)
+        total = total + linear(rms_norm_reference(total, weight, 1e-5), packed)
         # The sum of what was split is written before it is begun again.
         third = linear(total, packed) + total
-        fourth = linear(glue.slow_norm(third, weight, 1e-5), packed)
+        fourth = linear(rms_norm_reference(third, weight, 1e-5), packed)
         after = linear(third, packed)
         third.mul_(2)
         total = third + after
-        total = total + linear(glue.slow_norm(total, weight, 1e-5), packed) + fourth
+        total = total + linear(rms_norm_reference(total, weight, 1e-5), packed) + fourth
         return total
 
     given = [numbers(2, 1, 64), numbers(2, 1, 128), numbers(64)]
@@ -563,11 +578,11 @@ def test_products_begin_and_end_norms_of_what_they_are_added_to(monkeypatch: pyt
 
     def turned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         total = x + linear(x.transpose(0, 1).contiguous(), packed).transpose(0, 1)
-        return total + linear(glue.slow_norm(total, weight, 1e-5), packed)
+        return total + linear(rms_norm_reference(total, weight, 1e-5), packed)
 
     given = [numbers(2, 3, 64), numbers(64)]
     module = fused(turned, given, "steps")
-    assert not calls(module)["then_norm"] and calls(module)["add_norm"] == 1
+    assert not calls(module)["then_norm"] and calls(module)["add_rms_norm"] == 1
     close(module(*given), turned(*given))
 
 
@@ -580,7 +595,7 @@ def test_products_gate_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch) -
         return True
 
     def gated(x: Any, *of: Any, gate: str) -> Any:
-        return glue.gate(*OPERATOR(x, *of).chunk(2, dim=-1), gate)
+        return activation.gate(*OPERATOR(x, *of).chunk(2, dim=-1), gate)
 
     monkeypatch.setattr(fuse_linear, "gates", gates)
     monkeypatch.setitem(fuse_linear.GATED, OPERATOR, replace(fuse_linear.GATED[OPERATOR], run=gated))
@@ -589,15 +604,15 @@ def test_products_gate_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch) -
     up = quantize_tensor(numbers(64, 64) / 8, "nf4")
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        first = linear(glue.slow_silu_gate(*torch.split(linear(x, packed), 64, dim=-1)), narrower)
-        second = glue.slow_gelu_gate(*linear(first, packed).chunk(2, dim=-1))
+        first = linear(activation.silu_gate_reference(*torch.split(linear(x, packed), 64, dim=-1)), narrower)
+        second = activation.gelu_gate_reference(*linear(first, packed).chunk(2, dim=-1))
         # Two products, halves the other way round, parts of halves, and a product that others need.
-        other = glue.slow_silu_gate(linear(second, narrower), linear(second, up))
-        turned = glue.slow_silu_gate(*torch.split(linear(other, packed), 64, dim=-1)[::-1])
+        other = activation.silu_gate_reference(linear(second, narrower), linear(second, up))
+        turned = activation.silu_gate_reference(*torch.split(linear(other, packed), 64, dim=-1)[::-1])
         quarter = linear(turned, packed)
-        part = glue.slow_silu_gate(quarter[..., :32], quarter[..., 32:64])
+        part = activation.silu_gate_reference(quarter[..., :32], quarter[..., 32:64])
         both = linear(first, packed)
-        kept = glue.slow_silu_gate(*both.chunk(2, dim=-1))
+        kept = activation.silu_gate_reference(*both.chunk(2, dim=-1))
         return part.sum() + both[..., :64] + kept
 
     given = [numbers(2, 3, 64)]
@@ -617,7 +632,7 @@ def test_products_with_experts_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     def gated(*of: Any, gate: str) -> Any:
-        return glue.gate(*EXPERTS_OPERATOR(*of).chunk(2, dim=-1), gate)
+        return activation.gate(*EXPERTS_OPERATOR(*of).chunk(2, dim=-1), gate)
 
     monkeypatch.setattr(fuse_linear, "gates_experts", gates)
     monkeypatch.setitem(
@@ -641,10 +656,10 @@ def test_products_with_experts_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     index = torch.tensor([[0, 2], [1, 0]], device=DEVICE)
 
     def step(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        pairs = order_pairs(index, *layouts)
+        pairs = sort_tokens_by_expert(index, *layouts)
         gate, up = experts_linear(x, pairs, layouts[0]).chunk(2, -1)
-        y = experts_linear(glue.slow_silu_gate(gate, up), pairs, layouts[1], chained=True)
-        return weigh_pairs(y, index, weights, 3)
+        y = experts_linear(activation.silu_gate_reference(gate, up), pairs, layouts[1], chained=True)
+        return combine_experts(y, index, weights, 3)
 
     given = [numbers(2, 64).to(torch.bfloat16), numbers(2, 2)]
     module = fused(step, given, "steps")
@@ -656,8 +671,8 @@ def test_products_with_experts_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def test_products_compute_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_norm(x: Any, other: Any, weight: Any, eps: float, kind: str, *of: Any, gate: str) -> Any:
-        total, y = glue.add_norm(x, other, weight, eps, kind)
-        return total, glue.gate(*OPERATOR(y, *of).chunk(2, dim=-1), gate)
+        total, y = add_rms_norm(x, other, weight, eps, kind)
+        return total, activation.gate(*OPERATOR(y, *of).chunk(2, dim=-1), gate)
 
     for name, taken in {"does_norm": lambda part, *of: part == "whole", "gates": lambda *of: True}.items():
         monkeypatch.setattr(fuse_linear, name, taken)
@@ -666,14 +681,14 @@ def test_products_compute_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> No
 
     def step(x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         total = x + other
-        gate, up = torch.split(linear(glue.slow_norm(total, weight, 1e-5), packed), 64, dim=-1)
-        return total + linear(glue.slow_silu_gate(gate, up), narrower)
+        gate, up = torch.split(linear(rms_norm_reference(total, weight, 1e-5), packed), 64, dim=-1)
+        return total + linear(activation.silu_gate_reference(gate, up), narrower)
 
     given = [numbers(2, 3, 64), numbers(2, 3, 64).flip(0), numbers(64)]
     step(*given)  # Layouts are built before a step is recorded.
     module = fused(step, given, "steps")
     found = calls(module)
-    assert found["of_norm"] == found["linear.default"] == 1 and not found["gate"] + found["add_norm"]
+    assert found["of_norm"] == found["linear.default"] == 1 and not found["gate"] + found["add_rms_norm"]
     close(module(*given), step(*given))
 
 
@@ -707,9 +722,9 @@ def test_gates_for_another_kernel_are_refused() -> None:
 @torch.no_grad()
 def test_dtypes_that_no_chain_has_are_no_hindrance() -> None:
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return glue.slow_norm(x * weight.to(torch.float8_e4m3fn).to(x.dtype), weight, 1e-5)
+        return rms_norm_reference(x * weight.to(torch.float8_e4m3fn).to(x.dtype), weight, 1e-5)
 
-    assert step_of(numbers(2, 3, 16), numbers(16))(step)["norm"] == 1
+    assert step_of(numbers(2, 3, 16), numbers(16))(step)["rms_norm"] == 1
 
 
 @torch.no_grad()
@@ -734,7 +749,9 @@ def test_what_is_launched_is_shown_on_demand(
     decode(model, forward_of(model), static_cache(model, 40), ids(), steps=1)
     (said,) = (one.getMessage() for one in caplog.records if "decoding steps" in one.getMessage())
     assert said.startswith("decoding steps launch ")
-    assert {"4 add_norm", "2 rotate_append", "2 gate", "1 norm"} <= set(said.split("launch ")[1].split(", "))
+    assert {"4 add_rms_norm", "2 rotate_append", "2 gate", "1 rms_norm"} <= set(
+        said.split("launch ")[1].split(", ")
+    )
     assert "view" not in said and "part" not in said
 
 
@@ -928,4 +945,4 @@ def test_a_packed_model(modules: list[Any], tmp_path: Path) -> None:
     found = calls(module)
     # A GPU has one launch for q, k and v, and one for gate and up, where their layouts can be joined.
     assert found["linear.default"] in (7 * layers, 5 * layers, 4 * layers)
-    assert [found[name] for name in ("add_norm", "rotate_append", "gate")] == [2 * layers, layers, layers]
+    assert [found[name] for name in ("add_rms_norm", "rotate_append", "gate")] == [2 * layers, layers, layers]

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import quantkit
 from quantkit.errors import KernelError
 from quantkit.kernels import registry
-from quantkit.kernels.problem import KernelRow, Layout, always
+from quantkit.kernels.problem import Kernel, Layout, always
 from quantkit.packing.schemes import scheme
 from quantkit.runtime import shared_input
 from quantkit.runtime.packed_linear import PackedLinear
@@ -40,7 +40,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         whole = torch.cat([dense for (dense,) in weights])
         return (whole,), tuple((part,) for part in torch.split(whole, rows))
 
-    row = KernelRow(
+    row = Kernel(
         name="dense",
         summary="",
         devices=("cpu",),
@@ -49,7 +49,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         layout=Layout("dense", lambda packed, dtype: (packed.dequantize(dtype),), join),
         launch=launch,
     )
-    monkeypatch.setattr(registry, "ROWS", (row, *registry.ROWS))
+    monkeypatch.setattr(registry, "KERNELS", (row, *registry.KERNELS))
     registry.forget_tile_tables()
     yield calls
     registry.forget_tile_tables()

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.kernels.ops import activation, rope
 from quantkit.kernels.ops import attention as kernels
-from quantkit.kernels.ops import glue
 from quantkit.kernels.ops.attention import decode_attention, rotated_attention
+from quantkit.kernels.ops.norm import rms_norm_gemma_reference, rms_norm_olmo_reference, rms_norm_reference
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fuse_attention, fused_forward
@@ -72,7 +73,7 @@ def test_families(family: str, more: dict[str, Any], taken: bool, modules: list[
     assert calls(module)[attended[taken]] == layers
     assert not {attended[not taken], "rotate_append"} & set(calls(module))
     # The first of a layer, which nothing is added up for; norms of heads, of Qwen3, are not by themselves.
-    assert calls(module)["norm"] == 1
+    assert calls(module)["rms_norm"] == 1
     # The mask is made before the first layer, whose attention has none before it.
     assert settled(module) == ([False] + [True] * (layers - 1) if taken else [])
 
@@ -122,11 +123,11 @@ def given(dtype: torch.dtype = torch.float16) -> Given:
 
 def attended(*given: torch.Tensor) -> torch.Tensor:
     mask = torch.arange(20, device=DEVICE).expand(2, 1, 1, 20) <= 7
-    return decode_attention(*glue.slow_rotate_append(*given), mask, 0.25)
+    return decode_attention(*rope.rotate_append_reference(*given), mask, 0.25)
 
 
 def rotated(*given: torch.Tensor) -> Any:
-    return glue.slow_rotate_append(*given)
+    return rope.rotate_append_reference(*given)
 
 
 def twice(*given: torch.Tensor) -> Any:
@@ -200,7 +201,7 @@ def test_it_is_taken_where_it_computes_the_same(step: Any, taken: bool) -> None:
 
 def with_norms(
     *given: torch.Tensor,
-    norm: Callable[..., torch.Tensor] = glue.slow_norm,
+    norm: Callable[..., torch.Tensor] = rms_norm_reference,
     other_eps: float = 1e-3,
     turned: bool = False,
     late: bool = False,
@@ -217,40 +218,40 @@ def with_norms(
 
 
 def take_norms(*given: torch.Tensor, **how: Any) -> Any:
-    return glue.slow_rotate_append(*with_norms(*given, **how)[0])
+    return rope.rotate_append_reference(*with_norms(*given, **how)[0])
 
 
 def norms_shown(*given: torch.Tensor) -> Any:
     new, normed = with_norms(*given)
-    return *glue.slow_rotate_append(*new), normed[0]
+    return *rope.rotate_append_reference(*new), normed[0]
 
 
 def norms_of_values(*given: torch.Tensor) -> Any:
     """Values are the keys before they are rotated."""
     (q, k, _, *rest), _ = with_norms(*given)
-    return glue.slow_rotate_append(q, k, k, *rest)
+    return rope.rotate_append_reference(q, k, k, *rest)
 
 
 def norms_that_are_values(*given: torch.Tensor) -> Any:
     """Of keys of one head: values are the norm itself, keys its heads and tokens exchanged."""
     _, k, _, *rest, keys, values, held = given[:8]
     normed, _ = with_norms(*given)[1]
-    normed_k = glue.slow_norm(k[:, :1].contiguous(), given[9], 1e-3)
+    normed_k = rms_norm_reference(k[:, :1].contiguous(), given[9], 1e-3)
     caches = keys[:, :1], values[:, :1]
-    return glue.slow_rotate_append(normed, normed_k.transpose(1, 2), normed_k, *rest, *caches, held)
+    return rope.rotate_append_reference(normed, normed_k.transpose(1, 2), normed_k, *rest, *caches, held)
 
 
 def norms_of_queries(*given: torch.Tensor) -> Any:
     q, _, *rest = given[:8]
-    return glue.slow_rotate_append(glue.slow_norm(q, given[8], 1e-3), given[1], *rest)
+    return rope.rotate_append_reference(rms_norm_reference(q, given[8], 1e-3), given[1], *rest)
 
 
 @pytest.mark.parametrize(
     ("step", "taken"),
     [
         (take_norms, True),
-        (partial(take_norms, norm=glue.slow_offset_norm), True),
-        (partial(take_norms, norm=glue.slow_wide_norm), True),
+        (partial(take_norms, norm=rms_norm_gemma_reference), True),
+        (partial(take_norms, norm=rms_norm_olmo_reference), True),
         (partial(take_norms, turned=True), True),
         (partial(take_norms, other_eps=1e-4), False),
         (partial(take_norms, late=True), False),
@@ -264,7 +265,7 @@ def test_norms_of_heads_are_taken_where_they_are_for_nothing_else(step: Any, tak
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(32, generator=generator).to(DEVICE, torch.float16) for _ in range(2)]
     module = fused(step, (*given(), *weights), "steps")
-    assert (calls(module)["norm"] == 0) is taken and calls(module)["rotate_append"] == 1
+    assert (calls(module)["rms_norm"] == 0) is taken and calls(module)["rotate_append"] == 1
     caches = (*given(), *weights), (*given(), *weights)
     expected, found = step(*caches[0]), module(*caches[1])
     torch.testing.assert_close(found, expected)
@@ -286,7 +287,7 @@ SECOND: dict[str, tuple[Second, bool]] = {
         lambda mask, held, first, own: (
             *own,
             held,
-            glue.slow_silu_gate(mask.to(own[0].dtype), (~mask).to(own[0].dtype)),
+            activation.silu_gate_reference(mask.to(own[0].dtype), (~mask).to(own[0].dtype)),
         ),
         False,
     ),
@@ -301,9 +302,9 @@ def test_only_what_the_attention_before_found_is_read_early(name: str) -> None:
     def step(*tensors: torch.Tensor) -> Any:
         *new, keys, values, held, own_keys, own_values = tensors
         mask = torch.arange(20, device=DEVICE).expand(2, 1, 1, 20) <= held
-        made = decode_attention(*glue.slow_rotate_append(*new, keys, values, held), mask, 0.25)
+        made = decode_attention(*rope.rotate_append_reference(*new, keys, values, held), mask, 0.25)
         *cache, mask = second(mask, held, (keys, values), (own_keys, own_values))
-        return made, decode_attention(*glue.slow_rotate_append(*new, *cache), mask, 0.25)
+        return made, decode_attention(*rope.rotate_append_reference(*new, *cache), mask, 0.25)
 
     module = fused(step, (*given(), *given()[5:7]), "steps")
     assert any(settled(module)) is expected

@@ -10,8 +10,8 @@ import torch
 
 import quantkit
 from quantkit.kernels.moe import router
-from quantkit.kernels.moe.grouped_gemm import ORDER_OPERATOR
-from quantkit.kernels.ops import glue
+from quantkit.kernels.moe.grouped_gemm import SORT_OPERATOR
+from quantkit.kernels.ops.norm import rms_norm_reference
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fused_forward
@@ -114,10 +114,10 @@ WEIGHTS = {columns: numbers(6, columns) for columns in (12, 24, 48)}
 def routed(x: torch.Tensor, other: torch.Tensor, norm: torch.Tensor, step: Callable[..., Any]) -> Any:
     """A sum, the norm of it, and what a router chooses by a product of what `step` makes of that."""
     total = x + other
-    made = glue.slow_norm(total, norm, 1e-3)
+    made = rms_norm_reference(total, norm, 1e-3)
     x = step(made).flatten(0, -2)
     logits = torch.nn.functional.linear(x, WEIGHTS[x.shape[1]])
-    return total, made, *router.slow_route_mixtral(logits, 2)
+    return total, made, *router.route_mixtral_reference(logits, 2)
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def test_routers_take_the_norm_before_them() -> None:
         one = partial(routed, step=step)
         module = fused(one, given, "steps")
         found = calls(module)
-        assert (found["norm_linear"] == 1) is taken and found["add_norm"] + found["norm_linear"] == 1
+        assert (found["norm_linear"] == 1) is taken and found["add_rms_norm"] + found["norm_linear"] == 1
         torch.testing.assert_close(module(*given), one(*given), rtol=1e-5, atol=1e-5)
 
 
@@ -156,39 +156,43 @@ def ordered(step: Step, tokens: int) -> Any:
 @torch.no_grad()
 def test_routers_order_few_pairs() -> None:
     def step(logits: torch.Tensor) -> Any:
-        weights, index = router.slow_route_mixtral(logits, 2)
-        return weights, index, *ORDER_OPERATOR(index, 6, True)
+        weights, index = router.route_mixtral_reference(logits, 2)
+        return weights, index, *SORT_OPERATOR(index, 6, True)
 
     def without_weights(logits: torch.Tensor) -> Any:
-        return ORDER_OPERATOR(router.slow_route_olmo(logits, 2)[1], 6, False)
+        return SORT_OPERATOR(router.route_olmo_reference(logits, 2)[1], 6, False)
 
     for tokens in (1, 5, 16):
         for one in (step, without_weights):
             found = ordered(one, tokens)
-            assert found["route_pairs"] == 1 and not found["route"] and not found["order_pairs.default"]
+            assert (
+                found["route_and_sort"] == 1
+                and not found["route"]
+                and not found["sort_tokens_by_expert.default"]
+            )
     found = ordered(step, 17)
-    assert found["route"] == found["order_pairs.default"] == 1
+    assert found["route"] == found["sort_tokens_by_expert.default"] == 1
 
 
 @torch.no_grad()
 def test_pairs_of_others_than_the_router_chose_are_ordered_by_themselves() -> None:
     def fewer_experts(logits: torch.Tensor) -> Any:
-        return ORDER_OPERATOR(router.slow_route_mixtral(logits, 2)[1], 4, True)
+        return SORT_OPERATOR(router.route_mixtral_reference(logits, 2)[1], 4, True)
 
     def other_experts(logits: torch.Tensor) -> Any:
-        return ORDER_OPERATOR(router.slow_route_mixtral(logits, 2)[1] - 1, 6, True)
+        return SORT_OPERATOR(router.route_mixtral_reference(logits, 2)[1] - 1, 6, True)
 
     def some_slots(logits: torch.Tensor) -> Any:
-        return ORDER_OPERATOR(router.slow_route_mixtral(logits, 3)[1][:, :2], 6, True)
+        return SORT_OPERATOR(router.route_mixtral_reference(logits, 3)[1][:, :2], 6, True)
 
     def changed_after(logits: torch.Tensor) -> Any:
-        weights, index = router.slow_route_mixtral(logits, 2)
+        weights, index = router.route_mixtral_reference(logits, 2)
         index[:, 1] = 6
-        return weights, *ORDER_OPERATOR(index, 6, True)
+        return weights, *SORT_OPERATOR(index, 6, True)
 
     for step in (fewer_experts, other_experts, some_slots, changed_after):
         found = ordered(step, 3)
-        assert found["route"] == found["order_pairs.default"] == 1, step
+        assert found["route"] == found["sort_tokens_by_expert.default"] == 1, step
 
 
 @torch.no_grad()
@@ -196,11 +200,11 @@ def test_two_orders_of_one_choice() -> None:
     """The first is written with it, the other by itself."""
 
     def step(logits: torch.Tensor) -> Any:
-        index = router.slow_route_mixtral(logits, 2)[1]
-        return *ORDER_OPERATOR(index, 6, True), *ORDER_OPERATOR(index, 6, False)
+        index = router.route_mixtral_reference(logits, 2)[1]
+        return *SORT_OPERATOR(index, 6, True), *SORT_OPERATOR(index, 6, False)
 
     found = ordered(step, 3)
-    assert found["route_pairs"] == found["order_pairs.default"] == 1
+    assert found["route_and_sort"] == found["sort_tokens_by_expert.default"] == 1
 
 
 @torch.no_grad()
@@ -210,19 +214,19 @@ def test_routers_by_sigmoids_of_what_is_made_wide(groups: int, kept: int) -> Non
     weight, bias = numbers(16, 24).to(torch.bfloat16), numbers(16).to(torch.bfloat16) / 4
 
     def step(x: torch.Tensor) -> Any:
-        logits = router.slow_wide_linear(x, weight)
-        weights, index = router.slow_route_deepseek(logits, bias, 3, 2.5, groups, kept)
-        return weights, index, *ORDER_OPERATOR(index, 16, True)
+        logits = router.wide_linear_reference(x, weight)
+        weights, index = router.route_deepseek_reference(logits, bias, 3, 2.5, groups, kept)
+        return weights, index, *SORT_OPERATOR(index, 16, True)
 
     x = numbers(3, 24).to(torch.bfloat16)
     module = fused(step, [x.clone()], "functions")
-    assert calls(module)["small_linear"] == calls(module)["route_pairs"] == 1
+    assert calls(module)["small_linear"] == calls(module)["route_and_sort"] == 1
     assert not {"_to_copy.default", "topk.default", "sigmoid.default"} & set(calls(module))
     found, expected = module(x), step(x)
     # Torch has those that were chosen in no order.
     for one, other in zip(by_expert(*found[:2]), by_expert(*expected[:2]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    again = ORDER_OPERATOR(found[1], 16, True)
+    again = SORT_OPERATOR(found[1], 16, True)
     assert torch.equal(found[2], again[0]) and torch.equal(found[3], again[1])
 
 
@@ -233,11 +237,11 @@ def by_expert(weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor,
 
 @torch.no_grad()
 def test_scores_in_groups_that_a_kernel_has_no_blocks_for_stay_as_they_are() -> None:
-    def routes(experts: int, slots: int, groups: int, kept: int) -> int:
+    def routes(experts: int, top_k: int, groups: int, kept: int) -> int:
         bias = numbers(experts)
 
         def step(logits: torch.Tensor) -> Any:
-            return router.slow_route_deepseek(logits, bias, slots, 2.5, groups, kept)
+            return router.route_deepseek_reference(logits, bias, top_k, 2.5, groups, kept)
 
         return calls(fused(step, [numbers(3, experts)], "functions"))["route"]
 
@@ -246,7 +250,7 @@ def test_scores_in_groups_that_a_kernel_has_no_blocks_for_stay_as_they_are() -> 
     assert routes(12, 4, 4, 2) == routes(16, 9, 4, 2) == 0
 
     def a_bias_for_each_token(logits: torch.Tensor) -> Any:
-        return router.slow_route_deepseek(logits, logits * 2, 3, 2.5, 4, 2)
+        return router.route_deepseek_reference(logits, logits * 2, 3, 2.5, 4, 2)
 
     def two_rows_of_groups(logits: torch.Tensor) -> Any:
         """Of eight experts two groups of two, twice."""
@@ -270,13 +274,13 @@ def test_scores_in_groups_that_a_kernel_has_no_blocks_for_stay_as_they_are() -> 
 
 @torch.no_grad()
 def test_what_is_chosen_in_many_slots_stays_as_it_is() -> None:
-    def chosen(slots: int) -> int:
+    def chosen(top_k: int) -> int:
         def step(logits: torch.Tensor) -> Any:
-            return router.slow_route_mixtral(logits, slots)
+            return router.route_mixtral_reference(logits, top_k)
 
         return calls(fused(step, [numbers(2, 80)], "functions"))["route"]
 
-    assert chosen(router.MOST_SLOTS) == 1 and chosen(router.MOST_SLOTS + 1) == 0
+    assert chosen(router.MAX_TOP_K) == 1 and chosen(router.MAX_TOP_K + 1) == 0
 
 
 @torch.no_grad()
@@ -314,8 +318,8 @@ def test_products_for_which_torch_converts_weights_may_be_larger(
     weight = torch.zeros(64, router.MOST_COLUMNS, dtype=dtype, device=DEVICE)
     x = torch.zeros(16, router.MOST_COLUMNS, dtype=dtype, device=DEVICE)
     for linear, taken in (
-        (router.slow_wide_linear, dtype == torch.bfloat16),
-        (router.slow_small_linear, False),
+        (router.wide_linear_reference, dtype == torch.bfloat16),
+        (router.small_linear_reference, False),
     ):
         module = fused(lambda x, linear=linear: linear(x, weight), [x], "functions")
         assert calls(module)["small_linear"] == taken
@@ -330,5 +334,5 @@ def test_a_packed_mixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     packed = quantkit.load(tmp_path / "out", device=DEVICE, dtype=torch.bfloat16)
     decode(packed, forward_of(packed), static_cache(packed, 40), ids(), steps=2)
     found, layers = calls(modules[-1]), packed.config.num_hidden_layers
-    assert found["route_pairs"] == layers and found["run_experts"] == layers
-    assert not {"order_pairs.default", "topk.default", "gate"} & set(found)
+    assert found["route_and_sort"] == layers and found["run_experts"] == layers
+    assert not {"sort_tokens_by_expert.default", "topk.default", "gate"} & set(found)

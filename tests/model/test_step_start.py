@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import is_tensor
 
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import kv_append, rope
+from quantkit.kernels.ops.norm import rms_norm
 from quantkit.runtime.cache.static_cache import static_cache
 from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.passes import fold_constants, fused_forward
@@ -185,7 +186,7 @@ def test_chains_with_constants_are_found() -> None:
     cache = numbers(1, 2, 9, 8), numbers(1, 2, 9, 4), torch.tensor(3, device=DEVICE)
 
     def step(*given: torch.Tensor) -> Any:
-        return glue.slow_append(*given)
+        return kv_append.append_reference(*given)
 
     found = step_of(*cache, numbers(1, 2, 2, 8), numbers(1, 2, 2, 4))(step)
     assert found["append"] == 1 and not found["arange.default"]
@@ -257,7 +258,7 @@ def test_cosines_and_sines_are_one_launch(
         turns = torch.cat((turns, turns), dim=-1)
         cos, sin = turns.cos() * scaling, turns.sin() * scaling
         cos, sin = cos.to(dtype), sin.to(dtype)
-        return glue.slow_rotate(x, cos.unsqueeze(1), sin.unsqueeze(1))
+        return rope.rotate_reference(x, cos.unsqueeze(1), sin.unsqueeze(1))
 
     with torch.inference_mode(inference):
         for batch, tokens in ((1, 1), (1, 3), (2, 1), (2, 3)):
@@ -325,7 +326,7 @@ def test_a_step_starts_with_few_launches(modules: list[Any], masked: bool) -> No
     close(forward_of(model)(input_ids=token, past_key_values=cache, use_cache=True, **more).logits, expected)
     (module,) = modules
     nodes = list(module.graph.nodes)
-    (first,) = module.graph.find_nodes(op="call_function", target=glue.norm)
+    (first,) = module.graph.find_nodes(op="call_function", target=rms_norm)
     before_it = [node for node in nodes[: nodes.index(first)] if node.op == "call_function"]
     names = Counter(node.target.__name__ for node in before_it)
     for view in VIEWS:

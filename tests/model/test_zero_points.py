@@ -15,7 +15,7 @@ from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError, KernelError, UsageError
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import GPU_FEATURES, Problem
-from quantkit.kernels.registry import FORCE_VARIABLE, ROWS, choose, row_named
+from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, choose, kernel_named
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -109,14 +109,14 @@ def test_a_tensor_is_quantized_saved_and_read(
     assert errors[0] < errors[1]
 
 
-@pytest.mark.parametrize("row", [row.name for row in ROWS if "cpu" in row.devices])
+@pytest.mark.parametrize("row", [row.name for row in KERNELS if "cpu" in row.devices])
 def test_cpu_kernels_multiply_or_say_why_not(
     kind: ZeroPointType, row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = quantize_tensor(weight(64, 256), "int4", group_size=32, zero_point=kind.name)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     problem = Problem.on(x.device, 3, 64, 256, packed.scheme, x.dtype)
-    reason = row_named(row).supports(problem)
+    reason = kernel_named(row).supports(problem)
     monkeypatch.setenv(FORCE_VARIABLE, row)
     if reason is not None:
         assert row == "torch-int8" or reason == kind.why_not_int8
@@ -133,8 +133,8 @@ def test_fused_kernels_refuse_by_the_reason_of_the_row(monkeypatch: pytest.Monke
     for name in ("byte", "integer"):
         chosen = scheme("int4", group_size=128, zero_point=cast(ZeroPoint, name))
         problem = Problem(1, 4096, 4096, chosen, torch.bfloat16, "cuda", GPU_FEATURES)
-        refused = {row.name for row in ROWS if row.supports(problem) == REFUSED and "cuda" in row.devices}
-        fused = {row.name for row in ROWS if "cuda" in row.devices} - {"unpack"}
+        refused = {row.name for row in KERNELS if row.supports(problem) == REFUSED and "cuda" in row.devices}
+        fused = {row.name for row in KERNELS if "cuda" in row.devices} - {"unpack"}
         assert refused == (fused if name == "byte" else set())
         if name == "byte":
             assert choose(problem).row.name == "unpack"

@@ -16,7 +16,7 @@ import torch
 from quantkit import memory
 from quantkit.errors import EnvironmentProblem, KernelError, UsageError
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import ROWS, choose, forget_tile_tables
+from quantkit.kernels.registry import KERNELS, choose, forget_tile_tables
 from quantkit.kernels.tuning.store import save, user_path
 from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable
 from quantkit.model import blocks, transformers_version
@@ -187,7 +187,7 @@ def test_a_gpu_without_triton_computes_in_torch_and_says_why(caplog: pytest.LogC
     from quantkit.kernels import registry
 
     without = problem(frozenset(GPU_FEATURES - {"triton"}))
-    row = choose(without).row
+    row = choose(without).kernel
     assert row.layout is None
     registry._logged.clear()
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_a_gpu_without_triton_computes_in_torch_and_says_why(caplog: pytest.LogC
 @pytest.mark.fault(70)
 @pytest.mark.usefixtures("cache")
 def test_a_kernel_that_was_asked_for_and_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = next(row.name for row in ROWS if row.tiling is not None)
+    name = next(row.name for row in KERNELS if row.tiling is not None)
     monkeypatch.setenv("QUANTKIT_KERNEL", name)
     with pytest.raises(KernelError) as caught:
         choose(problem(frozenset(GPU_FEATURES - {"triton"})))
@@ -242,7 +242,7 @@ def store(gpu: Gpu = GPU, **recorded: str) -> Path:
     """A table with a row that the rules would not choose."""
     entry = Entry(20.0, "dequantize")
     known = {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", **recorded}
-    save(TileTable(gpu, known, {Key.of(problem()): entry}), ROWS)
+    save(TileTable(gpu, known, {Key.of(problem()): entry}), KERNELS)
     forget_tile_tables()
     path = user_path(GPU)
     assert path is not None
@@ -253,7 +253,7 @@ def store(gpu: Gpu = GPU, **recorded: str) -> Path:
 def test_a_damaged_tile_table_stops_and_is_named(cache: Path) -> None:
     """Another tile would be another speed without a word: the file is named, and deleting it is safe."""
     path = store()
-    assert choose(problem()).row.name == "dequantize"
+    assert choose(problem()).kernel.name == "dequantize"
     path.write_bytes(path.read_bytes()[:-20])
     forget_tile_tables()
     with pytest.raises(KernelError) as caught:
@@ -263,7 +263,7 @@ def test_a_damaged_tile_table_stops_and_is_named(cache: Path) -> None:
     assert text.endswith("Delete it, or run `quantkit tune`.")
     path.unlink()
     forget_tile_tables()
-    assert choose(problem()).row.name != "dequantize"
+    assert choose(problem()).kernel.name != "dequantize"
 
 
 @pytest.mark.fault(71)
@@ -272,7 +272,7 @@ def test_a_tile_table_of_another_gpu_is_left_out(cache: Path, caplog: pytest.Log
     text = path.read_text().replace("Test GPU 3000", "Other GPU 7")
     path.write_text(text)
     forget_tile_tables()
-    rules = choose(problem()).row.name
+    rules = choose(problem()).kernel.name
     assert rules != "dequantize"
     assert any(
         f"the tile table {path} is not used" in record.getMessage() and "Delete it" in record.getMessage()

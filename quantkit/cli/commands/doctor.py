@@ -46,12 +46,12 @@ def doctor(
     Versions, the GPU, its tile tables, and which kernel runs per weight, dtype of the activations and rows of
     x: for every format, or for the weights of DIR.
     """
-    from quantkit.kernels.registry import FORCE_VARIABLE, forced_row, row_named
+    from quantkit.kernels.registry import FORCE_VARIABLE, forced_kernel, kernel_named
     from quantkit.kernels.triton_support import tested_versions
 
     rows_of_x = options.parse_rows_of_x(m)
-    if forced_row():
-        forced = row_named(forced_row()).name
+    if forced_kernel():
+        forced = kernel_named(forced_kernel()).name
         note(
             f"{FORCE_VARIABLE} is set, and products run {forced} or not at all; this is what runs without it"
         )
@@ -217,23 +217,23 @@ def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any
     import torch
 
     from quantkit.devices import best_device
-    from quantkit.kernels.report import choices
+    from quantkit.kernels.report import selections
 
     return [
         {
-            "scheme": str(choice.problem.scheme),
-            "shape": f"{choice.problem.n}x{choice.problem.k}",
-            "dtype": str(choice.problem.dtype).removeprefix("torch."),
-            "m": choice.problem.m,
-            "kernel": choice.row,
-            "tile": choice.tile,
-            "us": choice.us,
-            "refused": dict(choice.refusals),
-            "experts_ungrouped": choice.ungrouped,
-            "experts_not_narrow": choice.not_narrow,
+            "scheme": str(selection.problem.scheme),
+            "shape": f"{selection.problem.n}x{selection.problem.k}",
+            "dtype": str(selection.problem.dtype).removeprefix("torch."),
+            "m": selection.problem.m,
+            "kernel": selection.kernel,
+            "tile": selection.tile,
+            "us": selection.us,
+            "refused": dict(selection.refusals),
+            "experts_ungrouped": selection.ungrouped,
+            "experts_not_narrow": selection.not_narrow,
         }
         for scheme, shape in _weights(directory)
-        for choice in choices(
+        for selection in selections(
             [scheme], (torch.bfloat16, torch.float32), rows_of_x, shape=shape, device=best_device().type
         )
     ]

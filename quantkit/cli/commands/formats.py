@@ -101,7 +101,7 @@ def _describe(name: str) -> dict[str, Any]:
     from quantkit.calibrate.noise import NOMINAL_SHAPE, bits_per_weight
     from quantkit.devices import best_device
     from quantkit.kernels.problem import Problem
-    from quantkit.kernels.report import choice_of
+    from quantkit.kernels.report import selection_of
     from quantkit.packing.schemes import scheme
 
     chosen, device = scheme(name), best_device()
@@ -119,7 +119,7 @@ def _describe(name: str) -> dict[str, Any]:
         "planes": chosen.planes,
         "column_scale": chosen.column_scale,
         "device": device.type,
-        "kernel": choice_of(problem).row,
+        "kernel": selection_of(problem).kernel,
     }
 
 

@@ -73,7 +73,7 @@ def tune(
     from quantkit.kernels.jit.compile_pool import cores
     from quantkit.kernels.registry import explain, forget_tile_tables
     from quantkit.kernels.tuning.gpu_bench import CompilePool, gpu_bench, gpu_target
-    from quantkit.kernels.tuning.search import Setting, search, tunable_rows
+    from quantkit.kernels.tuning.search import Setting, search, tunable_kernels
     from quantkit.kernels.tuning.tile_table import bucket
 
     weights = _weights(directory, shapes, formats, dtype, fp16_accumulation)
@@ -84,7 +84,7 @@ def tune(
     tuning = _Tuning.begin(gpu)
     for weight in weights:
         problem = weight.problem(1, gpu, features)
-        if not tunable_rows(problem):
+        if not tunable_kernels(problem):
             reason = dict(explain(problem))["dequantize"]
             note(f"{weight}: there is nothing to tune, because dequantize does not run it: {reason}.")
     with CompilePool(jobs or max(1, cores() - 1), gpu_target()) as pool, progress("tuning") as report:
@@ -115,13 +115,13 @@ class _Tuning:
     @classmethod
     def begin(cls, gpu: "Gpu") -> "_Tuning":
         """Read the tables there are, and write the user's: an error of that comes before measuring."""
-        from quantkit.kernels.registry import ROWS
+        from quantkit.kernels.registry import KERNELS
         from quantkit.kernels.tuning.store import save, shipped_tables, user_table
         from quantkit.kernels.tuning.tile_table import TileTable
 
         versions = _versions()
         try:
-            table = user_table(gpu, ROWS)
+            table = user_table(gpu, KERNELS)
         except KernelError as error:
             note(f"{error} It is replaced.")
             table = None
@@ -132,14 +132,14 @@ class _Tuning:
         table = table or TileTable(gpu, versions, {})
         known = {
             key: entry
-            for one in reversed((table, *shipped_tables(gpu, ROWS)))
+            for one in reversed((table, *shipped_tables(gpu, KERNELS)))
             for key, entry in one.entries.items()
         }
-        return cls(table, save(table, ROWS), known)
+        return cls(table, save(table, KERNELS), known)
 
     def store(self, searches: "Sequence[Search]") -> None:
         """Write what is known of a weight by now."""
-        from quantkit.kernels.registry import ROWS
+        from quantkit.kernels.registry import KERNELS
         from quantkit.kernels.tuning.store import save
         from quantkit.kernels.tuning.tile_table import Key
 
@@ -148,7 +148,7 @@ class _Tuning:
         self.table = self.table.with_entries(
             {key: entry for key, entry in entries.items() if entry is not None}
         )
-        save(self.table, ROWS)
+        save(self.table, KERNELS)
 
 
 def _versions() -> dict[str, str]:
@@ -181,11 +181,11 @@ def _gpu() -> "tuple[Gpu, frozenset[str]]":
 
 def _searched(names: str | None) -> frozenset[str] | None:
     """The rows of the table that `--kernels` names."""
-    from quantkit.kernels.registry import ROWS
+    from quantkit.kernels.registry import KERNELS
 
     if names is None:
         return None
-    known = [row.name for row in ROWS if row.tiling is not None]
+    known = [row.name for row in KERNELS if row.tiling is not None]
     found = options.parse_list(names, "--kernels")
     if unknown := [name for name in found if name not in known]:
         raise UsageError(f"--kernels has {', '.join(unknown)}; kernels with tiles are {', '.join(known)}.")

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.kernels.gemm.cpu_int8 import DIGITS_ROW
 from quantkit.kernels.gemm.unpack import block_rows
-from quantkit.kernels.problem import KernelRow, Layout, LayoutTensors, Problem, one_plane
+from quantkit.kernels.problem import Kernel, Layout, LayoutTensors, Problem, one_plane
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -142,8 +142,8 @@ def _int8_launch(
     return y if bias is None else y.add_(bias)
 
 
-CPU_ROWS = (
-    KernelRow(
+CPU_KERNELS = (
+    Kernel(
         name="torch-int4",
         summary="torch's weight-only int4 product, for a few bfloat16 rows; float32 sums, rounded once, "
         "and once more by a bias; scale * (8 - zero_point) is rounded too; holds the codes twice",
@@ -153,7 +153,7 @@ CPU_ROWS = (
         layout=Layout("torch-int4", _int4_build, _int4_join, most_rows=_INT4_ROWS),
         launch=_int4_launch,
     ),
-    KernelRow(
+    Kernel(
         name="torch-int8",
         summary="torch's weight-only int8 product, for a few bfloat16 rows; float32 sums, rounded once, "
         "and once more by a bias; holds the codes twice",

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from quantkit.kernels.problem import KernelRow, Layout, Problem, one_plane
+from quantkit.kernels.problem import Kernel, Layout, Problem, one_plane
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -158,7 +158,7 @@ def _launch(
     return y.to(x.dtype)
 
 
-DIGITS_ROW = KernelRow(
+DIGITS_ROW = Kernel(
     name="int-digits",
     summary="exact int8 products of the weights and three digits of the activations; float32 sums; holds "
     "one more byte per weight",

@@ -12,15 +12,15 @@ from quantkit.kernels.gemm import support
 from quantkit.kernels.gemm.bound import Bound
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.dequantize import dequantize_launch
-from quantkit.kernels.gemm.operands import Grouping, Operands, Pairs
+from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma import wgmma_launch
 from quantkit.kernels.jit.building import wait_for
 from quantkit.kernels.layouts.fragment_layout import build, join, restore
-from quantkit.kernels.moe.permute import FEW_PAIRS, segment_rows
+from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS, usual_block_rows
 from quantkit.kernels.problem import (
-    KernelRow,
+    Kernel,
     Layout,
     Outline,
     Problem,
@@ -70,7 +70,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """`bind` as rows do it; see `KernelRow.bind`."""
+    """`bind` as rows do it; see `Kernel.bind`."""
 
     def bound(
         x: torch.Tensor,
@@ -134,12 +134,12 @@ def ungroupable(problem: Problem) -> str | None:
     return None
 
 
-def pairs_of_segment(pairs: int, experts: int, spread: int, forced: str = "") -> int:
-    """`segment_rows`, with as many as the kernels of a forced row take."""
-    usual = segment_rows(pairs, experts, spread)
+def expert_block_rows(pairs: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
+    """`usual_block_rows`, with as many as the kernels of a forced row take."""
+    usual = usual_block_rows(pairs, experts, single_row_ratio)
     if forced == "fused-stream" and usual == 1:
         return usual
-    return {"": usual, "fused-tiled": max(usual, 2 * FEW_PAIRS)}.get(forced, FEW_PAIRS)
+    return {"": usual, "fused-tiled": max(usual, 2 * SMALL_BLOCK_ROWS)}.get(forced, SMALL_BLOCK_ROWS)
 
 
 @lru_cache(maxsize=4096)
@@ -147,24 +147,24 @@ def group(
     problem: Problem,
     experts: int,
     matrices: int,
-    slots: int,
-    spread: int,
+    top_k: int,
+    single_row_ratio: int,
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
     """The row that multiplies m pairs with their experts, how it groups them, and the tile of the rules.
 
-    `problem` is that of one matrix; `spread` is that of `segment_rows`. Tile tables have no part in it: they
-    were measured with one weight.
+    `problem` is that of one matrix; `single_row_ratio` is that of `usual_block_rows`. Tile tables have no
+    part in it: they were measured with one weight.
     """
-    size = pairs_of_segment(problem.m, experts, spread, forced)
-    grouping = Grouping(problem.m, experts, size, matrices, slots, chained)
+    size = expert_block_rows(problem.m, experts, single_row_ratio, forced)
+    grouping = Grouping(problem.m, experts, size, matrices, top_k, chained)
     expert = replace(problem, m=size, n=problem.n * matrices)
     # All segments keep processors busy together.
-    every = replace(expert, n=expert.n * grouping.segments)
-    if size > FEW_PAIRS:
+    every = replace(expert, n=expert.n * grouping.expert_blocks)
+    if size > SMALL_BLOCK_ROWS:
         return "fused-tiled", grouping, replace(portable_gemm_launch.TILING.rule(every), split=1)
-    if forced == "fused-skinny" or not (forced or spread):
+    if forced == "fused-skinny" or not (forced or single_row_ratio):
         return "fused-skinny", grouping, portable_gemv_launch.TILING.rule(every)
     row = forced or "fused-narrow"
     tile: Any = None
@@ -196,7 +196,7 @@ def grouped(
     layout: tuple[torch.Tensor, ...],
     scheme: Scheme,
     n: int,
-    pairs: Pairs,
+    pairs: RoutedTokens,
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
@@ -219,8 +219,8 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
     _RUNS[row](operands, tile, problem.features)
 
 
-FUSED_ROWS = (
-    KernelRow(
+FUSED_KERNELS = (
+    Kernel(
         name="fused-stream",
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
@@ -234,7 +234,7 @@ FUSED_ROWS = (
         no_norm=decode_launch.why_no_norm,
         no_gate=decode_launch.why_no_gate,
     ),
-    KernelRow(
+    Kernel(
         name="fused-skinny",
         summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",
         devices=("cuda",),
@@ -245,7 +245,7 @@ FUSED_ROWS = (
         bind=_bind(portable_gemv_launch.bind),
         tiling=portable_gemv_launch.TILING,
     ),
-    KernelRow(
+    Kernel(
         name="fused-narrow",
         summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for up to "
         "32 rows of x",
@@ -259,7 +259,7 @@ FUSED_ROWS = (
         no_gate=small_m_launch.why_no_gate,
         no_norm=small_m_launch.why_no_norm,
     ),
-    KernelRow(
+    Kernel(
         name="fused-hopper",
         summary="Gluon, for Hopper: decodes weights in registers while other warps copy and multiply",
         devices=("cuda",),
@@ -269,7 +269,7 @@ FUSED_ROWS = (
         launch=_launch(wgmma_launch.run),
         tiling=wgmma_launch.TILING,
     ),
-    KernelRow(
+    Kernel(
         name="fused-tiled",
         summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
@@ -281,7 +281,7 @@ FUSED_ROWS = (
         bind=_bind(portable_gemm_launch.bind),
         tiling=portable_gemm_launch.TILING,
     ),
-    KernelRow(
+    Kernel(
         name="dequantize",
         summary="Triton: writes the weight in the dtype of x, 2^27 at a time, for the library to multiply",
         devices=("cuda",),

@@ -15,7 +15,7 @@ from quantkit.kernels.layouts.dequant_expressions import portable
 from quantkit.kernels.layouts.dequant_ptx import Expression, expression, has_shared_table, shared_table
 from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, shared_bytes
-from quantkit.kernels.ops.glue import NORMS
+from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.problem import Gpu, Normed, Problem
 from quantkit.packing.schemes import Scheme
 
@@ -27,7 +27,7 @@ RASTER = 8
 class Grouping:
     """Sizes of products of `count` pairs, each of a token and one of `experts` with so many matrices.
 
-    A segment has up to `rows` pairs, and a token `slots` of them. If the product is `chained`, kernels before
+    A segment has up to `rows` pairs, and a token `top_k` of them. If the product is `chained`, kernels before
     it multiplied with the same segments, which were there before the last of these began.
     """
 
@@ -35,36 +35,36 @@ class Grouping:
     experts: int
     rows: int
     matrices: int
-    slots: int
+    top_k: int
     chained: bool = False
 
     @property
-    def segments(self) -> int:
+    def expert_blocks(self) -> int:
         """No more segments than this have pairs."""
-        return most_segments(self.count, self.experts, self.rows)
+        return max_expert_blocks(self.count, self.experts, self.rows)
 
     @property
     def usual(self) -> int:
         """How many have some where tokens choose by chance: as many as experts are chosen, or more."""
-        missed: float = max(0.0, 1 - self.slots / self.experts) ** (self.count / self.slots)
-        return min(self.segments, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
+        missed: float = max(0.0, 1 - self.top_k / self.experts) ** (self.count / self.top_k)
+        return min(self.expert_blocks, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
 
 
-def most_segments(pairs: int, experts: int, rows: int) -> int:
+def max_expert_blocks(pairs: int, experts: int, rows: int) -> int:
     """How many segments of up to so many rows so many pairs can have."""
     return (pairs + min(experts, pairs) * (rows - 1)) // rows
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Pairs of a token and an expert, for weights that lie one after the other, those of an expert together.
+class RoutedTokens:
+    """Routed tokens, sorted by expert, for stacked weights: the matrices of an expert are adjacent.
 
-    `order` int32 [P] and `segments` int32 [P, 3] are those of `quantkit.kernels.moe.permute_kernels`. Row p
-    of y [P, matrices * n] is that of pair p, which has row p // slots of x.
+    `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `quantkit.kernels.moe.permute_kernels`. Row p
+    of y [P, matrices * n] is that of routed token p, which has row p // top_k of x.
     """
 
     order: torch.Tensor
-    segments: torch.Tensor
+    expert_blocks: torch.Tensor
     grouping: Grouping
 
 
@@ -82,7 +82,7 @@ class Operands:
     bias: torch.Tensor | None
     scheme: Scheme
     n: int
-    pairs: Pairs | None = None
+    pairs: RoutedTokens | None = None
     normed: Normed | None = None
     gate: str = ""
     #: The GPU that kernels are compiled for, where x is on none.
@@ -122,7 +122,7 @@ class Operands:
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:
         """What kernels take of pairs, after their other arguments."""
-        return () if self.pairs is None else (self.pairs.order, self.pairs.segments)
+        return () if self.pairs is None else (self.pairs.order, self.pairs.expert_blocks)
 
     @property
     def shape(self) -> Geometry:
@@ -185,8 +185,8 @@ def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int
 def known_of(grouping: Grouping | None) -> dict[str, Any]:
     """What kernels know of pairs at compile time."""
     if grouping is None:
-        return {"order": None, "segments": None, "MATRICES": 1, "SLOTS": 1}
-    return {"MATRICES": grouping.matrices, "SLOTS": grouping.slots}
+        return {"order": None, "expert_blocks": None, "MATRICES": 1, "TOP_K": 1}
+    return {"MATRICES": grouping.matrices, "TOP_K": grouping.top_k}
 
 
 def shape_of(problem: Problem) -> Geometry:

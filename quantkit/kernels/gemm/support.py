@@ -16,7 +16,7 @@ from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.layouts.dequant_expressions import portable
 from quantkit.kernels.layouts.dequant_ptx import expression
 from quantkit.kernels.layouts.fragment_layout import ROWS
-from quantkit.kernels.moe.permute import FEW_PAIRS
+from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
 from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
 #: The most rows of x that `fused-skinny` takes.
@@ -162,7 +162,7 @@ _SHARING = {"fused-stream": _shares_x(decode_launch.MOST_ROWS, always), "fused-n
 
 def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:
     """Why `fused-narrow` does not multiply few pairs with experts of so many matrices, one the problem's."""
-    return why_not_shared("fused-narrow", problem, matrices, FEW_PAIRS)
+    return why_not_shared("fused-narrow", problem, matrices, SMALL_BLOCK_ROWS)
 
 
 def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str | None:

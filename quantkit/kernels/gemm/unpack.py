@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from quantkit.kernels.problem import KernelRow, always
+from quantkit.kernels.problem import Kernel, always
 from quantkit.packing.tensor import PackedTensor
 
 #: Weights unpacked at a time, by device. On a CPU they take 2 MiB as float32, which stays in cache, while one
@@ -80,7 +80,7 @@ def _multiply(
     return out
 
 
-UNPACK_ROW = KernelRow(
+UNPACK_KERNEL = Kernel(
     name="unpack",
     summary="unpacks a block of rows into the activation dtype, or into float32 where a CPU multiplies that "
     "faster, and multiplies; any scheme and shape",

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from quantkit.kernels.gluon.compat import reinterpret
 from quantkit.kernels.gluon.dequant_fragment import row_tile_of
 from quantkit.kernels.layouts.dequant_blocks import begun, finish, row_of_y
-from quantkit.kernels.ops.glue_kernels import gated
+from quantkit.kernels.ops.activation_kernel import gated
 
 
 @gluon.constexpr_function

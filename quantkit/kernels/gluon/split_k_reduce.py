@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from quantkit.kernels.layouts.dequant_blocks import begun, finish, row_of_y, segment
-from quantkit.kernels.ops.glue_kernels import gated
+from quantkit.kernels.layouts.dequant_blocks import begun, expert_block, finish, row_of_y
+from quantkit.kernels.ops.activation_kernel import gated
 
 
 @triton.jit(do_not_specialize=["M"])
 def add_parts(
-    sums, scale, factor, bias, y, other, norm, total, squares, M, N, order, segments,
+    sums, scale, factor, bias, y, other, norm, total, squares, M, N, order, expert_blocks,
     GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, PARTS: tl.constexpr, MR: tl.constexpr, BEGINS: tl.constexpr, GATE: tl.constexpr,
     PDL: tl.constexpr,
@@ -18,19 +18,19 @@ def add_parts(
 
     With BEGINS, what is added to weights, a norm of y + `other` is begun (`quantkit.kernels.problem.Normed`).
     With GATE there are twice as many row tiles of sums as of y, the second half gated by the first. With
-    `segments` there are such sums of each of them, finished but for being parts, and rows of y are those of
-    pairs (`quantkit.kernels.moe.permute_kernels`).
+    `expert_blocks` there are such sums of each of them, finished but for being parts, and rows of y are
+    those of routed tokens (`quantkit.kernels.moe.permute_kernels`).
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     outputs = N
     if GATE != "":
         tiles *= 2
         outputs = N // 2
-    if segments is not None:
+    if expert_blocks is not None:
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
-        _, its_first, M = segment(segments, tl.program_id(2))
+        _, its_first, M = expert_block(expert_blocks, tl.program_id(2))
         if M == 0:
             return
         order += its_first
@@ -41,7 +41,7 @@ def add_parts(
     at = row_of_y(order, m, M)[None, :] * outputs + rows[:, None]
     if BEGINS is not None:
         weights = tl.load(norm + rows, mask=rows < N, other=0.0)
-    if PDL and segments is None:
+    if PDL and expert_blocks is None:
         # Sums, and what is added to them, are written by kernels before this one.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -188,7 +188,7 @@ def _row_of_x(m, M, order, S: gl.constexpr):
     """Which row of x is number `m` of M, or the last: that, or that of a pair of a segment."""
     m = gl.minimum(m, M - 1)
     if order is not None:
-        m = gl.load(order + m) // S.slots
+        m = gl.load(order + m) // S.top_k
     return m.to(gl.int64)
 
 
@@ -232,7 +232,7 @@ def _own(x, M, order, S: gl.constexpr):
 def _normed(words, other, weights, total, M, S: gl.constexpr):
     """The norm of x, of which a warp has `words`, or of the sum of that and `other`, which becomes `total`.
 
-    Numbers are rounded where `quantkit.kernels.ops.glue_kernels.rms_norm` rounds them.
+    Numbers are rounded where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
     """
     QUADS: gl.constexpr = quads_of(S.warps)
     TASKS: gl.constexpr = _tasks_of(S)

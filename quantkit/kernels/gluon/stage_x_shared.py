@@ -30,7 +30,7 @@ def sums_of(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
 
 @gluon.jit
 def copy_x(
-    x, chunks, column, M, order, SLOTS: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
+    x, chunks, column, M, order, TOP_K: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
     BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Have x copied from `column` on, in chunks of BLOCKS times WIDE columns: rows [block, m] of WIDE, zeros
@@ -41,7 +41,7 @@ def copy_x(
     column += row // BM * WIDE + gl.expand_dims(gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT)), 0)
     m = gl.minimum(row % BM, M - 1)
     if order is not None:
-        m = gl.load(order + m) // SLOTS
+        m = gl.load(order + m) // TOP_K
     at = x + m.to(gl.int64) * K + column
     for chunk in gl.static_range(CHUNKS):
         inside = (column + chunk * (BLOCKS * WIDE) < K) & (row % BM < M)

@@ -1,1 +1,1 @@
-"""Compile kernels side by side and launch them without Triton's look-up."""
+"""Launch Triton kernels without Triton's lookup, and compile them in a pool of processes."""

@@ -1,7 +1,7 @@
-"""Layouts that are being built: all are waited for and checked together.
+"""Build layouts of weights without waiting for each: all are checked together at the end.
 
-A GPU works while the host prepares the next weight. To ask it whether a weight was sound, or whether it is
-done, stops both; so that is asked once, when the outermost block of `building` ends.
+A GPU works while the host prepares the next weight. Asking it whether a weight is sound, or finished, stalls
+both. So it is asked once, when the outermost `building` block ends.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,13 @@ from quantkit.kernels.jit.compile_pool import nothing_left_out
 
 @dataclass
 class _Pending:
-    """What is still to be asked of devices: flags with what they mean, and devices to wait for."""
+    """Checks that a block still owes: one-element flags with error texts, and devices to wait for."""
 
     faults: list[tuple[torch.Tensor, str]] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
 
     def settle(self) -> None:
+        """Wait for all devices, then raise `FormatError` for the first flag that is not zero."""
         for device in self.devices:
             torch.cuda.current_stream(device).synchronize()
         for device in {flag.device for flag, _ in self.faults}:
@@ -38,12 +39,12 @@ _pending: ContextVar[_Pending | None] = ContextVar("pending", default=None)
 
 @contextmanager
 def building() -> Iterator[None]:
-    """A block in which layouts are built. They may be used once it ended, of nested ones the outermost.
+    """Open a block in which layouts are built; they may be used once the outermost one ends.
 
-    Transforms of `torch.func` do not see it: what is made within one has no memory that a kernel could write.
-    Raises `FormatError` then for the first weight of which `refuse_if` says so.
+    Transforms of `torch.func` are off inside: tensors made within one have no memory for a kernel to write.
+    At the end it raises `FormatError` for the first weight that `refuse_if` flags.
     """
-    # A layout outlives the run that it is built in, which may leave out launches.
+    # A layout outlives the run in which it is built, and that run may skip launches.
     with nothing_left_out():
         if _pending.get() is not None:
             yield
@@ -59,20 +60,21 @@ def building() -> Iterator[None]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Have the block end no earlier than what its GPU was given to do here.
+    """Let the block end only after the work that `device` has been given in it.
 
-    Kernels that overlap the one before them read weights before they wait for it.
+    Kernels with PDL read weights before they wait for the kernel before them.
     """
     if device.type == "cuda":
         _ask(_Pending(devices={device}))
 
 
 def refuse_if(flag: torch.Tensor, message: str) -> None:
-    """Have the block raise `FormatError(message)` if `flag`, of one element, is not zero."""
+    """Let the block raise `FormatError(message)` if `flag`, a one-element tensor, is not zero."""
     _ask(_Pending(faults=[(flag, message)]))
 
 
 def _ask(asked: _Pending) -> None:
+    """Add `asked` to the open block, or settle it at once where none is open."""
     pending = _pending.get()
     if pending is None:
         asked.settle()

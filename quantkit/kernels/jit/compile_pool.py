@@ -1,8 +1,10 @@
-"""Kernels compiled side by side, where a run launches several that never were.
+"""Compile all kernels of a run side by side, before they are launched.
 
-Triton compiles a kernel when it is first launched, and the launch waits for it: those of a model take more
-than ten seconds one after the other, on a machine that has cores for all of them. Here a run that comes to
-such a kernel goes on without launching, so that all that it needs are known; they are compiled, and it runs.
+Triton compiles a kernel at its first launch, and the launch waits. The kernels of a model take more than 10 s
+one after the other, on machines with cores for all of them.
+
+So a run that meets an uncompiled kernel goes on without launching, to find all kernels that it needs. They
+are compiled in a pool, and the run starts again.
 """
 
 import logging
@@ -19,23 +21,23 @@ from quantkit.kernels.problem import device_features
 
 logger = logging.getLogger("quantkit.kernels")
 
-#: Kernels that are compiled at a time, by processes of more than 100 MB each.
+#: Most kernels compiled at once; each takes a process of more than 100 MB.
 MOST_AT_ONCE = 16
 
 _Result = TypeVar("_Result")
 
 
 class Compilers:
-    """What compiles the kernels of one run."""
+    """State of one run: which kernels it is waiting for."""
 
     def __init__(self) -> None:
-        #: Whether launches are left out, as a kernel of the run is being compiled.
+        #: True once launches are skipped, because a kernel of the run is being compiled.
         self.leave_out = False
 
     def kernel(self, known: Any, compile_kernel: Callable[[], Any], needed: bool) -> Any:
-        """The kernel to launch: what is `known`, else what `compile_kernel` gives, or promises.
+        """Return the kernel to launch: `known`, or what `compile_kernel` returns or promises.
 
-        None where it is not to be launched; what is `needed` is waited for.
+        Returns None where the launch is to be skipped. A kernel that is `needed` is waited for.
         """
         found = compile_kernel() if known is None else known
         is_promise = hasattr(found, "result")
@@ -45,13 +47,13 @@ class Compilers:
         return None if self.leave_out else found
 
 
-#: What compiles the kernels of the run that this is part of; None where launches wait for their kernel.
+#: State of the current run; None where launches wait for their kernel.
 COMPILERS: ContextVar[Compilers | None] = ContextVar("compilers", default=None)
 
 
 @contextmanager
 def nothing_left_out() -> Iterator[None]:
-    """A block all of whose launches are made, as what they write is kept after the run."""
+    """Open a block in which no launch is skipped, because its results are kept after the run."""
     token = COMPILERS.set(None)
     try:
         yield
@@ -65,12 +67,14 @@ def compiled_first(
     rewind: Callable[[], None] | None = None,
     ahead: Callable[[_Result], object] | None = None,
 ) -> _Result:
-    """`run()`, which launches kernels on `device`; those that have to be compiled are, side by side, before.
+    """Call `run`, which launches kernels on `device`; missing kernels are compiled side by side first.
 
-    With all kernels in memory or in Triton's cache on the disk, `run` is called once. Else it is called
-    twice, and what kernels write in the first call is undefined, but for indices (`launcher.IndexLaunch`)
-    and layouts of weights (`building`). `rewind` takes back what that call changed. `ahead`, for what that
-    call returned, launches what is soon to run: what it lacks is compiled as well, what it raises logged.
+    With all kernels in memory or in Triton's cache on disk, `run` is called once. Otherwise it is called
+    twice. Results of the first call are undefined, except for indices (`launcher.IndexLaunch`) and layouts of
+    weights (`building`).
+
+    `rewind` undoes what the first call changed. `ahead` gets that call's result and launches what runs next,
+    so that its kernels are compiled too; its exceptions are logged.
     """
     if device.type != "cuda" or "triton" not in device_features(device) or COMPILERS.get() is not None:
         return run()
@@ -78,11 +82,11 @@ def compiled_first(
         from triton import knobs
         from triton.runtime._async_compile import active_mode
     except ImportError:
-        # It compiles one kernel after the other.
+        # This Triton compiles one kernel after the other.
         return run()
     if knobs.runtime.interpret or active_mode.get() is not None:
         return run()
-    # A context of its own, which Triton's mode does not outlive, whatever ends it.
+    # In a context of its own, so that Triton's mode ends with it, whatever the reason.
     found = copy_context().run(_attempt, run, rewind, ahead)
     if found is not None:
         return found[0]
@@ -96,18 +100,18 @@ def _attempt(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """The result of `run`; None if it had to leave out launches, whose kernels are compiled now."""
+    """Call `run` once: return its result, or None if launches were skipped; then compile their kernels."""
     from quantkit.kernels.jit.side_by_side import SideBySide
 
     compilers = Compilers()
     COMPILERS.set(compilers)
     with ThreadPoolExecutor(min(cores(), MOST_AT_ONCE)) as pool:
-        # Errors of the compiler come again where the kernel is launched.
+        # Compiler errors are raised again at the launch.
         mode = SideBySide(pool, ignore_errors=True)
         try:
             mode.__enter__()
             result = _launched(compilers, run, rewind, ahead)
-            # Not as a block, whose end would wait for what is cancelled, and that never ends.
+            # Not a `with` block: its end would wait forever for cancelled jobs.
             mode.__exit__(None, None, None)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -121,11 +125,11 @@ def _launched(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """The result of `run`, and then `ahead` for it, if launches are left out; None if `run` refused that."""
+    """Call `run`, and `ahead` if launches are skipped; return None if `run` raised because of those."""
     try:
         result = run()
     except Exception:
-        # It may have refused what is undefined.
+        # It may have refused undefined results.
         if not compilers.leave_out:
             raise
         return None
@@ -135,11 +139,11 @@ def _launched(
         try:
             ahead(result)
         except Exception as error:
-            # Of numbers that are undefined, say: it is compiled when it runs.
+            # For example because of undefined numbers: those kernels are compiled when they run.
             logger.info("kernels of what comes next are not compiled yet: %s", error)
     return (result,)
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""Processes that compile kernels for this one, into Triton's cache.
+"""Compile kernels in other processes, into Triton's cache.
 
-Much of Triton's compiler is Python, of which one process runs one thread at a time. These are Pythons of
-their own that import neither torch nor, as `multiprocessing` would, the program that this one runs.
+Much of Triton's compiler is Python, of which a process runs one thread at a time. These processes import
+neither torch nor, as `multiprocessing` would, the main program.
 """
 
 import atexit
@@ -23,17 +23,17 @@ import quantkit
 
 logger = logging.getLogger("quantkit.kernels")
 
-#: Seconds after the last kernel until these processes are ended.
+#: Seconds from the last kernel until idle processes are ended.
 IDLE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel to compile: where its source is, and all that Triton knows of it."""
+    """A kernel to compile: where its source is, and everything that Triton compiles it for."""
 
     module: str
     name: str
-    #: `ASTSource` or `GluonASTSource` of Triton, and what it is made of beside the kernel.
+    #: Triton's `ASTSource` or `GluonASTSource`, and its arguments after the kernel.
     source: Any
     signature: dict[str, Any]
     constants: dict[Any, Any]
@@ -45,9 +45,9 @@ class Request:
 
 
 def compile_elsewhere(request: Request) -> bool:
-    """Have another process compile a kernel; whether Triton's cache on the disk has it now.
+    """Compile a kernel in another process; return True if Triton's cache on disk has it now.
 
-    Whatever goes wrong there, the caller still can, and a warning says that it is slower.
+    On any failure the caller can still compile it. A warning then says that this is slower.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         _warn("sys.executable is no Python")
@@ -61,7 +61,7 @@ def compile_elsewhere(request: Request) -> bool:
     except (EOFError, ConnectionError):
         _warn("the process that compiled ended")
     except Exception as error:
-        # There is no process, or it cannot be told what to compile.
+        # No process could be started, or the request could not be pickled.
         _warn(f"{type(error).__name__}: {error}")
     if worker is not None:
         worker.end()
@@ -70,12 +70,12 @@ def compile_elsewhere(request: Request) -> bool:
 
 @lru_cache
 def _warn(reason: str) -> None:
-    """Say once for each reason why kernels are not compiled elsewhere."""
+    """Log once per reason that kernels are compiled in this process."""
     logger.warning("kernels are compiled in this process, which takes longer: %s", reason)
 
 
 class _Worker:
-    """One such process, which compiles one kernel at a time."""
+    """A process that compiles one kernel at a time."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
@@ -87,47 +87,49 @@ class _Worker:
                 pass_fds=(number,),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # Interrupts of a terminal are for who asks.
+                # A terminal's interrupt is meant for the main process.
                 start_new_session=True,
             )
         finally:
             theirs.close()
 
     def is_there(self) -> bool:
+        """Return True while the process runs."""
         return self._process.poll() is None
 
     def compile(self, request: Request) -> bool:
-        """Whether it is compiled; EOFError or OSError if the process has ended."""
+        """Return True if the kernel was compiled; raises EOFError or OSError if the process ended."""
         self._connection.send(request)
         is_done: bool = self._connection.recv()
         return is_done
 
     def end(self) -> None:
+        """End the process."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, in which Python finds quantkit and Triton where this one did."""
+    """Return this process's environment, in which Python finds the same quantkit and Triton."""
     import triton
 
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = [str(Path(str(package.__file__)).parents[1]) for package in (quantkit, triton)]
-    # Not where it looks anyhow: before its own library, what is there might be taken for parts of that.
+    # Without the usual places: put before the standard library, they could shadow its modules.
     usual = {*site.getsitepackages(), site.getusersitepackages()}
     paths = [place for place in places if place not in usual] + [found.get("PYTHONPATH", "")]
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 _LOCK = threading.Lock()
-#: Processes that compile nothing now, and what is going to end them.
+#: Idle processes, and the timer that will end them.
 _IDLE: list[_Worker] = []
 _ENDING: list[threading.Timer] = []
 
 
 def _idle() -> _Worker | None:
-    """A process that is idle, and has not ended."""
+    """Take an idle process that still runs; None if there is none."""
     with _LOCK:
         while _IDLE:
             worker = _IDLE.pop()
@@ -138,7 +140,7 @@ def _idle() -> _Worker | None:
 
 
 def _keep(worker: _Worker) -> None:
-    """Let `worker` wait for another kernel, as all that are idle do from now on."""
+    """Keep `worker` for the next kernel, and end all idle processes `IDLE_SECONDS` from now."""
     ending = threading.Timer(IDLE_SECONDS, _end_idle)
     ending.daemon = True
     with _LOCK:
@@ -151,13 +153,14 @@ def _keep(worker: _Worker) -> None:
 
 @atexit.register
 def _end_idle() -> None:
+    """End all idle processes."""
     with _LOCK:
         while _IDLE:
             _IDLE.pop().end()
 
 
 def _work(connection: Connection) -> None:
-    """Compile what comes through `connection`, until nobody is there."""
+    """Compile requests from `connection` until it closes."""
     import triton
 
     while True:
@@ -172,7 +175,7 @@ def _work(connection: Connection) -> None:
             triton.compile(source, target=request.target, options=request.options)
             is_done = True
         except Exception:
-            # Who asked compiles it, and gets the error.
+            # The caller compiles it itself, and gets the error.
             is_done = False
         try:
             connection.send(is_done)

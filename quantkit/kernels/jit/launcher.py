@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without Triton's own lookup at every call."""
+"""Launch Triton kernels without Triton's own lookup at every call."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,31 +12,31 @@ from quantkit.kernels.problem import device_features
 
 
 class Launch:
-    """A kernel with its grid and all that it knows at compile time; called with the other arguments.
+    """A kernel with its grid and constexprs; called with the remaining arguments.
 
-    Triton looks a compiled kernel up by the text of everything that it was compiled with, at every call,
-    which takes longer than most of the kernels run. Here it is looked up by what still varies: the device,
-    the dtypes of tensors and whether they begin at a multiple of 16 bytes, and the kinds of integers.
+    At every call Triton looks a compiled kernel up by the text of everything it was compiled with. That takes
+    longer than most kernels run. Here the key is only what still varies: the device, dtypes of tensors,
+    16-byte alignment, and kinds of integers.
     """
 
-    #: Whether it is made also in runs that leave out launches (`compiling.compiled_first`).
+    #: True if it is launched also in runs that skip launches (`compile_pool.compiled_first`).
     is_needed = False
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
         self._kernel = kernel
         self._grid = (*grid, 1, 1)[:3]
-        # Explicit, as Triton 3.10 turns the default off: a * b + c rounds once.
+        # Explicit, because Triton 3.10 turns the default off: a * b + c rounds once.
         self._options = {"enable_fp_fusion": True} | options
-        # What a compiled kernel is called with after the other arguments, in the order of its signature.
+        # Constexprs that follow the other arguments, in the order of the signature.
         self._known = tuple(options[name] for name in kernel.arg_names if name in options)
         self._compiled: dict[tuple[Any, ...], Any] = {}
-        # For AMD, Triton addresses memory of less than 2 GiB in 32 bits.
+        # On AMD, Triton addresses tensors below 2 GiB with 32 bits.
         self._by_size = torch.version.hip is not None
 
     def __call__(self, *arguments: Any) -> None:
-        """Launch on the current device; for operands on the meta device only compile."""
+        """Launch on the current device; with operands on the meta device only compile."""
         first = arguments[0]
-        # A descriptor of blocks of a tensor has that tensor.
+        # A tensor descriptor has its tensor as `base`.
         if (first if isinstance(first, torch.Tensor) else first.base).is_meta:
             self._compile(arguments)
             return
@@ -56,10 +56,10 @@ class Launch:
             self._compiled[key] = compiled
 
     def fixed(self, arguments: Sequence[Any], places: Sequence[tuple[int, int]]) -> "FixedLaunch | None":
-        """The launch of such arguments, of which those at the first of `places` are addresses that vary.
+        """Return the launch of these arguments with some addresses left open, or None.
 
-        The second of a place is the number of the address. None before it was launched, and where Triton
-        compiles for more than addresses being multiples of 16.
+        A place is (argument, number of its address). None means that the kernel was not launched yet, or that
+        Triton compiles it for more than addresses that are multiples of 16.
         """
         if self._by_size or not all(isinstance(one, torch.Tensor | int) for one in arguments):
             return None
@@ -70,7 +70,7 @@ class Launch:
         return FixedLaunch(compiled, self._grid, every, places)
 
     def _key(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """What Triton compiles the kernel for: all that still varies."""
+        """Return everything that still varies in what Triton compiles the kernel for."""
         first, block = arguments[0], ()
         if not isinstance(first, torch.Tensor):
             first, block = first.base, tuple(first.block_shape)
@@ -87,11 +87,12 @@ class Launch:
         return key
 
     def _compile(self, arguments: tuple[Any, ...]) -> Any:
+        """Compile the kernel for these arguments, without launching it."""
         return self._kernel.warmup(*arguments, grid=self._grid, **self._options)
 
 
 class _Recorded:
-    """A compiled kernel whose `run` tells what it was called with and launches nothing."""
+    """A stand-in for a compiled kernel whose `run` records its arguments and launches nothing."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -105,9 +106,9 @@ class _Recorded:
 
 
 def is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> bool:
-    """Whether Triton runs compiled kernels as `FixedLaunch` does, which no version of it promises.
+    """Return True if Triton runs compiled kernels as `FixedLaunch` does, which is no public interface.
 
-    3.6 to 3.9 do: the grid, the stream, the function, metadata, three for hooks, the arguments.
+    Triton 3.6 to 3.9 do: grid, stream, function, metadata, three values for hooks, arguments.
     """
     recorded, stream = _Recorded(compiled), 1
     try:
@@ -127,10 +128,10 @@ def is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[An
 
 
 class FixedLaunch:
-    """A compiled kernel with all its arguments but for some addresses, in one call of Triton's launcher.
+    """A compiled kernel with all arguments but some addresses: one call of Triton's launcher.
 
-    `CompiledKernel.__getitem__` asks for the device, the stream and hooks, makes a record for hooks that
-    mostly are not there, and has the driver look every tensor's address up.
+    It leaves out what `CompiledKernel.__getitem__` does at each call: asking for device, stream and hooks,
+    recording for hooks, and looking up each tensor's address in the driver.
     """
 
     __slots__ = ("_arguments", "_before", "_compiled", "_grid", "_places", "_run")
@@ -142,12 +143,12 @@ class FixedLaunch:
         arguments: Sequence[Any],
         places: Sequence[tuple[int, int]],
     ) -> None:
-        # Newer versions unload a kernel that nobody has any more.
+        # Newer versions of Triton unload a kernel without references.
         self._compiled, self._run = compiled, compiled.run
         self._grid = grid
-        # Where no hook is called, there are neither hooks nor what they would be told.
+        # Without hooks, their three values are None.
         self._before = (compiled.function, compiled.packed_metadata, None, None, None)
-        # Launchers take addresses for pointers. What is not an operand stays where it is.
+        # Launchers take addresses for pointers. Tensors without an open address stay where they are.
         self._arguments = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
         self._places = tuple(places)
 
@@ -160,7 +161,7 @@ class FixedLaunch:
 
 
 def is_watched() -> bool:
-    """Whether launches cannot be fixed ones: some are left out, or hooks of Triton's are told of each."""
+    """Return True if launches cannot be fixed: some are skipped, or Triton's hooks want each."""
     if COMPILERS.get() is not None:
         return True
     runtime = _knobs()
@@ -168,7 +169,7 @@ def is_watched() -> bool:
 
 
 def _has_calls(hook: Any) -> bool:
-    """Whether a hook is there; a chain of hooks may have none."""
+    """Return True if a hook has anything to call; a chain of hooks may be empty."""
     return bool(getattr(hook, "calls", hook))
 
 
@@ -180,7 +181,7 @@ def _knobs() -> Any:
 
 
 def stream_getter() -> Callable[[int], int]:
-    """What gives the handle of the current stream of a device, by its index."""
+    """Return the function that maps a device index to the handle of its current stream."""
     from triton.runtime import driver
 
     found: Callable[[int], int] = driver.active.get_current_stream
@@ -188,26 +189,26 @@ def stream_getter() -> Callable[[int], int]:
 
 
 class IndexLaunch(Launch):
-    """A launch whose results are indices, of which others make addresses."""
+    """A launch that is never skipped: its results are indices, from which others compute addresses."""
 
     is_needed = True
 
 
 def _kind(number: int) -> int:
-    """What a kernel is compiled for: 1 is a constant, multiples of 16 are known as such, 64 bits a type."""
+    """Return what a kernel is compiled for: 1 is a constant, multiples of 16 are marked, 64 bits a type."""
     return -1 if number == 1 else (number & 15 == 0) + 2 * (number >> 31 != 0)
 
 
 def launch_features(device: torch.device) -> frozenset[str]:
-    """What kernels may use on `device`: nothing where they are interpreted."""
+    """Return the features that kernels may use on `device`; none where they are interpreted."""
     return device_features(device) if device.type == "cuda" else frozenset()
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """A block in which `device` is the current one, if it is a GPU."""
+    """Open a block in which `device` is the current one, if it is a GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def overlap(features: frozenset[str]) -> dict[str, bool]:
-    """What lets a launch overlap the end of the kernel before it, on GPUs that can."""
+    """Return the launch options of PDL, if `features` has it."""
     return {"PDL": True, "launch_pdl": True} if "overlap" in features else {"PDL": False}

@@ -1,4 +1,4 @@
-"""Triton's mode in which kernels are compiled side by side, each in a process that compiles nothing else."""
+"""Triton's asynchronous compile mode, with each kernel compiled in a process of its own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,9 +14,10 @@ from quantkit.kernels.jit.compile_worker import Request, compile_elsewhere
 
 
 class SideBySide(AsyncCompileMode):  # type: ignore[misc]
-    """A kernel that is in Triton's cache on the disk is one at once; any other is compiled meanwhile."""
+    """Compile mode: kernels in Triton's cache on disk are loaded at once, others compiled meanwhile."""
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], finish: Callable[[Any], None]) -> Any:
+        """Return the kernel if Triton's cache has it, else a promise of it."""
         request = _request(compile_kernel)
         if key not in self.future_kernels and request is not None and _is_on_disk(key, request.name):
             kernel = compile_kernel()
@@ -26,19 +27,19 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
 
 
 def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:
-    """The kernel, and in Triton's cache what launches it: C."""
+    """Compile a kernel of quantkit elsewhere, then load it here, with its launcher (C code)."""
     if request is not None and request.module.startswith("quantkit.kernels."):
         compile_elsewhere(request)
-    # Which reads what has been compiled, and else compiles.
+    # Reads the compiled kernel from the cache, or compiles it.
     kernel = compile_kernel()
     driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
 
 def _request(compile_kernel: Callable[[], Any]) -> Request | None:
-    """What Triton is going to compile.
+    """Describe what Triton is about to compile, for another process.
 
-    None where it does not say so as it did, does not take it from its cache, or asks this process about it.
+    Returns None where this Triton hides it, bypasses its cache, or has a hook that asks this process.
     """
     known = getclosurevars(compile_kernel).nonlocals
     is_told = {"src", "target", "options"} <= set(known)
@@ -59,6 +60,6 @@ def _request(compile_kernel: Callable[[], Any]) -> Request | None:
 
 
 def _is_on_disk(key: str, name: str) -> bool:
-    """Whether Triton's cache has all files of a compiled kernel, which it names so."""
+    """Return True if Triton's cache has all files of the compiled kernel `name`."""
     file = f"{name[:150]}.json"
     return file in (get_cache_manager(sha256(key.encode()).hexdigest()).get_group(file) or {})

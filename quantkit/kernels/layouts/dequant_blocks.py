@@ -10,12 +10,12 @@ import triton.language as tl
 
 
 @triton.jit
-def segment(segments, number, EARLY: tl.constexpr = False):
+def expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
     """Expert, first pair and number of pairs of a segment (`quantkit.kernels.moe.permute_kernels`).
 
     EARLY, before the wait for the kernel before this one, they do not come from a multiprocessor's cache.
     """
-    at = segments + number * 3
+    at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     first = tl.load(at + 1, cache_modifier=CACHE)
     return tl.load(at, cache_modifier=CACHE), first, tl.load(at + 2, cache_modifier=CACHE)

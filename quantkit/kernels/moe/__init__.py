@@ -1,1 +1,1 @@
-"""Mixtures of experts: router, token permutation, grouped GEMM."""
+"""Mixture of experts: router, MoE permute (sort tokens by expert), grouped GEMM."""

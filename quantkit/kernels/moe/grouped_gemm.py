@@ -1,8 +1,8 @@
-"""Products with the experts that tokens chose, all in one launch, and the torch operators behind them.
+"""Grouped GEMM: the products of all routed tokens with their experts in one launch, and its torch operators.
 
-A pair is a token and one of its experts, pair p being slot p % k of token p // k. `order_pairs` sorts them by
-expert on the device, so that a forward pass waits for nothing, and CUDA graphs can capture it; torch.compile
-sees three operators. They have no gradients.
+A routed token p is number p % top_k of the experts of token p // top_k. `sort_tokens_by_expert` runs on the
+device, so that a forward pass does not wait and CUDA graphs can capture it. torch.compile sees three
+operators. They have no gradients.
 """
 
 from collections.abc import Iterable
@@ -16,26 +16,26 @@ from quantkit.errors import KernelError
 from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.gemm.decode import decode_launch
-from quantkit.kernels.gemm.operands import Grouping, Pairs
+from quantkit.kernels.gemm.operands import Grouping, RoutedTokens
 from quantkit.kernels.gemm.support import why_not_narrow_experts, why_not_shared
 from quantkit.kernels.jit.building import building
-from quantkit.kernels.moe import permute as launch_pairs
-from quantkit.kernels.moe import stacked_weights
-from quantkit.kernels.moe.permute import FEW_PAIRS
+from quantkit.kernels.moe import permute, stacked_weights
+from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
-from quantkit.kernels.registry import FORCE_VARIABLE, forced_row, log_grouped, row_named, warn_looped
+from quantkit.kernels.registry import FORCE_VARIABLE, forced_kernel, kernel_named, log_grouped, warn_looped
 from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
 
-#: Rows of the kernel table whose kernels multiply with several experts at once.
-GROUPED_ROWS = ("fused-stream", "fused-narrow", "fused-skinny", "fused-tiled")
+#: Kernels that multiply with several experts at once.
+GROUPED_KERNELS = ("fused-stream", "fused-narrow", "fused-skinny", "fused-tiled")
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertsLayout:
-    """What grouped kernels read: `matrices` packed matrices [n, k] of each expert, one after the other.
+    """Operands of the grouped GEMM: `matrices` packed matrices [n, k] per expert, stacked.
 
-    For one activation dtype and one device. `spread` is that of `launch.pairs.segment_rows`.
+    For one activation dtype and one device. `tensors` have a first dimension, experts * matrices.
+    `single_row_ratio` is that of `permute.usual_block_rows`.
     """
 
     dtype: torch.dtype
@@ -44,46 +44,46 @@ class ExpertsLayout:
     matrices: int
     n: int
     tensors: tuple[torch.Tensor, ...]
-    spread: int = 0
+    single_row_ratio: int = 0
 
     def of(self, matrix: int) -> KernelLayout:
-        """The layout of one matrix, in the same memory."""
+        """Return a view of the layout of matrix number `matrix`."""
         return KernelLayout(
             fused_kernels.FRAGMENTS.name, self.dtype, tuple([part[matrix] for part in self.tensors])
         )
 
 
-class OrderedPairs(NamedTuple):
-    """Pairs [P] in the order of their experts, and segments [P, 3], int32 (`kernels/moe/permute_kernels.py`).
+class SortedTokens(NamedTuple):
+    """Routed tokens sorted by expert: `order` [P] int32 and `expert_blocks` [P, 3] int32.
 
-    `spread` is what they are cut by, as in `launch.pairs.segment_rows`.
+    `moe/permute_kernels.py` says what they hold. `single_row_ratio` is that of `permute.usual_block_rows`.
     """
 
     order: torch.Tensor
-    segments: torch.Tensor
-    spread: int
+    expert_blocks: torch.Tensor
+    single_row_ratio: int
 
 
 def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
-    """Why experts with such weights are multiplied with one after the other; None where they are grouped.
+    """Return why experts with such weights run one after the other; None where they run grouped.
 
-    `problem` is that of one matrix, of which experts have so many.
+    `problem` is that of one matrix, of which an expert has `matrices`.
     """
-    forced = forced_row()
-    if forced and row_named(forced).name not in GROUPED_ROWS:
+    forced = forced_kernel()
+    if forced and kernel_named(forced).name not in GROUPED_KERNELS:
         return f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time"
     reason = fused_kernels.ungroupable(problem)
     if reason is None and forced in ("fused-stream", "fused-narrow"):
-        return why_not_shared(forced, problem, matrices, FEW_PAIRS)
+        return why_not_shared(forced, problem, matrices, SMALL_BLOCK_ROWS)
     return reason
 
 
 def build_experts_layout(
     weights: Iterable[PackedTensor], experts: int, matrices: int, dtype: torch.dtype
 ) -> ExpertsLayout | None:
-    """The layout of the weights of experts, which come expert by expert and have one scheme and shape.
+    """Build the layout of `weights`, expert by expert, all [N, K] in one scheme.
 
-    None where they are not grouped, which a GPU says once, with the reason.
+    Returns None where they do not run grouped. On a GPU a warning then says why, once.
     """
     weights = list(weights)
     if not weights:
@@ -94,75 +94,86 @@ def build_experts_layout(
     if reason is not None:
         warn_looped(problem, experts, reason)
         return None
-    # Tensors of inference mode could not be kept for the backward pass of experts one after the other.
+    # Tensors of inference mode could not be saved for the backward pass of experts that run one by one.
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = stacked_weights.stacked(weights, dtype)
-    shares = forced_row() in ("", "fused-stream", "fused-narrow")
+    shares = forced_kernel() in ("", "fused-stream", "fused-narrow")
     shares = shares and why_not_narrow_experts(problem, matrices) is None
-    spread = decode_launch.experts_spread(problem) if shares else 0
-    return ExpertsLayout(dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, spread)
+    single_row_ratio = decode_launch.single_row_ratio(problem) if shares else 0
+    return ExpertsLayout(
+        dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, single_row_ratio
+    )
 
 
-def order_pairs(index: torch.Tensor, *layouts: ExpertsLayout) -> OrderedPairs:
-    """The pairs of `index` [T, k] in the order of their experts, for products with these layouts.
+def sort_tokens_by_expert(index: torch.Tensor, *layouts: ExpertsLayout) -> SortedTokens:
+    """Sort the routed tokens of `index` [T, top_k] by expert, for products with these layouts.
 
-    An index that is not one of the experts stands for none.
+    An index outside 0 to experts - 1 stands for no expert.
     """
-    spreads = [layout.spread for layout in layouts]
-    spread = max(spreads) if all(spreads) else 0
-    order, segments = torch.ops.quantkit.order_pairs(index, layouts[0].experts, spread)
-    return OrderedPairs(order, segments, spread)
+    spreads = [layout.single_row_ratio for layout in layouts]
+    single_row_ratio = max(spreads) if all(spreads) else 0
+    order, expert_blocks = torch.ops.quantkit.sort_tokens_by_expert(
+        index, layouts[0].experts, single_row_ratio
+    )
+    return SortedTokens(order, expert_blocks, single_row_ratio)
 
 
 def experts_linear(
-    x: torch.Tensor, pairs: OrderedPairs, layout: ExpertsLayout, chained: bool = False
+    x: torch.Tensor, sorted_tokens: SortedTokens, layout: ExpertsLayout, chained: bool = False
 ) -> torch.Tensor:
-    """For each pair, its row of x times the matrices of its expert: [P, matrices * n] in x's dtype.
+    """Return [P, matrices * n]: for each routed token its row of `x` times the matrices of its expert.
 
-    `x` is [T, K], a row per token, or [P, K], a row per pair. Rows of pairs without an expert are undefined.
-    The product is `chained` if x is made of what this function gave for the same pairs, whose segments its
-    kernel then reads while the one before it still runs. Raises `KernelError` where dtypes do not fit.
+    `x` is [T, K], a row per token, or [P, K], a row per routed token; the result has its dtype. Rows of
+    routed tokens without an expert are undefined.
+
+    `chained` says that `x` was computed from a product of the same `sorted_tokens`. The kernel then reads
+    `expert_blocks` before PDL's wait. Raises `KernelError` where dtypes do not fit.
     """
     if x.dtype != layout.dtype:
         raise KernelError(f"x is {x.dtype} and the layout for {layout.dtype}; build one for x's dtype.")
     y: torch.Tensor = torch.ops.quantkit.experts_linear(
         x,
-        pairs.order,
-        pairs.segments,
+        sorted_tokens.order,
+        sorted_tokens.expert_blocks,
         list(layout.tensors),
         layout.scheme,
         layout.experts,
         layout.matrices,
         layout.n,
-        pairs.spread,
+        sorted_tokens.single_row_ratio,
         chained,
     )
     return y
 
 
-def weigh_pairs(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.Tensor:
-    """The sum over a token's pairs of y [T * k, H] times `weights` [T, k]: [T, H] in y's dtype.
+def combine_experts(
+    y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int
+) -> torch.Tensor:
+    """Return [T, H], the sum over top-k of `y` [T * top_k, H] times `weights` [T, top_k], in y's dtype.
 
-    In float32, slot after slot. Pairs without an expert add nothing.
+    Sums are float32, in the order of top-k. Routed tokens whose `index` [T, top_k] is no expert add nothing.
     """
-    out: torch.Tensor = torch.ops.quantkit.weigh_pairs(y, index, weights, experts)
+    out: torch.Tensor = torch.ops.quantkit.combine_experts(y, index, weights, experts)
     return out
 
 
-torch.library.define("quantkit::order_pairs", "(Tensor index, int experts, int spread) -> (Tensor, Tensor)")
 torch.library.define(
-    "quantkit::experts_linear",
-    "(Tensor x, Tensor order, Tensor segments, Tensor[] layout, str scheme, int experts, int matrices, "
-    "int out_features, int spread, bool chained) -> Tensor",
+    "quantkit::sort_tokens_by_expert", "(Tensor index, int experts, int single_row_ratio) -> (Tensor, Tensor)"
 )
 torch.library.define(
-    "quantkit::weigh_pairs", "(Tensor y, Tensor index, Tensor weights, int experts) -> Tensor"
+    "quantkit::experts_linear",
+    "(Tensor x, Tensor order, Tensor expert_blocks, Tensor[] layout, str scheme, int experts, int matrices, "
+    "int out_features, int single_row_ratio, bool chained) -> Tensor",
+)
+torch.library.define(
+    "quantkit::combine_experts", "(Tensor y, Tensor index, Tensor weights, int experts) -> Tensor"
 )
 
 
 def _forced() -> str:
-    forced = forced_row()
-    if forced not in ("", *GROUPED_ROWS):
+    """Return the forced kernel, empty without; raises `KernelError` for one that is not grouped."""
+    forced = forced_kernel()
+    if forced not in ("", *GROUPED_KERNELS):
         raise KernelError(
             f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time, and these experts are laid out "
             "to be multiplied with together. Set it before the model is loaded."
@@ -170,49 +181,57 @@ def _forced() -> str:
     return forced
 
 
-def pairs_of_segment(pairs: int, experts: int, spread: int) -> int:
-    """How many pairs segments have at most, for the kernels that are to run."""
-    return fused_kernels.pairs_of_segment(pairs, experts, spread, _forced())
+def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
+    """Return the most routed tokens of an expert block, for the kernels that are to run."""
+    return fused_kernels.expert_block_rows(routed, experts, single_row_ratio, _forced())
 
 
-@torch.library.impl("quantkit::order_pairs", "default")
-def _order_pairs(index: torch.Tensor, experts: int, spread: int) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.impl("quantkit::sort_tokens_by_expert", "default")
+def _sort_tokens_by_expert(
+    index: torch.Tensor, experts: int, single_row_ratio: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the operator: `index` [T, top_k] -> [P] and [P, 3] int32."""
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:
-        return _order_pairs_fake(index, experts, spread)
-    size = pairs_of_segment(flat.shape[0], experts, spread)
+        return _sort_tokens_by_expert_fake(index, experts, single_row_ratio)
+    size = expert_block_rows(flat.shape[0], experts, single_row_ratio)
     return fused_kernels.on_device(
-        flat.device, lambda features: launch_pairs.order_pairs(flat, experts, size, features)
+        flat.device, lambda features: permute.sort_tokens_by_expert(flat, experts, size, features)
     )
 
 
-def _order_pairs_fake(index: torch.Tensor, experts: int, spread: int) -> tuple[torch.Tensor, torch.Tensor]:
-    pairs = index.numel()
-    return index.new_empty(pairs, dtype=torch.int32), index.new_empty(pairs, 3, dtype=torch.int32)
+def _sort_tokens_by_expert_fake(
+    index: torch.Tensor, experts: int, single_row_ratio: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty [P] and [P, 3] int32, for tracing."""
+    routed = index.numel()
+    return index.new_empty(routed, dtype=torch.int32), index.new_empty(routed, 3, dtype=torch.int32)
 
 
 def run_experts(
     x: torch.Tensor,
     order: torch.Tensor,
-    segments: torch.Tensor,
+    expert_blocks: torch.Tensor,
     layout: list[torch.Tensor],
     *of: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """What the operator `quantkit::experts_linear` computes; with the kind of a `gate` the second of two
-    matrices gated by the first (`glue.gate`), where `gates_experts` says so. `of` is what it takes besides.
+    """Compute the operator `quantkit::experts_linear`: `x` [T or P, K] -> [P, matrices * n].
+
+    With `gate`, the kind of an activation, the result is [P, n]: the second of two matrices gated by the
+    first (`activation.gate`). `gates_experts` must be true then. `of` are the operator's other arguments.
     """
     _check(x, order)
     if order.shape[0] == 0:
-        y = _experts_linear_fake(x, order, segments, layout, *of)
+        y = _experts_linear_fake(x, order, expert_blocks, layout, *of)
         return y.chunk(2, -1)[1] if gate else y
     problem, row, grouping, tile = _grouped(x.device, x, order, *of)
     if gate and (reason := fused_kernels.why_no_gated_experts(row, grouping.matrices)) is not None:
         raise KernelError(f"{row}, which runs experts of {problem}, does not gate y: {reason}.")
     log_grouped(problem, grouping.experts, row, tile, partial(_why_not_narrow, problem, grouping))
-    pairs = Pairs(order, segments, grouping)
+    routed = RoutedTokens(order, expert_blocks, grouping)
     return fused_kernels.grouped(
-        row, x.contiguous(), tuple(layout), problem.scheme, problem.n, pairs, tile, gate
+        row, x.contiguous(), tuple(layout), problem.scheme, problem.n, routed, tile, gate
     )
 
 
@@ -220,8 +239,10 @@ torch.library.impl("quantkit::experts_linear", "default", run_experts)
 
 
 def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *of: Any) -> bool:
-    """Whether the kernel that the operator would run on a device can gate what it computes, as `run_experts`
+    """Return True if the kernel that the operator runs on `device` can gate its output, as `run_experts`
     does.
+
+    `x` is [T or P, K], `order` [P] int32.
     """
     if order.shape[0] == 0:
         return False
@@ -237,25 +258,30 @@ def _grouped(
     experts: int,
     matrices: int,
     out_features: int,
-    spread: int,
+    single_row_ratio: int,
     chained: bool,
 ) -> tuple[Problem, str, Grouping, Any]:
-    """The problem of one matrix, the row that runs it, how pairs are grouped, and the tile."""
-    pairs, columns = order.shape[0], x.shape[1]
-    problem = Problem.on(device, pairs, out_features, columns, parse_token(scheme), x.dtype)
-    slots = pairs // x.shape[0]
-    return problem, *fused_kernels.group(problem, experts, matrices, slots, spread, _forced(), chained)
+    """Return the problem of one matrix, the kernel's name, the grouping and the tile, for `x` [T or P, K]."""
+    routed, columns = order.shape[0], x.shape[1]
+    problem = Problem.on(device, routed, out_features, columns, parse_token(scheme), x.dtype)
+    top_k = routed // x.shape[0]
+    return problem, *fused_kernels.group(
+        problem, experts, matrices, top_k, single_row_ratio, _forced(), chained
+    )
 
 
 def _why_not_narrow(problem: Problem, grouping: Grouping) -> str | None:
-    """Why `fused-narrow` does not multiply these segments, for who asked to see; None if that is forced."""
-    if grouping.rows > FEW_PAIRS:
+    """Return why `fused-narrow` does not run these expert blocks, for the log; None if it is forced."""
+    if grouping.rows > SMALL_BLOCK_ROWS:
         return f"tiles are faster for segments of up to {grouping.rows} pairs"
     reason = why_not_narrow_experts(problem, grouping.matrices)
-    return reason or (None if forced_row() else "it cannot multiply with the other matrices of these experts")
+    return reason or (
+        None if forced_kernel() else "it cannot multiply with the other matrices of these experts"
+    )
 
 
 def _check(x: torch.Tensor, order: torch.Tensor) -> None:
+    """Raise `KernelError` unless `x` [T or P, K] and `order` [P] fit."""
     if x.dim() != 2 or order.shape[0] % max(x.shape[0], 1):
         raise KernelError(
             f"x has shape {tuple(x.shape)} for {order.shape[0]} pairs; it must be [T, K], with a row per "
@@ -268,7 +294,7 @@ def _check(x: torch.Tensor, order: torch.Tensor) -> None:
 def _experts_linear_fake(
     x: torch.Tensor,
     order: torch.Tensor,
-    segments: torch.Tensor,
+    expert_blocks: torch.Tensor,
     layout: list[torch.Tensor],
     scheme: str,
     experts: int,
@@ -276,26 +302,31 @@ def _experts_linear_fake(
     out_features: int,
     *_: int,
 ) -> torch.Tensor:
+    """Return an empty [P, matrices * n], for tracing."""
     return x.new_empty(order.shape[0], matrices * out_features)
 
 
-@torch.library.impl("quantkit::weigh_pairs", "default")
-def _weigh_pairs(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int) -> torch.Tensor:
+@torch.library.impl("quantkit::combine_experts", "default")
+def _combine_experts(
+    y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int
+) -> torch.Tensor:
+    """Compute the operator: `y` [P, H] -> [T, H]."""
     if index.numel() == 0:
         return y.new_zeros(index.shape[0], y.shape[1])
     operands = (y.contiguous(), index.contiguous(), weights.contiguous(), experts)
-    return fused_kernels.on_device(y.device, lambda features: launch_pairs.weigh_pairs(*operands, features))
+    return fused_kernels.on_device(y.device, lambda features: permute.combine_experts(*operands, features))
 
 
-def _weigh_pairs_fake(
+def _combine_experts_fake(
     y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int
 ) -> torch.Tensor:
+    """Return an empty [T, H], for tracing."""
     return y.new_empty(index.shape[0], y.shape[1])
 
 
-torch.library.register_fake("quantkit::order_pairs", _order_pairs_fake)
+torch.library.register_fake("quantkit::sort_tokens_by_expert", _sort_tokens_by_expert_fake)
 torch.library.register_fake("quantkit::experts_linear", _experts_linear_fake)
-torch.library.register_fake("quantkit::weigh_pairs", _weigh_pairs_fake)
-#: The operators, as they are in traced graphs.
-ORDER_OPERATOR = torch.ops.quantkit.order_pairs.default
+torch.library.register_fake("quantkit::combine_experts", _combine_experts_fake)
+#: Operators as they occur in traced graphs.
+SORT_OPERATOR = torch.ops.quantkit.sort_tokens_by_expert.default
 EXPERTS_OPERATOR = torch.ops.quantkit.experts_linear.default

@@ -1,4 +1,4 @@
-"""Launches that sort pairs of a token and an expert, and weigh what experts gave."""
+"""Launches of the MoE permute (sort tokens by expert) and of the weighted sum of expert outputs."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,40 +8,42 @@ import torch
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch, overlap
 from quantkit.kernels.layouts.shared_memory import power_of_two
 
-#: Pairs of a segment: those of `fused-narrow` and `fused-skinny`, and the most there are.
-FEW_PAIRS, MOST_PAIRS = 8, 128
-#: Pairs that experts have on average from which on `fused-tiled` is faster than `fused-skinny` (H200, 16
-#: tokens of Mixtral at int4: 215 us instead of 293), and than `fused-narrow` or about as fast (H100, 8 pairs:
-#: int4 0.94 of its time, fp8 0.95, int3 1.05, nvfp4 1.10).
-TILED_PAIRS, MANY_PAIRS = 4, 8
-#: The most pairs that one program orders by comparing each with all, and where counting takes a launch.
+#: Routed tokens of an expert block: of `fused-narrow` and `fused-skinny`, and the most there are.
+SMALL_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
+#: Routed tokens per expert from which `fused-tiled` is used. `TILED_TOKENS` is against `fused-skinny` (H200,
+#: 16 tokens of Mixtral at int4: 215 us instead of 293). `MANY_TOKENS` is against `fused-narrow` (H100, 8 per
+#: expert: 0.94 of its time at int4, 0.95 at fp8, 1.05 at int3, 1.10 at nvfp4).
+TILED_TOKENS, MANY_TOKENS = 4, 8
+#: Most routed tokens that one program sorts by comparing all with all; the second where counting them takes
+#: a launch of its own.
 COMPARED, MOST_COMPARED = 64, 128
-#: Pairs that a program has at a time which counts those of experts, and which finds the places of its own.
+#: Routed tokens per step of a program: of `count_tokens`, and of `sort_tokens_by_expert`.
 COUNTED, PLACED = 512, 2048
-#: The most experts, with none, whose pairs each program may as well count itself.
+#: Most buckets (experts, and one for no expert) for which each program counts all routed tokens itself.
 FEW_BUCKETS = 256
-#: Outputs that a program of `weigh_pairs` has.
+#: Columns per program of `combine_experts`.
 WEIGHED = 1024
 
 
-def segment_rows(pairs: int, experts: int, spread: int) -> int:
-    """How many pairs of one expert a program multiplies with at most: `FEW_PAIRS`, or more than most have.
+def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
+    """Return the most routed tokens of an expert block: 1, `SMALL_BLOCK_ROWS`, or up to `MAX_BLOCK_ROWS`.
 
-    Of `spread` times as many experts as pairs, or more, it is one: hardly any expert has two then, which are
-    as soon multiplied with one after the other (H100, as many pairs as experts: int4 0.97 of the time of
-    segments of 8, int8 1.01). 0 is for never, as kernels for few pairs do not have x in shared memory.
+    It is 1 where experts are at least `single_row_ratio` times the routed tokens, as few experts have two.
+    H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8.
+
+    A ratio of 0 means never: the kernels for small blocks then have no x in shared memory.
     """
-    usual = -(-3 * pairs // (2 * experts))
-    if 0 < spread * pairs <= experts:
+    usual = -(-3 * routed // (2 * experts))
+    if 0 < single_row_ratio * routed <= experts:
         return 1
-    if pairs < (MANY_PAIRS if spread else TILED_PAIRS) * experts:
-        return FEW_PAIRS
-    return min(max(1 << (usual - 1).bit_length(), 2 * FEW_PAIRS), MOST_PAIRS)
+    if routed < (MANY_TOKENS if single_row_ratio else TILED_TOKENS) * experts:
+        return SMALL_BLOCK_ROWS
+    return min(max(1 << (usual - 1).bit_length(), 2 * SMALL_BLOCK_ROWS), MAX_BLOCK_ROWS)
 
 
 @dataclass(frozen=True)
 class _Order:
-    """The launches of `order_pairs`: `place`, and `count` before it where that needs counts of chunks."""
+    """Launches of `sort_tokens_by_expert`: `place`, and before it `count` where there are several chunks."""
 
     place: IndexLaunch
     count: IndexLaunch | None = None
@@ -50,74 +52,83 @@ class _Order:
 
 
 @lru_cache(maxsize=4096)
-def _order(pairs: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
-    """`dtype` is that of the index, which kernels are compiled for."""
-    from quantkit.kernels.moe.permute_kernels import count_pairs, order_few_pairs
-    from quantkit.kernels.moe.permute_kernels import order_pairs as kernel
+def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
+    """Build the launches for `routed` routed tokens. `dtype` is that of the index, for which kernels are
+    compiled.
+    """
+    from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
+    from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
 
     known = {"EXPERTS": experts, **overlap(features)}
-    padded, buckets = power_of_two(pairs), power_of_two(experts + 1)
+    padded, buckets = power_of_two(routed), power_of_two(experts + 1)
     few = buckets <= FEW_BUCKETS
-    if pairs <= (COMPARED if few else MOST_COMPARED):
-        # A lane for each pair, which compares it with all others by itself.
+    if routed <= (COMPARED if few else MOST_COMPARED):
+        # One lane per routed token compares it with all others.
         warps = max(padded // 32, 1)
-        return _Order(IndexLaunch(order_few_pairs, (1,), PADDED=padded, ROWS=rows, **known, num_warps=warps))
+        return _Order(IndexLaunch(sort_few_tokens, (1,), PADDED=padded, ROWS=rows, **known, num_warps=warps))
     known["BUCKETS"] = buckets
     grid = (experts + 1,)
-    if pairs <= COUNTED and few:
+    if routed <= COUNTED and few:
         alone = {"counts": None, "CHUNKS": 0}
         return _Order(IndexLaunch(kernel, grid, CHUNK=padded, ROWS=rows, **alone, **known))
     place = IndexLaunch(kernel, grid, CHUNK=min(padded, PLACED), ROWS=rows, **known)
-    chunks = -(-pairs // COUNTED)
-    return _Order(place, IndexLaunch(count_pairs, (chunks,), CHUNK=COUNTED, **known), chunks, buckets)
+    chunks = -(-routed // COUNTED)
+    return _Order(place, IndexLaunch(count_tokens, (chunks,), CHUNK=COUNTED, **known), chunks, buckets)
 
 
-def order_pairs(
+def sort_tokens_by_expert(
     index: torch.Tensor, experts: int, rows: int, features: frozenset[str] = frozenset()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`order` and `segments` of `Pairs` for the chosen experts [P], contiguous integers, P >= 1."""
-    pairs = len(index)
-    run = _order(pairs, experts, rows, index.dtype, features)
+    """Sort routed tokens by expert (moe_align_block_size), without waiting for the GPU.
+
+    `index` [P] int64 or int32, contiguous, P >= 1, has the expert of each routed token. `rows` is the most
+    routed tokens of an expert block.
+
+    Returns `order` [P] int32 and `expert_blocks` [P, 3] int32, as the kernel of that name writes them.
+    """
+    routed = len(index)
+    run = _order(routed, experts, rows, index.dtype, features)
 
     def empty(*size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, device=index.device)
 
-    order, segments = empty(pairs), empty(pairs, 3)
+    order, expert_blocks = empty(routed), empty(routed, 3)
     if run.count is None:
-        run.place(index, order, segments, pairs)
+        run.place(index, order, expert_blocks, routed)
     else:
         counts = empty(run.chunks, run.buckets)
-        run.count(index, counts, pairs)
-        run.place(index, order, segments, pairs, counts, run.chunks)
-    return order, segments
+        run.count(index, counts, routed)
+        run.place(index, order, expert_blocks, routed, counts, run.chunks)
+    return order, expert_blocks
 
 
 @lru_cache(maxsize=1024)
 def _weigh(
     tokens: int,
-    slots: int,
+    top_k: int,
     n: int,
     experts: int,
     dtypes: tuple[torch.dtype, ...],
     features: frozenset[str],
 ) -> Launch:
-    """`dtypes` are those of the tensors, which the kernel is compiled for."""
-    from quantkit.kernels.moe.permute_kernels import weigh_pairs as kernel
+    """Build the launch of `combine_experts`. `dtypes` are those of its tensors, for which it is compiled."""
+    from quantkit.kernels.moe.permute_kernels import combine_experts as kernel
 
     grid = (tokens, -(-n // WEIGHED))
-    return Launch(kernel, grid, EXPERTS=experts, SLOTS=slots, BLOCK=WEIGHED, **overlap(features))
+    return Launch(kernel, grid, EXPERTS=experts, TOP_K=top_k, BLOCK=WEIGHED, **overlap(features))
 
 
-def weigh_pairs(
+def combine_experts(
     y: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
     experts: int,
     features: frozenset[str] = frozenset(),
 ) -> torch.Tensor:
-    """The sums over slots of y [T * slots, n] times `weights` [T, slots], in y's dtype, added up in float32.
+    """Return [T, n], the sum over top-k of `y` [T * top_k, n] times `weights` [T, top_k].
 
-    Rows of y whose `index` [T, slots] is no expert's are not read. All are contiguous.
+    Sums are float32, the result has the dtype of `y`. Rows of `y` whose `index` [T, top_k] names no expert
+    are not read. All tensors are contiguous.
     """
     out = y.new_empty(index.shape[0], y.shape[1])
     dtypes = (y.dtype, index.dtype, weights.dtype)

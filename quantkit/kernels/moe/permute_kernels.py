@@ -1,8 +1,12 @@
-"""Pairs of a token and an expert that it chose, in the order of the experts, and their outputs added up.
+"""MoE permute: sort tokens by expert, and add up what the experts return.
 
-Pair p is slot p % SLOTS of token p // SLOTS. A segment is up to ROWS pairs of one expert that follow each
-other in the order: (expert, its first pair, how many), which is what a program multiplies. Nothing here waits
-for the host: there is room for as many segments as pairs, and those that there are not have no pairs.
+Routed token p is number p % TOP_K of the experts of token p // TOP_K. An expert block is up to ROWS routed
+tokens of one expert, adjacent in the order. A program of the grouped GEMM multiplies one block:
+
+    order         [P]     int32   routed tokens, sorted by expert; those without an expert last
+    expert_blocks [P, 3]  int32   (expert, first place in `order`, number of routed tokens)
+
+There are P blocks, so that the host need not know how many are used. Unused ones have no routed tokens.
 """
 
 import triton
@@ -10,81 +14,86 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["P"])
-def order_few_pairs(
-    index, order, segments, P, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+def sort_few_tokens(
+    index, order, expert_blocks, P, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """What `order_pairs` writes, by one program that compares each of up to PADDED pairs with all others."""
+    """Write what `sort_tokens_by_expert` writes, by comparing each of PADDED routed tokens with all others.
+
+    `index` [P], `order` [P] int32, `expert_blocks` [P, 3] int32. Grid: (1,).
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    pair = tl.arange(0, PADDED)
-    write_order(_chosen(index, pair, P, EXPERTS), pair, pair < P, order, segments, EXPERTS, ROWS)
+    routed = tl.arange(0, PADDED)
+    write_sorted(_chosen(index, routed, P, EXPERTS), routed, routed < P, order, expert_blocks, EXPERTS, ROWS)
 
 
 @triton.jit
-def write_order(expert, pair, there, order, segments, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Write the order and the segments of pairs with these numbers, which rise where they are `there`.
+def write_sorted(expert, routed, there, order, expert_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Write `order` and `expert_blocks` of routed tokens `routed` [P], of `expert` [P] int32.
 
-    `expert` is EXPERTS for pairs that have none.
+    `there` [P] is False for padding; where it is True, `routed` rises. `expert` is EXPERTS for routed tokens
+    that have none.
     """
     expert = tl.where(there, expert, EXPERTS + 1)
-    # Sums over others, down the columns, are those of a lane: a lane has few pairs of its own.
-    earlier = pair[:, None] < pair[None, :]
+    # Sums over others go down the columns, and stay within a lane: a lane has few routed tokens of its own.
+    earlier = routed[:, None] < routed[None, :]
     same = expert[:, None] == expert[None, :]
     place = tl.sum(((expert[:, None] < expert[None, :]) | (same & earlier)).to(tl.int32), axis=0)
     rank = tl.sum((same & earlier).to(tl.int32), axis=0)
     its = tl.sum(same.to(tl.int32), axis=0)
-    tl.store(order + place, pair, mask=there)
+    tl.store(order + place, routed, mask=there)
     begins = (rank % ROWS == 0) & (expert < EXPERTS)
-    # Of a pair that begins no segment, a place that is after all others.
+    # A routed token that begins no block gets a place after all others.
     begun = tl.where(begins, place, expert.shape[0])
     number = tl.sum((begun[:, None] < place[None, :]).to(tl.int32), axis=0)
-    to = segments + number * 3
+    to = expert_blocks + number * 3
     tl.store(to, expert, mask=begins)
     tl.store(to + 1, place, mask=begins)
     tl.store(to + 2, tl.minimum(its - rank, ROWS), mask=begins)
-    rest = there & (pair >= tl.sum(begins.to(tl.int32)))
-    to = segments + pair * 3
+    rest = there & (routed >= tl.sum(begins.to(tl.int32)))
+    to = expert_blocks + routed * 3
     tl.store(to, EXPERTS, mask=rest)
     tl.store(to + 1, 0, mask=rest)
     tl.store(to + 2, 0, mask=rest)
 
 
 @triton.jit(do_not_specialize=["P"])
-def count_pairs(
+def count_tokens(
     index, counts, P, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
-    """`counts` int32 [chunks, BUCKETS]: pairs of each expert in each CHUNK of `index` [P]; the next are those
-    of no expert.
+    """Write `counts` [chunks, BUCKETS] int32: routed tokens per expert of each CHUNK of `index` [P].
+
+    Bucket EXPERTS counts those of no expert. Grid: (chunks,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    found = tl.histogram(_chosen(index, pair, P, EXPERTS), BUCKETS, mask=pair < P)
+    routed = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    found = tl.histogram(_chosen(index, routed, P, EXPERTS), BUCKETS, mask=routed < P)
     tl.store(counts + tl.program_id(0).to(tl.int64) * BUCKETS + tl.arange(0, BUCKETS), found)
 
 
 @triton.jit(do_not_specialize=["P", "CHUNKS"])
-def order_pairs(
-    index, order, segments, P, counts, CHUNKS, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr,
+def sort_tokens_by_expert(
+    index, order, expert_blocks, P, counts, CHUNKS, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`order` int32 [P], those without an expert last, and `segments` int32 [P, 3]: a program per expert.
+    """Write `order` [P] int32 and `expert_blocks` [P, 3] int32 for `index` [P]. Grid: (EXPERTS + 1,).
 
-    `counts` [CHUNKS, BUCKETS] are those of `count_pairs`, or None where all pairs are one CHUNK. The program
-    after the experts' has the pairs without an expert, and the segments that there are not.
+    A program has one expert. The last has routed tokens without an expert, and the unused blocks. `counts`
+    [CHUNKS, BUCKETS] int32 is from `count_tokens`, or None where one CHUNK has all P.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     mine = tl.program_id(0)
     bucket = tl.arange(0, BUCKETS)
-    pair = tl.arange(0, CHUNK)
-    chosen = _chosen(index, pair, P, EXPERTS)
+    routed = tl.arange(0, CHUNK)
+    chosen = _chosen(index, routed, P, EXPERTS)
     if counts is None:
-        total = tl.histogram(chosen, BUCKETS, mask=pair < P)
+        total = tl.histogram(chosen, BUCKETS, mask=routed < P)
     else:
         total = tl.zeros((BUCKETS,), tl.int32)
         for first in tl.range(0, CHUNKS, 8):
@@ -97,43 +106,47 @@ def order_pairs(
     its = tl.sum(tl.where(bucket == mine, total, 0))
     place = start
     for first in tl.range(0, P, CHUNK):
-        is_its = ((chosen == mine) & (first + pair < P)).to(tl.int32)
-        # What comes next is on its way while places are counted.
-        chosen = _chosen(index, first + CHUNK + pair, P, EXPERTS)
-        tl.store(order + place + tl.cumsum(is_its) - 1, first + pair, mask=is_its != 0)
+        is_its = ((chosen == mine) & (first + routed < P)).to(tl.int32)
+        # The next load is in flight while places are counted.
+        chosen = _chosen(index, first + CHUNK + routed, P, EXPERTS)
+        tl.store(order + place + tl.cumsum(is_its) - 1, first + routed, mask=is_its != 0)
         place += tl.sum(is_its)
-    # Its segments; of the last program all that are left.
+    # The blocks of this expert; the last program has all that are left.
     is_last = mine == EXPERTS
     end = tl.where(is_last, P, number + (its + (ROWS - 1)) // ROWS)
     for first in tl.range(number, end, CHUNK):
-        at = first + pair
+        at = first + routed
         within = (at - number) * ROWS
-        to = segments + at.to(tl.int64) * 3
+        to = expert_blocks + at.to(tl.int64) * 3
         tl.store(to, tl.zeros_like(at) + mine, mask=at < end)
         tl.store(to + 1, start + within, mask=at < end)
         tl.store(to + 2, tl.where(is_last, 0, tl.minimum(its - within, ROWS)), mask=at < end)
 
 
 @triton.jit
-def _chosen(index, pair, P, EXPERTS: tl.constexpr):
-    """The experts of pairs; EXPERTS for any index that is none's."""
-    expert = tl.load(index + pair, mask=pair < P, other=-1)
+def _chosen(index, routed, P, EXPERTS: tl.constexpr):
+    """Load the experts int32 [pairs] of routed tokens; EXPERTS for an index of none, and for padding."""
+    expert = tl.load(index + routed, mask=routed < P, other=-1)
     return tl.where((expert < 0) | (expert >= EXPERTS), EXPERTS, expert).to(tl.int32)
 
 
 @triton.jit
-def weigh_pairs(
-    y, index, weights, out, N, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+def combine_experts(
+    y, index, weights, out, N, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, N]: the rows of y [T * SLOTS, N] times their weights, added up in the order of the slots."""
+    """Write `out` [T, N], the sum of rows of `y` [T * TOP_K, N] times `weights` [T, TOP_K].
+
+    Sums are float32, in the order of top-k. Routed tokens whose `index` [T, TOP_K] is no expert add nothing.
+    Grid: (T, N / BLOCK).
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first = tl.program_id(0).to(tl.int64) * SLOTS
+    first = tl.program_id(0).to(tl.int64) * TOP_K
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(SLOTS):
+    for slot in tl.static_range(TOP_K):
         expert = tl.load(index + first + slot)
         is_one = (expert >= 0) & (expert < EXPERTS)
         weight = tl.load(weights + first + slot, mask=is_one, other=0.0).to(tl.float32)

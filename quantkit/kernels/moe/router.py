@@ -1,6 +1,6 @@
-"""What sends tokens to experts, in few launches: small dense products, and the choice of the largest logits.
+"""MoE router in few launches: small dense GEMMs, and top-k of the logits.
 
-Beside each function are its twins: what models of transformers compute in torch.
+Beside each function are its references: what models of transformers compute in torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,37 +13,37 @@ from torch.nn import functional as F
 
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch, launch_features, launching_on, overlap
 from quantkit.kernels.layouts.shared_memory import power_of_two
-from quantkit.kernels.moe.grouped_gemm import pairs_of_segment
-from quantkit.kernels.ops.glue import norm_options
+from quantkit.kernels.moe.grouped_gemm import expert_block_rows
+from quantkit.kernels.ops.norm import norm_options
 
-#: What `small_linear` is for, as torch takes longer: rows of a weight, numbers of y, and products of numbers,
-#: more where y is wide, as torch converts the weight first; and columns of x, for which there are registers.
+#: Limits within which `small_linear` is faster than torch: N, M * N, and M * N * K. The fourth is M * N * K
+#: where y is float32, as torch then converts the weight first. The last is K, for which there are registers.
 SMALL_ROWS, SMALL, SMALL_PRODUCTS, WIDE_PRODUCTS, MOST_COLUMNS = 1024, 4096, 8 << 20, 32 << 20, 16384
-#: Rows of x up to which `norm_linear` is for them: each program has the norm of its own.
+#: Largest M of `norm_linear`: each program computes the norm of its rows again.
 NORMED_ROWS = 2
-#: Logits of a token, and those of them that are chosen, that `route` is for.
-MOST_EXPERTS, MOST_SLOTS = 4096, 64
-#: Bytes of the logits of a token that a warp loads at once: with more, several warps would share a token.
+#: Largest E and top_k of `route`.
+MOST_EXPERTS, MAX_TOP_K = 4096, 64
+#: Most bytes of a token's logits that one warp loads: with more, several warps would share a token.
 LOADED = 512
-#: Pairs that `route_pairs` orders: with more, two launches are as fast.
+#: Most routed tokens of `route_and_sort`: with more, two launches are as fast.
 ORDERED = 32
 
 
-def slow_small_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The twin of `small_linear`."""
+def small_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute `small_linear` by torch: `x` [M, K], `weight` [N, K] -> [M, N], all of one dtype."""
     return F.linear(x, weight)
 
 
-def slow_wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The twin of `small_linear` that is `wide`."""
+def wide_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute `small_linear` with `wide` by torch: `x` [M, K], `weight` [N, K] -> [M, N] float32."""
     return F.linear(x.type(torch.float32), weight.type(torch.float32))
 
 
 def small_linear(x: torch.Tensor, weight: torch.Tensor, wide: bool = False) -> torch.Tensor:
-    """x [M, K] times dense `weight` [N, K], whose rows lie together: [M, N], summed in float32.
+    """Return x W^T [M, N] for `x` [M, K] and dense `weight` [N, K] with contiguous rows, summed in float32.
 
-    K is up to `MOST_COLUMNS`. y has the dtype of x, or is `wide`: float32. `weight` is read while the kernels
-    before this one may still run.
+    K is at most `MOST_COLUMNS`. The result has the dtype of `x`, or float32 if `wide`. `weight` is read
+    before PDL's wait: kernels that may still run must not write it.
     """
     assert weight.stride(1) == 1
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -64,9 +64,11 @@ def norm_linear(
     kind: str,
     wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `glue.add_norm` gives of `x`, `other` [..., K] and weights `norm`, and `small_linear` of the norm.
+    """Return x + other, its RMSNorm, and `small_linear` of the norm, in one launch.
 
-    All tensors are contiguous, but for `weight`, which is as for `small_linear`; both weights are read early.
+    `x`, `other` [..., K] and `norm` [K], the weight of the norm, are contiguous. `weight` [N, K] is as for
+    `small_linear`. Returns [..., K], [..., K] and [M, N], where M is the rows of `x`. Both weights are read
+    before PDL's wait.
     """
     columns = x.shape[-1]
     assert weight.shape[1] == columns and weight.stride(1) == 1
@@ -80,36 +82,39 @@ def norm_linear(
     return total, made, y
 
 
-def slow_route_mixtral(logits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin of `route`, of the chosen: Mixtral, MiniMax."""
-    weights, index = torch.topk(F.softmax(logits.float(), dim=-1), slots, dim=-1)
+def route_mixtral_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `route` over the chosen, as Mixtral and MiniMax do: `logits` [T, E] -> [T, top_k] twice."""
+    weights, index = torch.topk(F.softmax(logits.float(), dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
     return weights, index
 
 
-def slow_route_qwen(logits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin of `route`, of the chosen and rounded: Qwen3-MoE."""
-    weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), slots, dim=-1)
+def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `route`, chosen and rounded, as Qwen3-MoE does: `logits` [T, E] -> [T, top_k] twice."""
+    weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
     return weights.to(logits.dtype), index
 
 
-def slow_route_olmo(logits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin of `route`, of all and rounded: OLMoE, Qwen2-MoE."""
-    weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), slots, dim=-1)
+def route_olmo_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `route` over all, rounded, as OLMoE and Qwen2-MoE do: `logits` [T, E] -> [T, top_k] twice."""
+    weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     return weights.to(logits.dtype), index
 
 
-def slow_route_granite(logits: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin of `route`, of the chosen and rounded: Granite."""
-    largest, index = logits.float().topk(slots, dim=-1)
+def route_granite_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `route`, chosen and rounded, as Granite does: `logits` [T, E] -> [T, top_k] twice."""
+    largest, index = logits.float().topk(top_k, dim=-1)
     return F.softmax(largest, dim=-1).type_as(logits), index
 
 
-def slow_route_deepseek(
-    logits: torch.Tensor, bias: torch.Tensor, slots: int, factor: float, groups: int, kept: int
+def route_deepseek_reference(
+    logits: torch.Tensor, bias: torch.Tensor, top_k: int, factor: float, groups: int, kept: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin of `route` by sigmoids: DeepSeek-V3, GLM-4.5, dots.llm1."""
+    """Compute `route` by sigmoids, as DeepSeek-V3, GLM-4.5 and dots.llm1 do.
+
+    `logits` [T, E] float32, `bias` [E] -> weights float32 and experts int64, [T, top_k] each.
+    """
     experts = logits.shape[1]
     scores = logits.sigmoid()
     choice = scores + bias
@@ -119,32 +124,35 @@ def slow_route_deepseek(
     mask.scatter_(1, of_kept, 1)
     mask = mask.unsqueeze(-1).expand(-1, groups, experts // groups).reshape(-1, experts)
     choice = choice.masked_fill(~mask.bool(), float("-inf"))
-    index = torch.topk(choice, k=slots, dim=-1, sorted=False)[1]
+    index = torch.topk(choice, k=top_k, dim=-1, sorted=False)[1]
     weights = scores.gather(1, index)
     weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
     return weights * factor, index
 
 
-#: Twins of logits, longest chains first, and how `route` is asked for the same.
+#: References without a bias, longest chains first, and the options with which `route` computes the same.
 ROUTERS: tuple[tuple[Callable[..., Any], Mapping[str, bool]], ...] = (
-    (slow_route_qwen, {"of_chosen": True, "rounded": True}),
-    (slow_route_mixtral, {"of_chosen": True, "rounded": False}),
-    (slow_route_granite, {"of_chosen": True, "rounded": True}),
-    (slow_route_olmo, {"of_chosen": False, "rounded": True}),
+    (route_qwen_reference, {"of_chosen": True, "rounded": True}),
+    (route_mixtral_reference, {"of_chosen": True, "rounded": False}),
+    (route_granite_reference, {"of_chosen": True, "rounded": True}),
+    (route_olmo_reference, {"of_chosen": False, "rounded": True}),
 )
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How the experts of a token are chosen.
+    """Options of `route`: how the top-k experts of a token and their weights are computed.
 
-    Without a bias weights are the softmax of all logits, or `of_chosen` those only. With a bias they are
-    `factor` times the sigmoids of the logits that were chosen, over the sum of these, and only the `kept` of
-    `groups` are chosen from whose two largest scores, sigmoid + bias, add up to the most (arXiv 2412.19437).
-    They are float32, or `rounded` to the dtype of logits.
+    Without a bias, weights are the softmax over all logits, or over the chosen ones if `of_chosen`.
+
+    With a bias, scores are sigmoid(logit) + bias. Only the `kept` of `groups` groups count whose two largest
+    scores have the largest sum (arXiv 2412.19437). Weights are `factor` times the chosen sigmoids over their
+    sum.
+
+    Weights are float32, or have the dtype of the logits if `rounded`.
     """
 
-    slots: int
+    top_k: int
     of_chosen: bool = True
     rounded: bool = False
     factor: float = 1.0
@@ -155,11 +163,11 @@ class Routing:
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None = None, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights and the experts, int64, of each token with `logits` [T, E]: [T, slots] each.
+    """Return weights and experts int64, [T, top_k] each, for `logits` [T, E] and an optional `bias` [E].
 
-    The experts with the largest logits, or, with a `bias` [E], scores, by the fields of a `Routing`: the
-    largest first, of several that are equal the first expert. What is no number is larger than all that are,
-    and makes no number of all weights of its token.
+    `routing` has the fields of a `Routing`. Experts are sorted by falling logit (with a bias, score); of
+    equal ones the first expert comes first. NaN is larger than every number, and makes all weights of its
+    token NaN.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
@@ -172,47 +180,50 @@ def route(
     return weights, index
 
 
-def orders_pairs(logits: torch.Tensor, slots: int) -> bool:
-    """Whether `route_pairs` is for so many tokens and experts."""
-    few = power_of_two(len(logits)) * power_of_two(slots) <= ORDERED
+def can_route_and_sort(logits: torch.Tensor, top_k: int) -> bool:
+    """Return True if `route_and_sort` takes `logits` [T, E] with this `top_k`."""
+    few = power_of_two(len(logits)) * power_of_two(top_k) <= ORDERED
     return few and (len(logits) == 1 or _has_warps(logits))
 
 
 def _has_warps(logits: torch.Tensor) -> bool:
-    """Whether each of several tokens of a program has a warp of its own."""
+    """Return True if `logits` [T, E] has rows short enough that each token of a program has its own warp."""
     return power_of_two(logits.shape[1]) * logits.itemsize <= LOADED
 
 
-def route_pairs(
-    logits: torch.Tensor, bias: torch.Tensor | None = None, *, spread: int, **routing: Any
+def route_and_sort(
+    logits: torch.Tensor, bias: torch.Tensor | None = None, *, single_row_ratio: int, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `route` gives, with the order and the segments of its pairs (`experts.OrderedPairs`): one launch.
+    """Return what `route` returns, and the fields of `SortedTokens`, in one launch.
 
-    For as many tokens as `orders_pairs` says.
+    `logits` [T, E], `bias` [E] -> weights and experts [T, top_k], `order` [T * top_k] int32, `expert_blocks`
+    [T * top_k, 3] int32. `can_route_and_sort` must be true.
     """
     how = Routing(**routing)
     tokens, experts = logits.shape
-    pairs = tokens * how.slots
-    order = torch.empty(pairs, dtype=torch.int32, device=logits.device)
-    segments = torch.empty((pairs, 3), dtype=torch.int32, device=logits.device)
-    size = pairs_of_segment(pairs, experts, spread)
+    routed = tokens * how.top_k
+    order = torch.empty(routed, dtype=torch.int32, device=logits.device)
+    expert_blocks = torch.empty((routed, 3), dtype=torch.int32, device=logits.device)
+    size = expert_block_rows(routed, experts, single_row_ratio)
     features = launch_features(logits.device)
     launch = _route_launch(1, power_of_two(tokens), experts, how, bias is not None, size, features)
     operands, weights, index = _operands(logits, bias, how)
     with launching_on(logits.device):
-        launch(*operands, order, segments)
-    return weights, index, order, segments
+        launch(*operands, order, expert_blocks)
+    return weights, index, order, expert_blocks
 
 
 def _operands(
     logits: torch.Tensor, bias: torch.Tensor | None, how: Routing
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    """What the kernel takes but for order and segments, and memory for weights and experts."""
+    """Return the kernel's arguments but for the sorted tokens, and the outputs weights and experts [T,
+    top_k].
+    """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    size = len(logits), how.slots
+    size = len(logits), how.top_k
     weights = torch.empty(size, dtype=logits.dtype if how.rounded else torch.float32, device=logits.device)
     index = torch.empty(size, dtype=torch.int64, device=logits.device)
-    # Without a bias its place is taken by `logits`, and not read.
+    # Without a bias the kernel gets `logits` in its place, and does not read it.
     bias = logits if bias is None else bias.contiguous()
     return (logits, bias, weights, index, len(logits), logits.stride(0)), weights, index
 
@@ -221,9 +232,10 @@ def _operands(
 def _small_linear_launch(
     m: int, n: int, k: int, norm: tuple[float, str] | None, features: frozenset[str]
 ) -> Launch:
+    """Build the launch of `small_linear` for x [m, k] and weight [n, k]; `norm` is (eps, kind) or None."""
     from quantkit.kernels.moe.router_kernels import small_linear
 
-    # Rows of x for each program: more of them where there are many programs.
+    # Rows of x per program: more of them where there are many programs.
     rows = min(power_of_two(m), 1 if m * n <= 512 else 2 if m * n <= 2048 else 4)
     padded = power_of_two(k)
     sizes = {"K": k, "PADDED": padded, "ROWS": rows, **norm_options(norm)}
@@ -238,21 +250,28 @@ def _route_launch(
     experts: int,
     how: Routing,
     has_bias: bool,
-    segment: int | None,
+    expert_block: int | None,
     features: frozenset[str],
 ) -> Launch:
-    """A launch whose programs have so many tokens; with the pairs of a `segment` it orders pairs as well."""
+    """Build the launch of `route`, of `tokens` tokens per program.
+
+    With `expert_block`, the most routed tokens of an expert block, it sorts tokens as well.
+    """
     from quantkit.kernels.moe.router_kernels import route
 
     padded = power_of_two(experts)
-    ordered = {"ROWS": segment} if segment is not None else {"ROWS": 0, "order": None, "segments": None}
+    ordered = (
+        {"ROWS": expert_block}
+        if expert_block is not None
+        else {"ROWS": 0, "order": None, "expert_blocks": None}
+    )
     return IndexLaunch(
         route,
         (programs,),
         EXPERTS=experts,
         PADDED=padded,
-        SLOTS=how.slots,
-        PADDED_SLOTS=power_of_two(how.slots),
+        TOP_K=how.top_k,
+        PADDED_TOP_K=power_of_two(how.top_k),
         TOKENS=tokens,
         OF_CHOSEN=how.of_chosen,
         SIGMOID=has_bias,
@@ -261,6 +280,6 @@ def _route_launch(
         KEPT=how.kept,
         **ordered,
         **overlap(features),
-        # A warp has the logits of a token, so that no other waits for it.
+        # One warp has the logits of a token, so that no warp waits for another.
         num_warps=min(16, max(1, tokens * min(padded, 32) // 32)),
     )

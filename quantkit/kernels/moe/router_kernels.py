@@ -1,11 +1,11 @@
-"""What sends tokens to experts: products with few rows of dense weights, and the choice of the largest."""
+"""MoE router: GEMM of few rows with dense weights, softmax or sigmoid, and top-k."""
 
 import triton
 import triton.language as tl
 
-from quantkit.kernels.moe.permute_kernels import write_order
-from quantkit.kernels.ops.argmax_kernels import LEAST_ORDER, number_of, order_of
-from quantkit.kernels.ops.glue_kernels import normed
+from quantkit.kernels.moe.permute_kernels import write_sorted
+from quantkit.kernels.ops.argmax_kernels import LOWEST_ORDERED, float_to_ordered, ordered_to_float
+from quantkit.kernels.ops.norm_kernel import normed
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -13,14 +13,15 @@ def small_linear(
     x, other, norm, weight, total, made, y, M, N, x_r, w_r, K: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`y` [M, N] = x [M, K] W^T: a program for each row of `weight` [N, K] and ROWS rows of x.
+    """Write `y` [M, N] = x W^T for `x` [M, K] and `weight` [N, K]. Grid: (N, M / ROWS).
 
-    With EPS it is `made` times W^T, the norm of `total` = x + other, rows of K numbers all: both are written,
-    by the programs of the first row of `weight`. It has weights `norm`, and is that of `rms_norm`.
+    A program has one row of `weight` and ROWS rows of `x`; sums are float32. With EPS, x is first replaced:
+    `total` = x + other, `made` = RMSNorm of it with weight `norm` [K], as `rms_norm` computes it. `other`,
+    `total` and `made` are [M, K]. The programs of row 0 of `weight` write the last two.
     """
     n = tl.program_id(0)
     k = tl.arange(0, PADDED)
-    # No kernel that runs beside this one writes weights.
+    # Before PDL's wait: no kernel that may still run writes weights.
     weights = tl.load(weight + n.to(tl.int64) * w_r + k, mask=k < K, other=0.0).to(tl.float32)
     if EPS is not None:
         factor = tl.load(norm + k, mask=k < K, other=0.0)
@@ -47,17 +48,21 @@ def small_linear(
 
 @triton.jit(do_not_specialize=["T"])
 def route(
-    logits, bias, weights, index, T, l_t, order, segments,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, PADDED_SLOTS: tl.constexpr,
+    logits, bias, weights, index, T, l_t, order, expert_blocks,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_TOP_K: tl.constexpr,
     TOKENS: tl.constexpr, OF_CHOSEN: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`weights` and `index` [T, SLOTS] of the experts of each token, of EXPERTS logits: TOKENS in a program.
+    """Write `weights` and `index` int64 [T, TOP_K] of the top-k of `logits` [T, EXPERTS]. Grid: (T /
+    TOKENS,).
 
-    Those with the largest logits, and as weights exp(logit) over the sum of all, or, if OF_CHOSEN, of those
-    that were chosen. With SIGMOID, those with the largest sigmoid(logit) + bias [EXPERTS], of KEPT of GROUPS
-    only, and as weights FACTOR sigmoid(logit) over the sum of those that were chosen. One program for all
-    tokens writes `order` and `segments` of their pairs as well, unless these are None.
+    Weights are exp(logit) over the sum of all, or of the chosen ones if OF_CHOSEN.
+
+    With SIGMOID, top-k goes by sigmoid(logit) + `bias` [EXPERTS], within KEPT of GROUPS groups. Weights are
+    FACTOR sigmoid(logit) over the sum of the chosen ones.
+
+    Unless `order` is None, one program has all tokens and writes `order` [T * TOP_K] int32 and
+    `expert_blocks` [T * TOP_K, 3] int32 (`permute_kernels`).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -71,75 +76,81 @@ def route(
     if SIGMOID:
         scores = _sigmoid(numbers)
         scores += tl.load(bias + column, mask=column < EXPERTS, other=0.0).to(tl.float32)
-    left = tl.where(column < EXPERTS, order_of(scores), LEAST_ORDER)
+    left = tl.where(column < EXPERTS, float_to_ordered(scores), LOWEST_ORDERED)
     if GROUPS > 1:
         left = _of_groups(left, GROUPS, KEPT)
-    # Column s of what was found is slot s.
+    # Column s holds the s-th of the top-k.
     experts = tl.zeros((TOKENS, PADDED), tl.int32)
     found = tl.zeros((TOKENS, PADDED), tl.int32)
-    largest = number_of(tl.max(left, axis=1))[:, None]
-    for slot in range(SLOTS):
+    largest = ordered_to_float(tl.max(left, axis=1))[:, None]
+    for slot in range(TOP_K):
         best, expert = _largest(left, column, 1)
         experts = tl.where(column == slot, expert, experts)
         found = tl.where(column == slot, best, found)
-        left = tl.where(column == expert, LEAST_ORDER, left)
-    is_slot = column < SLOTS
+        left = tl.where(column == expert, LOWEST_ORDERED, left)
+    is_slot = column < TOP_K
     if SIGMOID:
-        # What was found has a bias.
+        # `found` includes the bias.
         chosen = tl.load(of_token + experts, mask=is_token & is_slot, other=0.0).to(tl.float32)
         shares = tl.where(is_slot, _sigmoid(chosen), 0.0)
         shares = shares / (tl.sum(shares, axis=1) + 1e-20)[:, None] * FACTOR
     else:
-        shares = tl.where(is_slot, tl.exp(number_of(found) - largest), 0.0)
+        shares = tl.where(is_slot, tl.exp(ordered_to_float(found) - largest), 0.0)
         if OF_CHOSEN:
             whole = tl.sum(shares, axis=1)
         else:
             whole = tl.sum(tl.where(column < EXPERTS, tl.exp(numbers - largest), 0.0), axis=1)
         shares = shares / whole[:, None]
-    to = token.to(tl.int64)[:, None] * SLOTS + column
+    to = token.to(tl.int64)[:, None] * TOP_K + column
     tl.store(weights + to, shares.to(weights.dtype.element_ty), mask=is_token & is_slot)
     tl.store(index + to, experts, mask=is_token & is_slot)
     if order is not None:
-        slots = tl.where(is_slot, experts, 0)
-        slots = tl.sum(tl.reshape(slots, (TOKENS, PADDED // PADDED_SLOTS, PADDED_SLOTS)), axis=1)
-        slot = tl.arange(0, PADDED_SLOTS)
-        pair = token[:, None] * SLOTS + slot[None, :]
-        there = is_token & (slot < SLOTS)[None, :]
-        flat: tl.constexpr = TOKENS * PADDED_SLOTS
-        write_order(
-            tl.reshape(slots, (flat,)), tl.reshape(pair, (flat,)), tl.reshape(there, (flat,)),
-            order, segments, EXPERTS, ROWS,
+        chosen_experts = tl.where(is_slot, experts, 0)
+        chosen_experts = tl.sum(
+            tl.reshape(chosen_experts, (TOKENS, PADDED // PADDED_TOP_K, PADDED_TOP_K)), axis=1
+        )
+        slot = tl.arange(0, PADDED_TOP_K)
+        routed = token[:, None] * TOP_K + slot[None, :]
+        there = is_token & (slot < TOP_K)[None, :]
+        flat: tl.constexpr = TOKENS * PADDED_TOP_K
+        write_sorted(
+            tl.reshape(chosen_experts, (flat,)), tl.reshape(routed, (flat,)), tl.reshape(there, (flat,)),
+            order, expert_blocks, EXPERTS, ROWS,
         )  # fmt: skip
 
 
 @triton.jit
 def _sigmoid(x):
+    """Return sigmoid(x) [any shape]."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def _largest(orders, place, AXIS: tl.constexpr):
-    """The largest of `orders` along AXIS, the last, and its `place`, the first of several."""
+    """Return the largest int32 of `orders` [..., N] along AXIS, its last, and its `place` [..., 1]; the first
+    of equals.
+    """
     best = tl.max(orders, axis=AXIS, keep_dims=True)
     return best, tl.min(tl.where(orders == best, place, orders.shape[AXIS]), axis=AXIS, keep_dims=True)
 
 
 @triton.jit
 def _of_groups(left, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """`left` [tokens, experts], orders of scores, of those KEPT of GROUPS whose two largest scores add up to
-    the most; LEAST_ORDER for others.
+    """Mask `left` [tokens, experts], ordered scores, outside the best KEPT of GROUPS groups.
+
+    A group counts as the sum of its two largest scores. Masked scores become LOWEST_ORDERED.
     """
     TOKENS: tl.constexpr = left.shape[0]
     EACH: tl.constexpr = left.shape[1] // GROUPS
     grouped = tl.reshape(left, (TOKENS, GROUPS, EACH))
     place = tl.broadcast_to(tl.arange(0, EACH)[None, None, :], (TOKENS, GROUPS, EACH))
     first, its = _largest(grouped, place, 2)
-    second = tl.max(tl.where(place == its, LEAST_ORDER, grouped), axis=2, keep_dims=True)
-    sums = order_of(tl.reshape(number_of(first) + number_of(second), (TOKENS, GROUPS)))
+    second = tl.max(tl.where(place == its, LOWEST_ORDERED, grouped), axis=2, keep_dims=True)
+    sums = float_to_ordered(tl.reshape(ordered_to_float(first) + ordered_to_float(second), (TOKENS, GROUPS)))
     group = tl.broadcast_to(tl.arange(0, GROUPS)[None, :], (TOKENS, GROUPS))
     is_kept = tl.zeros((TOKENS, GROUPS), tl.int1)
     for _ in range(KEPT):
         _, which = _largest(sums, group, 1)
         is_kept = is_kept | (group == which)
-        sums = tl.where(group == which, LEAST_ORDER, sums)
-    return tl.reshape(tl.where(is_kept[:, :, None], grouped, LEAST_ORDER), left.shape)
+        sums = tl.where(group == which, LOWEST_ORDERED, sums)
+    return tl.reshape(tl.where(is_kept[:, :, None], grouped, LOWEST_ORDERED), left.shape)

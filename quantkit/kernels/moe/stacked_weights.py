@@ -1,7 +1,7 @@
-"""The fragment layouts of many weights, such as all matrices of a layer's experts.
+"""Fragment layouts of stacked weights, such as all matrices of a layer's experts.
 
-To build one takes the host longer than the GPU, whatever its size. So they are built as one weight, one above
-the other, where the layout of that has theirs one after the other.
+Building one layout keeps the host busier than the GPU, whatever its size. So equal weights are concatenated
+along N and built as one weight.
 """
 
 from collections.abc import Sequence
@@ -13,47 +13,48 @@ from quantkit.kernels.jit.building import wait_for
 from quantkit.kernels.layouts.fragment_layout import ROWS
 from quantkit.packing.tensor import PackedTensor
 
-#: Bytes of words that are laid out at a time, unless one weight has more: to copy them, and to put scales in
-#: order, takes several times as much memory.
+#: Bytes of words that are repacked at a time, unless one weight has more. Copying them and sorting scales
+#: takes several times this memory.
 BYTES_AT_ONCE = 1 << 26
 
 
 def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The fragment layouts of weights of one scheme and shape, one after the other in each part, for
-    activations of `dtype`.
+    """Build the fragment layouts of `weights`, all [N, K] in one scheme, for activations of `dtype`.
+
+    Each tensor of the layout gets a first dimension, `len(weights)`.
     """
     first, count = weights[0], len(weights)
     together = max(1, BYTES_AT_ONCE // first.words.nbytes) if can_be_one(first) else 1
-    stacks: tuple[torch.Tensor, ...] = ()
+    tensors: tuple[torch.Tensor, ...] = ()
     for start in range(0, count, together):
         some = weights[start : start + together]
         layouts = _as_one(some, dtype)
-        stacks = stacks or tuple(part.new_empty(count, *part.shape[1:]) for part in layouts)
-        for stack, part in zip(stacks, layouts, strict=True):
-            stack[start : start + len(some)] = part
-    wait_for(stacks[0].device)
-    return stacks
+        tensors = tensors or tuple(part.new_empty(count, *part.shape[1:]) for part in layouts)
+        for tensor, part in zip(tensors, layouts, strict=True):
+            tensor[start : start + len(some)] = part
+    wait_for(tensors[0].device)
+    return tensors
 
 
 def can_be_one(weight: PackedTensor) -> bool:
-    """Whether the layout of such weights as one has theirs one after the other."""
+    """Return True if layouts of such weights [N, K] are adjacent in that of their concatenation along N."""
     scheme, rows = weight.scheme, weight.shape[0]
     return (
-        # No row tile has rows of two weights, nor a word zero-points of two.
+        # No row tile has rows of two weights, and no word has zero-points of two.
         all(rows % count == 0 for count in (ROWS, *scheme.row_units().values()))
-        # All parts are of rows, or what scales are divided by.
+        # All tensors are per row, or the divisor of scales.
         and not (scheme.per_tensor or scheme.is_fitted or scheme.column_scale)
     )
 
 
 def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The layouts of weights that `can_be_one`, or of one that need not."""
+    """Build the layouts of weights that `can_be_one`, or of one weight: tensors [len(weights), ...]."""
     scheme, (n, k), count = weights[0].scheme, weights[0].shape, len(weights)
     of_all = zip(*(weight.tensors for weight in weights), strict=True)
     parts = {name: torch.cat(tensors) for name, tensors in zip(scheme.part_names, of_all, strict=True)}
     divisors = parts.get("global_scale")
     if divisors is not None:
-        # They are multiplied with what the layout of the one weight has as its factors with 1.
+        # The layout is built with divisors of 1, and its factors are multiplied by the divisors after.
         parts["global_scale"] = torch.ones_like(divisors[:1])
     whole = PackedTensor.from_parts(parts, scheme, (n * count, k))
     codes, scale, zero, factor, values = build_fragments(whole, dtype, count)

@@ -1,1 +1,1 @@
-"""What lies between the linears: norms, rotary positions, activations, attention, the KV cache, argmax."""
+"""Ops between the linears: norms, rotary embedding, activations, attention, KV append, argmax."""

@@ -1,6 +1,6 @@
-"""The likeliest token of each row of logits: the place of its largest number, in two launches.
+"""Argmax of each row of logits in two launches: greedy sampling.
 
-torch has one program for a row, and a decoding step has few rows, which are long.
+torch runs one program per row. A decode step has few rows, and they are long.
 """
 
 from functools import lru_cache
@@ -11,54 +11,57 @@ from quantkit.kernels.jit.launcher import IndexLaunch, Launch, launch_features, 
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 
-#: Numbers of a row that a program reads: of 128256 there are 63 parts.
+#: Columns per program of the first launch: 128,256 columns are 63 parts.
 PART = 2048
-#: The most numbers of a row, of whose parts one program has the largest.
+#: Largest N: one program of the second launch takes at most 1024 parts of a row.
 MOST_COLUMNS = 1024 * PART
 
 
-def slow_largest(x: torch.Tensor) -> torch.Tensor:
-    """The twin of `largest`."""
+def argmax_reference(x: torch.Tensor) -> torch.Tensor:
+    """Compute `argmax_two_stage` by torch: `x` [B, N] -> int64 [B]."""
     return x.argmax(-1)
 
 
-def largest(x: torch.Tensor) -> torch.Tensor:
-    """Where the largest number of each row of `x` [B, N] is: int64 [B], the first of several that are equal.
+def argmax_two_stage(x: torch.Tensor) -> torch.Tensor:
+    """Return int64 [B], the argmax of each row of `x` [B, N] float32, bfloat16 or float16.
 
-    What is no number is larger than all that are, and -0 is 0. N is from 1 to `MOST_COLUMNS`, and numbers are
-    float32, bfloat16 or float16.
+    Equal numbers: the first wins. NaN is larger than every number, and -0 equals 0. N is 1 to
+    `MOST_COLUMNS`.
     """
     rows, columns = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     parts = -(-columns // PART)
-    found = torch.empty((rows, parts), dtype=torch.int64, device=x.device)
+    partial = torch.empty((rows, parts), dtype=torch.int64, device=x.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=x.device)
     of_parts, of_rows = _launches(rows, parts, launch_features(x.device))
     with launching_on(x.device):
-        of_parts(x, found, x.stride(0), columns)
-        of_rows(found, tokens)
+        of_parts(x, partial, x.stride(0), columns)
+        of_rows(partial, tokens)
     return tokens
 
 
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The tokens int64 [B] with the largest of `logits` [B, V]: by `largest` on a GPU that has Triton."""
+def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return the greedy tokens, int64 [B], of `logits` [B, V].
+
+    Runs `argmax_two_stage` on a GPU that has Triton, and torch's argmax elsewhere.
+    """
     fits = logits.dtype in ACTIVATION_DTYPES and 0 < logits.shape[-1] <= MOST_COLUMNS
     if fits and logits.is_cuda and "triton" in device_features(logits.device):
-        return largest(logits)
-    return slow_largest(logits)
+        return argmax_two_stage(logits)
+    return argmax_reference(logits)
 
 
 @lru_cache(maxsize=256)
 def _launches(rows: int, parts: int, features: frozenset[str]) -> tuple[Launch, Launch]:
-    """What has the largest of each part, and what has that of each row."""
-    from quantkit.kernels.ops.argmax_kernels import largest_of_parts, largest_of_rows
+    """Build the launches of `argmax_partial` and of `argmax_combine`."""
+    from quantkit.kernels.ops.argmax_kernels import argmax_combine, argmax_partial
 
     padded = power_of_two(parts)
-    # Sixteen numbers of a thread, and up to four parts.
+    # 16 columns per thread in the first launch, 4 parts per thread in the second.
     return (
-        IndexLaunch(largest_of_parts, (rows, parts), B=PART, **overlap(features), num_warps=PART // 512),
+        IndexLaunch(argmax_partial, (rows, parts), B=PART, **overlap(features), num_warps=PART // 512),
         IndexLaunch(
-            largest_of_rows,
+            argmax_combine,
             (rows,),
             PARTS=parts,
             PADDED=padded,

@@ -1,4 +1,4 @@
-"""Attention of one new token to all keys of a cache, on a GPU, which may take its own key there too."""
+"""Decode attention on a GPU: one new token to all keys of a KV cache, optionally with its KV append."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,28 +9,29 @@ import torch
 from quantkit.kernels.autograd import is_transformed
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
 from quantkit.kernels.layouts.shared_memory import power_of_two
-from quantkit.kernels.ops.glue import ROUNDED, HeadNorms, angles, norm_options
+from quantkit.kernels.ops.norm import HeadNorms, norm_options
+from quantkit.kernels.ops.rope import ROUNDED, angles
 from quantkit.kernels.problem import device_features, gpu_of
 
-#: What tensor cores multiply.
+#: Dtypes that tensor cores multiply.
 DTYPES = (torch.bfloat16, torch.float16)
-#: The most features that a head may have.
+#: Most features of a head.
 MOST_FEATURES = 256
-#: The most pieces that are put together by a launch of their own.
+#: Most pieces per head that `gather` adds up.
 MOST_PIECES = 64
-#: Bytes of a key, or a value, and query heads of a program that plans are for: of longer ones, or for more of
-#: them, a program has fewer keys at a time.
+#: Bytes of a key or value, and query heads per program, that `PLANS` are for. With more of either, a program
+#: takes fewer keys per step.
 KEY_BYTES, FEW_HEADS = 256, 8
-#: The most query heads of a program, and the fewest keys that products take.
+#: Most query heads per program, and fewest keys of an `mma`.
 MOST_HEADS, LEAST_KEYS = 16, 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How keys are shared among programs where there are up to `most` key heads for a multiprocessor.
+    """Split of keys among programs, for up to `most` key heads per multiprocessor.
 
-    Each of the `warps` of a program takes so many `keys` at a time. There are up to `programs` for a
-    multiprocessor, as far as there are keys, but one for each head.
+    A program has `warps` warps, each of which takes `keys` keys per step. There are up to `programs` programs
+    per multiprocessor, as far as there are keys, but at least one per head.
     """
 
     most: float
@@ -39,11 +40,11 @@ class Plan:
     programs: int
 
     def at_once(self, programs: int) -> int:
-        """The keys that so many programs attend to at a time."""
+        """Return the keys that `programs` programs attend to in one step."""
         return programs * self.warps * self.keys
 
 
-#: The fastest on an H200 of 1 to 64 sequences of 100 to 4100 tokens, 8 key heads each, that 4 heads share.
+#: Fastest on an H200 for 1 to 64 sequences of 100 to 4100 tokens, with 8 key heads of 4 query heads each.
 PLANS = (
     Plan(1 / 6, 4, 16, 2),
     Plan(3 / 4, 2, 16, 4),
@@ -56,7 +57,10 @@ PLANS = (
 def why_not(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> str | None:
-    """None if `decode_attention` takes these, else the reason it does not."""
+    """Return why `decode_attention` does not take these tensors; None if it does.
+
+    `query` [B, H, T, D], `key` [B, H', L, D], `value` [B, H', L, V], `mask` of any shape.
+    """
     (batch, heads, tokens, size), (_, key_heads, length, _) = query.shape, key.shape
     wanted = (1, 1, length)
     same = query.dtype == key.dtype == value.dtype
@@ -99,11 +103,13 @@ def decode_attention(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """softmax(query key^T * scaling + mask) value for `query` [B, H, 1, D], [B, 1, H, V] of its dtype.
+    """Return softmax(query key^T * scaling + mask) value, [B, 1, H, V] in the dtype of `query`.
 
-    `key` [B, H', L, D] and `value` [B, H', L, V], with H a multiple of H', of any strides. `mask`
-    [B or 1, 1, 1, L] says which keys are seen, or what is added to scores. `why_not` must be None. Scores are
-    summed and weighed in float32; the order of all sums is fixed. torch.compile sees one operator.
+        query  [B, H, 1, D]            value  [B, H', L, V]
+        key    [B, H', L, D]           mask   [B or 1, 1, 1, L] bool (True: seen), or added to scores
+
+    H is a multiple of H'; all strides are allowed. `why_not` must be None. Sums and softmax are float32, and
+    their order is fixed. torch.compile sees one operator.
     """
     y: torch.Tensor = torch.ops.quantkit.decode_attention(query, key, value, mask, scaling)
     return y
@@ -118,6 +124,7 @@ torch.library.define(
 def _decode_attention_fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
+    """Return an empty [B, 1, H, V], for tracing."""
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
@@ -132,18 +139,21 @@ def _decode_attention(
     mask: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
+    """Compute the operator: [B, 1, H, V]."""
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     return _attention(query, key, value, mask, scaling)
 
 
 def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> bool:
-    """Whether `rotated_attention` is faster than both apart on `device`, of such tensors as `why_not` takes.
+    """Return True if `rotated_attention` is faster on `device` than `rotate_append` and `decode_attention`.
 
-    It was, on a GPU where kernels overlap, for the few heads of the first of `PLANS` if programs attend to
-    all of their keys at a time, and for up to one head for each multiprocessor if a program has all of it: a
-    layer of Llama-3 8B on an H200 takes 44.7 to 45.5 us instead of 46.4 to 47.0 with one sequence, 76.6 to
-    77.6 instead of 78.4 to 79.0 with 16. Of larger heads registers would be spilled.
+    Tensors are as `why_not` takes them. With PDL it is faster in two cases. Either key heads are as few as
+    for the first of `PLANS`, and programs attend to all their keys in one step. Or there is at most one key
+    head per multiprocessor, and one program has all its keys.
+
+    H200, a layer of Llama-3 8B: 44.7 to 45.5 us instead of 46.4 to 47.0 with 1 sequence, 76.6 to 77.6 instead
+    of 78.4 to 79.0 with 16. Larger heads would spill registers.
     """
     gpu, sizes, length = gpu_of(device), _Sizes.of(query, key, value), key.shape[2]
     if gpu is None or sizes.heads > FEW_HEADS or sizes.key_bytes > KEY_BYTES:
@@ -168,13 +178,14 @@ def rotated_attention(
     norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """`decode_attention` of what `rotate_append` returns for one token, T = 1: a launch less.
+    """Compute `decode_attention` of what `rotate_append` returns for one token, T = 1, in one launch less.
 
-    To the bit, but for squares of `norms`, which are summed in another order. Tensors are as `rotate_append`
-    takes them, all of the dtype of `q` but `held`. `why_not` of `q`, `keys`, `values` and `mask` must be
-    None, and the last strides of `keys` and `values` 1. With `settled`, `keys`,
-    `values`, `held` and `mask` are read while kernels before this one may still run: none since another such
-    attention began may write them, and each that overlaps others must wait for those before it.
+    Results are equal to the bit, except for squares in `norms`, which are summed in another order. Shapes are
+    those of `rotate_append`; `mask` is [B or 1, 1, 1, L]. All have the dtype of `q` but `held`. The last
+    strides of `keys` and `values` are 1.
+
+    With `settled`, `keys`, `values`, `held` and `mask` are read before PDL's wait. No kernel since the last
+    such attention began may then write them, and each kernel with PDL must wait for those before it.
     """
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, _ = angles(cos, sin)
@@ -193,7 +204,11 @@ def _attention(
     norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """Launch `attend`, with what it takes of a `new` token, if there is one, and its strides."""
+    """Launch `attend`, and `gather` where several programs share a head: [B, 1, H, V].
+
+    `query`, `key`, `value` and `mask` are those of `decode_attention`. `new` has k, v, cos, sin and held of a
+    new token, and `strides` the strides of the first four.
+    """
     batch, heads, _, _ = query.shape
     key_heads, length = key.shape[1], key.shape[2]
     gpu = gpu_of(query.device)
@@ -237,7 +252,10 @@ def _attention(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Key heads of all sequences, query heads that share one, features of keys and values, bytes of each."""
+    """Sizes of a problem: `parts` key heads of all sequences, and `group` query heads per key head.
+
+    `size` and `width` are features of keys and of values, `itemsize` the bytes of each.
+    """
 
     parts: int
     group: int
@@ -247,27 +265,29 @@ class _Sizes:
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> "_Sizes":
+        """Return the sizes of `query` [B, H, 1, D], `key` [B, H', L, D] and `value` [B, H', L, V]."""
         (batch, heads, _, size), key_heads = query.shape, key.shape[1]
         return cls(batch * key_heads, heads // key_heads, size, value.shape[-1], query.dtype.itemsize)
 
     @property
     def key_bytes(self) -> int:
+        """Return the bytes of a key or a value, the larger one, padded to a power of two."""
         return power_of_two(max(self.size, self.width)) * self.itemsize
 
     @property
     def heads(self) -> int:
-        """Query heads of a program: as registers hold their sums."""
+        """Return the query heads per program, as registers hold their sums."""
         return FEW_HEADS if self.group <= FEW_HEADS or self.key_bytes > KEY_BYTES else MOST_HEADS
 
     @property
     def blocks(self) -> int:
-        """Programs that share the query heads of a key head."""
+        """Return the programs that share the query heads of a key head."""
         return -(-self.group // self.heads)
 
 
 @lru_cache(maxsize=1024)
 def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
-    """The plan for keys of such sizes, and how many programs share those of a head."""
+    """Return the plan for `length` keys of such sizes, and the programs that share those of a head."""
     heads = sizes.parts * sizes.blocks
     plan = next(one for one in PLANS if heads <= one.most * multiprocessors)
     is_long = sizes.key_bytes > KEY_BYTES
@@ -277,7 +297,7 @@ def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
         plan = replace(plan, warps=max(2, plan.warps // 2))
     steps = -(-length // (plan.warps * plan.keys))
     most = max(1, min(plan.programs * multiprocessors // heads, MOST_PIECES // plan.warps))
-    # No more than are needed for the steps of the longest.
+    # As few programs as the longest one's steps need.
     longest = -(-steps // most)
     return plan, -(-steps // longest)
 
@@ -295,7 +315,7 @@ def _launches(
     settled: bool,
     features: frozenset[str],
 ) -> tuple[Launch, Launch | None]:
-    """`attend`, and `gather` where several programs share the keys of a head."""
+    """Build the launch of `attend`, and of `gather` where several programs share the keys of a head."""
     from quantkit.kernels.ops.attention_kernels import attend, gather
 
     width = max(64, power_of_two(sizes.width))
@@ -316,7 +336,7 @@ def _launches(
         **norm_options(norms),
         SETTLED=settled and "overlap" in features,
         PTX="ptx" in features,
-        # If registers hold keys and values of a step at a time, beside the sums.
+        # True if registers hold the keys and values of a step beside the sums.
         EARLY="ptx" in features and sizes.key_bytes <= KEY_BYTES,
         **known,
         **ROUNDED,

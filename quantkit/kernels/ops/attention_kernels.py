@@ -1,32 +1,30 @@
-"""Attention of one new token: keys and values go from memory to registers once for the heads of a program.
+"""Decode attention (flash decoding, arXiv 2311.01282): each key and value is loaded once per block of heads.
 
-A program has some of the keys of one key head, and up to 16 of the query heads that attend to it. Each of
-its W warps takes KEYS keys at a time and shares nothing with the others: what it found, a piece, is put
-together with the other pieces in the end, in their order, so that results do not change from run to run
-(flash decoding, arXiv 2311.01282). All keys of a head may be in one program, which then does that itself.
+A program has some keys of one key head, and up to 16 of the query heads that share it. Each of its W warps
+takes KEYS keys per step and shares nothing with other warps. The sums of a warp are a piece. Pieces are added
+up in a fixed order at the end, so that results are reproducible.
 
-What a lane loads, 16 bytes at a time, are fragments of the tensor cores' operands: sums may take features,
-and outputs have them, in any order. Lane 4 m + t of a warp has these of every run of 32 features of a key,
-and of every 64 of a value:
+A lane loads 16 bytes at a time, straight into fragments of `mma`: the order of features in a sum is free.
+Lane 4 m + t of a warp has these of every run of 32 features of a key, and of 64 of a value:
 
     key 8 i + m, features 32 r + 8 t ..+8           value 8 i + 2 t + c, features 64 s + 8 m ..+8
 
-and scores and sums of head m, or heads 2 t and 2 t + 1.
+It has the scores and sums of head m, or of heads 2 t and 2 t + 1.
 """
 
 import triton
 import triton.language as tl
 
 from quantkit.kernels.gluon.prefetch import bring, lines
-from quantkit.kernels.ops.glue_kernels import normed
+from quantkit.kernels.ops.norm_kernel import normed
 
-#: exp2 is the exponential that GPUs have.
+#: Turns exp into exp2, which GPUs have.
 LOG2E = tl.constexpr(1.4426950408889634)
 #: The lowest float32.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-#: Lanes of a warp wait for each other: loads before it are not put off until after what follows.
+#: Barrier of a warp's lanes: loads before it are not moved behind what follows.
 _TOGETHER = tl.constexpr("bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;")
-#: Keeps the addresses of what lanes load from being laid out otherwise.
+#: Keeps Triton from changing the layout of load addresses.
 _AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
 
 
@@ -39,22 +37,26 @@ def attend(
     MASK: tl.constexpr, ONCE: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr,
     OFFSET: tl.constexpr, SETTLED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`q` [B, HEADS * GROUP, D], `k` [B, HEADS, LENGTH, D], `v` [.., V] to what warps found of their keys.
+    """Write the sums of each warp over its keys. Grid: (B * HEADS, programs per head, GROUP / G), G 8 or 16.
 
-    `sums` is float32 [B * HEADS, pieces, GROUP, V] and `stats` [B * HEADS, pieces, 2, GROUP]: the largest
-    score in powers of two and the sum of the weights relative to it. `mask` is [B, LENGTH]: MASK "bool" is
-    whether a key is seen, "float" what is added to its score, "" for none. If the program is all of its head,
-    WHOLE, it puts the pieces together in `out` [B, HEADS * GROUP, V].
+        q     [B, HEADS * GROUP, D]         sums   [B * HEADS, pieces, GROUP, V] float32
+        k     [B, HEADS, LENGTH, D]         stats  [B * HEADS, pieces, 2, GROUP] float32
+        v     [B, HEADS, LENGTH, V]         out    [B, HEADS * GROUP, V]
+        mask  [B, LENGTH]
 
-    With NEW, queries and the key `new_k` [B, HEADS, D] are rotated by `cos`, `sin` [B or 1, D] first, and
-    that key and `new_v` [B, HEADS, V] are written after the `held` ones, by the programs that attend to it.
-    If there is no room for them queries become no numbers. With EPS, what is rotated are norms of heads, with
-    weights [D], as `rms_norm` has them. SETTLED says that no kernel that may still run
-    writes `k`, `v`, `mask` or `held`, and ONCE that each program attends to all of its keys at a time.
+    `stats` has the largest score, times log2(e), and the sum of the weights relative to it. MASK is "bool"
+    (True: key is seen), "float" (added to scores) or "". With WHOLE, a program has all keys of its head and
+    writes `out`.
 
-    Programs are key heads, by parts of their keys, by blocks of G query heads, 8 or 16.
+    With NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
+    key and `new_v` [B, HEADS, V] are written after the `held` tokens, by the programs that attend to them.
+    Without room queries become NaN.
+
+    With EPS, heads are normed before rotation, with weights `q_weight` and `k_weight` [D], as `rms_norm`
+    does. SETTLED says that no kernel that may still run writes `k`, `v`, `mask` or `held`. ONCE says that
+    each program attends to all its keys in one step.
     """
-    # The tensor cores have 16.
+    # Rows of an `mma`.
     ROWS: tl.constexpr = 16
     STEP: tl.constexpr = W * KEYS
     head, chunk, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -70,12 +72,12 @@ def attend(
         bring(v + ahead * v_l + tl.minimum(lines(v, VP), V - 1)[None, :])
     if PDL and not SETTLED:
         tl.extra.cuda.gdc_wait()
-    # What is seen is known a step before, so that no load waits for it.
+    # Masks are loaded a step ahead, so that no load of keys waits for them.
     seen_k = tl.full((4, 8, W, KEYS // 8, 1), False, tl.int1)
     seen_v = tl.full((4, 8, W, KEYS // 4, 1), False, tl.int1)
     added = tl.full((W, G, KEYS), 0.0, tl.float32)
     if first < LENGTH:
-        # Always: what comes out of a branch does not make Triton lay operands out for masks of 8 bits.
+        # In a branch, always taken: Triton then does not lay operands out for 8-bit masks.
         seen_k, seen_v, added = _seen(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
     place = tl.minimum(tl.load(held), LENGTH) if NEW else LENGTH
     if ONCE:
@@ -84,15 +86,15 @@ def attend(
     every = tl.full((4, 8, W, 1, 1), True, tl.int1)
     key_factors = ()
     if EPS is not None:
-        # No kernel that runs beside this one writes weights.
+        # Before PDL's wait: no kernel that may still run writes weights.
         factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP)
         other_factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP, OTHER=True)
         key_factors = _load_key(k_weight, D, DP)
     if PDL and SETTLED:
-        # All that is loaded from here on is of the token.
+        # From here on only tensors of the new token are loaded.
         tl.extra.cuda.gdc_wait()
     if PDL:
-        # Not earlier: what starts from then on knows that all kernels before this one have ended.
+        # Not earlier: kernels that start from then on rely on all kernels before this one having ended.
         tl.extra.cuda.gdc_launch_dependents()
     g = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, G // 8)[:, None] * 8
     inside = tl.broadcast_to((block * G + g < GROUP)[None], (4, 8, W, G // 8, 1))
@@ -108,7 +110,7 @@ def attend(
                 k + place * k_l, v + place * v_l, new_k + b * new_k_b + h * new_k_h,
                 new_v + b * new_v_b + h * new_v_h, cos, sin, key_factors, D, DP, V, VP, EPS, ROUND, OFFSET,
             )  # fmt: skip
-            # Whoever reads them is of this program.
+            # Only this program reads them.
             tl.debug_barrier()
             if ONCE:
                 row, column = _numbers(first, W, KEYS)
@@ -120,7 +122,7 @@ def attend(
             other = _normed(other, root, other_factor, G, ROUND, OFFSET)
         query = _rotated(query, other, by_cos, by_sin, _features(G, DP) < D // 2)
         query = tl.where(place < LENGTH, query, float("nan"))
-    # Of eight heads there are twice as many rows as are looked at.
+    # With 8 heads, half of the 16 rows are unused.
     query = tl.permute(_as_rows(_repeated(query, ROWS // G), W, ROWS, DP), (0, 2, 1))
     largest = tl.full((W, G), -float("inf"), tl.float32)
     total = tl.zeros((W, G), tl.float32)
@@ -133,7 +135,7 @@ def attend(
         for start in tl.range(first, LENGTH, stride, num_stages=1):
             values = _load_columns(v, v_l, start, seen_v, W, KEYS, V, VP)
             if EARLY:
-                # Else they would be asked for when scores are there.
+                # Else these loads would be issued only after the scores.
                 tl.inline_asm_elementwise(_TOGETHER, "=r,r", [start], tl.int32, False, 1)
             keys = _load_rows(k, k_l, start, KEYS, seen_k, W, KEYS, D, DP)
             seen_k, seen_v, added_next = _seen(
@@ -155,7 +157,7 @@ def _add(
     query, keys, values, added, largest, total, acc, SCALE: tl.constexpr, W: tl.constexpr,
     KEYS: tl.constexpr, G: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """The largest scores, sums of weights and weighted values with KEYS more keys for each warp."""
+    """Add KEYS keys per warp to the running softmax (`largest`, `total` [W, G], `acc` [W, VP, G])."""
     ROWS: tl.constexpr = query.shape[1]
     keys, values = _as_rows(keys, W, KEYS, DP), _as_columns(values, W, KEYS, VP)
     scores = tl.dot(query, keys, input_precision="ieee") * (SCALE * LOG2E)
@@ -164,7 +166,7 @@ def _add(
         scores, _ = tl.split(scores)
     scores += added
     top = tl.maximum(largest, tl.max(scores, 2))
-    # Where no key was seen yet, there is nothing to be relative to.
+    # Without a key so far, scores are relative to 0.
     base = tl.where(top > -float("inf"), top, 0.0)
     weights = tl.exp2(scores - base[:, :, None])
     before = tl.exp2(largest - base)
@@ -179,10 +181,10 @@ def gather(
     sums, stats, out, PIECES, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """`out` [B * HEADS, GROUP, V] from what `attend` wrote; a head that sees no key has zeros."""
+    """Write `out` [B * HEADS, GROUP, V] from all pieces; 0 without keys. Grid: (B * HEADS, GROUP)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-        # Its programs would take room from those of `attend`.
+        # After the wait: programs of the next kernel would take room from `attend`.
         tl.extra.cuda.gdc_launch_dependents()
     head, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     piece, e = tl.arange(0, S), tl.arange(0, VP)
@@ -203,11 +205,8 @@ def _finish(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
-    """As `gather`, the pieces that the warps of this program wrote, one after the other for all outputs.
-
-    Lanes that had them in a sum of their own would need several times as many instructions, which run once.
-    """
-    # Heads that there are, and not all that a product has.
+    """Write `out` [B * HEADS, GROUP, V] as `gather` does, from the pieces of this program's warps in turn."""
+    # Only existing heads, not all rows of an `mma`.
     HEADS: tl.constexpr = G if GROUP > G else GROUP
     HP: tl.constexpr = triton.next_power_of_2(HEADS)
     o = tl.arange(0, HP * VP)
@@ -232,13 +231,13 @@ def _finish(
 
 @triton.jit
 def _relative(largest, top):
-    """What sums relative to `largest` are multiplied with to be relative to `top`."""
+    """Return exp2(largest - top) [any shape], which makes sums relative to `top`; 0 for -inf."""
     return tl.where(largest > -float("inf"), tl.exp2(largest - top), 0.0)
 
 
 @triton.jit
 def _divided(acc, total):
-    """Weighted values by the sum of the weights; 0 where there are none."""
+    """Return `acc` / `total` [any shape]; 0 where the sum of the weights is 0."""
     return acc / tl.where(total == 0.0, 1.0, total)
 
 
@@ -247,7 +246,7 @@ def _store(
     sums, stats, piece, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """`acc` [W, VP, G] and `largest` and `total` [W, G] as lanes have them."""
+    """Store `acc` [W, VP, G] to `sums`, and `largest` and `total` [W, G] to `stats`, as lanes have them."""
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
     m = tl.arange(0, 8)[:, None, None]
@@ -274,7 +273,7 @@ def _write(
     k, v, new_k, new_v, cos, sin, factors, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """A new key, rotated, and value to where the cache has them."""
+    """Write the new key, rotated, at `k` [D], and the new value at `v` [V] of the cache."""
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     key, other = _load_key(new_k, D, DP)
     if EPS is not None:
@@ -290,20 +289,20 @@ def _write(
 
 @triton.jit
 def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
-    """Features of a key, and `_other_half` of them."""
+    """Load a key [DP] from `at`, and `_other_half` of it [DP]."""
     d = tl.arange(0, DP)
     return tl.load(at + d, mask=d < D, other=0.0), _other_half(at, d, d < D, D)
 
 
 @triton.jit
 def _other_half(at, d, there, D: tl.constexpr):
-    """What features `d` of a head that is rotated have in the other half of it."""
+    """Load the partner of each feature `d` [any shape] under rotation, from the other half of a head."""
     return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=there, other=0.0)
 
 
 @triton.jit
 def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
-    """1 / sqrt(mean(x^2) + EPS) of rows that `_load_rows` loaded: [1, 8, W, rows * runs, 1], once per run."""
+    """Return 1 / sqrt(mean(x^2) + EPS) of rows of `_load_rows`: [1, 8, W, rows * runs, 1], once per run."""
     W: tl.constexpr = x.shape[2]
     RUNS: tl.constexpr = DP // 32
     ROWS: tl.constexpr = x.shape[3] // RUNS
@@ -315,15 +314,13 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """The norms of G rows, of their `_roots` and eight rows of weights."""
+    """Return the norms of G rows [4, 8, W, G / 8 * runs, 8], given their `_roots` and 8 rows of weights."""
     return normed(x.to(tl.float32), root, _repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 
 @triton.jit
 def _rotated(x, other, cos, sin, is_low):
-    """Features of heads and of `_other_half` by their angles, rounded where torch does; `is_low` in the first
-    half, where what is of the other one is taken away.
-    """
+    """Rotate features `x` [any shape] with their `other` halves, rounded as torch does."""
     one = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype).to(tl.float32)
     two = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype).to(tl.float32)
     return tl.where(is_low, one - two, one + two).to(x.dtype)
@@ -334,10 +331,10 @@ def _load_rows(
     at, stride, first, WARP: tl.constexpr, there, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, others=0.0, OTHER: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows of D features from `at` on, R for each warp, WARP further on: [4, 8, W, rows * runs, 8].
+    """Load R rows of D features per warp, WARP rows apart: [4, 8, W, R / 8 * runs, 8].
 
-    That is t, m, warp, each eighth row by runs of 32 features, and 8 of these. Rows that are not `there`,
-    [4, 8, W, rows, 1], are `others`. With OTHER it is `_other_half` of them.
+    Dimensions are t, m, warp, every eighth row times runs of 32 features, and 8 features. Rows that are not
+    `there` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads `_other_half` instead.
     """
     RUNS: tl.constexpr = DP // 32
     m = tl.arange(0, 8)[:, None, None, None]
@@ -354,14 +351,14 @@ def _load_rows(
 
 @triton.jit
 def _features(R: tl.constexpr, DP: tl.constexpr):
-    """Which features of R rows lanes have: [4, 1, 1, rows * runs, 8] of `_load_rows`."""
+    """Return which features of R rows each lane has: [4, 1, 1, R / 8 * runs, 8], as in `_load_rows`."""
     run = tl.arange(0, R // 8 * (DP // 32))[:, None] % (DP // 32)
     return run * 32 + tl.arange(0, 4)[:, None, None, None, None] * 8 + tl.arange(0, 8)
 
 
 @triton.jit
 def _repeated(x, TIMES: tl.constexpr):
-    """Rows that `_load_rows` loaded so many times, one after the other."""
+    """Repeat rows of `_load_rows` TIMES, one after the other: [4, 8, W, TIMES * runs, 8]."""
     W: tl.constexpr = x.shape[2]
     RUNS: tl.constexpr = x.shape[3]
     x = tl.broadcast_to(tl.reshape(x, (4, 8, W, 1, RUNS, 8)), (4, 8, W, TIMES, RUNS, 8))
@@ -370,8 +367,8 @@ def _repeated(x, TIMES: tl.constexpr):
 
 @triton.jit
 def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
-    """What `_load_rows` loaded as [W, DP, R]."""
-    # t, m, warp, 8 rows, 32 features, and 8 that two products have two and two of.
+    """View what `_load_rows` loaded as [W, DP, R]."""
+    # t, m, warp, 8 rows, 32 features, and 8: two `mma` take 2 + 2 of them each.
     x = tl.reshape(x, (4, 8, W, R // 8, DP // 32, 2, 2, 2))
     return tl.reshape(tl.permute(x, (2, 4, 5, 6, 0, 7, 3, 1)), (W, DP, R))
 
@@ -380,7 +377,9 @@ def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
 def _load_columns(
     at, stride, first, there, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
 ):
-    """As `_load_rows`, for sums over rows: a lane has R // 4 of them, and runs of 64 features."""
+    """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8], in S runs of 64
+    features.
+    """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None]
@@ -394,14 +393,14 @@ def _load_columns(
 
 @triton.jit
 def _as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
-    """What `_load_columns` loaded as [W, VP, R]: feature 64 s + 8 m + j is 64 s + 8 j + m."""
+    """View what `_load_columns` loaded as [W, VP, R]: feature 64 s + 8 m + j is 64 s + 8 j + m."""
     x = tl.reshape(x, (4, 8, W, R // 8, 2, VP // 64, 8))
     return tl.reshape(tl.permute(x, (2, 5, 6, 1, 3, 0, 4)), (W, VP, R))
 
 
 @triton.jit
 def _numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
-    """Which keys lanes have from `first` on: [4, 8, W, rows, 1] of `_load_rows`, and of `_load_columns`."""
+    """Return the keys of each lane from `first` on: [4, 8, W, KEYS / 8, 1] and [4, 8, W, KEYS / 4, 1]."""
     t = tl.arange(0, 4)[:, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None]
     w = tl.arange(0, W)[:, None, None]
@@ -415,7 +414,7 @@ def _seen(
     mask, first, LENGTH, m_l, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr, MASK: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Which keys are seen, as `_numbers` has them, and what is added to scores [W, G, KEYS]."""
+    """Return which keys are seen, in the layouts of `_numbers`, and what is added to scores [W, G, KEYS]."""
     row, column = _numbers(first, W, KEYS)
     row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
     # t, m, warp, 8 keys, c
@@ -426,7 +425,7 @@ def _seen(
 
 @triton.jit
 def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
-    """What is added to scores of the keys `at`: -inf for those that are not seen."""
+    """Return what is added to the scores of keys `at` [any shape], float32: -inf for hidden keys."""
     if PTX:
         at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
     there = at < LENGTH
@@ -436,5 +435,5 @@ def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
     if MASK == "bool":
         return tl.where(tl.load(at, mask=there, other=0) != 0, 0.0, -float("inf"))
     added = tl.load(at, mask=there, other=-float("inf")).to(tl.float32)
-    # Masks have the lowest number for keys that are not to be seen, if there are others.
+    # A mask of the lowest float32 hides a key, unless all keys are hidden.
     return tl.where(added > -float("inf"), tl.maximum(added * LOG2E, LOWEST), added)

@@ -1,21 +1,46 @@
-"""Keys and values of a prompt to the memory of a cache, in one launch for all layers."""
+"""KV append in one launch, of new tokens and of a prompt for all layers, and its references."""
 
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from quantkit.kernels.jit.launcher import Launch, launching_on
+from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
 from quantkit.kernels.layouts.shared_memory import power_of_two
 
-#: Bytes of a word that is copied, whatever numbers are in it.
+#: Bytes per copied word, whatever the dtype of the cache.
 WORD = 8
-#: Tokens of a program.
+#: Tokens per program of `fill`.
 TOKENS = 32
 
 
-def slow_fill(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """The twin of `fill`."""
+def append_reference(
+    keys: torch.Tensor, values: torch.Tensor, held: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append `k`, `v` [B, H, T, ...] to `keys`, `values` [B, H, L, ...] by torch; there must be room."""
+    positions = torch.arange(k.shape[2], device=k.device) + held
+    return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
+
+
+def append(
+    keys: torch.Tensor, values: torch.Tensor, held: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append `k` [B, H, T, D] and `v` [B, H, T, V] to the cache, after the `held` tokens. Returns the cache.
+
+    `keys` is [B, H, L, D], `values` [B, H, L, V], `held` [] or [1] int64. A token without room is not
+    written. The last key then becomes NaN, so that attention to it is NaN.
+    """
+    batch, heads, tokens, size = k.shape
+    k, v = (part if part.stride(-1) == 1 else part.contiguous() for part in (k, v))
+    launch = _append_launch(batch * tokens, heads, size, v.shape[-1], launch_features(k.device))
+    strides = [stride for part in (k, v, keys, values) for stride in part.stride()[:3]]
+    with launching_on(k.device):
+        launch(k, v, held, keys, values, tokens, keys.shape[2], *strides)
+    return keys, values
+
+
+def fill_reference(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
+    """Write `states` [B, H, T, D] to `rooms` [B, H, L, D] by torch."""
     if clear:
         torch._foreach_zero_(rooms)
     tokens = states[0].shape[2]
@@ -23,10 +48,11 @@ def slow_fill(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool
 
 
 def fill(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to the first tokens of `rooms` [B, H, L, D]; others become 0 if `clear`.
+    """Write `states` [B, H, T, D] to the first T tokens of `rooms` [B, H, L, D]; the others become 0 if
+    `clear`.
 
-    Each pair is of one dtype and device, and all have as many tokens. One launch for all rooms of a shape;
-    what is not of whole words that lie together is for `slow_fill`. The host does not wait for the GPU.
+    A pair has one dtype and device; T is the same for all. One launch serves all rooms of a shape. Pairs that
+    are not made of contiguous 8-byte words use `fill_reference`. The host does not wait for the GPU.
     """
     launches: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -37,30 +63,41 @@ def fill(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> 
     for (device, batch, heads, length, row), pairs in launches.items():
         tokens = pairs[0][1].shape[2]
         end = length if clear else tokens
-        launch = _launch(len(pairs), batch * heads, -(-end // TOKENS), row // WORD)
+        launch = _fill_launch(len(pairs), batch * heads, -(-end // TOKENS), row // WORD)
         entries = [_entry(room, part) for room, part in pairs]
-        # From pinned memory, as the host would wait until other memory is read.
+        # Pinned: the host would wait for a copy from pageable memory.
         table = torch.tensor(entries, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         with launching_on(device):
             launch(table, tokens, length, end, heads)
     if others:
-        slow_fill([room for room, _ in others], [part for _, part in others], clear)
+        fill_reference([room for room, _ in others], [part for _, part in others], clear)
 
 
 def _is_of_words(room: torch.Tensor, states: torch.Tensor) -> bool:
-    """Whether `room` is contiguous, and rows of both are whole words."""
+    """Return True if `room` [B, H, L, D] is contiguous, and rows of both are aligned 8-byte words."""
     lies = room.data_ptr(), states.data_ptr(), *(states.itemsize * stride for stride in states.stride()[:3])
     row = states.shape[3] * states.itemsize
     return room.is_contiguous() and states.stride(3) == 1 and not any(at % WORD for at in (row, *lies))
 
 
 def _entry(room: torch.Tensor, states: torch.Tensor) -> tuple[int, ...]:
+    """Return the row of `table` [N, 5]: addresses of `room` and `states`, strides of `states` in words."""
     strides = (stride * states.itemsize // WORD for stride in states.stride()[:3])
     return room.data_ptr(), states.data_ptr(), *strides
 
 
 @lru_cache(maxsize=256)
-def _launch(tensors: int, heads: int, parts: int, words: int) -> Launch:
-    from quantkit.kernels.ops.kv_append_kernel import fill
+def _append_launch(tokens: int, heads: int, size: int, width: int, features: frozenset[str]) -> Launch:
+    """Build the launch of `append` for `tokens` tokens: keys of `size` features, values of `width`."""
+    from quantkit.kernels.ops.kv_append_kernels import append
+
+    sizes = {"D": size, "DP": power_of_two(size), "V": width, "VP": power_of_two(width)}
+    return Launch(append, (tokens, heads), **sizes, **overlap(features), num_warps=1)
+
+
+@lru_cache(maxsize=256)
+def _fill_launch(tensors: int, heads: int, parts: int, words: int) -> Launch:
+    """Build the launch of `fill` for `tensors` rooms of `heads` heads and rows of `words` words."""
+    from quantkit.kernels.ops.kv_append_kernels import fill
 
     return Launch(fill, (tensors, heads, parts), W=words, WP=power_of_two(words), BT=TOKENS, num_warps=4)

@@ -1,4 +1,4 @@
-"""A kernel that only reads: what any kernel takes at least for so many bytes."""
+"""Bandwidth kernel: reads memory and nothing else, a floor for the time of any kernel."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def read(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """Sums of `STEPS` blocks of int32 per program, so that no load can be left out."""
+    """Write `out` [programs] int32, the sum of STEPS blocks of BLOCK int32 of `x`. Grid: (programs,).
+
+    The sum keeps the compiler from removing the loads.
+    """
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.int32)
     for i in range(STEPS):

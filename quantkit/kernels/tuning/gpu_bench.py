@@ -1,4 +1,4 @@
-"""A search's bench and compiler on a GPU."""
+"""Time and compile the candidates of a tile search on a GPU."""
 
 import multiprocessing
 import os
@@ -19,24 +19,25 @@ from quantkit.kernels.gemm.fused_kernels import FRAGMENTS, compile_kernels
 from quantkit.kernels.gemm.unpack import block_rows
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.problem import Problem, TileError
-from quantkit.kernels.registry import row_named
+from quantkit.kernels.registry import kernel_named
 from quantkit.kernels.tuning.search import Candidate, Unfit, Weight
 from quantkit.kernels.tuning.timing import copies, graph_time, random_packed, rest_for
 from quantkit.packing.tensor import PackedTensor
 from quantkit.signals import HeldSignals, kept_from_children
 
-#: From so many rows of x on, a product takes so long that few weights exceed the L2 cache.
+#: M from which 3 copies of a weight suffice: a product then takes long compared to reading the L2 cache.
 MANY_ROWS, FEW_COPIES = 1024, 3
-#: Seconds after which compiling a candidate is given up.
+#: Seconds until compiling a candidate is given up.
 COMPILE_SECONDS = 120
-#: Seconds after which a signal is noticed meanwhile.
+#: Seconds between checks for signals meanwhile.
 CHECK_SECONDS = 0.5
 
 
 class GpuBench:
-    """A random weight on the GPU, as often as it takes to exceed the L2 cache."""
+    """A random packed weight on the GPU, in enough copies to exceed the L2 cache."""
 
     def __init__(self, packed: PackedTensor, dtype: torch.dtype) -> None:
+        """Build the layouts of `packed` [n, k] for activations of `dtype`."""
         self.packed, self.dtype = packed, dtype
         layout = FRAGMENTS.build(packed, dtype)
         nbytes = sum(part.nbytes for part in layout)
@@ -45,12 +46,14 @@ class GpuBench:
         self.expected: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def error(self, candidate: Candidate, m: int) -> float:
+        """Return the largest error of y [m, n] for m rows of x, relative as in `search.LIMITS`."""
         x, y, size = self._expected(m)
         with _explained(candidate, self.packed, m):
             found = self._run(candidate, x, self.layouts[0])
             return float(((found.float() - y).abs() / size).max())
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
+        """Return microseconds of one product with m rows of x."""
         x, _, _ = self._expected(m)
         layouts = self.layouts if m < MANY_ROWS else self.layouts[:FEW_COPIES]
         with _explained(candidate, self.packed, m):
@@ -58,13 +61,15 @@ class GpuBench:
             return graph_time(calls, replays, rest=rest_for(m))
 
     def _run(self, candidate: Candidate, x: torch.Tensor, layout: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return y [m, n] = x W^T for `x` [m, k], by the candidate's kernel and tile."""
         tile = {} if candidate.tile is None else {"tile": candidate.tile}
-        return row_named(candidate.row).launch(x, self.packed, layout, None, **tile)
+        return kernel_named(candidate.kernel).launch(x, self.packed, layout, None, **tile)
 
     def _expected(self, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [m, k], y = x W^T with W unpacked by torch, and the size of its errors, both float32 [m, n].
+        """Return x [m, k], y = x W^T with W dequantized by torch, and the size of y's errors.
 
-        Roundings of the terms of a sum are independent: their sizes add up as squares.
+        Both results are float32 [m, n]. Rounding errors of a sum's terms are independent, so that their
+        squares add up.
         """
         if m not in self.expected:
             self.expected.clear()
@@ -88,7 +93,9 @@ class GpuBench:
 
 @contextmanager
 def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[None]:
-    """Lack of registers or memory is `Unfit`; after any other error the GPU may be of no use any more."""
+    """Turn lack of registers or memory into `Unfit`, and any other error into a `KernelError`: the GPU may be
+    lost.
+    """
     try:
         yield
     except (TileError, torch.OutOfMemoryError) as error:
@@ -102,7 +109,7 @@ def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[N
 
 @contextmanager
 def gpu_bench(weight: Weight) -> Iterator[GpuBench]:
-    """The bench of a weight on the current GPU; its memory is given back at the end."""
+    """Open the bench of a weight on the current GPU; its memory is freed at the end."""
     device = torch.device("cuda", torch.cuda.current_device())
     bench = GpuBench(random_packed(weight.scheme, weight.n, weight.k, device), weight.dtype)
     try:
@@ -112,12 +119,12 @@ def gpu_bench(weight: Weight) -> Iterator[GpuBench]:
         torch.cuda.empty_cache()
 
 
-#: What Triton compiles for: backend, architecture and threads of a warp, as ("cuda", 90, 32).
+#: Target of Triton's compiler: backend, architecture and threads per warp, as ("cuda", 90, 32).
 Target = tuple[str, int | str, int]
 
 
 def gpu_target() -> Target:
-    """The target of the current GPU."""
+    """Return the target of the current GPU."""
     from triton.runtime.driver import driver
 
     found = driver.active.get_current_target()
@@ -125,10 +132,10 @@ def gpu_target() -> Target:
 
 
 class CompilePool:
-    """Compiles candidates in `jobs` processes, which share Triton's cache and use no GPU.
+    """Compile candidates in `jobs` processes that share Triton's cache and use no GPU.
 
-    A compiler that crashes or does not end takes one candidate with it, and no other. A signal ends the block
-    at the next candidate that is asked for, or waited for.
+    A compiler that crashes or hangs loses one candidate only. A signal ends the block at the next candidate
+    that is submitted or waited for.
     """
 
     def __init__(self, jobs: int, target: Target) -> None:
@@ -151,12 +158,13 @@ class CompilePool:
             self._threads.shutdown(wait=False, cancel_futures=True)
             for worker in self._workers:
                 worker.kill()
-            # Now none of them waits for a worker.
+            # No thread waits for a worker any more.
             self._threads.shutdown()
         finally:
             self._signals.__exit__(kind, error, trace)
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
+        """Start compiling a candidate; the returned function waits, and returns why it failed, or None."""
         self._signals.check()
         job = (_same_kernel(problem, candidate), candidate)
         if job not in self._futures:
@@ -164,7 +172,7 @@ class CompilePool:
         return partial(self._waited, self._futures[job])
 
     def _waited(self, future: Future[str | None]) -> str | None:
-        # Also where it has been compiled: what is measured meanwhile takes its time.
+        # Also for finished candidates: measuring between them takes time.
         self._signals.check()
         return future.result()
 
@@ -177,24 +185,24 @@ class CompilePool:
 
 
 def _same_kernel(problem: Problem, candidate: Candidate) -> Problem:
-    """The smallest problem that launches the same kernels.
+    """Return the smallest problem that launches the same kernels.
 
-    Triton compiles anew for 1 and for multiples of 16, `fused-skinny` and `fused-narrow` for 8, 16 and 32
-    rows of x. `fused-stream` knows powers of two of them, and how row tiles are shared out; `fused-hopper`
-    whether they are.
+    Triton specializes for 1 and for multiples of 16. `fused-skinny` and `fused-narrow` differ for M up to 8,
+    16 and 32, `fused-stream` for powers of two of M and splits of row tiles. `fused-hopper` differs by
+    whether tiles are split.
     """
-    if candidate.row == "fused-stream":
+    if candidate.kernel == "fused-stream":
         return replace(problem, m=power_of_two(problem.m))
     m = problem.m if problem.m == 1 else 8 if problem.m <= 8 else 16
-    if candidate.row in ("fused-skinny", "fused-narrow") and problem.m > 16:
+    if candidate.kernel in ("fused-skinny", "fused-narrow") and problem.m > 16:
         m = 32
-    if candidate.row == "fused-hopper":
+    if candidate.kernel == "fused-hopper":
         return problem
     return replace(problem, m=m, n=16 if problem.n % 16 == 0 else 17)
 
 
 class _Worker:
-    """A process that compiles one candidate at a time, started when it is first needed."""
+    """A process that compiles one candidate at a time, started at its first candidate."""
 
     def __init__(self, target: Target, signals: HeldSignals) -> None:
         self._target = target
@@ -204,6 +212,7 @@ class _Worker:
         self._killed = False
 
     def run(self, problem: Problem, candidate: Candidate) -> str | None:
+        """Compile a candidate; return why it failed, or None."""
         if self._killed:
             return "the search ended"
         try:
@@ -221,7 +230,7 @@ class _Worker:
         return reason
 
     def _has_answered(self, connection: Connection) -> bool:
-        """Whether there is an answer in time; `Interrupted` once a signal is held."""
+        """Return True if there is an answer in time; raises `Interrupted` once a signal is held."""
         left: float = COMPILE_SECONDS
         while not connection.poll(min(left, CHECK_SECONDS)):
             self._signals.check()
@@ -231,7 +240,7 @@ class _Worker:
         return True
 
     def kill(self) -> None:
-        """End the process, also while it compiles."""
+        """End the process, even while it compiles."""
         self._killed = True
         if self._process is not None:
             self._process.kill()
@@ -252,11 +261,11 @@ class _Worker:
 
 
 def _work(connection: Connection, target: Target) -> None:
-    """Compile what comes through `connection`, until it closes."""
+    """Compile candidates from `connection` until it closes."""
     # Before Triton is imported: its interpreter compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)
-    # Whoever measures needs a core at once.
+    # The process that measures must not wait for a core.
     os.nice(10)
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -271,17 +280,17 @@ def _work(connection: Connection, target: Target) -> None:
             layout = FRAGMENTS.build(
                 random_packed(problem.scheme, 16, problem.k, torch.device("cpu")), problem.dtype
             )
-            compile_kernels(candidate.row, problem, layout, candidate.tile)
+            compile_kernels(candidate.kernel, problem, layout, candidate.tile)
             reason = None
         except Exception as error:
-            # Triton's messages begin with the source, and end with what is wrong.
+            # Triton's messages start with the source and end with the error.
             last = (str(error).strip().splitlines() or [""])[-1]
             reason = f"it does not compile: {type(error).__name__}: {last}"
         connection.send(reason)
 
 
 class CompileOnly:
-    """As much of a Triton driver as compiling asks for, without a GPU."""
+    """A Triton driver with only what compiling asks for, without a GPU."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -296,4 +305,4 @@ class CompileOnly:
         return 0
 
     def launcher_cls(self, source: Any, metadata: Any) -> None:
-        """Nothing is launched."""
+        """Build no launcher: nothing is launched."""

@@ -1,9 +1,10 @@
-"""The search for the fastest row and tile of a problem: what to measure next, and what won.
+"""Tile search: find the fastest kernel and tile of a problem.
 
-Each row that can run the problem begins with the tile that rules, or the table so far, give it. Rows that are
-hopelessly slower, or not `searched`, are left there. The others try all tiles that differ from their best in
-one field, pass by pass. Every candidate is timed with few replays, the best of them again with many. Only
-those whose result is right may win.
+Each kernel that supports the problem starts with the tile of the rules, or of the table so far. Kernels that
+are `HOPELESS` times slower, or not `searched`, stop there. Others try all tiles that differ from their best
+in one field, pass by pass.
+
+Every candidate is timed with `COARSE` replays, and the best again with `FINE`. Only correct ones may win.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,33 +14,33 @@ from typing import Any, Protocol
 
 import torch
 
-from quantkit.kernels.problem import Gpu, KernelRow, Problem, tile_text
-from quantkit.kernels.registry import ROWS, choose_by_rules, row_named
+from quantkit.kernels.problem import Gpu, Kernel, Problem, tile_text
+from quantkit.kernels.registry import KERNELS, choose_by_rules, kernel_named
 from quantkit.kernels.tuning.tile_table import Entry, Key
 from quantkit.packing.schemes import Scheme
 
-#: Replays of a first timing, and of one that counts.
+#: Replays of a first timing, and of a final one.
 COARSE, FINE = 3, 15
-#: Candidates of a pass that are timed again.
+#: Candidates per pass that are timed again.
 FINALISTS = 3
-#: A row that begins so many times slower than the best keeps the tile it began with.
+#: A kernel whose first tile is this many times slower than the best keeps that tile.
 HOPELESS = 3.0
-#: What beats the choice of the rules must take less than this part of its time: noise is no reason to differ.
+#: A winner must take less than this part of the time of the rules' choice: the rest is noise.
 MARGIN = 0.98
-#: Largest error of an output y, a sum of terms t, as part of |y| + sqrt(sum t^2). Weights and y are rounded
-#: to the dtype of x, by 2^-9 or 2^-12 at most, and no sum of a billion errs by six standard deviations.
+#: Largest error of an output y, a sum of terms t, relative to |y| + sqrt(sum t^2). Weights and y are rounded
+#: to the dtype of x, by at most 2^-9 or 2^-12. One sum in 10^9 errs by 6 standard deviations.
 LIMITS = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-#: The same where steps are summed in float16: each of 256 additions rounds by 2^-11 of the sum so far.
+#: The same for sums in float16: each of 256 additions rounds by 2^-11 of the sum so far.
 HALF_LIMIT = 2.0**-5
 
 
 class Unfit(Exception):
-    """A candidate that this GPU cannot run; the message says what it lacks."""
+    """Raised for a candidate that this GPU cannot run; the message says what it lacks."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight [n, k] in `scheme`, for activations of `dtype` whose sums may be float16 with `half_sums`."""
+    """A weight [n, k] in `scheme`, for activations of `dtype`; sums may be float16 with `half_sums`."""
 
     scheme: Scheme
     n: int
@@ -51,7 +52,7 @@ class Weight:
         return f"{self.scheme} {self.n}x{self.k}"
 
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
-        """Its product with m rows of x, with codes as kernels see them."""
+        """Return its product with m rows of x, with the scheme as kernels see it."""
         problem = Problem(
             m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.half_sums
         )
@@ -60,42 +61,42 @@ class Weight:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A row with a tile, None for a row without."""
+    """A kernel's name with a tile, None for a kernel without tiles."""
 
-    row: str
+    kernel: str
     tile: Any = None
 
     def __str__(self) -> str:
-        return self.row if self.tile is None else f"{self.row} {tile_text(self.tile)}"
+        return self.kernel if self.tile is None else f"{self.kernel} {tile_text(self.tile)}"
 
 
 class Bench(Protocol):
     """A weight under measurement."""
 
     def error(self, candidate: Candidate, m: int) -> float:
-        """The largest error of its result, as in `LIMITS`; NaN for NaN. `Unfit` if it cannot run."""
+        """Return the largest error of its result, relative as in `LIMITS`; NaN for NaN. Raises `Unfit`."""
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
-        """Microseconds of one product with m rows of x. `Unfit` if it cannot run."""
+        """Return microseconds of one product with m rows of x. Raises `Unfit`."""
 
 
 class Compiler(Protocol):
-    """Compiles candidates ahead, at the same time as others are measured."""
+    """Compiles candidates ahead, while others are measured."""
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
-        """Begin; what is returned waits for the end, and says why it failed, or None."""
+        """Start compiling; the returned function waits, and returns why it failed, or None."""
 
 
 @dataclass
 class Search:
-    """What is known of one problem."""
+    """Results so far for one problem."""
 
     problem: Problem
-    #: What the rules choose.
+    #: The choice of the rules.
     rules: Candidate
-    #: What a table has so far.
+    #: The entry of a table so far.
     before: Entry | None = None
-    #: Rows that try more tiles than they begin with; None for all.
+    #: Kernels that try more tiles than their first; None for all.
     searched: frozenset[str] | None = None
     coarse: dict[Candidate, float] = field(default_factory=dict)
     fine: dict[Candidate, float] = field(default_factory=dict)
@@ -107,41 +108,47 @@ class Search:
     def of(
         cls, problem: Problem, before: Entry | None = None, searched: frozenset[str] | None = None
     ) -> "Search":
+        """Start the search of a problem from the choice of the rules, and the entry `before` of a table."""
         chosen = choose_by_rules(problem)
-        return cls(problem, Candidate(chosen.row.name, chosen.tile), before, searched)
+        return cls(problem, Candidate(chosen.kernel.name, chosen.tile), before, searched)
 
     def candidates(self) -> list[Candidate]:
-        """What to measure in the next pass: nothing where all is known."""
+        """Return the candidates of the next pass; none if the search is done."""
         if not self.coarse and not self.rejected:
-            found = [one for row in tunable_rows(self.problem) for one in self._starts(row)]
+            found = [one for kernel in tunable_kernels(self.problem) for one in self._starts(kernel)]
         else:
             found = [
-                one for row in self._hopeful() for one in neighbours(self.problem, row, self._best(row).tile)
+                one
+                for kernel in self._hopeful()
+                for one in neighbours(self.problem, kernel, self._best(kernel).tile)
             ]
         return [one for one in dict.fromkeys(found) if one not in self.coarse and one not in self.rejected]
 
-    def _starts(self, row: KernelRow) -> Iterator[Candidate]:
-        yield Candidate(row.name, None if row.tiling is None else row.tiling.rule(self.problem))
-        if self.before is not None and self.before.row == row.name:
-            yield Candidate(row.name, self.before.tile)
+    def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
+        """Yield the tiles with which a kernel starts."""
+        yield Candidate(kernel.name, None if kernel.tiling is None else kernel.tiling.rule(self.problem))
+        if self.before is not None and self.before.kernel == kernel.name:
+            yield Candidate(kernel.name, self.before.tile)
 
-    def _hopeful(self) -> list[KernelRow]:
+    def _hopeful(self) -> list[Kernel]:
+        """Return the kernels that try more tiles."""
         best = min(self.coarse.values(), default=0.0)
-        rows = [row_named(name) for name in dict.fromkeys(one.row for one in self.coarse)]
+        kernels = [kernel_named(name) for name in dict.fromkeys(one.kernel for one in self.coarse)]
         return [
-            row
-            for row in rows
-            if row.tiling is not None
-            and (self.searched is None or row.name in self.searched)
-            and self.coarse[self._best(row)] <= HOPELESS * best
+            kernel
+            for kernel in kernels
+            if kernel.tiling is not None
+            and (self.searched is None or kernel.name in self.searched)
+            and self.coarse[self._best(kernel)] <= HOPELESS * best
         ]
 
-    def _best(self, row: KernelRow) -> Candidate:
-        mine = {one: us for one, us in self.coarse.items() if one.row == row.name}
+    def _best(self, kernel: Kernel) -> Candidate:
+        """Return the fastest candidate of a kernel so far."""
+        mine = {one: us for one, us in self.coarse.items() if one.kernel == kernel.name}
         return min(mine, key=lambda one: self.fine.get(one, mine[one]))
 
     def measure(self, bench: Bench, candidate: Candidate, failure: str | None) -> None:
-        """Try a candidate, unless compiling it ended with `failure`."""
+        """Check and time a candidate, unless compiling it ended with `failure`."""
         try:
             if failure is not None:
                 raise Unfit(failure)
@@ -154,14 +161,14 @@ class Search:
             self.rejected[candidate] = str(reason)
 
     def measure_best(self, bench: Bench) -> None:
-        """Time the best candidates of the pass, and the rules' choice, with many replays."""
+        """Time the `FINALISTS` of the pass, and the rules' choice, with `FINE` replays."""
         best = sorted(self.coarse, key=lambda one: self.coarse[one])[:FINALISTS]
         for candidate in dict.fromkeys([*best, self.rules]):
             if candidate in self.coarse and candidate not in self.fine:
                 self.fine[candidate] = bench.time(candidate, self.problem.m, FINE)
 
     def entry(self) -> Entry | None:
-        """What won, for a tile table; None where nothing ran."""
+        """Return the winner, for a tile table; None where nothing ran."""
         if not self.fine:
             return None
         best = min(self.fine, key=lambda one: self.fine[one])
@@ -169,49 +176,52 @@ class Search:
         if ruled is not None and self.fine[best] > MARGIN * ruled:
             best = self.rules
         others: dict[str, float] = {}
-        for row in ROWS[: [row.name for row in ROWS].index(best.row)]:
-            times = [self.fine.get(one, us) for one, us in self.coarse.items() if one.row == row.name]
+        for kernel in KERNELS[: [kernel.name for kernel in KERNELS].index(best.kernel)]:
+            times = [self.fine.get(one, us) for one, us in self.coarse.items() if one.kernel == kernel.name]
             if times:
-                others[row.name] = min(times)
-        return Entry(self.fine[best], best.row, best.tile, others)
+                others[kernel.name] = min(times)
+        return Entry(self.fine[best], best.kernel, best.tile, others)
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as the rules' choice the winner is; None if one of them did not run."""
+        """Return the rules' time over the winner's; None if one of them did not run."""
         entry, ruled = self.entry(), self.fine.get(self.rules)
         return None if entry is None or ruled is None else ruled / entry.us
 
 
 def _limit(problem: Problem, candidate: Candidate) -> float:
+    """Return the largest error that a candidate may have."""
     return HALF_LIMIT if getattr(candidate.tile, "half_sums", False) else LIMITS[problem.dtype]
 
 
-def tunable_rows(problem: Problem) -> list[KernelRow]:
-    """The rows that a tile table may choose between: those with a layout of their own that can run it."""
+def tunable_kernels(problem: Problem) -> list[Kernel]:
+    """Return the kernels that a tile table may choose from: those with a layout of their own."""
     return [
-        row
-        for row in ROWS
-        if problem.device in row.devices and row.layout is not None and row.supports(problem) is None
+        kernel
+        for kernel in KERNELS
+        if problem.device in kernel.devices and kernel.layout is not None and kernel.supports(problem) is None
     ]
 
 
-def neighbours(problem: Problem, row: KernelRow, tile: Any) -> Iterator[Candidate]:
-    """The row with the tiles that differ from `tile` in one field and are worth measuring."""
-    assert row.tiling is not None
-    for name, values in row.tiling.values.items():
+def neighbours(problem: Problem, kernel: Kernel, tile: Any) -> Iterator[Candidate]:
+    """Yield tiles of a kernel that differ from `tile` in one field and are worth measuring."""
+    assert kernel.tiling is not None
+    for name, values in kernel.tiling.values.items():
         for value in values:
             other = replace(tile, **{name: value})
-            able = row.tiling.why_not(problem, other) is None and row.tiling.loses(problem, other) is None
+            able = (
+                kernel.tiling.why_not(problem, other) is None and kernel.tiling.loses(problem, other) is None
+            )
             if other != tile and able:
-                yield Candidate(row.name, other)
+                yield Candidate(kernel.name, other)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a search runs with: the GPU, its bench for a weight, the compiler, passes after the first.
+    """Environment of a search: the GPU, a bench per weight, the compiler, and passes after the first.
 
-    `report(pass, done, total, label)` is called for every candidate. Only rows that are `searched` try more
-    tiles than they begin with; None is all.
+    `report(pass, done, total, label)` is called for every candidate. Only kernels in `searched` try more
+    tiles than their first; None means all.
     """
 
     gpu: Gpu
@@ -226,10 +236,9 @@ class Setting:
 def search(
     weights: Iterable[Weight], ms: Sequence[int], known: Mapping[Key, Entry], setting: Setting
 ) -> Iterator[list[Search]]:
-    """Search the best for each weight and M, beginning with what is `known`.
+    """Search the fastest kernel and tile for each weight and M, starting from `known` entries.
 
-    Yields the searches of a weight once per pass: what they found by then may be stored, and the rest be
-    interrupted.
+    Yields the searches of a weight once per pass, so that results can be stored and the rest interrupted.
     """
     searches: dict[Weight, list[Search]] = {}
     for weight in weights:
@@ -237,7 +246,7 @@ def search(
         searches[weight] = [
             Search.of(problem, known.get(Key.of(problem)), setting.searched)
             for problem in problems
-            if tunable_rows(problem)
+            if tunable_kernels(problem)
         ]
     for number in range(setting.passes + 1):
         waiting = {

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from quantkit.errors import UsageError
 
-#: [N, K] of the linears of models: as transformers has them, and q, k, v and gate, up in one, as engines do.
+#: [N, K] of linears: as transformers has them, and with q, k, v and gate, up fused, as engines have them.
 MODEL_SHAPES: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "llama3-8b": {
         "q": (4096, 4096),
@@ -46,7 +46,7 @@ _SIDES = re.compile(r"([1-9]\d{0,7})x([1-9]\d{0,7})")
 
 
 def shapes_named(names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """[N, K] by name: of models (llama3-8b), of their linears (llama3-8b.down), or plain (4096x14336)."""
+    """Return [N, K] by name: of a model (llama3-8b), a linear (llama3-8b.down), or NxK (4096x14336)."""
     found: dict[str, tuple[int, int]] = {}
     for name in names:
         model, _, linear = name.partition(".")

@@ -1,4 +1,4 @@
-"""Where tile tables are: those that ship with quantkit, and one in the user's cache, which wins."""
+"""Files of tile tables: those that ship with quantkit, and the user's, which wins."""
 
 import logging
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from quantkit.errors import KernelError, OutputError, UsageError
 from quantkit.files import open_regular, os_error_text, replace_file, user_cache
-from quantkit.kernels.problem import Gpu, KernelRow
+from quantkit.kernels.problem import Gpu, Kernel
 from quantkit.kernels.tuning.tile_table import OtherTable, TileTable, from_json, gpu_in, to_json
 
-#: `none` leaves the choice of tiles to the rules.
+#: Environment variable; `none` leaves tiles to the rules.
 TILES_VARIABLE = "QUANTKIT_TILES"
-#: Tables are no larger. One with every format and forty shapes has about 1 MB.
+#: Largest table. One with every format and 40 shapes has about 1 MB.
 MAX_BYTES = 16 << 20
 _REMEDY = "Delete it, or run `quantkit tune`."
 
@@ -25,39 +25,40 @@ logger = logging.getLogger("quantkit.kernels")
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A table and where it came from: a path, or "shipped", and the GPU if it was measured on another."""
+    """A table and its `source`: a path or "shipped", and the GPU if it was measured on another one."""
 
     table: TileTable
     source: str
 
 
-def stored_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...]:
-    """The tables for `gpu`, the user's before those that ship; none if `QUANTKIT_TILES=none`.
+def stored_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
+    """Return the tables for `gpu`, the user's first, then shipped ones; none if `QUANTKIT_TILES=none`.
 
-    A table that is damaged is a `KernelError`. One for another GPU or version, or one that cannot be read,
-    is left out with a warning.
+    Raises `KernelError` for a damaged table. Tables for another GPU or version, and unreadable ones, are
+    skipped with a warning.
     """
     if os.environ.get(TILES_VARIABLE) == "none":
         return ()
-    rows = tuple(rows)
+    kernels = tuple(kernels)
     path = user_path(gpu)
-    users = None if path is None else _parsed(_read(path), str(path), gpu, rows)
+    users = None if path is None else _parsed(_read(path), str(path), gpu, kernels)
     found = () if users is None else (StoredTable(users, str(path)),)
-    return (*found, *(StoredTable(one, _shipped_for(gpu, one)) for one in shipped_tables(gpu, rows)))
+    return (*found, *(StoredTable(one, _shipped_for(gpu, one)) for one in shipped_tables(gpu, kernels)))
 
 
 def _shipped_for(gpu: Gpu, table: TileTable) -> str:
+    """Return the source of a shipped table, for messages."""
     elsewhere = "" if table.gpu.name == gpu.name else f", measured on {table.gpu.name}"
     return f"shipped{elsewhere}"
 
 
-def named_tables(name: str, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...]:
-    """The tables of a GPU that need not be here, by its name or that of the file, the user's first, whatever
-    `QUANTKIT_TILES` says.
+def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
+    """Return the tables of a GPU by its name or file name, which need not be here; the user's first.
 
-    `UsageError` with the names there are if there is none. A table that is damaged is a `KernelError`.
+    `QUANTKIT_TILES` is ignored. Raises `UsageError` with known names if there is none, and `KernelError` for
+    a damaged table.
     """
-    rows = tuple(rows)
+    kernels = tuple(kernels)
     file, cache = f"{table_name(name)}.json", user_cache()
     users = None if cache is None else cache / "tiles" / file
     shipped = _shipped() / file
@@ -65,7 +66,7 @@ def named_tables(name: str, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...
         str(users): None if users is None else _read(users),
         "shipped": shipped.read_bytes() if shipped.is_file() else None,
     }
-    parsed = {source: _parsed(data, source, None, rows) for source, data in found.items()}
+    parsed = {source: _parsed(data, source, None, kernels) for source, data in found.items()}
     tables = tuple(StoredTable(table, source) for source, table in parsed.items() if table is not None)
     if not tables:
         known = {one.name for one in _shipped().iterdir() if one.name.endswith(".json")}
@@ -79,34 +80,33 @@ def named_tables(name: str, rows: Iterable[KernelRow]) -> tuple[StoredTable, ...
     return tables
 
 
-def shipped_tables(gpu: Gpu, rows: Iterable[KernelRow]) -> tuple[TileTable, ...]:
-    """The tables that ship with quantkit for a GPU: its own, and then, by name, those for GPUs that are like
-    it, as `TileTable.gpu` says: of its compute capability, with as many multiprocessors.
+def shipped_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[TileTable, ...]:
+    """Return the shipped tables for a GPU: its own, then by name those of GPUs like it.
 
-    Such GPUs differ in how fast they read memory, which kernels wait for in the same tiles: on an H100 the
-    table of the H200 takes 0.95 to 1.00 of the time of the rules up to 16 rows of x, 0.86 with 64 (355
-    products of Llama-3 8B).
+    Alike means the same compute capability and number of multiprocessors. Such GPUs differ in memory
+    bandwidth, for which the same tiles are fast. H100 with the H200's table, 355 products of Llama-3 8B: 0.95
+    to 1.00 of the rules' time for M up to 16, 0.86 at M = 64.
     """
-    rows, own = tuple(rows), file_name(gpu)
+    kernels, own = tuple(kernels), file_name(gpu)
     found = []
     for file in sorted(_shipped().iterdir(), key=lambda one: (one.name != own, one.name)):
         if not file.name.endswith(".json") or not file.is_file():
             continue
         data = file.read_bytes()
         if file.name == own:
-            found.append(_parsed(data, "shipped", gpu, rows))
+            found.append(_parsed(data, "shipped", gpu, kernels))
             continue
         like = _gpu_in(data, str(file))
         if (like.capability, like.multiprocessors) == (gpu.capability, gpu.multiprocessors):
-            # Tiles that are too large for this GPU's memory are refused when they are chosen.
-            found.append(_parsed(data, str(file), None, rows))
+            # Tiles too large for this GPU's shared memory are refused when they are chosen.
+            found.append(_parsed(data, str(file), None, kernels))
     return tuple(table for table in found if table is not None)
 
 
-def user_table(gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable | None:
-    """The table in the user's cache, whatever `QUANTKIT_TILES` says; None where there is none that fits."""
+def user_table(gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable | None:
+    """Return the table in the user's cache, whatever `QUANTKIT_TILES` says; None if none fits."""
     path = _user_path_or_error(gpu)
-    return _parsed(_read(path), str(path), gpu, tuple(rows))
+    return _parsed(_read(path), str(path), gpu, tuple(kernels))
 
 
 def _shipped() -> Traversable:
@@ -114,14 +114,14 @@ def _shipped() -> Traversable:
 
 
 def _parsed(
-    data: bytes | None, source: str, gpu: Gpu | None, rows: tuple[KernelRow, ...]
+    data: bytes | None, source: str, gpu: Gpu | None, kernels: tuple[Kernel, ...]
 ) -> TileTable | None:
-    """The table of a file, for `gpu` or for whatever GPU it is for; None where there is none."""
+    """Parse a file's table, for `gpu` or for the GPU it names; None where there is none."""
     if data is None:
         return None
     gpu = gpu or _gpu_in(data, source)
     try:
-        return from_json(data, gpu, rows)
+        return from_json(data, gpu, kernels)
     except OtherTable as error:
         logger.warning("the tile table %s is not used: %s. %s", source, error, _REMEDY)
         return None
@@ -140,12 +140,12 @@ def _damaged(source: str, error: KernelError) -> KernelError:
     return KernelError(f"the tile table {source} is damaged: {error}. {_REMEDY}")
 
 
-def save(table: TileTable, rows: Iterable[KernelRow]) -> Path:
-    """Write the user's table in one step; `OutputError` says what is in the way."""
+def save(table: TileTable, kernels: Iterable[Kernel]) -> Path:
+    """Write the user's table atomically; raises `OutputError` with the reason."""
     path = _user_path_or_error(table.gpu)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, to_json(table, rows))
+        replace_file(path, to_json(table, kernels))
     except OSError as error:
         raise OutputError(
             f"cannot write the tile table {path}: {os_error_text(error)}. Make its directory writable, or "
@@ -155,17 +155,17 @@ def save(table: TileTable, rows: Iterable[KernelRow]) -> Path:
 
 
 def file_name(gpu: Gpu) -> str:
-    """`nvidia_h200.json` for NVIDIA H200."""
+    """Return the file name of a GPU's table: `nvidia_h200.json` for NVIDIA H200."""
     return f"{table_name(gpu.name)}.json"
 
 
 def table_name(gpu: str) -> str:
-    """The name of the tables of a GPU: `nvidia_h200` for NVIDIA H200."""
+    """Return the name of a GPU's tables: `nvidia_h200` for NVIDIA H200."""
     return (re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") or "gpu")[:100]
 
 
 def user_path(gpu: Gpu) -> Path | None:
-    """The file in the user's cache; None where there is no home directory to have one in."""
+    """Return the file in the user's cache; None without a home directory."""
     cache = user_cache()
     return None if cache is None else cache / "tiles" / file_name(gpu)
 

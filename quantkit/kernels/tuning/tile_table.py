@@ -10,10 +10,9 @@
                        "32": [19.7, "fused-tiled", [4, 32, 4, 4, 4, false, 1, 0],
                               {"fused-skinny": 31.5}], ...}}}]}
 
-A shape is N x K on one line. Its keys are the largest M of a bucket of M, powers of two; its values are
-microseconds, the row, its tile where it has one, and microseconds of the rows that come before it in the
-kernel table. Activations have `dtype`, and sums may be float16 with `half_sums`. Who reads a table checks
-every value, because it may be anyone's.
+A shape is N x K on one line. Its keys are the largest M of a bucket, powers of two. A value is microseconds,
+the kernel, its tile if it has one, and microseconds of the kernels before it in `KERNELS`. Activations have
+`dtype`, and sums may be float16 with `half_sums`. Every value is checked, as a table may come from anyone.
 """
 
 import json
@@ -27,14 +26,14 @@ import torch
 
 from quantkit.errors import FormatError, KernelError
 from quantkit.files import parse_json, shown
-from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, KernelRow, Problem, tile_text
+from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, Kernel, Problem, tile_text
 from quantkit.packing.schemes import Scheme
 
-#: Of the format and of the kernels: a table of another version says nothing about these kernels.
+#: Version of the format and of the kernels: a table of another version does not apply to these kernels.
 VERSION = 12
-#: The largest M that has a bucket.
+#: Largest M with a bucket.
 MAX_M = 1 << 16
-#: N and K are no larger.
+#: Largest N and K.
 MAX_SIDE = 1 << 24
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ACTIVATION_DTYPES}
@@ -43,9 +42,9 @@ _SHAPE = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
 
 @dataclass(frozen=True)
 class Key:
-    """What an entry is for: a weight [n, k], activations, and M up to `m`, a power of two.
+    """Key of an entry: a weight [n, k], activations, and M up to `m`, a power of two.
 
-    `half_sums` is whether sums may be float16.
+    `half_sums` is True if sums may be float16.
     """
 
     scheme: Scheme
@@ -57,34 +56,34 @@ class Key:
 
     @classmethod
     def of(cls, problem: Problem) -> "Key":
-        """The key of the bucket that `problem` falls into."""
+        """Return the key of the bucket of M that `problem` falls into."""
         scheme, m = as_computed(problem.scheme, problem.k), bucket(problem.m)
         return cls(scheme, problem.dtype, problem.n, problem.k, m, problem.half_sums)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest row with its tile, None for a row without, and microseconds of it and of rows before it."""
+    """The fastest kernel, its tile (None without tiles), its microseconds, and those of earlier kernels."""
 
     us: float
-    row: str
+    kernel: str
     tile: Any = None
     others: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return self.row if self.tile is None else f"{self.row} {tile_text(self.tile)}"
+        return self.kernel if self.tile is None else f"{self.kernel} {tile_text(self.tile)}"
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """The entries of one GPU, and what they were measured with."""
+    """The entries of one GPU, and the versions they were measured with."""
 
     gpu: Gpu
     made_with: Mapping[str, str]
     entries: Mapping[Key, Entry]
 
     def with_more_rows(self, key: Key) -> Iterator[Key]:
-        """The keys of the same weight for more rows of x, up to all that there are, the fewest first."""
+        """Yield the keys of the same weight for larger M, smallest first."""
         m = 2 * key.m
         while m <= MAX_M:
             more = replace(key, m=m)
@@ -93,23 +92,24 @@ class TileTable:
             m *= 2
 
     def with_entries(self, entries: Mapping[Key, Entry]) -> "TileTable":
-        """The table with `entries` added, in place of those that it has for the same keys."""
+        """Return the table with `entries` added or replaced."""
         return replace(self, entries={**self.entries, **entries})
 
 
 class OtherTable(Exception):
-    """A table that is whole, but of another version or GPU than the one asked for."""
+    """Raised for a sound table of another version or GPU than asked for."""
 
 
 def bucket(m: int) -> int:
-    """The largest M that uses the same entry as `m` rows of x."""
+    """Return the largest M that uses the same entry as `m` rows of x."""
     return 1 << (m - 1).bit_length()
 
 
 def as_computed(scheme: Scheme, k: int) -> Scheme:
-    """`scheme` without what no GPU kernel sees.
+    """Return `scheme` without what no GPU kernel sees.
 
-    Codes and one scale per tensor are in the layout as those of a channel are, and factors of columns in x.
+    Layouts hold codes with one scale per tensor as if it were per channel. Column scales are multiplied into
+    x.
     """
     scheme = replace(scheme.for_columns(k), packing="bits", column_scale=False)
     return replace(scheme, group_size=None) if scheme.per_tensor else scheme
@@ -118,20 +118,20 @@ def as_computed(scheme: Scheme, k: int) -> Scheme:
 def time_of(
     tables: Iterable["TileTable"], scheme: Scheme, n: int, k: int, dtype: torch.dtype
 ) -> float | None:
-    """Microseconds of one row of x times a weight [n, k], as the first of `tables` that has it says."""
+    """Return microseconds of one row of x times a weight [n, k], from the first of `tables` that has it."""
     key = Key(as_computed(scheme, k), dtype, n, k, 1)
     return next((table.entries[key].us for table in tables if key in table.entries), None)
 
 
-def to_json(table: TileTable, rows: Iterable[KernelRow]) -> bytes:
-    """The table as a file: sorted, with a line per weight, so that versions of it can be compared."""
-    tiles = {row.name: _fields(row) for row in rows if row.tiling is not None}
+def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
+    """Return the table as a file: sorted, one line per weight, so that versions can be diffed."""
+    tiles = {kernel.name: _fields(kernel) for kernel in kernels if kernel.tiling is not None}
     weights: dict[str, dict[tuple[int, int], dict[int, list[Any]]]] = {}
     for key, entry in table.entries.items():
-        tile = [] if entry.tile is None else [[getattr(entry.tile, name) for name in tiles[entry.row]]]
+        tile = [] if entry.tile is None else [[getattr(entry.tile, name) for name in tiles[entry.kernel]]]
         others = {name: _rounded(us) for name, us in sorted(entry.others.items())}
         by_m = weights.setdefault(_weight_to_json(key), {}).setdefault((key.n, key.k), {})
-        by_m[key.m] = [_rounded(entry.us), entry.row, *tile, *([others] if others else [])]
+        by_m[key.m] = [_rounded(entry.us), entry.kernel, *tile, *([others] if others else [])]
     groups = []
     for weight, shapes in sorted(weights.items()):
         lines = [
@@ -150,7 +150,7 @@ def to_json(table: TileTable, rows: Iterable[KernelRow]) -> bytes:
 
 
 def _weight_to_json(key: Key) -> str:
-    """What the shapes of a scheme share, without the braces around it."""
+    """Return what the shapes of a scheme share, without braces."""
     dtype = str(key.dtype).removeprefix("torch.")
     return json.dumps({"scheme": key.scheme.to_dict(), "dtype": dtype, "half_sums": key.half_sums})[1:-1]
 
@@ -167,14 +167,14 @@ def _gpu_to_json(gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _fields(row: KernelRow) -> list[str]:
-    return [] if row.tiling is None else [field.name for field in fields(row.tiling.record)]
+def _fields(kernel: Kernel) -> list[str]:
+    return [] if kernel.tiling is None else [field.name for field in fields(kernel.tiling.record)]
 
 
 def gpu_in(data: bytes) -> Gpu:
-    """The GPU that a table says it is for, as if its shared memory, which a table does not say, had no end.
+    """Return the GPU that a table is for, with unlimited shared memory, which a table does not state.
 
-    `KernelError` for what is no table of these kernels.
+    Raises `KernelError` for a file that is no table of these kernels.
     """
     try:
         table = parse_json(data, "the file")
@@ -188,19 +188,19 @@ def gpu_in(data: bytes) -> Gpu:
     return Gpu(name, (capability[0], capability[1]), multiprocessors, sys.maxsize)
 
 
-def from_json(data: bytes, gpu: Gpu, rows: Iterable[KernelRow]) -> TileTable:
-    """The table of `gpu` that `to_json` wrote.
+def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
+    """Parse the table of `gpu` that `to_json` wrote.
 
-    A table of another version or GPU is an `OtherTable`. Whatever else is wrong is a `KernelError`; both say
-    what was found and what was expected.
+    Raises `OtherTable` for another version or GPU, and `KernelError` for any other fault. Both say what was
+    found and what was expected.
     """
     try:
-        return _table(parse_json(data, "the file"), gpu, {row.name: row for row in rows})
+        return _table(parse_json(data, "the file"), gpu, {kernel.name: kernel for kernel in kernels})
     except (ValueError, FormatError) as error:
         raise KernelError(str(error)) from None
 
 
-def _table(data: Mapping[str, Any], gpu: Gpu, rows: Mapping[str, KernelRow]) -> TileTable:
+def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> TileTable:
     version = _get(data, "version", int, "the file")
     if version != VERSION:
         raise OtherTable(f"it has version {shown(version)}, these kernels have {VERSION}")
@@ -212,7 +212,7 @@ def _table(data: Mapping[str, Any], gpu: Gpu, rows: Mapping[str, KernelRow]) -> 
     made_with = _get(data, "made_with", dict, "the file")
     if not all(type(version) is str and len(version) <= 100 for version in made_with.values()):
         raise ValueError(f"'made_with' is {shown(made_with)}; expected versions by name")
-    tiles = {row.name: _fields(row) for row in rows.values() if row.tiling is not None}
+    tiles = {kernel.name: _fields(kernel) for kernel in kernels.values() if kernel.tiling is not None}
     if data.get("tiles") != tiles:
         raise ValueError(f"'tiles' is {shown(data.get('tiles'))}; expected {tiles}")
     entries: dict[Key, Entry] = {}
@@ -223,12 +223,12 @@ def _table(data: Mapping[str, Any], gpu: Gpu, rows: Mapping[str, KernelRow]) -> 
                 raise ValueError(f"the scheme of {problem} should be {key.scheme}")
             if key in entries:
                 raise ValueError(f"{problem} occurs twice; expected once")
-            entries[key] = _entry(value, problem, rows)
+            entries[key] = _entry(value, problem, kernels)
     return TileTable(gpu, made_with, entries)
 
 
 def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:
-    """Each problem of a list of weights with what is said of it."""
+    """Yield each problem of a list of weights, and its unparsed entry."""
     if type(group) is not dict:
         raise ValueError(f"'weights' has {shown(group)}; expected an object")
     _only(group, ("scheme", "dtype", "half_sums", "shapes"), "a weight")
@@ -250,38 +250,38 @@ def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:
             )
 
 
-def _entry(value: Any, problem: Problem, rows: Mapping[str, KernelRow]) -> Entry:
+def _entry(value: Any, problem: Problem, kernels: Mapping[str, Kernel]) -> Entry:
     what = f"the entry of {problem}"
     if type(value) is not list or len(value) < 2:
         raise ValueError(f"{what} is {shown(value)}; expected [microseconds, row, ...]")
     us, name, *rest = value
-    row = rows.get(name) if type(name) is str else None
-    if row is None or "cuda" not in row.devices:
-        known = ", ".join(row.name for row in rows.values() if "cuda" in row.devices)
+    kernel = kernels.get(name) if type(name) is str else None
+    if kernel is None or "cuda" not in kernel.devices:
+        known = ", ".join(kernel.name for kernel in kernels.values() if "cuda" in kernel.devices)
         raise ValueError(f"{what} names the row {shown(name)}; known are {known}")
     tile = None
-    if row.tiling is not None:
-        tile = _tile(rest.pop(0) if rest else None, row, problem, what)
+    if kernel.tiling is not None:
+        tile = _tile(rest.pop(0) if rest else None, kernel, problem, what)
     others = rest.pop(0) if rest and type(rest[0]) is dict else {}
     if rest:
         raise ValueError(f"{what} has {shown(rest)} at its end; expected nothing more")
     for other in others:
-        if other not in rows:
-            raise ValueError(f"{what} names the row {shown(other)}; known are {', '.join(rows)}")
+        if other not in kernels:
+            raise ValueError(f"{what} names the row {shown(other)}; known are {', '.join(kernels)}")
     return Entry(_us(us, what), name, tile, {other: _us(us, what) for other, us in others.items()})
 
 
-def _tile(values: Any, row: KernelRow, problem: Problem, what: str) -> Any:
-    assert row.tiling is not None
-    names = fields(row.tiling.record)
+def _tile(values: Any, kernel: Kernel, problem: Problem, what: str) -> Any:
+    assert kernel.tiling is not None
+    names = fields(kernel.tiling.record)
     if type(values) is not list or [type(value) for value in values] != [name.type for name in names]:
         raise ValueError(
             f"{what} has the tile {shown(values)}; expected {', '.join(name.name for name in names)}"
         )
-    tile = row.tiling.record(*values)
-    reason = row.supports(problem) or row.tiling.why_not(problem, tile)
+    tile = kernel.tiling.record(*values)
+    reason = kernel.supports(problem) or kernel.tiling.why_not(problem, tile)
     if reason is not None:
-        raise ValueError(f"{what} has the tile {values} for {row.name}, which cannot be: {reason}")
+        raise ValueError(f"{what} has the tile {values} for {kernel.name}, which cannot be: {reason}")
     return tile
 
 

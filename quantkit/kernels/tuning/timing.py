@@ -1,7 +1,7 @@
-"""How kernels are timed on a GPU: for `quantkit tune` and `benchmarks/gpu_matmul.py` alike.
+"""Time kernels on a GPU, for `quantkit tune` and `benchmarks/gpu_matmul.py`.
 
-A time is the median of replays of one CUDA graph, divided by its calls. They take as many different weights
-as exceed the L2 cache several times: no launch is waited for, and no weight is in a cache.
+A time is the median over replays of a CUDA graph, divided by its calls. The calls read different weights,
+several times the L2 cache: no launch is waited for, and no weight is cached.
 """
 
 import math
@@ -16,41 +16,40 @@ import torch
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
-#: Weights that a round of calls reads: more than the L2 cache of any GPU, several times.
+#: Bytes of weights that a round of calls reads: several times the L2 cache of any GPU.
 ROUND_BYTES = 320 << 20
-#: Replays before those that count, in which the clock rises, and how many of those that are asked for count
-#: at least.
+#: Replays that do not count, in which the clock rises, and fewest replays that count.
 WARMUP, LEAST = 3, 5
-#: From so many rows of x on a product may draw more power than a GPU is allowed. After some 40 ms of that its
-#: clock falls, so that a time depends on what ran before. It was seen with 256 rows.
+#: M from which a product may exceed a GPU's power limit (seen at M = 256). After about 40 ms the clock falls,
+#: so that a time depends on what ran before.
 POWER_ROWS = 128
-#: Seconds of rest before such a product is timed, and about those that the replays that count may take. Where
-#: as many as count at least take more than 40 ms, they do so in a clock that falls.
+#: Seconds of rest before such a product, and about the time of the replays that count. If the fewest replays
+#: take more than 40 ms, the clock falls in them.
 REST, SPELL = 0.12, 0.02
-#: Codes drawn at a time.
+#: Codes drawn per block.
 _DRAWN = 1 << 24
 
 
 def copies(nbytes: int) -> int:
-    """Weights of so many bytes in a round."""
+    """Return the number of weights of `nbytes` bytes in a round."""
     return max(2, math.ceil(ROUND_BYTES / nbytes))
 
 
 def rest_for(m: int, rest: float = REST) -> float:
-    """Seconds of rest before a product with m rows of x is timed: `rest`, or none."""
+    """Return the seconds of rest before a product with m rows of x is timed: `rest`, or 0."""
     return rest if m >= POWER_ROWS else 0.0
 
 
 def graph_time(
     calls: Sequence[Callable[[], object]], replays: int = 10, *, rest: float = 0.0, load: float = 0.0
 ) -> float:
-    """Median microseconds of one of `calls`, captured together in one CUDA graph.
+    """Return median microseconds of one of `calls`, captured together in one CUDA graph.
 
-    Before, the GPU has seconds of `rest`, then of `load` by the same calls. After a rest alone as many of the
-    replays count as fit into `SPELL`.
+    Before it, the GPU rests for `rest` seconds, then runs the calls for `load` seconds. After a rest without
+    load, only replays within `SPELL` seconds count.
     """
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    # Memory of `calls` may have been somebody else's before, who is not done with it on the other stream.
+    # The other stream may still use memory that `calls` got from the allocator.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in (*calls, *calls):
@@ -64,7 +63,7 @@ def graph_time(
 
 
 def _counted(replay: Callable[[], float], replays: int, rest: float, load: float) -> list[float]:
-    """Microseconds of the replays that count."""
+    """Return microseconds of the replays that count."""
     time.sleep(rest)
     loaded = time.monotonic() + load
     while time.monotonic() < loaded:
@@ -79,7 +78,7 @@ def _counted(replay: Callable[[], float], replays: int, rest: float, load: float
 
 
 def _replay(graph: Any) -> float:
-    """Microseconds of one replay."""
+    """Return microseconds of one replay."""
     start, stop = _event(), _event()
     start.record()
     graph.replay()
@@ -93,7 +92,7 @@ def _event() -> Any:
 
 
 def read_time(nbytes: int) -> float:
-    """Microseconds of the fastest of some kernels that read so many bytes and do nothing else."""
+    """Return microseconds of the fastest of 5 bandwidth kernels that read `nbytes` bytes."""
     from quantkit.kernels.tuning.bandwidth_kernel import read
 
     nbytes = nbytes // (1 << 15) * (1 << 15)
@@ -108,7 +107,7 @@ def read_time(nbytes: int) -> float:
 
 
 def random_packed(scheme: Scheme, n: int, k: int, device: torch.device) -> PackedTensor:
-    """A weight [n, k] with random codes that stand for numbers, and scales that keep products finite."""
+    """Return a weight [n, k] with random codes of finite numbers, and scales that keep products finite."""
     generator = torch.Generator(device).manual_seed(0)
     scheme = scheme.for_columns(k)
     top, groups = 2**scheme.format.bits, scheme.groups(k)
@@ -118,6 +117,7 @@ def random_packed(scheme: Scheme, n: int, k: int, device: torch.device) -> Packe
     )
 
     def draw(rows: int, columns: int) -> torch.Tensor:
+        """Return random codes [rows, columns] uint8."""
         picked = torch.randint(len(numbers), (rows * columns,), generator=generator, device=device)
         return numbers[picked].view(rows, columns)
 

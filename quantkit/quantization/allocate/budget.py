@@ -11,7 +11,7 @@ import torch
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.kernels.problem import gpu_of
-from quantkit.kernels.registry import ROWS
+from quantkit.kernels.registry import KERNELS
 from quantkit.kernels.tuning.store import named_tables, table_name
 from quantkit.kernels.tuning.tile_table import time_of
 from quantkit.model.architectures import GATE_UP
@@ -122,7 +122,7 @@ class MillisecondsPerToken(Limit):
         return 1e6
 
     def price(self, checkpoint: Checkpoint) -> Price:
-        tables = [stored.table for stored in named_tables(self.gpu, ROWS)]
+        tables = [stored.table for stored in named_tables(self.gpu, KERNELS)]
 
         def price(linear: Linear, scheme: Scheme) -> int | None:
             # What a GPU computes in: models of other dtypes are loaded as bfloat16.

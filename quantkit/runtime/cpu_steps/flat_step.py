@@ -165,7 +165,7 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
     weight = (
         PackedTensor(tuple(parts), scheme, (rows, columns)) if parts else Outline(scheme, (rows, columns))
     )
-    tensors = tuple(layout) if chosen.row.layout is not None else ()
+    tensors = tuple(layout) if chosen.kernel.layout is not None else ()
     scale = weight.part("column_scale") if isinstance(weight, PackedTensor) else None
     scale = None if scale is None else scale.to(x.dtype)
     launch, flat_shape = chosen.launch, (problem.m, columns)

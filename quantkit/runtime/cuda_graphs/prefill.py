@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from quantkit.kernels.jit.compile_pool import compiled_first
-from quantkit.kernels.ops.kv_append import fill, slow_fill
+from quantkit.kernels.ops.kv_append import fill, fill_reference
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs import capture
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
@@ -338,7 +338,7 @@ def _fill(layers: Sequence[tuple[Any, States]]) -> None:
     rooms = [part for layer, _ in layers for part in (layer.keys, layer.values)]
     parts = [part for _, states in layers for part in states]
     # Clear new memory: masked values are multiplied with 0, and 0 * NaN would be NaN.
-    (fill if can_fuse(parts[0].device) else slow_fill)(rooms, parts, clear=bool(fresh))
+    (fill if can_fuse(parts[0].device) else fill_reference)(rooms, parts, clear=bool(fresh))
     torch._foreach_add_([layer.cumulative_length for layer, _ in layers], parts[0].shape[2])
 
 

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import rope
 from quantkit.kernels.ops.attention import rotated_attention, rotates
+from quantkit.kernels.ops.norm import HeadNorms, rms_norm
 from quantkit.runtime.passes.trace import META, Memory, between, part
 
 _ATTENTION = torch.ops.quantkit.decode_attention.default
@@ -21,15 +22,15 @@ _TRANSPOSE = torch.ops.aten.transpose.int
 
 
 def fuse_head_norms(graph: Graph, memory: Memory) -> None:
-    """Fuse head norms into `glue.rotate_append`, if both q and k have one that nothing else reads."""
-    for rotation in graph.find_nodes(op="call_function", target=glue.rotate_append):
+    """Fuse head norms into `rope.rotate_append`, if both q and k have one that nothing else reads."""
+    for rotation in graph.find_nodes(op="call_function", target=rope.rotate_append):
         q, k = (_head_norm(memory, cast(Node, one), rotation) for one in rotation.args[:2])
         if q is None or k is None or q.kwargs != k.kwargs:
             continue
         for place, norm in enumerate((q, k)):
             _fuse_norm(graph, memory, rotation, place, norm)
         weights: Any = q.args[1], k.args[1]
-        rotation.update_kwarg("norms", glue.HeadNorms(*weights, **cast(Any, q.kwargs)))
+        rotation.update_kwarg("norms", HeadNorms(*weights, **cast(Any, q.kwargs)))
         for norm in (q, k):
             graph.erase_node(norm)
 
@@ -39,7 +40,7 @@ def _head_norm(memory: Memory, operand: Node, rotation: Node) -> Node | None:
     norm = operand.args[0] if operand.target is _TRANSPOSE and operand.args[1:] == (1, 2) else operand
     assert isinstance(norm, Node)
     is_its_own = [*operand.users] == [rotation] and rotation.args.count(operand) == 1
-    if norm.target is not glue.norm or not is_its_own or (operand is not norm and [*norm.users] != [operand]):
+    if norm.target is not rms_norm or not is_its_own or (operand is not norm and [*norm.users] != [operand]):
         return None
     x, weight = cast(tuple[Node, Node], norm.args)
     writes = (memory.written(one) & memory.of(x) for one in (*between(norm, rotation), rotation))
@@ -62,7 +63,7 @@ def _fuse_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: N
 
 
 def fuse_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Fuse `glue.rotate_append` into the decode attention after it, if nothing else reads its results."""
+    """Fuse `rope.rotate_append` into the decode attention after it, if nothing else reads its results."""
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         rotation = _rotation(node)
         if rotation is not None and _can_fuse(memory, rotation, node, device):
@@ -74,7 +75,7 @@ def fuse_rotations(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _rotation(attention: Node) -> Node | None:
-    """Return the `glue.rotate_append` whose results are q, keys and values of `attention`; else None."""
+    """Return the `rope.rotate_append` whose results are q, keys and values of `attention`; else None."""
     operands = cast(tuple[Node, ...], attention.args[:3])
     if attention.kwargs or any(
         one.target is not part or one.args[1] != number for number, one in enumerate(operands)
@@ -82,7 +83,7 @@ def _rotation(attention: Node) -> Node | None:
         return None
     calls = {one.args[0] for one in operands}
     call = cast(Node, calls.pop())
-    return call if not calls and call.target is glue.rotate_append else None
+    return call if not calls and call.target is rope.rotate_append else None
 
 
 def _can_fuse(memory: Memory, rotation: Node, attention: Node, device: torch.device) -> bool:

@@ -25,7 +25,8 @@ from quantkit.kernels.linear_fused import (
     linear_then_norm,
 )
 from quantkit.kernels.moe.grouped_gemm import EXPERTS_OPERATOR, gates_experts, run_experts
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import activation
+from quantkit.kernels.ops.norm import add_rms_norm, rms_norm
 from quantkit.runtime.passes.trace import META, OFFSET, Memory, between, part
 
 #: Targets of calls that multiply x with a weight.
@@ -57,7 +58,7 @@ GATED: dict[Any, Gated] = {
 
 def fuse_gates(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Fuse gates into the epilogue of linears that nothing else reads, if their kernels support it."""
-    for node in graph.find_nodes(op="call_function", target=glue.gate):
+    for node in graph.find_nodes(op="call_function", target=activation.gate):
         product = memory.source(node.args[0])
         if product.target in GATED and _can_gate(memory, product, node, device):
             _fuse_gate(graph, memory, product, node)
@@ -92,7 +93,7 @@ def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
 
     Only where the kernels of all these linears support it.
     """
-    for node in graph.find_nodes(op="call_function", target=glue.add_norm):
+    for node in graph.find_nodes(op="call_function", target=add_rms_norm):
         first, second, _ = node.args
         for operand, residual in ((first, second), (second, first)):
             if not node._erased and _can_begin_norm(memory, operand, node, residual, device):
@@ -174,7 +175,7 @@ def _erase(graph: Graph, node: Node) -> None:
 
 def fuse_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Fuse norms into the prologue of the one linear that reads them, if its kernel supports it."""
-    for target in (glue.norm, glue.add_norm):
+    for target in (rms_norm, add_rms_norm):
         for node in graph.find_nodes(op="call_function", target=target):
             results = _results(node)
             products = [user for one in results[-1:] for user in _used(memory, one)]
@@ -183,11 +184,11 @@ def fuse_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _results(node: Node) -> list[Node]:
-    """Return the used results of a norm, the normed tensor last; `glue.add_norm` also returns a sum.
+    """Return the used results of a norm, the normed tensor last; `norm.add_rms_norm` also returns a sum.
 
     Empty if the normed result is unused.
     """
-    if node.target is not glue.add_norm:
+    if node.target is not add_rms_norm:
         return [node]
     parts = {user.args[1]: user for user in node.users}
     return [parts[number] for number in (0, 1) if number in parts] if 1 in parts else []
@@ -242,7 +243,7 @@ def delay_start(graph: Graph, memory: Memory) -> None:
     where the running linear is long: Llama-3 8B, one sequence, H200, fp6: 72.1 us a layer delayed, 75.8 not.
     An early start gains where the running linear is short: int4, 51.0 us a layer, 51.1 delayed.
     """
-    for node in graph.find_nodes(op="call_function", target=glue.add_norm):
+    for node in graph.find_nodes(op="call_function", target=add_rms_norm):
         before = max(_weight_bytes(memory.source(one)) for one in node.all_input_nodes)
         if before > max(map(_weight_bytes, _used(memory, node)), default=before):
             node.update_kwarg("late", True)

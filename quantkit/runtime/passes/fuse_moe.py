@@ -11,8 +11,8 @@ from typing import Any, cast
 from torch.fx import Graph, Node
 
 from quantkit.kernels.moe import router
-from quantkit.kernels.moe.grouped_gemm import ORDER_OPERATOR
-from quantkit.kernels.ops import glue
+from quantkit.kernels.moe.grouped_gemm import SORT_OPERATOR
+from quantkit.kernels.ops.norm import add_rms_norm
 from quantkit.runtime.passes.trace import META, Memory, between, part
 
 
@@ -23,7 +23,7 @@ def fuse_router_norms(graph: Graph, memory: Memory) -> None:
         if product.target is not router.small_linear:
             continue
         norm = memory.source(cast(Node, product.args[0]))
-        if norm.target is glue.add_norm and _can_take_norm(memory, norm, product):
+        if norm.target is add_rms_norm and _can_take_norm(memory, norm, product):
             _fuse_norm(graph, memory, norm, product)
 
 
@@ -69,7 +69,7 @@ def _fuse_norm(graph: Graph, memory: Memory, norm: Node, product: Node) -> None:
 
 def fuse_permutations(graph: Graph, memory: Memory) -> None:
     """Fuse the token permutation into `router.route`, if one program can do both."""
-    for node in graph.find_nodes(op="call_function", target=ORDER_OPERATOR):
+    for node in graph.find_nodes(op="call_function", target=SORT_OPERATOR):
         call = _router(memory, node)
         if call is not None:
             _fuse_permutation(graph, memory, call, node)
@@ -84,7 +84,7 @@ def _router(memory: Memory, order: Node) -> Node | None:
     logits = call.args[0].meta[META]
     fits = (
         logits.shape[1] == experts
-        and router.orders_pairs(logits, call.kwargs["slots"])
+        and router.can_route_and_sort(logits, call.kwargs["top_k"])
         # No node changes the selected experts before they are sorted.
         and not any(memory.written(one) & memory_of_index for one in between(call, order))
     )
@@ -94,8 +94,8 @@ def _router(memory: Memory, order: Node) -> Node | None:
 def _fuse_permutation(graph: Graph, memory: Memory, route: Node, order: Node) -> None:
     """Replace both by one call at the place of `route`."""
     with graph.inserting_after(route):
-        options = {**route.kwargs, "spread": order.args[2]}
-        call = graph.call_function(router.route_pairs, route.args, options)
+        options = {**route.kwargs, "single_row_ratio": order.args[2]}
+        call = graph.call_function(router.route_and_sort, route.args, options)
     memory.enter(call, written=memory.written(route))
     new = call
     for old, offset in ((route, 0), (order, 2)):

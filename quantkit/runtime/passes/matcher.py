@@ -32,7 +32,7 @@ class Placeholders(NamedTuple):
     padding: int = 47
     kept: int = 53
     groups: int = 59
-    slots: int = 61
+    top_k: int = 61
     each: int = 67
     experts: int = 59 * 67
 

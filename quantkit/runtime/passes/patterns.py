@@ -15,7 +15,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from quantkit.kernels.moe import router
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import activation, kv_append, rope
+from quantkit.kernels.ops.embedding import embed, embed_reference, padded_embed_reference
+from quantkit.kernels.ops.norm import (
+    MOST_COLUMNS,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_gemma_reference,
+    rms_norm_olmo_reference,
+    rms_norm_reference,
+)
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.registry import is_verbose
 from quantkit.runtime.passes.fold_constants import fold_constants
@@ -66,7 +75,7 @@ def _supports_norm(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
         weight.dtype == x.dtype == residual.dtype
         and residual.shape == x.shape
         and weight.shape == x.shape[-1:]
-        and x.shape[-1] <= glue.MOST_COLUMNS
+        and x.shape[-1] <= MOST_COLUMNS
     )
 
 
@@ -150,7 +159,7 @@ def _supports_logits(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
         logits.dim() == 2
         and logits.numel() > 0
         and logits.shape[1] <= router.MOST_EXPERTS
-        and numbers["slots"] <= router.MOST_SLOTS
+        and numbers["top_k"] <= router.MAX_TOP_K
     )
 
 
@@ -164,15 +173,15 @@ def _supports_scores(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
         and groups * numbers.get("each", experts) == experts
         # The kernel handles groups as blocks, and the kept groups must have at least top-k experts.
         and (groups == 1 or experts & (experts - 1) == 0)
-        and experts // groups * kept >= numbers["slots"]
+        and experts // groups * kept >= numbers["top_k"]
     )
 
 
-def _slow_padded_embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return glue.slow_padded_embed(ids, weight, ANY.padding)
+def _padded_embed_reference(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return padded_embed_reference(ids, weight, ANY.padding)
 
 
-def _slow_add_norm(reference: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def _add_norm_reference(reference: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
         total = x + residual
         return total, reference(total, weight, ANY.eps)
@@ -180,24 +189,24 @@ def _slow_add_norm(reference: Callable[..., torch.Tensor]) -> Callable[..., Any]
     return add_norm
 
 
-def _slow_cos_sin(reference: Callable[..., Any]) -> Callable[..., Any]:
+def _cos_sin_reference(reference: Callable[..., Any]) -> Callable[..., Any]:
     return lambda frequencies, positions, dtype: reference(frequencies, positions, ANY.scaling, dtype)
 
 
-def _slow_norm(reference: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def _norm_reference(reference: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return lambda x, weight: reference(x, weight, ANY.eps)
 
 
-def _slow_route(reference: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda logits: reference(logits, ANY.slots)
+def _route_reference(reference: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda logits: reference(logits, ANY.top_k)
 
 
-def _slow_route_of_one_group(logits: torch.Tensor, bias: torch.Tensor) -> Any:
-    return router.slow_route_deepseek(logits, bias, ANY.slots, ANY.factor, 1, 1)
+def _route_of_one_group_reference(logits: torch.Tensor, bias: torch.Tensor) -> Any:
+    return router.route_deepseek_reference(logits, bias, ANY.top_k, ANY.factor, 1, 1)
 
 
-def _slow_route_of_groups(logits: torch.Tensor, bias: torch.Tensor) -> Any:
-    return router.slow_route_deepseek(logits, bias, ANY.slots, ANY.factor, ANY.groups, ANY.kept)
+def _route_of_groups_reference(logits: torch.Tensor, bias: torch.Tensor) -> Any:
+    return router.route_deepseek_reference(logits, bias, ANY.top_k, ANY.factor, ANY.groups, ANY.kept)
 
 
 def _norm(reference: Callable[..., Any], fast: Callable[..., Any], shapes: _Sizes, kind: str) -> Fusion:
@@ -211,26 +220,28 @@ def _fusions() -> Iterator[Fusion]:
     heads: _Sizes = {"q": (2, 4, tokens, size), "k": (2, 2, tokens, size), "v": (2, 2, tokens, 9)}
     cache: _Sizes = {"keys": (2, 2, 50, size), "values": (2, 2, 50, 9), "held": ()}
     yield Fusion(
-        glue.slow_rotate_append,
-        glue.rotate_append,
+        rope.rotate_append_reference,
+        rope.rotate_append,
         heads | angles | cache,
         _supports_rotated_keys,
         dtypes={"held": torch.int64},
     )
     written = cache | {name: heads[name] for name in ("k", "v")}
-    yield Fusion(glue.slow_append, glue.append, written, _supports_keys, dtypes={"held": torch.int64})
     yield Fusion(
-        glue.slow_rotate,
-        glue.rotate,
+        kv_append.append_reference, kv_append.append, written, _supports_keys, dtypes={"held": torch.int64}
+    )
+    yield Fusion(
+        rope.rotate_reference,
+        rope.rotate,
         {"x": (2, 4, tokens, size)} | angles,
         _supports_rotation,
-        result_like=lambda inputs: glue.empty_heads(inputs["x"]),
+        result_like=lambda inputs: rope.empty_heads(inputs["x"]),
     )
     turns: _Sizes = {"frequencies": (ANY.half,), "positions": (ANY.batch, tokens)}
-    for turn in (glue.slow_cos_sin, glue.slow_cos_sin_of_product):
+    for turn in (rope.cos_sin_reference, rope.cos_sin_matmul_reference):
         yield Fusion(
-            _slow_cos_sin(turn),
-            glue.cos_sin,
+            _cos_sin_reference(turn),
+            rope.cos_sin,
             turns,
             _supports_positions,
             ("scaling",),
@@ -238,33 +249,36 @@ def _fusions() -> Iterator[Fusion]:
             passes_dtype=True,
         )
     table: _Sizes = {"ids": (2, 3), "weight": (53, 20)}
-    for embedding in (glue.slow_embed, _slow_padded_embed):
-        yield Fusion(embedding, glue.embed, table, _supports_rows, dtypes={"ids": torch.int64})
-    norms = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
+    for embedding in (embed_reference, _padded_embed_reference):
+        yield Fusion(embedding, embed, table, _supports_rows, dtypes={"ids": torch.int64})
+    norms = {"llama": rms_norm_reference, "olmo": rms_norm_olmo_reference, "gemma": rms_norm_gemma_reference}
     x: _Sizes = {"x": (2, 3, 20)}
     weight: _Sizes = {"weight": (20,)}
     for kind, reference in norms.items():
         shapes = x | {"residual": (2, 3, 20)} | weight
-        yield _norm(_slow_add_norm(reference), glue.add_norm, shapes, kind)
+        yield _norm(_add_norm_reference(reference), add_rms_norm, shapes, kind)
     for kind, reference in norms.items():
-        yield _norm(_slow_norm(reference), glue.norm, x | weight, kind)
-    gates = {"silu": glue.slow_silu_gate, "gelu": glue.slow_gelu_gate}
+        yield _norm(_norm_reference(reference), rms_norm, x | weight, kind)
+    gates = {"silu": activation.silu_gate_reference, "gelu": activation.gelu_gate_reference}
     for kind, gate in gates.items():
-        yield Fusion(gate, glue.gate, x | {"up": (2, 3, 20)}, _supports_gate, (), {"kind": kind})
+        yield Fusion(gate, activation.gate, x | {"up": (2, 3, 20)}, _supports_gate, (), {"kind": kind})
     small: _Sizes = {"x": (3, 20), "weight": (7, 20)}
     for linear, takes, wide in (
-        (router.slow_wide_linear, _supports_wide, True),
-        (router.slow_small_linear, partial(_supports_small, router.SMALL_PRODUCTS), False),
+        (router.wide_linear_reference, _supports_wide, True),
+        (router.small_linear_reference, partial(_supports_small, router.SMALL_PRODUCTS), False),
     ):
         how = {"wide": wide}
         yield Fusion(linear, router.small_linear, small, takes, options=how, constants=("weight",))
     scores: _Sizes = {"logits": (tokens, ANY.experts), "bias": (ANY.experts,)}
-    for route, more in ((_slow_route_of_groups, ("groups", "kept")), (_slow_route_of_one_group, ())):
-        numbers = ("slots", "factor", *more)
+    for route, more in (
+        (_route_of_groups_reference, ("groups", "kept")),
+        (_route_of_one_group_reference, ()),
+    ):
+        numbers = ("top_k", "factor", *more)
         yield Fusion(route, router.route, scores, _supports_scores, numbers, dtypes={"logits": torch.float32})
     logits: _Sizes = {"logits": (3, 73)}
     for route, options in router.ROUTERS:
-        yield Fusion(_slow_route(route), router.route, logits, _supports_logits, ("slots",), options)
+        yield Fusion(_route_reference(route), router.route, logits, _supports_logits, ("top_k",), options)
 
 
 FUSIONS = tuple(_fusions())

@@ -49,8 +49,13 @@ from quantkit.kernels.gemm.wgmma.wgmma_launch import (
 from quantkit.kernels.layouts.fragment_layout import ROWS, geometry, order_constants
 from quantkit.kernels.layouts.repack_kernel import order_codes
 from quantkit.kernels.moe import router
-from quantkit.kernels.moe.permute_kernels import count_pairs, order_few_pairs, order_pairs, weigh_pairs
-from quantkit.kernels.ops import argmax, attention, glue, kv_append
+from quantkit.kernels.moe.permute_kernels import (
+    combine_experts,
+    count_tokens,
+    sort_few_tokens,
+    sort_tokens_by_expert,
+)
+from quantkit.kernels.ops import activation, argmax, attention, embedding, kv_append, norm, rope
 from quantkit.packing.schemes import scheme
 
 N = K = 4096
@@ -87,14 +92,14 @@ class Source(NamedTuple):
 
 #: How experts of DeepSeek-V3 are chosen.
 GROUPED = router.Routing(8, factor=2.5, groups=8, kept=4)
-#: Tensors of glue that are int64.
-INTEGERS = ("held", "table", "ids", "positions", "found", "tokens", "index")
+#: Tensors of `ops` that are int64.
+INTEGERS = ("held", "table", "ids", "positions", "partial", "tokens", "index")
 #: Kernels that work on pairs, which know no weights, with two slots of 8 experts.
 PAIRS = {
-    "count": (count_pairs, {"CHUNK": 512}),
-    "sort": (order_pairs, {"CHUNK": 2048, "ROWS": 8}),
-    "sort few": (order_few_pairs, {"PADDED": 128, "ROWS": 8}),
-    "weigh": (weigh_pairs, {"SLOTS": 2, "BLOCK": 1024}),
+    "count": (count_tokens, {"CHUNK": 512}),
+    "sort": (sort_tokens_by_expert, {"CHUNK": 2048, "ROWS": 8}),
+    "sort few": (sort_few_tokens, {"PADDED": 128, "ROWS": 8}),
+    "weigh": (combine_experts, {"TOP_K": 2, "BLOCK": 1024}),
 }
 
 
@@ -118,9 +123,9 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         check = any(map(math.isnan, row.format.values))
         return Source(order_codes, order_constants(row.format, shape, row.format.bits, check), 4, 3, None)
     experts = case.kernel.endswith("experts")
-    known = dict(known, HAS_BIAS=not experts, MATRICES=2 if experts else 1, SLOTS=2 if experts else 1)
+    known = dict(known, HAS_BIAS=not experts, MATRICES=2 if experts else 1, TOP_K=2 if experts else 1)
     if not experts:
-        known |= {"order": None, "segments": None}
+        known |= {"order": None, "expert_blocks": None}
     if case.kernel.startswith("skinny") or case.kernel == "present":
         tile = replace(skinny_tile(shape, case.m), present=case.kernel == "present")
         known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
@@ -137,29 +142,29 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         tile = replace(tile, split=1)
     half = half_unit(N, K, row) if case.kernel == "halves" else None
     known |= {"RT": tile.row_tiles, "BM": tile.m, "CHAINS": tile.chains, "SPLIT": tile.split}
-    known |= {"SOME_WHOLE": tile.at_once > 0, "TILES_OF_SEGMENT": 1}
+    known |= {"SOME_WHOLE": tile.at_once > 0, "TILES_OF_BLOCK": 1}
     known |= {"WAIT": not amd and tile.chains == 1, "HOLD": HOLD if tile.chains > 1 else None}
     known |= {"STAGES": tile.stages, "RASTER": RASTER, "HALF": half, "PDL": 90 <= case.capability < 942}
     return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
 
 
-def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """What is between the linears of a model with hidden states, or heads, of `m` numbers, in bfloat16."""
     features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
     launch = {
-        "embed": lambda: glue._embed_launch(1, 1, features),
-        "norm": lambda: glue._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, features),
-        "gate": lambda: glue._gate_launch(1, 1, "silu", features),
-        "cos_sin": lambda: glue._cos_sin_launch(1, case.m // 2, 1.0, features),
-        "rotate": lambda: glue._rotate_launch(1, 8, case.m // 2, features),
-        "rotate_append": lambda: glue._rotate_append_launch(1, 8, 2, case.m // 2, case.m, None, features),
-        "norm_rotate_append": lambda: glue._rotate_append_launch(
+        "embed": lambda: embedding._embed_launch(1, 1, features),
+        "norm": lambda: norm._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, features),
+        "gate": lambda: activation._gate_launch(1, 1, "silu", features),
+        "cos_sin": lambda: rope._cos_sin_launch(1, case.m // 2, 1.0, features),
+        "rotate": lambda: rope._rotate_launch(1, 8, case.m // 2, features),
+        "rotate_append": lambda: rope._rotate_append_launch(1, 8, 2, case.m // 2, case.m, None, features),
+        "norm_rotate_append": lambda: rope._rotate_append_launch(
             1, 8, 2, case.m // 2, case.m, (1e-6, "llama"), features
         ),
-        "append": lambda: glue._append_launch(1, 2, case.m, case.m, features),
-        "fill": lambda: kv_append._launch(1, 2, 1, case.m * 2 // kv_append.WORD),
-        "largest of parts": lambda: argmax._launches(1, 64, features)[0],
-        "largest of rows": lambda: argmax._launches(1, 64, features)[1],
+        "append": lambda: kv_append._append_launch(1, 2, case.m, case.m, features),
+        "fill": lambda: kv_append._fill_launch(1, 2, 1, case.m * 2 // kv_append.WORD),
+        "argmax partial": lambda: argmax._launches(1, 64, features)[0],
+        "argmax combine": lambda: argmax._launches(1, 64, features)[1],
         "small_linear": lambda: router._small_linear_launch(1, 128, case.m, None, features),
         "norm_linear": lambda: router._small_linear_launch(1, 128, case.m, (1e-6, "llama"), features),
         "route": lambda: router._route_launch(1, 4, case.m, router.Routing(8), False, None, features),
@@ -180,7 +185,7 @@ def build_glue(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(tensors, "*bf16"),
         **{name: "*i64" for name in INTEGERS if name in names},
-        **{name: "*i32" for name in ("order", "segments") if name in names},
+        **{name: "*i32" for name in ("order", "expert_blocks") if name in names},
         **({"frequencies": "*fp32"} if "frequencies" in names else {}),
         **({"logits": "*fp32"} if known.get("SIGMOID") else {}),
         **dict.fromkeys(known, "constexpr"),
@@ -325,7 +330,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "codes": "*i16",
         "scale": "*i8" if shape.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums", "squares"), "*fp32"),
-        **dict.fromkeys(("order", "segments"), "*i32"),
+        **dict.fromkeys(("order", "expert_blocks"), "*i32"),
         **dict.fromkeys(("M", "N", "ROW_TILES"), "i32"),
         **dict.fromkeys(known, "constexpr"),
     }
@@ -370,13 +375,13 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "scale": "*i8" if known.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "squares"), "*fp32"),
         **dict.fromkeys(("M", "N", "EACH", "MORE"), "i32"),
-        **dict.fromkeys(("order", "segments"), "*i32" if grouping else "constexpr"),
+        **dict.fromkeys(("order", "expert_blocks"), "*i32" if grouping else "constexpr"),
         "S": "constexpr",
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
     constant = {(names.index("S"),): known}
     if grouping is None:
-        constant |= {(names.index(name),): options.pop(name) for name in ("order", "segments")}
+        constant |= {(names.index(name),): options.pop(name) for name in ("order", "expert_blocks")}
     code = GluonASTSource(launch._kernel, types, constant, aligned)
     # What is around sums for other threads, of four bytes each.
     found = Source(launch._kernel, {}, tile.warps, 1, known.counted_memory)
@@ -388,8 +393,8 @@ def build(case: Case) -> tuple[Any, Source]:
     target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", case.capability, 32)
     if case.kernel.startswith("attend"):
         return build_attention(case, target)
-    if case.kernel == "glue":
-        return build_glue(case, target)
+    if case.kernel == "ops":
+        return build_ops(case, target)
     if case.kernel.startswith("hopper"):
         return build_hopper(case, target)
     if case.kernel.startswith("narrow"):
@@ -408,7 +413,7 @@ def build(case: Case) -> tuple[Any, Source]:
         "zero": "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
         **dict.fromkeys(("x", "bias", "y", "out", "weights"), lane),
-        **dict.fromkeys(("order", "segments", "counts"), "*i32"),
+        **dict.fromkeys(("order", "expert_blocks", "counts"), "*i32"),
         "index": "*i64",
         **dict.fromkeys(("M", "P", "CHUNKS", "first", "N", "K", "STRIDE", "SPANS", "FULL"), "i32"),
         **dict.fromkeys(found.constants, "constexpr"),

@@ -15,15 +15,16 @@ import torch
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
 from quantkit.kernels.gemm.dequantize import dequantize_launch
-from quantkit.kernels.gemm.operands import Grouping, Operands, Pairs
+from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
 from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
 from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.layouts.fragment_layout import ROWS, build, geometry, place_codes_by_torch, place_words
 from quantkit.kernels.moe import permute
-from quantkit.kernels.ops import argmax, attention, glue
+from quantkit.kernels.ops import activation, argmax, attention, kv_append, rope
 from quantkit.kernels.ops.attention import decode_attention, rotated_attention
+from quantkit.kernels.ops.norm import add_rms_norm, rms_norm
 from quantkit.kernels.problem import GPU_FEATURES, device_features
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -38,7 +39,7 @@ FAR = 2**31
 #: Rows that a test computes, those of the last programs.
 LAST = 64
 #: Programs along the first axis of the grid that compute them, where they are not one.
-PROGRAMS = {"weigh_pairs": 2}
+PROGRAMS = {"combine_experts": 2}
 
 
 @pytest.fixture
@@ -189,11 +190,11 @@ def test_the_last_of_many_experts(
     )
     order = far(torch.arange(pairs_ - size, pairs_, dtype=torch.int32, device=DEVICE), pairs_)
     grouping = Grouping(pairs_, 1, size, 1, pairs_ // size)
-    segment = torch.tensor([[experts - 1, pairs_ - size, size]], dtype=torch.int32, device=DEVICE)
-    segments = far(segment, grouping.segments)
+    expert_block = torch.tensor([[experts - 1, pairs_ - size, size]], dtype=torch.int32, device=DEVICE)
+    expert_blocks = far(expert_block, grouping.expert_blocks)
     if DEVICE == "cuda":
-        order[: pairs_ - size], segments[:-1] = 0, 0
-    large = Operands(op.x, layout, None, op.scheme, LAST, Pairs(order, segments, grouping))
+        order[: pairs_ - size], expert_blocks[:-1] = 0, 0
+    large = Operands(op.x, layout, None, op.scheme, LAST, RoutedTokens(order, expert_blocks, grouping))
     with last_programs():
         y = RUNS[name](large)
     assert codes.numel() * experts > FAR and y.numel() > FAR
@@ -206,9 +207,9 @@ def test_the_last_of_many_pairs_are_added_up(last_programs: Callable[[], Any]) -
     y, weights = numbers(2, 2048), numbers(2, 1)
     tokens = FAR // 2048 + 2
     index = torch.zeros(tokens, 1, dtype=torch.int64, device=DEVICE)
-    expected = permute.weigh_pairs(y, index[:2], weights, 1, FEATURES)
+    expected = permute.combine_experts(y, index[:2], weights, 1, FEATURES)
     with last_programs():
-        out = permute.weigh_pairs(far(y, tokens), index, far(weights, tokens), 1, FEATURES)
+        out = permute.combine_experts(far(y, tokens), index, far(weights, tokens), 1, FEATURES)
     assert torch.equal(out[-2:], expected)
 
 
@@ -251,17 +252,17 @@ def test_writes_to_a_cache_and_rotated_heads(far_apart: str) -> None:
     new, held = numbers(2, 3, 1, 16), torch.tensor(3, device=DEVICE)
     near, others = numbers(*shape), numbers(*shape)
     far.copy_(near)
-    glue.rotate_append(new, new, new, cos, sin, near, others, held)
-    glue.rotate_append(new, new, new, cos, sin, far, others, held)
+    rope.rotate_append(new, new, new, cos, sin, near, others, held)
+    rope.rotate_append(new, new, new, cos, sin, far, others, held)
     assert torch.equal(far, near)
-    glue.rotate_append(new, new, new, cos, sin, others, far, held)
+    rope.rotate_append(new, new, new, cos, sin, others, far, held)
     assert torch.equal(far[:, :, 3], new[:, :, 0])
-    glue.append(others, near, held, new, new)
-    glue.append(far, others, held, new, new)
+    kv_append.append(others, near, held, new, new)
+    kv_append.append(far, others, held, new, new)
     assert torch.equal(far[:, :, 3], new[:, :, 0])
-    rotated = glue.rotate(far, cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16))
+    rotated = rope.rotate(far, cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16))
     assert torch.equal(
-        rotated, glue.rotate(far.contiguous(), cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16))
+        rotated, rope.rotate(far.contiguous(), cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16))
     )
     for turn in (1, -1):
         # Far keys, and far values.
@@ -269,7 +270,7 @@ def test_writes_to_a_cache_and_rotated_heads(far_apart: str) -> None:
         far.copy_(near)
         caches = [near, other.clone()][::turn], [far, other][::turn]
         token = new, new, new, cos, sin
-        expected = decode_attention(*glue.rotate_append(*token, *caches[0], held), None, 0.25)
+        expected = decode_attention(*rope.rotate_append(*token, *caches[0], held), None, 0.25)
         found = rotated_attention(*token, *caches[1], held, None, 0.25)
         assert torch.equal(found, expected) and torch.equal(far, near)
 
@@ -282,13 +283,13 @@ def test_rows_of_norms_and_gates(last_programs: Callable[[], Any]) -> None:
     x[-1:] = last
     weight = numbers(columns)
     with last_programs():
-        found = glue.norm(x, weight, 1e-5, "llama")[-1:]
-        total, normed = glue.add_norm(x, x, weight, 1e-5, "llama")
-        gated = glue.gate(x, x, "silu")[-1:]
-    assert torch.equal(found, glue.norm(last, weight, 1e-5, "llama"))
+        found = rms_norm(x, weight, 1e-5, "llama")[-1:]
+        total, normed = add_rms_norm(x, x, weight, 1e-5, "llama")
+        gated = activation.gate(x, x, "silu")[-1:]
+    assert torch.equal(found, rms_norm(last, weight, 1e-5, "llama"))
     assert torch.equal(total[-1:], last + last)
-    assert torch.equal(normed[-1:], glue.norm(last + last, weight, 1e-5, "llama"))
-    assert torch.equal(gated, glue.gate(last, last, "silu"))
+    assert torch.equal(normed[-1:], rms_norm(last + last, weight, 1e-5, "llama"))
+    assert torch.equal(gated, activation.gate(last, last, "silu"))
 
 
 def test_rows_of_logits(last_programs: Callable[[], Any]) -> None:
@@ -296,5 +297,5 @@ def test_rows_of_logits(last_programs: Callable[[], Any]) -> None:
     x = torch.as_strided(empty(rows * 4096), (rows, columns), (4096, 1))
     x[-1:] = numbers(1, columns)
     with last_programs():
-        found = argmax.largest(x)
-    assert torch.equal(found[-1:], argmax.largest(x[-1:]))
+        found = argmax.argmax_two_stage(x)
+    assert torch.equal(found[-1:], argmax.argmax_two_stage(x[-1:]))

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.ops import attention, glue
+from quantkit.kernels.ops import attention
 from quantkit.kernels.ops.attention import (
     PLANS,
     decode_attention,
@@ -17,7 +17,8 @@ from quantkit.kernels.ops.attention import (
     rotates,
     why_not,
 )
-from quantkit.kernels.ops.glue import rotate_append
+from quantkit.kernels.ops.norm import HeadNorms, rms_norm
+from quantkit.kernels.ops.rope import rotate_append
 from quantkit.kernels.problem import GPU_FEATURES, Gpu
 
 pytest.importorskip("triton")
@@ -179,9 +180,9 @@ def test_norms_of_heads_are_taken_before(poisoned, chunks, heads, key_heads, siz
         *new, keys, values, held_of = rest
         mask = (torch.arange(150, device=DEVICE) <= held).expand(2, 1, 1, 150)
         caches = [(keys.clone(), values.clone()) for _ in range(2)]
-        norms = glue.HeadNorms(*weights, 1e-3, kind)
+        norms = HeadNorms(*weights, 1e-3, kind)
         found = rotated_attention(q, k, *new, *caches[0], held_of, mask, 0.3, norms)
-        normed = (glue.norm(one, weight, 1e-3, kind) for one, weight in zip((q, k), weights, strict=True))
+        normed = (rms_norm(one, weight, 1e-3, kind) for one, weight in zip((q, k), weights, strict=True))
         expected = in_two_launches(*normed, *new, *caches[1], held_of, mask, 0.3)
         assert found.isfinite().all()
         for one, other in zip((expected, *caches[1]), (found, *caches[0]), strict=True):

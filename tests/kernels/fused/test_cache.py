@@ -59,7 +59,7 @@ def test_caches_get_all_states_and_zeros(tokens: int, clear: bool) -> None:
         torch.testing.assert_close(around, wanted, rtol=0, atol=0, equal_nan=True)
     for around, _ in expected:
         around[1:-1] = float("nan")
-    kv_append.slow_fill(rooms, states, clear)
+    kv_append.fill_reference(rooms, states, clear)
     for around, wanted in expected:
         torch.testing.assert_close(around, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -67,9 +67,9 @@ def test_caches_get_all_states_and_zeros(tokens: int, clear: bool) -> None:
 def test_most_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's keys and values are, in all layouts that models have."""
     launched: list[int] = []
-    real = kv_append._launch
-    monkeypatch.setattr(kv_append, "_launch", lambda *sizes: launched.append(sizes[0]) or real(*sizes))
-    monkeypatch.setattr(kv_append, "slow_fill", None)
+    real = kv_append._fill_launch
+    monkeypatch.setattr(kv_append, "_fill_launch", lambda *sizes: launched.append(sizes[0]) or real(*sizes))
+    monkeypatch.setattr(kv_append, "fill_reference", None)
     kinds = list(LAID)[:4]
     states = [LAID[kind](1, 6, 64, torch.float16) for kind in kinds]
     kv_append.fill([numbers(1, 3, 8, 64, dtype=torch.float16) for _ in kinds], states, True)
@@ -82,7 +82,7 @@ def test_each_device_has_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(tensors: int, *_: int) -> Callable[..., None]:
         return lambda table, *_: launched.append((tensors, table.device.type))
 
-    monkeypatch.setattr(kv_append, "_launch", launch)
+    monkeypatch.setattr(kv_append, "_fill_launch", launch)
     rooms = [torch.zeros(1, 2, 8, 16, device=device) for device in (DEVICE, "meta", DEVICE)]
     kv_append.fill(rooms, [room[:, :, :5].clone() for room in rooms], True)
     assert launched == [(2, DEVICE), (1, "meta")]

@@ -628,11 +628,11 @@ def test_streams_compile_for_every_nvidia_gpu(compiled: Compiled, capability: in
 
 
 @pytest.mark.parametrize("targets", [(80, 90, AMD), pytest.param((89, 100), marks=pytest.mark.slow)], ids=str)
-def test_glue_compiles_for_every_target(compiled: Compiled, targets: tuple[int, ...]) -> None:
+def test_ops_compile_for_every_target(compiled: Compiled, targets: tuple[int, ...]) -> None:
     sizes = {"embed": 1, "norm": 4096, "gate": 1}
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
     sizes |= {"norm_rotate_append": 128}
-    sizes |= {"largest of parts": 1, "largest of rows": 1}
+    sizes |= {"argmax partial": 1, "argmax combine": 1}
     sizes |= {
         "small_linear": 2048,
         "norm_linear": 2048,
@@ -643,12 +643,12 @@ def test_glue_compiles_for_every_target(compiled: Compiled, targets: tuple[int, 
     # Loads of 16 bytes: of rows; of x, other and weight; of x and up; of both halves of numbers and angles.
     wide = {"embed": 1, "norm": 3, "gate": 2, "rotate": 6}
     # Of 16 numbers of a thread.
-    wide["largest of parts"] = 2
+    wide["argmax partial"] = 2
     # Of weight and x.
     wide["small_linear"] = 2
     # And of what is added, and weights of the norm.
     wide["norm_linear"] = 4
-    cases: list[Case] = [("glue", name, capability, m) for name, m in sizes.items() for capability in targets]
+    cases: list[Case] = [("ops", name, capability, m) for name, m in sizes.items() for capability in targets]
     for (_, name, capability, _), found in compiled(cases).items():
         # The rest of large angles is computed in an array of its own.
         assert found["spills"] == 0 or name == "cos_sin", (name, capability)

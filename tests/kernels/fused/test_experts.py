@@ -17,7 +17,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels.gemm import fused_kernels, support
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
-from quantkit.kernels.gemm.operands import Grouping, Operands, Pairs, most_segments
+from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens, max_expert_blocks
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
 from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile, tiled_tile
 from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile, skinny_tile
@@ -25,19 +25,18 @@ from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
 from quantkit.kernels.layouts.fragment_layout import geometry
 from quantkit.kernels.linear import linear_parts
-from quantkit.kernels.moe import grouped_gemm, stacked_weights
-from quantkit.kernels.moe import permute as launch_pairs
+from quantkit.kernels.moe import grouped_gemm, permute, stacked_weights
 from quantkit.kernels.moe.grouped_gemm import (
     ExpertsLayout,
     build_experts_layout,
+    combine_experts,
     experts_linear,
-    order_pairs,
     run_experts,
-    weigh_pairs,
+    sort_tokens_by_expert,
     why_not_grouped,
 )
-from quantkit.kernels.moe.permute import segment_rows
-from quantkit.kernels.ops import glue
+from quantkit.kernels.moe.permute import usual_block_rows
+from quantkit.kernels.ops import activation
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, device_features
 from quantkit.kernels.registry import FORCE_VARIABLE, VERBOSE_VARIABLE, quietly
 from quantkit.packing.schemes import scheme
@@ -94,8 +93,8 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
         shares = support.why_not_narrow_experts(asked, matrices) is None
-        spread = decode_launch.experts_spread(asked) if shares else 0
-        layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, spread)
+        single_row_ratio = decode_launch.single_row_ratio(asked) if shares else 0
+        layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, single_row_ratio)
         return Experts(weights, layout)
 
     return make
@@ -108,21 +107,21 @@ def numbers(*size: int, exact: bool = False) -> torch.Tensor:
     return torch.randn(*size, generator=generator).to(DEVICE, DTYPE)
 
 
-def choices(tokens: int, slots: int, count: int) -> torch.Tensor:
+def choices(tokens: int, top_k: int, count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(4)
-    return torch.stack([torch.randperm(count, generator=generator)[:slots] for _ in range(tokens)]).to(DEVICE)
+    return torch.stack([torch.randperm(count, generator=generator)[:top_k] for _ in range(tokens)]).to(DEVICE)
 
 
 def sorted_by_hand(index: list[int], count: int, size: int) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The slow twin of `order_pairs`: the order, and the segments that have pairs."""
+    """The slow twin of `sort_tokens_by_expert`: the order, and the segments that have pairs."""
     order: list[int] = []
-    segments = []
+    expert_blocks = []
     for expert in range(count):
         mine = [pair for pair, chosen in enumerate(index) if chosen == expert]
         for start in range(0, len(mine), size):
-            segments.append((expert, len(order) + start, len(mine[start : start + size])))
+            expert_blocks.append((expert, len(order) + start, len(mine[start : start + size])))
         order += mine
-    return order + [p for p, chosen in enumerate(index) if not 0 <= chosen < count], segments
+    return order + [p for p, chosen in enumerate(index) if not 0 <= chosen < count], expert_blocks
 
 
 @pytest.mark.parametrize("size", [1, 8, 32])
@@ -147,14 +146,14 @@ def test_pairs_are_sorted_as_by_hand(pairs: int, count: int, size: int, poisoned
     generator = torch.Generator().manual_seed(pairs)
     # Some of no expert, which are past the last or below 0.
     index = torch.randint(-1, count + 2, (pairs,), generator=generator)
-    order, segments = sorted_by_hand(index.tolist(), count, size)
+    order, expert_blocks = sorted_by_hand(index.tolist(), count, size)
     for dtype in (torch.int64, torch.int32):
-        found = launch_pairs.order_pairs(index.to(DEVICE, dtype), count, size)
+        found = permute.sort_tokens_by_expert(index.to(DEVICE, dtype), count, size)
         assert found[0].tolist() == order
         table = [tuple(row) for row in found[1].tolist()]
-        assert table[: len(segments)] == segments
-        assert all(row[2] == 0 for row in table[len(segments) :])
-    assert len(segments) <= most_segments(pairs, count, size) <= pairs
+        assert table[: len(expert_blocks)] == expert_blocks
+        assert all(row[2] == 0 for row in table[len(expert_blocks) :])
+    assert len(expert_blocks) <= max_expert_blocks(pairs, count, size) <= pairs
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])
@@ -164,8 +163,8 @@ def test_no_more_segments_than_the_bound(count: int) -> None:
             # Experts with one pair each waste the most.
             used = min(pairs, count)
             worst = [1] * (used - 1) + [pairs - used + 1]
-            assert sum(-(-c // size) for c in worst) <= most_segments(pairs, count, size)
-            assert most_segments(pairs, count, size) <= pairs
+            assert sum(-(-c // size) for c in worst) <= max_expert_blocks(pairs, count, size)
+            assert max_expert_blocks(pairs, count, size) <= pairs
 
 
 def run_with(
@@ -181,10 +180,10 @@ def run_with(
     first = made.weights[0][0]
     flat = index.reshape(-1).contiguous()
     layout = made.layout
-    order, segments = launch_pairs.order_pairs(flat, layout.experts, size, features)
-    slots = flat.shape[0] // x.shape[0]
-    grouping = Grouping(flat.shape[0], layout.experts, size, layout.matrices, slots)
-    pairs = Pairs(order, segments, grouping)
+    order, expert_blocks = permute.sort_tokens_by_expert(flat, layout.experts, size, features)
+    top_k = flat.shape[0] // x.shape[0]
+    grouping = Grouping(flat.shape[0], layout.experts, size, layout.matrices, top_k)
+    pairs = RoutedTokens(order, expert_blocks, grouping)
     operands = Operands(x, layout.tensors, None, first.scheme, layout.n, pairs, gate=gate)
     return RUNS[type(tile)](operands, tile, features)
 
@@ -225,9 +224,9 @@ def tiles(
 def product(made: Experts, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The slow twin: [P, matrices * n] in float64, NaN for pairs without an expert."""
     dense, flat = made.dense, index.reshape(-1).tolist()
-    slots = len(flat) // x.shape[0]
+    top_k = len(flat) // x.shape[0]
     none = torch.full((dense.shape[1],), float("nan"), dtype=torch.float64, device=x.device)
-    found = [dense[e] @ x[pair // slots].double() if e < len(dense) else none for pair, e in enumerate(flat)]
+    found = [dense[e] @ x[pair // top_k].double() if e < len(dense) else none for pair, e in enumerate(flat)]
     return torch.stack(found)
 
 
@@ -237,9 +236,9 @@ def product(made: Experts, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor
 def test_kernels_multiply_each_pair_with_its_expert(
     make_experts: Callable[..., Experts], poisoned: None, name: str, size: tuple[int, ...]
 ) -> None:
-    tokens, slots, n, k = size
+    tokens, top_k, n, k = size
     made = make_experts(name, 4, 2, (n, k))
-    x, index = numbers(tokens, k), choices(tokens, slots, 4)
+    x, index = numbers(tokens, k), choices(tokens, top_k, 4)
     expected = product(made, x, index)
     for features in FEATURES:
         for rows_, tile in tiles(made, features):
@@ -279,7 +278,7 @@ def test_products_that_are_gated_are_those_gated_next(
     index[2, 1] = 4
     written = (index < 4).reshape(-1)
     run = partial(run_with, made, x, index, 1 if streams else 8, EVERY, tile)
-    expected = glue.gate(*run().chunk(2, dim=1), kind)
+    expected = activation.gate(*run().chunk(2, dim=1), kind)
     y = run(gate=kind)
     assert torch.equal(y[written], expected[written])
     assert y.shape == (2 * tokens, n) and y[~written].isnan().all()
@@ -392,10 +391,10 @@ def test_graphs_capture_them_and_see_later_choices(make_experts: Callable[..., E
     down = make_experts("nvfp4", 8, 1, (256, 256))
 
     def forward() -> torch.Tensor:
-        pairs = order_pairs(index, made.layout, down.layout)
+        pairs = sort_tokens_by_expert(index, made.layout, down.layout)
         gate, up = experts_linear(x, pairs, made.layout).chunk(2, -1)
-        y = experts_linear(glue.gate(gate, up, "silu"), pairs, down.layout, chained=True)
-        return weigh_pairs(y, index, weights, 8)
+        y = experts_linear(activation.gate(gate, up, "silu"), pairs, down.layout, chained=True)
+        return combine_experts(y, index, weights, 8)
 
     forward()
     torch.cuda.synchronize()
@@ -413,28 +412,39 @@ def test_operators(make_experts: Callable[..., Experts], poisoned: None, tokens:
     made = make_experts("int4", 4, 2, (24, 128))
     x, index, weights = numbers(tokens, 128), choices(tokens, 2, 4) if tokens else None, numbers(tokens, 2)
     index = torch.empty(0, 2, dtype=torch.int64, device=DEVICE) if index is None else index
-    y = experts_linear(x, order_pairs(index, made.layout), made.layout)
-    found = weigh_pairs(y, index, weights, 4)
+    y = experts_linear(x, sort_tokens_by_expert(index, made.layout), made.layout)
+    found = combine_experts(y, index, weights, 4)
     assert y.shape == (2 * tokens, 48) and found.shape == (tokens, 48)
     if tokens:
         expected = product(made, x, index)
         assert relative(y, expected) < LIMIT
         weighed = (expected.view(tokens, 2, 48) * weights.double()[..., None]).sum(1)
         assert relative(found, weighed) < 2 * LIMIT
-        assert torch.equal(found, weigh_pairs(y, index, weights, 4))
+        assert torch.equal(found, combine_experts(y, index, weights, 4))
 
 
 def test_opcheck(make_experts: Callable[..., Experts]) -> None:
     made = make_experts("int4", 4, 2, (24, 128))
     x, index, weights = numbers(3, 128), choices(3, 2, 4), numbers(3, 2)
     layout = made.layout
-    order, segments, spread = pairs = order_pairs(index, layout)
+    order, expert_blocks, single_row_ratio = pairs = sort_tokens_by_expert(index, layout)
     y = experts_linear(x, pairs, layout)
-    product_of = (x, order, segments, list(layout.tensors), layout.scheme, 4, 2, 24, spread, False)
+    product_of = (
+        x,
+        order,
+        expert_blocks,
+        list(layout.tensors),
+        layout.scheme,
+        4,
+        2,
+        24,
+        single_row_ratio,
+        False,
+    )
     for op, operands in (
-        (torch.ops.quantkit.order_pairs, (index, 4, spread)),
+        (torch.ops.quantkit.sort_tokens_by_expert, (index, 4, single_row_ratio)),
         (torch.ops.quantkit.experts_linear, product_of),
-        (torch.ops.quantkit.weigh_pairs, (y, index, weights, 4)),
+        (torch.ops.quantkit.combine_experts, (y, index, weights, 4)),
     ):
         torch.library.opcheck(op, operands, test_utils=["test_schema", "test_faketensor"])
 
@@ -447,7 +457,7 @@ def test_weights_are_added_up_in_the_order_of_slots(poisoned: None) -> None:
     # What stands in the rows of no expert, and for their weights, is nothing.
     y[none.reshape(-1)] = float("nan")
     weights[none] = float("nan")
-    found = launch_pairs.weigh_pairs(y, index, weights, 3)
+    found = permute.combine_experts(y, index, weights, 3)
     expected = torch.zeros(5, 1030, device=DEVICE)
     for token in range(5):
         for slot in range(3):
@@ -542,29 +552,29 @@ def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(FORCE_VARIABLE, "unpack")
     assert "QUANTKIT_KERNEL=unpack multiplies with one weight at a time" in str(why_not_grouped(asked))
     with pytest.raises(KernelError, match="Set it before the model is loaded"):
-        torch.ops.quantkit.order_pairs(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 8, 0)
+        torch.ops.quantkit.sort_tokens_by_expert(torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 8, 0)
     monkeypatch.setenv(FORCE_VARIABLE, "nothing")
     with pytest.raises(KernelError, match="there is no kernel 'nothing'"):
         why_not_grouped(asked)
 
 
 def test_segments_grow_with_the_pairs_of_an_expert() -> None:
-    found = [segment_rows(pairs, 8, 2) for pairs in (1, 4, 5, 63, 64, 128, 1024, 9999)]
+    found = [usual_block_rows(pairs, 8, 2) for pairs in (1, 4, 5, 63, 64, 128, 1024, 9999)]
     assert found == [1, 1, 8, 8, 16, 32, 128, 128]
     # One after the other where hardly any expert has two.
-    assert [segment_rows(pairs, 128, 1) for pairs in (1, 128, 129)] == [1, 1, 8]
-    assert [segment_rows(pairs, 128, 4) for pairs in (32, 33)] == [1, 8]
-    assert segment_rows(8, 128, 0) == 8
+    assert [usual_block_rows(pairs, 128, 1) for pairs in (1, 128, 129)] == [1, 1, 8]
+    assert [usual_block_rows(pairs, 128, 4) for pairs in (32, 33)] == [1, 8]
+    assert usual_block_rows(8, 128, 0) == 8
     # Where `fused-narrow` does not run, `fused-tiled` does earlier.
-    assert [segment_rows(pairs, 8, 0) for pairs in (31, 32, 64)] == [8, 16, 16]
+    assert [usual_block_rows(pairs, 8, 0) for pairs in (31, 32, 64)] == [8, 16, 16]
     for tokens in (1, 64, 4096):
         for name in FORMATS:
             for features in (GPU_FEATURES, frozenset({"triton"})):
                 asked = problem(name, m=2 * tokens, features=features)
-                spread = decode_launch.experts_spread(asked) if features == GPU_FEATURES else 0
-                row, grouping, tile = fused_kernels.group(asked, 8, 2, 2, spread)
+                single_row_ratio = decode_launch.single_row_ratio(asked) if features == GPU_FEATURES else 0
+                row, grouping, tile = fused_kernels.group(asked, 8, 2, 2, single_row_ratio)
                 assert (row == "fused-tiled") == (tokens > 1)
-                assert (row == "fused-stream") == (tokens == 1 and spread > 0)
+                assert (row == "fused-stream") == (tokens == 1 and single_row_ratio > 0)
                 assert grouping.rows == (1 if row == "fused-stream" else 8) or tokens > 1
                 assert getattr(tile, "split", 1) == 1
 
@@ -575,8 +585,8 @@ def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.M
         found, grouping, _ = fused_kernels.group(replace(asked, m=pairs), 128, 2, 8, 2)
         assert (found, grouping.rows) == (row, size)
     assert fused_kernels.group(asked, 128, 2, 8, 0)[0] == "fused-skinny"
-    for spread, size in ((1, 1), (0, 8)):
-        row, grouping, tile = fused_kernels.group(asked, 128, 2, 8, spread, "fused-stream")
+    for single_row_ratio, size in ((1, 1), (0, 8)):
+        row, grouping, tile = fused_kernels.group(asked, 128, 2, 8, single_row_ratio, "fused-stream")
         assert (row, grouping.rows) == ("fused-stream", size) and isinstance(tile, StreamTile)
     with pytest.raises(KernelError, match=r"fused-stream cannot run experts of .* multiples of 16 rows"):
         fused_kernels.group(replace(asked, n=4104), 128, 2, 8, 0, "fused-stream")
@@ -613,8 +623,8 @@ def test_streams_of_experts_have_tiles_on_small_gpus(forced: str) -> None:
     ):
         gpu = Gpu("Test GPU 3000", (8, 9), processors, 99 << 10)
         asked = problem(name, m=pairs, n=n, k=k, features=GPU_FEATURES, gpu=gpu)
-        spread = decode_launch.experts_spread(asked)
-        row, grouping, tile = fused_kernels.group(asked, 128, 2, 2, spread, forced)
+        single_row_ratio = decode_launch.single_row_ratio(asked)
+        row, grouping, tile = fused_kernels.group(asked, 128, 2, 2, single_row_ratio, forced)
         assert row == "fused-stream" and isinstance(tile, StreamTile)
         every = replace(asked, m=grouping.rows, n=2 * n)
         memory = decode_launch.shared_memory(tile, every, "silu", grouping=grouping)
@@ -666,14 +676,19 @@ def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
     )
     fine, odd = built(16), built(24)
     assert fine is not None and odd is not None
-    slow = replace(fine, spread=4)
+    slow = replace(fine, single_row_ratio=4)
     index = choices(3, 1, 1)
-    for layouts, spread in (((fine, fine), 1), ((fine, slow), 4), ((fine, odd), 0), ((odd,), 0)):
-        assert order_pairs(index, *layouts).spread == spread
-    for forced, spread in (("fused-narrow", 1), ("fused-stream", 1), ("fused-skinny", 0), ("fused-tiled", 0)):
+    for layouts, single_row_ratio in (((fine, fine), 1), ((fine, slow), 4), ((fine, odd), 0), ((odd,), 0)):
+        assert sort_tokens_by_expert(index, *layouts).single_row_ratio == single_row_ratio
+    for forced, single_row_ratio in (
+        ("fused-narrow", 1),
+        ("fused-stream", 1),
+        ("fused-skinny", 0),
+        ("fused-tiled", 0),
+    ):
         monkeypatch.setenv(FORCE_VARIABLE, forced)
         layout = built(16)
-        assert layout is not None and layout.spread == spread
+        assert layout is not None and layout.single_row_ratio == single_row_ratio
     # What cannot be multiplied as it is forced is not grouped.
     monkeypatch.setenv(FORCE_VARIABLE, "fused-narrow")
     assert built(24) is None and built(24, 1) is not None
@@ -727,7 +742,7 @@ def test_verbose_says_what_runs(
     index = choices(1, 2, 4)
     with caplog.at_level(logging.INFO, logger="quantkit.kernels"):
         for _ in range(2):
-            experts_linear(numbers(1, 128), order_pairs(index, made.layout), made.layout)
+            experts_linear(numbers(1, 128), sort_tokens_by_expert(index, made.layout), made.layout)
     (record,) = caplog.records
     slower = "grouped fused-skinny warps=4", "; not fused-narrow: "
     for part in ("4 experts", *(slower if DEVICE == "cpu" else ["grouped fused-stream warps="])):
@@ -737,8 +752,18 @@ def test_verbose_says_what_runs(
 def test_what_does_not_fit_is_refused(make_experts: Callable[..., Experts]) -> None:
     made = make_experts("int4", 2, 1, (16, 128))
     layout = made.layout
-    pairs = order_pairs(choices(3, 2, 2), layout)
-    of = (pairs.order, pairs.segments, list(layout.tensors), layout.scheme, 2, 1, 16, pairs.spread, False)
+    pairs = sort_tokens_by_expert(choices(3, 2, 2), layout)
+    of = (
+        pairs.order,
+        pairs.expert_blocks,
+        list(layout.tensors),
+        layout.scheme,
+        2,
+        1,
+        16,
+        pairs.single_row_ratio,
+        False,
+    )
     with pytest.raises(KernelError, match=r"which runs experts of int4 .* does not gate y"):
         run_experts(numbers(3, 128), *of, gate="silu")
     with pytest.raises(KernelError, match="build one for x's dtype"):

@@ -33,9 +33,9 @@ from quantkit.kernels.layouts.fragment_layout import (
     restore,
 )
 from quantkit.kernels.layouts.fragment_scales import carrying, lowered
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import activation
 from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
-from quantkit.kernels.registry import choose, explain, row_named, warn_unfused
+from quantkit.kernels.registry import choose, explain, kernel_named, warn_unfused
 from quantkit.packing.schemes import PRESETS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.zero_points import ZERO_POINTS, plain_storage
@@ -121,7 +121,7 @@ def operands(
 def is_gated(run: Callable[[Operands], torch.Tensor], op: Operands, *kinds: str) -> bool:
     """Whether `run` gives for gates, bit for bit, what each makes of its y."""
     halves = run(op).chunk(2, dim=1)
-    return all(torch.equal(run(replace(op, gate=kind)), glue.gate(*halves, kind)) for kind in kinds)
+    return all(torch.equal(run(replace(op, gate=kind)), activation.gate(*halves, kind)) for kind in kinds)
 
 
 def error(y: torch.Tensor, x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor) -> float:
@@ -827,7 +827,7 @@ def test_rows_launch_what_they_say(
     # Blocks of 16 rows, of which the last is not whole.
     monkeypatch.setattr(dequantize_launch, "AT_ONCE", 16 * 256)
     op, packed = operands(make_packed, "int4 integer", 40, 256, m, dtype)
-    chosen = row_named(row)
+    chosen = kernel_named(row)
     assert chosen.layout is not None
     asked = Problem(m, 40, 256, packed.scheme, dtype, "cuda", device_features("cuda"))
     tile = {} if chosen.tiling is None else {"tile": chosen.tiling.rule(asked)}
@@ -845,11 +845,11 @@ def test_a_gpu_that_falls_back_says_so_once(
         1, 40, 960, scheme("int4", group_size=48), torch.bfloat16, "cuda", frozenset({"triton", "ptx"})
     )
     for _ in range(2):
-        warn_unfused(problem, choose(problem).row)
+        warn_unfused(problem, choose(problem).kernel)
     (record,) = caplog.records
     assert (
         "unpack; not fused-stream: it takes groups of 16 or of multiples of 32 columns, not of 48"
         in record.message
     )
-    warn_unfused(replace(problem, device="cpu"), row_named("unpack"))
+    warn_unfused(replace(problem, device="cpu"), kernel_named("unpack"))
     assert len(caplog.records) == 1

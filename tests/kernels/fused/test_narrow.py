@@ -15,7 +15,7 @@ from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
 from quantkit.kernels.layouts.fragment_layout import build, geometry
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import row_named
+from quantkit.kernels.registry import kernel_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.zero_points import ZeroPoint
@@ -184,7 +184,7 @@ def test_products_that_are_gated_are_those_gated_next(
 
 
 def test_y_is_gated_where_that_pays() -> None:
-    row = row_named("fused-narrow")
+    row = kernel_named("fused-narrow")
     assert row.no_gate(problem(), NarrowTile()) is None
     for text, (one, tile) in {
         "halves of 4112 rows": (problem(n=4112), NarrowTile()),
@@ -216,7 +216,7 @@ def test_rules_divide_the_columns_where_x_has_no_room() -> None:
 
 
 def test_refusals_say_what_is_in_the_way() -> None:
-    row = row_named("fused-narrow")
+    row = kernel_named("fused-narrow")
     said = {
         "up to 32 rows of x, not 33": problem(m=33),
         "some begin between them": problem(k=4100),

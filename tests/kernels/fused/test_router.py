@@ -9,18 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.kernels.moe.grouped_gemm import pairs_of_segment
-from quantkit.kernels.moe.permute import order_pairs
+from quantkit.kernels.moe.grouped_gemm import expert_block_rows
+from quantkit.kernels.moe.permute import sort_tokens_by_expert
 from quantkit.kernels.moe.router import (
     ROUTERS,
+    can_route_and_sort,
     norm_linear,
-    orders_pairs,
     route,
-    route_pairs,
-    slow_route_deepseek,
+    route_and_sort,
+    route_deepseek_reference,
     small_linear,
 )
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops.norm import NORMS, add_rms_norm
 
 pytest.importorskip("triton")
 
@@ -53,25 +53,25 @@ def same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "experts", "slots"), SIZES)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
 def test_routes_are_those_of_torch(
-    poisoned: None, tokens: int, experts: int, slots: int, dtype: torch.dtype
+    poisoned: None, tokens: int, experts: int, top_k: int, dtype: torch.dtype
 ) -> None:
     logits = distinct(tokens, experts, dtype)
     for twin, options in ROUTERS:
-        expected = twin(logits, slots)
-        same(route(logits, slots=slots, **options), expected)
-        if orders_pairs(logits, slots):
-            weights, index, order, segments = route_pairs(
-                logits, slots=slots, **options, spread=2 * (tokens > 1)
+        expected = twin(logits, top_k)
+        same(route(logits, top_k=top_k, **options), expected)
+        if can_route_and_sort(logits, top_k):
+            weights, index, order, expert_blocks = route_and_sort(
+                logits, top_k=top_k, **options, single_row_ratio=2 * (tokens > 1)
             )
             same((weights, index), expected)
-            size = pairs_of_segment(tokens * slots, experts, 2 * (tokens > 1))
-            by_itself = order_pairs(index.reshape(-1), experts, size)
-            assert torch.equal(order, by_itself[0]) and torch.equal(segments, by_itself[1])
+            size = expert_block_rows(tokens * top_k, experts, 2 * (tokens > 1))
+            by_itself = sort_tokens_by_expert(index.reshape(-1), experts, size)
+            assert torch.equal(order, by_itself[0]) and torch.equal(expert_blocks, by_itself[1])
 
 
-@pytest.mark.parametrize("kind", glue.NORMS)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 40), (3, 264), (4, 1000)])
 def test_norms_before_products(poisoned: None, rows: int, columns: int, kind: str) -> None:
     """Of whole numbers, whose squares are summed exactly in any order: norms are those of a launch."""
@@ -85,7 +85,7 @@ def test_norms_before_products(poisoned: None, rows: int, columns: int, kind: st
         norm, weight = (whole(columns) / 8).to(dtype), (whole(7, columns) / 8).to(dtype)
         for wide in (False, True):
             *found, y = norm_linear(x, other, norm, weight, eps=1e-3, kind=kind, wide=wide)
-            expected = glue.add_norm(x, other, norm, 1e-3, kind)
+            expected = add_rms_norm(x, other, norm, 1e-3, kind)
             for one, its in zip(found, expected, strict=True):
                 # Of float32, GPUs round otherwise where products are not rounded before they are added.
                 assert dtype == torch.float32 or torch.equal(one, its)
@@ -100,11 +100,11 @@ def test_logits_of_other_strides(poisoned: None) -> None:
     wide = torch.full((3, 60), math.nan, dtype=logits.dtype, device=DEVICE)
     wide[:, 1:21], wide[:, 21::2] = logits, 0
     columns = logits.t().contiguous().t()
-    how = {"slots": 4, "rounded": True}
+    how = {"top_k": 4, "rounded": True}
     expected = route(logits, **how)
     for strided in (wide[:, 1:21], columns, torch.stack([logits] * 2, -1)[..., 1]):
         same(route(strided, **how), expected)
-        same(route_pairs(strided, **how, spread=2)[:2], expected)
+        same(route_and_sort(strided, **how, single_row_ratio=2)[:2], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,11 +113,11 @@ def test_of_equal_logits_the_first_experts_are_taken(poisoned: None, dtype: torc
         DEVICE, dtype
     )
     for of_chosen in (True, False):
-        weights, index = route(logits, slots=2, of_chosen=of_chosen)
+        weights, index = route(logits, top_k=2, of_chosen=of_chosen)
         assert index.tolist() == [[1, 3], [0, 1], [1, 2]]
         assert torch.equal(weights[:, 0], weights[:, 1])
     zeros = torch.tensor([[-0.0, 0.0, -0.0]], device=DEVICE, dtype=dtype)
-    assert route(zeros, slots=3)[1].tolist() == [[0, 1, 2]]
+    assert route(zeros, top_k=3)[1].tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -137,7 +137,7 @@ def test_what_is_no_number_makes_no_number(twin: Callable[..., Any], options: di
         ],
         device=DEVICE,
     )
-    weights, index = route(logits, slots=3, **options)
+    weights, index = route(logits, top_k=3, **options)
     expected, its_index = twin(logits, 3)
     assert weights[[0, 1, 2, 4]].isnan().all()
     assert torch.equal(weights.isnan(), expected.isnan())
@@ -166,32 +166,32 @@ def by_expert(found: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("tokens", "experts", "slots", "groups", "kept"), GROUPS)
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "groups", "kept"), GROUPS)
 def test_scores_of_sigmoids_and_groups(
-    poisoned: None, tokens: int, experts: int, slots: int, groups: int, kept: int, dtype: torch.dtype
+    poisoned: None, tokens: int, experts: int, top_k: int, groups: int, kept: int, dtype: torch.dtype
 ) -> None:
     logits = distinct(tokens, experts, torch.float32)
     for seed in range(2):
         # Large enough to change who is chosen.
         bias = numbers(experts, dtype=dtype, seed=seed) / 3
-        how = {"slots": slots, "factor": 2.5, "groups": groups, "kept": kept}
-        expected = slow_route_deepseek(logits, bias, **how)
+        how = {"top_k": top_k, "factor": 2.5, "groups": groups, "kept": kept}
+        expected = route_deepseek_reference(logits, bias, **how)
         found = route(logits, bias, **how)
         same(by_expert(found), by_expert(expected))
         scores = (logits.sigmoid() + bias).gather(1, found[1])
         assert (scores[:, 1:] <= scores[:, :-1]).all()
-        if orders_pairs(logits, slots):
-            *both, order, segments = route_pairs(logits, bias, **how, spread=2)
+        if can_route_and_sort(logits, top_k):
+            *both, order, expert_blocks = route_and_sort(logits, bias, **how, single_row_ratio=2)
             same((both[0], both[1]), found)
-            size = pairs_of_segment(tokens * slots, experts, 2)
-            by_itself = order_pairs(found[1].reshape(-1), experts, size)
-            assert torch.equal(order, by_itself[0]) and torch.equal(segments, by_itself[1])
+            size = expert_block_rows(tokens * top_k, experts, 2)
+            by_itself = sort_tokens_by_expert(found[1].reshape(-1), experts, size)
+            assert torch.equal(order, by_itself[0]) and torch.equal(expert_blocks, by_itself[1])
 
 
 def test_scores_that_are_no_number_make_no_number(poisoned: None) -> None:
     logits = torch.zeros(2, 8, device=DEVICE)
     logits[0, 5] = math.nan
-    weights, index = route(logits, logits[1], slots=3, groups=4, kept=2)
+    weights, index = route(logits, logits[1], top_k=3, groups=4, kept=2)
     assert weights[0].isnan().all() and index[0, 0] == 5 and not weights[1].isnan().any()
     assert index[1].tolist() == [0, 1, 2]
 
@@ -200,21 +200,21 @@ def test_scores_that_are_no_number_make_no_number(poisoned: None) -> None:
 @given(st.data())
 def test_any_sizes(data: Any) -> None:
     experts = data.draw(st.integers(1, 70))
-    slots = data.draw(st.integers(1, min(experts, 12)))
+    top_k = data.draw(st.integers(1, min(experts, 12)))
     tokens = data.draw(st.integers(1, 9))
     logits = distinct(tokens, experts, torch.float32)
     for twin, options in ROUTERS:
-        same(route(logits, slots=slots, **options), twin(logits, slots))
-    if orders_pairs(logits, slots):
-        _, index, order, segments = route_pairs(logits, slots=slots, spread=2)
+        same(route(logits, top_k=top_k, **options), twin(logits, top_k))
+    if can_route_and_sort(logits, top_k):
+        _, index, order, expert_blocks = route_and_sort(logits, top_k=top_k, single_row_ratio=2)
         assert index.reshape(-1)[order.long()].tolist() == sorted(index.reshape(-1).tolist())
-        most = pairs_of_segment(tokens * slots, experts, 2)
-        assert segments[:, 2].sum() == tokens * slots and 0 < segments[:, 2].max() <= most
+        most = expert_block_rows(tokens * top_k, experts, 2)
+        assert expert_blocks[:, 2].sum() == tokens * top_k and 0 < expert_blocks[:, 2].max() <= most
 
 
 def test_more_pairs_are_ordered_by_themselves() -> None:
-    def orders(tokens: int, experts: int, slots: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return orders_pairs(torch.empty(tokens, experts, dtype=dtype, device="meta"), slots)
+    def orders(tokens: int, experts: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return can_route_and_sort(torch.empty(tokens, experts, dtype=dtype, device="meta"), top_k)
 
     assert orders(4, 256, 8) and orders(16, 8, 2) and orders(1, 512, 10) and orders(4, 128, 8, torch.float32)
     assert not orders(5, 256, 8) and not orders(33, 8, 1) and not orders(2, 512, 8)

@@ -17,16 +17,19 @@ from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops.norm import (
+    NORM_REFERENCES,
+    NORMS,
+    rms_norm_reference,
+)
 from quantkit.kernels.problem import Normed, Problem
-from quantkit.kernels.registry import Chosen, row_named
+from quantkit.kernels.registry import Chosen, kernel_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
 from .test_fused import DEVICE, LIMIT, RUNS, error, is_gated, operands
 from .test_narrow import H200, problem
 
-TWINS = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
 EPS = 1e-2
 #: Rows of a weight: more row tiles than there are warps of all programs, which are few in the interpreter.
 LONG = 1000 if DEVICE == "cuda" else 424
@@ -72,12 +75,12 @@ def test_norms_are_begun(
         for run in beginning(op, features):
             added = run(op) + other
             found = sums_of_squares(added.double())
-            for kind in TWINS:
+            for kind in NORM_REFERENCES:
                 total = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
                 squares = torch.full((m, -(-n // 16)), float("nan"), device=DEVICE)
                 y = run(replace(op, normed=Normed("begin", kind, EPS, weight, other, total, squares)))
                 assert torch.equal(total, added), (run, kind)
-                wide = weight.float() + glue.NORMS[kind][1]
+                wide = weight.float() + NORMS[kind][1]
                 assert torch.equal(y, (added.float() * wide).to(dtype)), (run, kind)
                 torch.testing.assert_close(squares.double(), found, rtol=1e-6, atol=0)
 
@@ -129,7 +132,7 @@ def test_a_norm_between_two_products(
     dtype, features = RUNS[-1] if DEVICE == "cpu" else RUNS[0]
     first, _ = operands(make_packed, "int4", 256, 640, m, dtype)
     second, packed = operands(make_packed, "int4", 96, 256, m, dtype)
-    row = row_named("fused-stream" if m == 1 else "fused-narrow")
+    row = kernel_named("fused-stream" if m == 1 else "fused-narrow")
     tile: Any = StreamTile(4, 1, 1, 2) if m == 1 else NarrowTile(8, 2)
 
     def launch(x: Any, weight: Any, layout: Any, bias: Any, **normed: Any) -> torch.Tensor:
@@ -144,7 +147,7 @@ def test_a_norm_between_two_products(
     y = linear_fused.linear_of_begun(begun, squares, EPS, *of[1])
     added = linear_fused.run_linear(x, *of[0]) + other
     assert torch.equal(total, added)
-    expected = glue.slow_norm(added.double(), weight.double(), EPS).view(m, 256)
+    expected = rms_norm_reference(added.double(), weight.double(), EPS).view(m, 256)
     assert error(y.view(m, 96), expected, packed, second.bias) < 2 * LIMIT[dtype]
 
 
@@ -166,7 +169,7 @@ def test_roots_that_are_powers_of_two_change_no_digit(
 
 
 def test_what_does_not_begin_or_end_norms_says_why() -> None:
-    shared, few = row_named("fused-narrow"), row_named("fused-stream")
+    shared, few = kernel_named("fused-narrow"), kernel_named("fused-stream")
     full = replace(problem(16), gpu=replace(H200, name="smaller", shared_memory=128 << 10))
     assert shared.tiling is not None and shared.tiling.why_not(full, NarrowTile(16, 1)) is None
     assert shared.no_norm(problem(16), NarrowTile(8, 8), "begin") is None
@@ -176,7 +179,7 @@ def test_what_does_not_begin_or_end_norms_says_why() -> None:
         "it copies x as it is": shared.no_norm(problem(16), NarrowTile(16, 1), "whole"),
         "x takes 131136 bytes": shared.no_norm(full, NarrowTile(16, 1), "end"),
         "as fast from M=3 on": few.no_norm(problem(3), StreamTile(16, 1), "end"),
-        "gives y, as it is": row_named("fused-skinny").no_norm(problem(8), None, "begin"),
+        "gives y, as it is": kernel_named("fused-skinny").no_norm(problem(8), None, "begin"),
     }.items():
         assert reason is not None and text in reason, reason
     assert few.no_norm(problem(2), StreamTile(), "end") is None
@@ -187,7 +190,7 @@ def test_what_does_not_begin_or_end_norms_says_why() -> None:
 def test_only_bfloat16_has_room_for_what_has_no_root_yet(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    row = row_named("fused-narrow")
+    row = kernel_named("fused-narrow")
     chosen = Chosen(row, NarrowTile(8, 8), None, row.launch)
     monkeypatch.setattr(linear_fused, "choose", lambda _: chosen)
     monkeypatch.setattr(Problem, "on", lambda device, *of: problem())

@@ -20,9 +20,12 @@ from quantkit.kernels.layouts.dequant_ptx import shared_table
 from quantkit.kernels.layouts.fragment_layout import build
 from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
 from quantkit.kernels.layouts.shared_memory import low_planes, shared_bytes
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops.norm import (
+    NORM_REFERENCES,
+    NORMS,
+)
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
-from quantkit.kernels.registry import choose_by_rules, row_named
+from quantkit.kernels.registry import choose_by_rules, kernel_named
 from quantkit.packing.schemes import PRESETS, scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -406,7 +409,7 @@ def test_rules_have_all_warps_where_they_fit() -> None:
     ):
         assert decode_launch.TILING.why_not(asked, StreamTile(16, 1, ahead=1)) is not None
         assert decode_launch.TILING.rule(asked) == StreamTile(8, 1, ahead=4 if asked.m == 2 else 2)
-        assert choose_by_rules(asked).row.name == row
+        assert choose_by_rules(asked).kernel.name == row
 
 
 def test_threads_of_more_warps_have_fewer_registers() -> None:
@@ -428,7 +431,7 @@ def test_threads_of_more_warps_have_fewer_registers() -> None:
 
 
 def test_refusals_say_what_is_in_the_way() -> None:
-    row = row_named("fused-stream")
+    row = kernel_named("fused-stream")
     said = {
         "up to 16 rows of x, not 17": problem(17),
         "values of nf4 in shared memory are for up to 8 rows of x": problem(9, name="nf4"),
@@ -453,7 +456,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
 
 
 @needs_gluon
-@pytest.mark.parametrize("kind", glue.NORMS)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(
     ("name", "integers"), [("int4", True), ("int3", True), ("int4", False), ("nf4", False)]
 )
@@ -475,23 +478,24 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
     other, weight = torch.randn_like(op.x), torch.randn(k, dtype=dtype, device=DEVICE)
     total = torch.full_like(op.x, float("nan"))
     added = op.x + other if adds else op.x
-    twins = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
     normed = Normed("whole", kind, 1e-5, weight, other if adds else None, total if adds else None)
     tile = StreamTile(4, 2, 2, 2, integers)
     y = decode_launch.run(replace(op, normed=normed), tile, features)
-    assert error(y, twins[kind](added, weight, 1e-5), packed, op.bias) < LIMIT[dtype]
+    assert error(y, NORM_REFERENCES[kind](added, weight, 1e-5), packed, op.bias) < LIMIT[dtype]
     assert DEVICE == "cpu" or torch.equal(y, decode_launch.run(replace(op, normed=normed), tile, features))
     if adds:
         assert torch.equal(total, added)
 
 
 def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:
-    row = row_named("fused-stream")
+    row = kernel_named("fused-stream")
     assert row.no_norm(problem(1), StreamTile(), "whole") is None
     assert row.no_norm(problem(3), StreamTile(16, 1), "whole") is None
     reason = row.no_norm(problem(3), StreamTile(), "whole")
     assert reason is not None and "64 numbers of x" in reason
-    assert row_named("fused-skinny").no_norm(problem(1), None, "whole") == "it takes x, and gives y, as it is"
+    assert (
+        kernel_named("fused-skinny").no_norm(problem(1), None, "whole") == "it takes x, and gives y, as it is"
+    )
 
 
 @needs_gluon
@@ -527,7 +531,7 @@ def test_norms_and_gates_are_taken_together(make_packed: Callable[..., PackedTen
 
 
 def test_y_is_gated_where_that_pays() -> None:
-    row, small = row_named("fused-stream"), replace(H200, name="small", shared_memory=4 << 10)
+    row, small = kernel_named("fused-stream"), replace(H200, name="small", shared_memory=4 << 10)
     assert row.no_gate(problem(2), StreamTile()) is None
     for text, one in {
         "halves of 4112 rows": problem(n=4112),
@@ -536,4 +540,4 @@ def test_y_is_gated_where_that_pays() -> None:
     }.items():
         reason = row.no_gate(one, StreamTile())
         assert reason is not None and text in reason, reason
-    assert row_named("fused-skinny").no_gate(problem(1), None) == "it gives y as it is"
+    assert kernel_named("fused-skinny").no_gate(problem(1), None) == "it gives y as it is"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import ROWS, forget_tile_tables
+from quantkit.kernels.registry import KERNELS, forget_tile_tables
 from quantkit.kernels.tuning.store import save
 from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable
 from quantkit.packing.schemes import scheme
@@ -46,7 +46,7 @@ def ask() -> Callable[..., Problem]:
 def store_table() -> Callable[[dict[Problem, Entry]], Path]:
     def store(entries: dict[Problem, Entry]) -> Path:
         table = TileTable(GPU, VERSIONS, {Key.of(problem): entry for problem, entry in entries.items()})
-        path = save(table, ROWS)
+        path = save(table, KERNELS)
         forget_tile_tables()
         return path
 

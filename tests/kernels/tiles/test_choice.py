@@ -24,15 +24,15 @@ from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
 from quantkit.kernels.layouts.fragment_layout import build, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, TileError
 from quantkit.kernels.registry import (
-    ROWS,
+    KERNELS,
     choose,
     choose_by_rules,
     explain,
     forget_tile_tables,
+    kernel_named,
     log_choice,
-    row_named,
 )
-from quantkit.kernels.report import choice_of
+from quantkit.kernels.report import selection_of
 from quantkit.kernels.tuning import store
 from quantkit.kernels.tuning.store import file_name, shipped_tables
 from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable, from_json, to_json
@@ -48,7 +48,7 @@ RUNS = {"fused-skinny": portable_gemv_launch.run, "fused-tiled": portable_gemm_l
 
 def test_without_a_table_rules_choose(ask: Ask) -> None:
     chosen = choose(ask())
-    assert (chosen.row.name, chosen.us) == ("fused-stream", None)
+    assert (chosen.kernel.name, chosen.us) == ("fused-stream", None)
     assert chosen.tile == decode_launch.TILING.rule(ask())
 
 
@@ -56,7 +56,7 @@ def test_an_entry_chooses_row_and_tile_for_its_bucket(ask: Ask, store_table: Sto
     store_table({ask(m=8): Entry(5.0, "fused-skinny", TILE)})
     for m in (5, 8):
         chosen = choose(ask(m=m))
-        assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-skinny", TILE, 5.0)
+        assert (chosen.kernel.name, chosen.tile, chosen.us) == ("fused-skinny", TILE, 5.0)
     for other in (ask(m=4), ask(m=9), ask("int8", 8), ask(m=8, n=4112), ask(m=8, dtype=torch.float16)):
         assert choose(other).us is None
     assert choose(replace(ask(m=8), gpu=None)).us is None
@@ -82,8 +82,8 @@ def test_rows_before_the_fastest_say_how_much_slower_they_are(ask: Ask, store_ta
     assert dict(explain(ask(m=16, n=1024)))["fused-skinny"] == (
         "not measured; on this GPU dequantize was measured: 8.5 us"
     )
-    choice = choice_of(ask(m=2))
-    assert (choice.row, choice.us) == ("fused-tiled", 9.0)
+    choice = selection_of(ask(m=2))
+    assert (choice.kernel, choice.us) == ("fused-tiled", 9.0)
     assert choice.tile == "row_tiles=4 m=16 split=1 warps=4 stages=3 half_sums=False chains=1 at_once=0"
     assert [name for name, _ in choice.refusals] == [
         *("fused-stream", "fused-skinny", "fused-narrow", "fused-hopper")
@@ -91,24 +91,24 @@ def test_rows_before_the_fastest_say_how_much_slower_they_are(ask: Ask, store_ta
 
 
 def test_a_row_that_rules_say_loses_runs_where_it_was_measured_fastest(ask: Ask, store_table: Store) -> None:
-    assert choose(ask(m=32)).row.name == "fused-narrow"
+    assert choose(ask(m=32)).kernel.name == "fused-narrow"
     store_table({ask(m=32): Entry(3.0, "fused-skinny", TILE)})
-    assert choose(ask(m=32)).row.name == "fused-skinny"
+    assert choose(ask(m=32)).kernel.name == "fused-skinny"
 
 
 def test_forcing_overrides_a_table(ask: Ask, store_table: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store_table({ask(m=8): Entry(5.0, "fused-skinny", TILE)})
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-tiled")
     chosen = choose(ask(m=8))
-    assert (chosen.row.name, chosen.tile) == ("fused-tiled", portable_gemm_launch.TILING.rule(ask(m=8)))
+    assert (chosen.kernel.name, chosen.tile) == ("fused-tiled", portable_gemm_launch.TILING.rule(ask(m=8)))
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-skinny")
     assert choose(ask(m=8)).tile == TILE, "a forced row has the tile that was measured for it"
 
 
 def test_an_entry_for_what_cannot_run_is_not_used(ask: Ask, store_table: Store) -> None:
     store_table({ask(m=8): Entry(5.0, "fused-skinny", TILE)})
-    assert choose(replace(ask(m=8), layout="")).row.name == "unpack"
-    assert choose(replace(ask(m=8), features=frozenset())).row.name == "unpack"
+    assert choose(replace(ask(m=8), layout="")).kernel.name == "unpack"
+    assert choose(replace(ask(m=8), features=frozenset())).kernel.name == "unpack"
     assert choose(replace(ask(m=8), layout="fragments")).us == 5.0
 
 
@@ -119,7 +119,7 @@ def test_it_is_said_what_runs_experts_with_few_tokens(ask: Ask) -> None:
         (ask(n=4104), "multiples of 16 rows, not for 4104"),
         (ask("book4"), "values of its own"),
     ):
-        found = choice_of(asked)
+        found = selection_of(asked)
         assert found.ungrouped is None
         said = _of_experts(found.ungrouped, found.not_narrow)
         start, end = said.split("grouped, few tokens for each in ")
@@ -130,16 +130,16 @@ def test_it_is_said_what_runs_experts_with_few_tokens(ask: Ask) -> None:
         else:
             assert refused in str(found.not_narrow)
             assert end == f"fused-skinny, not fused-stream or fused-narrow: {found.not_narrow}"
-    found = choice_of(ask(dtype=torch.float32))
+    found = selection_of(ask(dtype=torch.float32))
     assert _of_experts(found.ungrouped, found.not_narrow).startswith("one after the other: it multiplies")
 
 
 def test_weights_that_were_not_measured_are_left_to_the_rules(ask: Ask, store_table: Store) -> None:
     store_table({ask(m=m, n=5120): Entry(9.0, "fused-tiled", TiledTile(4, 16)) for m in (1, 16, 64, 512)})
     for m in (1, 16, 64, 512):
-        assert choose(ask(m=m, n=5120)).row.name == "fused-tiled"
+        assert choose(ask(m=m, n=5120)).kernel.name == "fused-tiled"
         chosen, ruled = choose(ask(m=m, n=5136)), choose_by_rules(ask(m=m, n=5136))
-        assert (chosen.row, chosen.tile, chosen.measured) == (ruled.row, ruled.tile, None)
+        assert (chosen.kernel, chosen.tile, chosen.measured) == (ruled.kernel, ruled.tile, None)
 
 
 def test_a_gpu_like_this_one_says_what_is_fastest_and_not_how_fast(
@@ -150,11 +150,11 @@ def test_a_gpu_like_this_one_says_what_is_fastest_and_not_how_fast(
     other = replace(gpu, name="Other 1")
     shipped = tmp_path / "shipped"
     shipped.mkdir()
-    (shipped / "other_1.json").write_bytes(to_json(TileTable(other, {}, entries), ROWS))
+    (shipped / "other_1.json").write_bytes(to_json(TileTable(other, {}, entries), KERNELS))
     monkeypatch.setattr(store, "package_files", lambda package: shipped)
     chosen = choose(ask(m=64))
-    assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-tiled", tile, None)
-    assert str(choice_of(ask(m=64)).tile).endswith("at_once=0 (measured on Other 1)")
+    assert (chosen.kernel.name, chosen.tile, chosen.us) == ("fused-tiled", tile, None)
+    assert str(selection_of(ask(m=64)).tile).endswith("at_once=0 (measured on Other 1)")
     assert dict(explain(ask(m=64)))["fused-hopper"] == "measured slower on Other 1: 31.5 us against 20.0 us"
     assert choose(replace(ask(m=64), gpu=other)).us == 20.0
     for unlike in (replace(gpu, multiprocessors=114), replace(gpu, capability=(10, 0))):
@@ -174,17 +174,17 @@ def test_what_its_own_table_lacks_a_gpu_takes_from_one_like_it(
     monkeypatch.setattr(store, "package_files", lambda package: shipped)
     for one, tile, rows in ((gpu, own, (64,)), (other, theirs, (64, 128))):
         entries = {Key.of(ask(m=m)): Entry(20.0 + m, "fused-tiled", tile) for m in rows}
-        (shipped / file_name(one)).write_bytes(to_json(TileTable(one, {}, entries), ROWS))
+        (shipped / file_name(one)).write_bytes(to_json(TileTable(one, {}, entries), KERNELS))
     forget_tile_tables()
     assert (choose(ask(m=64)).tile, choose(ask(m=64)).us) == (own, 84.0)
     assert (choose(ask(m=128)).tile, choose(ask(m=128)).us) == (theirs, None)
-    assert str(choice_of(ask(m=128)).tile).endswith("(measured on A like)")
+    assert str(selection_of(ask(m=128)).tile).endswith("(measured on A like)")
     # Of a row that it has no entry for, too.
     (shipped / file_name(gpu)).write_bytes(
-        to_json(TileTable(gpu, {}, {Key.of(ask(m=64)): Entry(9.0, "dequantize")}), ROWS)
+        to_json(TileTable(gpu, {}, {Key.of(ask(m=64)): Entry(9.0, "dequantize")}), KERNELS)
     )
     forget_tile_tables()
-    assert choose(ask(m=64)).row.name == "dequantize"
+    assert choose(ask(m=64)).kernel.name == "dequantize"
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-tiled")
     assert choose(ask(m=64)).tile == theirs
 
@@ -201,9 +201,9 @@ def test_between_what_was_measured_tiles_are_fitted(
         (384, HopperTile(128, 192, share=True), None),
     ):
         chosen = choose(ask(m=m, n=28672))
-        assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-hopper", tile, us)
+        assert (chosen.kernel.name, chosen.tile, chosen.us) == ("fused-hopper", tile, us)
     source = "fitted to what was measured on this GPU at M=512"
-    assert str(choice_of(ask(m=384, n=28672)).tile).endswith(f"share=True columns=128 ({source})")
+    assert str(selection_of(ask(m=384, n=28672)).tile).endswith(f"share=True columns=128 ({source})")
     monkeypatch.setattr(kernel_table, "_logged", set())
     monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
     with caplog.at_level(logging.WARNING):
@@ -223,23 +223,23 @@ def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Sto
         }
     )
     chosen = choose(ask(m=32))
-    assert (chosen.row.name, chosen.tile, chosen.us) == ("fused-hopper", few, None)
+    assert (chosen.kernel.name, chosen.tile, chosen.us) == ("fused-hopper", few, None)
     assert chosen.source == "fitted to what was measured on this GPU at M=128"
     assert dict(explain(ask(m=32)))["fused-skinny"] == (
         "measured slower on this GPU at M=128: 999.0 us against 40.0 us"
     )
-    assert choose(ask(m=64)).row.name == "fused-tiled", "that is within what differs from run to run"
-    assert choose(ask(m=16)).row.name == "fused-hopper"
-    assert choose(ask(m=15)).row.name == "fused-skinny", "which does less than for 16"
+    assert choose(ask(m=64)).kernel.name == "fused-tiled", "that is within what differs from run to run"
+    assert choose(ask(m=16)).kernel.name == "fused-hopper"
+    assert choose(ask(m=15)).kernel.name == "fused-skinny", "which does less than for 16"
     assert choose(ask(m=3)).tile == SkinnyTile(2), "of the same kernel"
 
 
 def shipped_tiles(part: float) -> Iterator[tuple[HopperTile, HopperTile]]:
     """Each tile of `fused-hopper` in tables for an H200, and what it is fitted to for such a part of M."""
     for key, entry in (
-        (key, entry) for table in shipped_tables(H200, ROWS) for key, entry in table.entries.items()
+        (key, entry) for table in shipped_tables(H200, KERNELS) for key, entry in table.entries.items()
     ):
-        if entry.row == "fused-hopper":
+        if entry.kernel == "fused-hopper":
             measured = Problem(key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, H200)
             problem = replace(measured, m=int(key.m * part))
             tile = wgmma_launch.TILING.fitted(problem, entry.tile, measured)
@@ -303,7 +303,7 @@ def test_a_forced_row_has_the_tile_that_was_measured_for_it(
             ask(m=128): Entry(50.0, "fused-hopper", HopperTile(share=True)),
         }
     )
-    assert choose(ask(m=64)).row.name == "fused-hopper"
+    assert choose(ask(m=64)).kernel.name == "fused-hopper"
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-tiled")
     assert (choose(ask(m=64)).tile, choose(ask(m=64)).us) == (tile, 68.0)
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-hopper")
@@ -318,7 +318,7 @@ def test_what_cannot_run_is_not_sooner(ask: Ask, store_table: Store) -> None:
         }
     )
     without = replace(ask(m=64), features=GPU_FEATURES - {"gluon"})
-    assert choose(without).row.name == "fused-tiled"
+    assert choose(without).kernel.name == "fused-tiled"
 
 
 def test_the_log_shows_each_tile_of_a_weight(
@@ -381,7 +381,7 @@ def test_the_tile_of_a_table_is_what_is_launched(
     store_table({ask("int4", m, n, k): entry})
     module, name = (
         (portable_gemv_launch, "_launch")
-        if entry.row == "fused-skinny"
+        if entry.kernel == "fused-skinny"
         else (portable_gemm_launch, "_launches")
     )
     launched, found = [], getattr(module, name)
@@ -396,7 +396,7 @@ def test_the_tile_of_a_table_is_what_is_launched(
 def random_tiles(ask: Ask, gpu: Gpu, row: str, count: int) -> list[Any]:
     """Tiles that a table may have for a small weight, as it would be read from a file that anyone wrote."""
     random, problem, found = Random(0), ask("int4", 3, 40, 256), list[Any]()
-    tiling = row_named(row).tiling
+    tiling = kernel_named(row).tiling
     assert tiling is not None
     values = {field.name: (*tiling.values.get(field.name, ()), 0, 1, 2, 4) for field in fields(tiling.record)}
     while len(found) < count:
@@ -407,9 +407,9 @@ def random_tiles(ask: Ask, gpu: Gpu, row: str, count: int) -> list[Any]:
                 for f in fields(tiling.record)
             }
         )
-        data = to_json(TileTable(gpu, {}, {Key.of(problem): Entry(5.0, row, tile)}), ROWS)
+        data = to_json(TileTable(gpu, {}, {Key.of(problem): Entry(5.0, row, tile)}), KERNELS)
         with suppress(KernelError):
-            (entry,) = from_json(data, gpu, ROWS).entries.values()
+            (entry,) = from_json(data, gpu, KERNELS).entries.values()
             found += [entry.tile] * (entry.tile not in found)
     return found
 
@@ -451,7 +451,7 @@ def test_a_tile_that_does_not_fit_says_where_it_may_be_from(
     with pytest.raises(
         TileError, match=r"tile SkinnyTile\(warps=8.*too large for this GPU: shared.*delete that"
     ):
-        row_named("fused-skinny").launch(x, packed, build(packed, x.dtype), None, tile=TILE)
+        kernel_named("fused-skinny").launch(x, packed, build(packed, x.dtype), None, tile=TILE)
 
 
 def test_rules_follow_the_size_of_the_gpu(ask: Ask, gpu: Gpu) -> None:

@@ -132,7 +132,7 @@ import sys
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from quantkit.kernels.gemm import fused_kernels as rows
+from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
 from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
 from quantkit.kernels.gemm.operands import Operands
@@ -172,13 +172,14 @@ cases = (
 for row, tile, m, n in cases[int(sys.argv[1]) :: 2]:
     hashes.clear()
     problem = Problem(m, n, 1024, scheme("int4", zero_point="integer"), torch.bfloat16, "cuda", GPU_FEATURES)
-    layout = rows.FRAGMENTS.build(random_packed(problem.scheme, n, 1024, torch.device("cpu")), problem.dtype)
-    rows._RUNS[row](
+    packed = random_packed(problem.scheme, n, 1024, torch.device("cpu"))
+    layout = fused_kernels.FRAGMENTS.build(packed, problem.dtype)
+    fused_kernels._RUNS[row](
         Operands(torch.zeros(m, 1024).bfloat16(), layout, None, problem.scheme, n), tile, GPU_FEATURES
     )
     launched = list(hashes)
     hashes.clear()
-    rows.compile_kernels(row, _same_kernel(problem, Candidate(row, tile)), layout, tile)
+    fused_kernels.compile_kernels(row, _same_kernel(problem, Candidate(row, tile)), layout, tile)
     assert hashes == launched, (row, hashes, launched)
 """
 

@@ -12,7 +12,7 @@ from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
 from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
 from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
-from quantkit.kernels.registry import choose_by_rules, row_named
+from quantkit.kernels.registry import choose_by_rules, kernel_named
 from quantkit.kernels.tuning.search import (
     COARSE,
     FINE,
@@ -25,7 +25,7 @@ from quantkit.kernels.tuning.search import (
     Weight,
     neighbours,
     search,
-    tunable_rows,
+    tunable_kernels,
 )
 from quantkit.kernels.tuning.tile_table import Entry, Key
 from quantkit.packing.schemes import PRESETS, scheme
@@ -89,7 +89,7 @@ def best_is(best: Candidate, us: float = 10.0) -> Callable[[Candidate, int], flo
     """A tile takes longer by each field in which it differs from the best, and other rows twice as long."""
     return lambda one, m: (
         2 * us
-        if one.row != best.row
+        if one.kernel != best.kernel
         else us
         if one.tile is None
         else us * (1 + 0.2 * distance(one.tile, best.tile))
@@ -103,23 +103,23 @@ def test_candidates_are_legal_and_few(gpu: Gpu, name: str, shape: tuple[int, int
         weight = Weight(scheme(name), *shape)
         one = Search.of(weight.problem(m, gpu, GPU_FEATURES))
         starts = one.candidates()
-        assert [start.row for start in starts] == [row.name for row in tunable_rows(one.problem)]
+        assert [start.kernel for start in starts] == [row.name for row in tunable_kernels(one.problem)]
         assert one.rules in starts
         one.coarse = dict.fromkeys(starts, 1.0)
         found = one.candidates()
         assert len(found) <= 34
         assert not set(found) & set(starts)
         for candidate in [*starts, *found]:
-            tiling = row_named(candidate.row).tiling
+            tiling = kernel_named(candidate.kernel).tiling
             if tiling is not None:
                 assert tiling.why_not(one.problem, candidate.tile) is None
         for candidate in found:
-            assert row_named(candidate.row).tiling.loses(one.problem, candidate.tile) is None
+            assert kernel_named(candidate.kernel).tiling.loses(one.problem, candidate.tile) is None
 
 
 def test_neighbours_differ_in_one_field(gpu: Gpu) -> None:
     problem = INT4.problem(64, gpu, GPU_FEATURES)
-    row = row_named("fused-tiled")
+    row = kernel_named("fused-tiled")
     tile = row.tiling.rule(problem)
     found = [one.tile for one in neighbours(problem, row, tile)]
     assert all(distance(one, tile) == 1 for one in found)
@@ -139,14 +139,14 @@ def test_the_best_is_found_pass_by_pass(gpu: Gpu) -> None:
 
 def test_rows_that_are_not_searched_keep_their_tiles_and_may_win(gpu: Gpu) -> None:
     ruled = Candidate(
-        "fused-tiled", row_named("fused-tiled").tiling.rule(INT4.problem(64, gpu, GPU_FEATURES))
+        "fused-tiled", kernel_named("fused-tiled").tiling.rule(INT4.problem(64, gpu, GPU_FEATURES))
     )
     bench = FakeBench(best_is(ruled))
     setting = Setting(gpu, GPU_FEATURES, bench.open, FakeCompiler(), 2, searched=frozenset({"fused-hopper"}))
     *_, (one,) = search((INT4,), (64,), {}, setting)
-    tried = [candidate.row for candidate in one.coarse]
+    tried = [candidate.kernel for candidate in one.coarse]
     assert tried.count("fused-tiled") == 1 and tried.count("fused-hopper") > 2
-    assert (one.entry().row, one.entry().tile) == ("fused-tiled", ruled.tile)
+    assert (one.entry().kernel, one.entry().tile) == ("fused-tiled", ruled.tile)
 
 
 def test_a_search_begins_where_the_table_is(gpu: Gpu) -> None:
@@ -161,7 +161,7 @@ def test_another_row_wins_with_the_times_of_those_before_it(gpu: Gpu) -> None:
     goal = Candidate("fused-tiled", TiledTile(4, 16, 4, 4, 2))
     *_, (one,) = run(gpu, FakeBench(best_is(goal, 7.0)), ms=(16,))
     entry = one.entry()
-    assert (entry.row, entry.tile, entry.us) == ("fused-tiled", goal.tile, 7.0)
+    assert (entry.kernel, entry.tile, entry.us) == ("fused-tiled", goal.tile, 7.0)
     others = {"fused-stream": 14.0, "fused-skinny": 14.0, "fused-narrow": 14.0, "fused-hopper": 14.0}
     assert entry.others == others, "no later row, and none of other devices"
 
@@ -187,9 +187,9 @@ def test_noise_is_no_reason_to_differ_from_the_rules(gpu: Gpu) -> None:
 
 def test_hopeless_rows_are_left_alone(gpu: Gpu) -> None:
     for slow, tried in ((HOPELESS * 10 - 1, True), (HOPELESS * 10 + 1, False)):
-        bench = FakeBench(lambda one, m, slow=slow: slow if one.row == "fused-tiled" else 10.0)
+        bench = FakeBench(lambda one, m, slow=slow: slow if one.kernel == "fused-tiled" else 10.0)
         *_, (one,) = run(gpu, bench, ms=(16,))
-        assert (sum(c.row == "fused-tiled" for c in one.coarse) > 1) is tried
+        assert (sum(c.kernel == "fused-tiled" for c in one.coarse) > 1) is tried
 
 
 @pytest.mark.parametrize("error", [0.1, float("nan"), float("inf")])
@@ -213,17 +213,17 @@ def test_not_even_the_choice_of_the_rules_may_be_wrong(gpu: Gpu) -> None:
 
 def test_what_does_not_fit_or_compile_is_skipped(gpu: Gpu) -> None:
     def us(one: Candidate, m: int) -> float:
-        if one.row == "fused-skinny" and one.tile.columns == 256:
+        if one.kernel == "fused-skinny" and one.tile.columns == 256:
             raise Unfit("out of resource: registers")
         return 1.0
 
-    compiler = FakeCompiler(lambda one: "the compiler crashed" if one.row == "fused-tiled" else None)
+    compiler = FakeCompiler(lambda one: "the compiler crashed" if one.kernel == "fused-tiled" else None)
     *_, (one,) = run(gpu, FakeBench(us), compiler=compiler)
     reasons = set(one.rejected.values())
     assert reasons == {"out of resource: registers", "the compiler crashed"}
     assert not one.wrong
     rows = {"fused-stream", "fused-skinny", "fused-narrow", "fused-hopper", "dequantize"}
-    assert {candidate.row for candidate in one.coarse} == rows
+    assert {candidate.kernel for candidate in one.coarse} == rows
 
 
 def test_where_nothing_runs_there_is_no_entry(gpu: Gpu) -> None:

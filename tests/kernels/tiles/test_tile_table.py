@@ -17,7 +17,7 @@ from quantkit.errors import KernelError, OutputError, UsageError
 from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
 from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
 from quantkit.kernels.problem import Gpu, Problem
-from quantkit.kernels.registry import ROWS
+from quantkit.kernels.registry import KERNELS
 from quantkit.kernels.tuning import store
 from quantkit.kernels.tuning.store import file_name, named_tables, save, stored_tables, user_path, user_table
 from quantkit.kernels.tuning.tile_table import (
@@ -51,31 +51,31 @@ def table(gpu: Gpu, ask: Ask) -> TileTable:
 
 
 def test_what_is_read_is_what_was_written(table: TileTable, gpu: Gpu) -> None:
-    data = to_json(table, ROWS)
-    assert from_json(data, gpu, ROWS) == table
-    assert to_json(from_json(data, gpu, ROWS), ROWS) == data
+    data = to_json(table, KERNELS)
+    assert from_json(data, gpu, KERNELS) == table
+    assert to_json(from_json(data, gpu, KERNELS), KERNELS) == data
     shuffled = list(table.entries.items())
     random.Random(0).shuffle(shuffled)
-    assert to_json(replace(table, entries=dict(shuffled)), ROWS) == data, "the same table is the same file"
+    assert to_json(replace(table, entries=dict(shuffled)), KERNELS) == data, "the same table is the same file"
 
 
 def test_a_weight_is_a_line(table: TileTable, ask: Ask) -> None:
     key = Key.of(ask("int4", 1))
     changed = table.with_entries({key: replace(SKINNY, us=9.0)})
-    lines = [data.decode().splitlines() for data in (to_json(table, ROWS), to_json(changed, ROWS))]
+    lines = [data.decode().splitlines() for data in (to_json(table, KERNELS), to_json(changed, KERNELS))]
     different = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
     assert len(different) == 1
     assert different[0][0].startswith(
         '"4096x4096": {"1": [5.43, "fused-skinny", [4, 512, 1, true, 16, false, false]], "64": [12.0'
     )
     empty = replace(table, entries={})
-    assert from_json(to_json(empty, ROWS), table.gpu, ROWS) == empty
+    assert from_json(to_json(empty, KERNELS), table.gpu, KERNELS) == empty
 
 
 def test_every_format_can_be_in_a_table(gpu: Gpu, ask: Ask) -> None:
     problems = [ask(name, 512) for name in PRESETS if scheme(name).planes == 1]
     table = TileTable(gpu, {}, {Key.of(problem): DENSE for problem in problems})
-    assert from_json(to_json(table, ROWS), gpu, ROWS) == table
+    assert from_json(to_json(table, KERNELS), gpu, KERNELS) == table
 
 
 def test_buckets(ask: Ask) -> None:
@@ -200,9 +200,9 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
 def test_damage_is_refused_in_words(
     table: TileTable, gpu: Gpu, change: Callable[[bytes], bytes], message: str
 ) -> None:
-    data = change(to_json(table, ROWS))
+    data = change(to_json(table, KERNELS))
     with pytest.raises(KernelError, match=message):
-        from_json(data, gpu, ROWS)
+        from_json(data, gpu, KERNELS)
     path = user_path(gpu)
     assert path is not None
     path.parent.mkdir(parents=True)
@@ -210,13 +210,13 @@ def test_damage_is_refused_in_words(
     with pytest.raises(
         KernelError, match=r"the tile table /\S+ is damaged: .*Delete it, or run `quantkit tune`"
     ):
-        stored_tables(gpu, ROWS)
+        stored_tables(gpu, KERNELS)
 
 
 def test_steps_must_be_divided_by_the_split(gpu: Gpu, ask: Ask) -> None:
     table = TileTable(gpu, {}, {Key.of(ask(m=64, k=384)): Entry(1.0, "fused-tiled", TiledTile(4, 64, 4))})
     with pytest.raises(KernelError, match="3 steps are not divided by a split of 4"):
-        from_json(to_json(table, ROWS), gpu, ROWS)
+        from_json(to_json(table, KERNELS), gpu, KERNELS)
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
@@ -226,7 +226,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def test_no_change_of_one_value_gets_through_as_another_error(table: TileTable, gpu: Gpu) -> None:
-    whole = json.loads(to_json(table, ROWS))
+    whole = json.loads(to_json(table, KERNELS))
     dice = random.Random(0)
     refused = 0
     for index in range(len(_places(whole))):
@@ -234,7 +234,7 @@ def test_no_change_of_one_value_gets_through_as_another_error(table: TileTable, 
         container, key = _places(data)[index]
         container[key] = dice.choice([None, True, -1, 0, 7, 1e400, "x", "", [], {}, [[]], {"a": 1}, 10**30])
         try:
-            from_json(json.dumps(data).encode(), gpu, ROWS)
+            from_json(json.dumps(data).encode(), gpu, KERNELS)
         except (KernelError, OtherTable):
             refused += 1
     assert refused > 100
@@ -265,13 +265,13 @@ def test_other_versions_and_gpus_are_left_out_with_a_warning(
     message: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    data = change(to_json(table, ROWS))
+    data = change(to_json(table, KERNELS))
     with pytest.raises(OtherTable, match=message):
-        from_json(data, gpu, ROWS)
-    path = save(table, ROWS)
+        from_json(data, gpu, KERNELS)
+    path = save(table, KERNELS)
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
-        assert stored_tables(gpu, ROWS) == ()
+        assert stored_tables(gpu, KERNELS) == ()
     (record,) = caplog.records
     assert str(path) in record.getMessage()
     assert "is not used" in record.getMessage()
@@ -298,9 +298,9 @@ def test_without_a_home_directory(table: TileTable, gpu: Gpu, monkeypatch: pytes
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
     assert user_path(gpu) is None
-    assert stored_tables(gpu, ROWS) == ()
+    assert stored_tables(gpu, KERNELS) == ()
     with pytest.raises(OutputError, match=r"no home directory .* Set XDG_CACHE_HOME"):
-        save(table, ROWS)
+        save(table, KERNELS)
 
 
 def test_the_users_table_wins_over_the_shipped_one(
@@ -308,16 +308,16 @@ def test_the_users_table_wins_over_the_shipped_one(
 ) -> None:
     shipped = tmp_path / "shipped"
     shipped.mkdir()
-    (shipped / file_name(gpu)).write_bytes(to_json(table, ROWS))
+    (shipped / file_name(gpu)).write_bytes(to_json(table, KERNELS))
     monkeypatch.setattr(store, "package_files", lambda package: shipped)
-    assert [found.source for found in stored_tables(gpu, ROWS)] == ["shipped"]
-    assert user_table(gpu, ROWS) is None
-    path = save(replace(table, entries={}), ROWS)
-    found = stored_tables(gpu, ROWS)
+    assert [found.source for found in stored_tables(gpu, KERNELS)] == ["shipped"]
+    assert user_table(gpu, KERNELS) is None
+    path = save(replace(table, entries={}), KERNELS)
+    found = stored_tables(gpu, KERNELS)
     assert [(one.source, len(one.table.entries)) for one in found] == [(str(path), 0), ("shipped", 19)]
     monkeypatch.setenv("QUANTKIT_TILES", "none")
-    assert stored_tables(gpu, ROWS) == ()
-    assert user_table(gpu, ROWS) is not None
+    assert stored_tables(gpu, KERNELS) == ()
+    assert user_table(gpu, KERNELS) is not None
 
 
 def test_a_gpu_without_a_table_has_that_of_one_like_it(
@@ -328,20 +328,20 @@ def test_a_gpu_without_a_table_has_that_of_one_like_it(
     (shipped / "a.json").mkdir()
     (shipped / "notes.txt").write_text("no table")
     file = shipped / file_name(gpu)
-    file.write_bytes(to_json(table, ROWS))
+    file.write_bytes(to_json(table, KERNELS))
     monkeypatch.setattr(store, "package_files", lambda package: shipped)
     like = replace(gpu, name="Like it")
-    (found,) = stored_tables(like, ROWS)
+    (found,) = stored_tables(like, KERNELS)
     assert (found.source, found.table.gpu.name) == ("shipped, measured on Test GPU 3000", gpu.name)
     assert found.table.entries == table.entries
     # Of less memory some tiles are too large, which is found where they are chosen.
-    (found,) = stored_tables(replace(like, shared_memory=48 << 10), ROWS)
+    (found,) = stored_tables(replace(like, shared_memory=48 << 10), KERNELS)
     assert found.table.entries == table.entries
     for unlike in (replace(like, multiprocessors=114), replace(like, capability=(10, 0))):
-        assert stored_tables(unlike, ROWS) == ()
+        assert stored_tables(unlike, KERNELS) == ()
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(KernelError, match=rf"the tile table {file} is damaged: .*Delete it"):
-        stored_tables(like, ROWS)
+        stored_tables(like, KERNELS)
 
 
 def test_what_its_own_table_lacks_a_gpu_has_of_one_like_it(
@@ -352,14 +352,14 @@ def test_what_its_own_table_lacks_a_gpu_has_of_one_like_it(
     # By name it comes before, and all the same after.
     like = replace(gpu, name="A like")
     few = dict(list(table.entries.items())[:2])
-    (shipped / file_name(gpu)).write_bytes(to_json(replace(table, entries=few), ROWS))
-    (shipped / file_name(like)).write_bytes(to_json(replace(table, gpu=like), ROWS))
+    (shipped / file_name(gpu)).write_bytes(to_json(replace(table, entries=few), KERNELS))
+    (shipped / file_name(like)).write_bytes(to_json(replace(table, gpu=like), KERNELS))
     monkeypatch.setattr(store, "package_files", lambda package: shipped)
-    assert [(one.source, len(one.table.entries)) for one in stored_tables(gpu, ROWS)] == [
+    assert [(one.source, len(one.table.entries)) for one in stored_tables(gpu, KERNELS)] == [
         ("shipped", 2),
         ("shipped, measured on A like", 19),
     ]
-    assert [one.source for one in stored_tables(like, ROWS)] == [
+    assert [one.source for one in stored_tables(like, KERNELS)] == [
         "shipped",
         f"shipped, measured on {gpu.name}",
     ]
@@ -371,15 +371,15 @@ def test_tables_by_name(table: TileTable, gpu: Gpu, tmp_path: Path, monkeypatch:
     shipped.mkdir()
     monkeypatch.setattr(store, "package_files", lambda package: shipped)
     with pytest.raises(UsageError, match=r"no table of measured times for a GPU 'h'; there are none\. Run"):
-        named_tables("h", ROWS)
-    (shipped / file_name(gpu)).write_bytes(to_json(table, ROWS))
-    path = save(replace(table, entries={}), ROWS)
+        named_tables("h", KERNELS)
+    (shipped / file_name(gpu)).write_bytes(to_json(table, KERNELS))
+    path = save(replace(table, entries={}), KERNELS)
     for name in (gpu.name, "test_gpu_3000", "test-gpu-3000"):
-        found = named_tables(name, ROWS)
+        found = named_tables(name, KERNELS)
         assert [(one.source, len(one.table.entries)) for one in found] == [(str(path), 0), ("shipped", 19)]
         assert found[1].table.entries == table.entries
     with pytest.raises(UsageError, match=r"a GPU '\.\./h'; there are test_gpu_3000\. Run `quantkit tune`"):
-        named_tables("../h", ROWS)
+        named_tables("../h", KERNELS)
     for text, why in {
         "": "the file is empty",
         "{}": "'gpu' of the file is None",
@@ -388,7 +388,7 @@ def test_tables_by_name(table: TileTable, gpu: Gpu, tmp_path: Path, monkeypatch:
     }.items():
         path.write_text(text)
         with pytest.raises(KernelError, match=why):
-            named_tables(gpu.name, ROWS)
+            named_tables(gpu.name, KERNELS)
 
 
 def test_the_time_of_a_token_is_that_of_the_first_table_that_has_it(table: TileTable) -> None:
@@ -406,27 +406,27 @@ def test_every_shipped_table_is_whole() -> None:
         gpu = json.loads(path.read_bytes())["gpu"]
         found = Gpu(gpu["name"], tuple(gpu["capability"]), gpu["multiprocessors"], 227 << 10)
         assert path.name == file_name(found)
-        assert from_json(path.read_bytes(), found, ROWS).entries
+        assert from_json(path.read_bytes(), found, KERNELS).entries
 
 
 def test_what_cannot_be_read_is_left_out(
     table: TileTable, gpu: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = save(table, ROWS)
+    path = save(table, KERNELS)
     path.unlink()
     os.mkfifo(path)
     with caplog.at_level(logging.WARNING):
-        assert stored_tables(gpu, ROWS) == ()
+        assert stored_tables(gpu, KERNELS) == ()
     assert "cannot be read and is not used: not a regular file (EINVAL)" in caplog.text
 
 
 def test_a_table_that_is_too_large(table: TileTable, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(table, ROWS)
+    path = save(table, KERNELS)
     monkeypatch.setattr(store, "MAX_BYTES", path.stat().st_size)
-    assert len(stored_tables(gpu, ROWS)) == 1
+    assert len(stored_tables(gpu, KERNELS)) == 1
     monkeypatch.setattr(store, "MAX_BYTES", path.stat().st_size - 1)
     with pytest.raises(KernelError, match=r"has more than the \d+ bytes it may have. Delete it"):
-        stored_tables(gpu, ROWS)
+        stored_tables(gpu, KERNELS)
 
 
 @pytest.mark.fault(71)
@@ -434,7 +434,7 @@ def test_a_table_that_is_too_large(table: TileTable, gpu: Gpu, monkeypatch: pyte
 def test_a_write_that_fails_leaves_the_old_table(
     table: TileTable, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    path = save(table, ROWS)
+    path = save(table, KERNELS)
     before = path.read_bytes()
 
     def fail(*_: object, **__: object) -> None:
@@ -444,7 +444,7 @@ def test_a_write_that_fails_leaves_the_old_table(
     with pytest.raises(
         OutputError, match=rf"cannot write the tile table {path}: No space left .*XDG_CACHE_HOME"
     ):
-        save(replace(table, entries={}), ROWS)
+        save(replace(table, entries={}), KERNELS)
     monkeypatch.undo()
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
@@ -452,6 +452,6 @@ def test_a_write_that_fails_leaves_the_old_table(
 
 def test_a_cache_that_is_no_directory(table: TileTable, gpu: Gpu, cache: Path) -> None:
     (cache / "quantkit").write_text("")
-    assert stored_tables(gpu, ROWS) == ()
+    assert stored_tables(gpu, KERNELS) == ()
     with pytest.raises(OutputError, match=r"cannot write the tile table .*Make its directory writable"):
-        save(table, ROWS)
+        save(table, KERNELS)

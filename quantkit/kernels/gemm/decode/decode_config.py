@@ -50,11 +50,11 @@ class Streamed:
     has_factor: bool
     has_bias: bool
     norm: Norm | None
-    #: What gates the rows of the second half, of `quantkit.kernels.ops.glue.gate`; "" for nothing.
+    #: What gates the rows of the second half, of `quantkit.kernels.ops.activation.gate`; "" for nothing.
     gate: str
     #: Matrices of an expert, and pairs of each row of x.
     matrices: int
-    slots: int
+    top_k: int
     chained: bool
     dtype_name: str
     integers: bool

@@ -27,7 +27,7 @@ from quantkit.kernels.gluon.dequant_fragment import (
 from quantkit.kernels.gluon.epilogue import load_outputs, write
 from quantkit.kernels.gluon.scales_registers import for_operand, for_sums, of_rows, words_of
 from quantkit.kernels.gluon.stage_x_per_warp import columns, hold, norm_weights, pair, quads_of
-from quantkit.kernels.layouts.dequant_blocks import of_matrix, segment
+from quantkit.kernels.layouts.dequant_blocks import expert_block, of_matrix
 
 #: Products: operand A is a quad, B a half of one.
 _INTEGERS = gl.constexpr("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ")
@@ -46,7 +46,7 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 @gluon.jit(do_not_specialize=["M", "EACH", "MORE"])
 def stream(
     x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, EACH, MORE, order,
-    segments, S: gl.constexpr,
+    expert_blocks, S: gl.constexpr,
 ):  # fmt: skip
     """A program has EACH row tiles, the first MORE programs have one more, and each of its warps `S.units`
     units of their columns. With `S.gate` these are pairs of row tiles, of what gates and what is gated.
@@ -54,20 +54,20 @@ def stream(
     A turn is that of `S.together` row tiles. Codes are loaded `S.ahead` units before they are multiplied;
     where there are several turns, those of a turn are a multiple of that: units have registers of their own.
     `other`, `norm`, `total` and `squares` are those of the part of a norm that is done
-    (`quantkit.kernels.problem.Normed`); `norm` are its weights. With `segments`, rows of x and y are those of
-    the pairs of a segment (`quantkit.kernels.moe.permute_kernels`), and the weight is the `S.matrices`
-    matrices of its expert, whose rows are those of one.
+    (`quantkit.kernels.problem.Normed`); `norm` are its weights. With `expert_blocks`, rows of x and y are
+    those of the routed tokens of a block (`quantkit.kernels.moe.permute_kernels`), and the weight is the
+    `S.matrices` matrices of its expert, whose rows are those of one.
     """
     AHEAD: gl.constexpr = S.ahead
     FILL: gl.constexpr = S.fill
-    if S.overlap and segments is None:
+    if S.overlap and expert_blocks is None:
         let_next_start()
     program = gl.program_id(0)
-    if segments is not None:
+    if expert_blocks is not None:
         if S.overlap and not S.chained:
             # The kernel before this one may have written the segments.
             wait_for_kernel_before()
-        expert, its_first, M = segment(segments, program, S.chained)
+        expert, its_first, M = expert_block(expert_blocks, program, S.chained)
         if S.overlap and S.chained:
             # If no segment has pairs, some program has to have waited before all end.
             if (M == 0) & (program == 0):
@@ -94,10 +94,10 @@ def stream(
     times = ()
     if S.begins:
         times = (load_outputs(norm, first, count, 1, N, S),)
-    if S.overlap and (segments is None or S.chained):
+    if S.overlap and (expert_blocks is None or S.chained):
         # Only x, and what norms are of, is written by kernels before this one.
         wait_for_kernel_before()
-    if S.overlap and segments is not None:
+    if S.overlap and expert_blocks is not None:
         # A chained kernel reads the segments at once, as this one has waited.
         let_next_start()
     of_x = ()

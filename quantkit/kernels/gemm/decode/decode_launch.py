@@ -31,7 +31,7 @@ from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.fragment_layout import geometry, value_sizes
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import power_of_two
-from quantkit.kernels.ops.glue import NORMS
+from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
@@ -143,7 +143,7 @@ def _rule(problem: Problem) -> StreamTile:
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
 
 
-def experts_spread(problem: Problem) -> int:
+def single_row_ratio(problem: Problem) -> int:
     """How many experts for each pair there have to be for pairs to be multiplied with one by one."""
     return 1 if why_no_integers(replace(problem, m=1)) is None else 4
 
@@ -312,11 +312,11 @@ def _launch(
     overlaps = options.pop("PDL")
     known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate, grouping)
     shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), grouping)
-    segments = () if grouping is None else (grouping.segments,)
-    pairs = {"order": None, "segments": None} if grouping is None else {}
+    expert_blocks = () if grouping is None else (grouping.expert_blocks,)
+    pairs = {"order": None, "expert_blocks": None} if grouping is None else {}
     return Launch(
         kernel,
-        (*segments, shared_out.programs),
+        (*expert_blocks, shared_out.programs),
         S=known,
         **pairs,
         num_warps=tile.warps,

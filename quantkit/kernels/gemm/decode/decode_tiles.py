@@ -142,7 +142,7 @@ def streamed(
         norm=norm,
         gate=gate,
         matrices=1 if grouping is None else grouping.matrices,
-        slots=1 if grouping is None else grouping.slots,
+        top_k=1 if grouping is None else grouping.top_k,
         chained=grouping is not None and grouping.chained,
         dtype_name=name,
         integers=tile.integers,

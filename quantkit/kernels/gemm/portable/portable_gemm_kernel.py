@@ -7,7 +7,7 @@ A program has one or two chains of row tiles. With two, the weights of one are d
 multiply with those of the other. Where there are more programs than run at once, those that would run last
 and leave processors idle may be split by columns: they write float32 sums, which `combine` adds up.
 
-With `segments`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
+With `expert_blocks`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
 `quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose outputs lie side
 by side.
 """
@@ -17,18 +17,18 @@ import triton.language as tl
 
 from quantkit.kernels.layouts.dequant_blocks import (
     decode,
+    expert_block,
     finish,
     load_by_lane,
     of_matrix,
     row_of_y,
     scales_by_lane,
-    segment,
 )
 
 
 @triton.jit(do_not_specialize=["M", "FULL"])
 def tiled(
-    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, order, segments,
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, order, expert_blocks,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
@@ -37,7 +37,7 @@ def tiled(
     PLANES: tl.constexpr, DTYPE: tl.constexpr,
     RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr,
     SOME_WHOLE: tl.constexpr, STAGES: tl.constexpr, RASTER: tl.constexpr, HALF: tl.constexpr,
-    WAIT: tl.constexpr, HOLD: tl.constexpr, TILES_OF_SEGMENT: tl.constexpr, SLOTS: tl.constexpr,
+    WAIT: tl.constexpr, HOLD: tl.constexpr, TILES_OF_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A chain has RT row tiles.
@@ -45,7 +45,7 @@ def tiled(
     The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
     [SPLIT, tiles, BM, rows]; without SOME_WHOLE, FULL is 0. Unless HALF is None, a step is summed in
     float16, with weights times HALF. HOLD is PTX that waits until the registers of a chain's last weights may
-    be written again. With `segments`, M is BM * TILES_OF_SEGMENT for each of them, and nothing is split.
+    be written again. With `expert_blocks`, M is BM * TILES_OF_SEGMENT for each of them, and nothing is split.
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -74,9 +74,9 @@ def tiled(
     begin = part * (STEPS // SPLIT)
     pm, pn = place(tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS) * MATRICES, RASTER)
     last_tile = (N + 15) // 16 - 1
-    if segments is not None:
-        expert, first, M = segment(segments, pm // TILES_OF_SEGMENT)
-        pm = pm % TILES_OF_SEGMENT
+    if expert_blocks is not None:
+        expert, first, M = expert_block(expert_blocks, pm // TILES_OF_BLOCK)
+        pm = pm % TILES_OF_BLOCK
         if pm * BM >= M:
             return
         which = pn // tl.cdiv(N, ROWS)
@@ -97,8 +97,8 @@ def tiled(
         sums_of = sums_of + (tl.zeros((16 * RT, BM), tl.float32),)
     m = pm * BM + tl.arange(0, BM)
     row_of_x = tl.minimum(m, M - 1)
-    if segments is not None:
-        row_of_x = tl.load(order + row_of_x) // SLOTS
+    if expert_blocks is not None:
+        row_of_x = tl.load(order + row_of_x) // TOP_K
     k = begin * COLUMNS + tl.arange(0, COLUMNS)[:, None]
     xs = x + row_of_x.to(tl.int64)[None, :] * K + k
     for i in tl.range(0, steps, num_stages=STAGES):

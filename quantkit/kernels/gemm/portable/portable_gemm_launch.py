@@ -243,7 +243,7 @@ def _launches(
     known = constants(n, k, scheme, dtype, "ptx" in features) | {"K": whole_columns(k)}
     of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
     if grouping is not None:
-        m = grouping.segments * of_segment * tile.m
+        m = grouping.expert_blocks * of_segment * tile.m
     tiles = -(-n // tile.rows) * (1 if grouping is None else grouping.matrices) * -(-m // tile.m)
     full = whole_tiles(tile, tiles, multiprocessors)
     rest = tiles - full
@@ -263,7 +263,7 @@ def _launches(
         HALF=half_unit(n, k, scheme) if tile.half_sums else None,
         HOLD=HOLD if tile.chains > 1 and "wgmma" in features else None,
         **known_of(grouping),
-        TILES_OF_SEGMENT=of_segment,
+        TILES_OF_BLOCK=of_segment,
         PDL="overlap" in features,
         num_warps=tile.warps,
         num_stages=tile.stages,

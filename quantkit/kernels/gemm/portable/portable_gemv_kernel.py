@@ -4,7 +4,7 @@ A program computes 16 * R rows of y^T. Its W warps share them and divide the col
 a batched product whose batch is groups of DOT columns, NG of them per warp and step: no two programs have
 anything to add up, and every sum has one order. Scales are applied to the float32 sums of their columns.
 
-With `segments`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
+With `expert_blocks`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
 `quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose outputs lie side
 by side.
 """
@@ -14,19 +14,19 @@ import triton.language as tl
 
 from quantkit.kernels.layouts.dequant_blocks import (
     decode,
+    expert_block,
     finish,
     load_by_lane,
     load_tiles,
     of_matrix,
     row_of_y,
     scales_by_lane,
-    segment,
 )
 
 
 @triton.jit
 def skinny(
-    x, codes, scale, zero, factor, lut, bias, y, M, N, order, segments,
+    x, codes, scale, zero, factor, lut, bias, y, M, N, order, expert_blocks,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
@@ -34,7 +34,7 @@ def skinny(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     PLANES: tl.constexpr, DTYPE: tl.constexpr,
     W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr,
-    UNROLL: tl.constexpr, PRESENT: tl.constexpr, TOGETHER: tl.constexpr, SLOTS: tl.constexpr,
+    UNROLL: tl.constexpr, PRESENT: tl.constexpr, TOGETHER: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     SPAN: tl.constexpr = 16 * PLANES
@@ -52,19 +52,19 @@ def skinny(
     HALVES: tl.constexpr = GROUP == 16
     # Dots of a block of scales.
     IN_BLOCK: tl.constexpr = 128 // DOT
-    if PDL and segments is None:
+    if PDL and expert_blocks is None:
         # The next kernel may start loading its weights.
         tl.extra.cuda.gdc_launch_dependents()
     last_tile = (N + 15) // 16 - 1
     rows_of_x = order
-    if segments is None:
+    if expert_blocks is None:
         program = tl.program_id(0)
     else:
         if PDL:
             # The kernel before this one may have written the segments, which the next may read at once.
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        expert, first, M = segment(segments, tl.program_id(0))
+        expert, first, M = expert_block(expert_blocks, tl.program_id(0))
         if M == 0:
             return
         programs = last_tile // R + 1
@@ -75,7 +75,7 @@ def skinny(
         )
         y += which * N
         order += first
-        rows_of_x = _rows_of_x(order, M, SLOTS, BM)
+        rows_of_x = _rows_of_x(order, M, TOP_K, BM)
     w = tl.arange(0, W)[:, None]
     in_warp = tl.arange(0, B1 * C * R)
     blocks = tl.arange(0, R * NG // IN_BLOCK)
@@ -90,7 +90,7 @@ def skinny(
         codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS,
         V, PER_CHANNEL, HAS_ZERO, ASM is not None,
     )  # fmt: skip
-    if PDL and segments is None:
+    if PDL and expert_blocks is None:
         # Only x is written by the kernel before this one.
         tl.extra.cuda.gdc_wait()
     for outer in tl.range(0, STEPS // UNROLL):
@@ -183,10 +183,10 @@ def _per_weight(
 
 
 @triton.jit
-def _rows_of_x(order, M, SLOTS: tl.constexpr, BM: tl.constexpr):
+def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
     """The rows of x that M pairs have, [8, BM // 8]; those beyond repeat the last one."""
     m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
-    return tl.load(order + tl.minimum(m, M - 1)) // SLOTS
+    return tl.load(order + tl.minimum(m, M - 1)) // TOP_K
 
 
 @triton.jit

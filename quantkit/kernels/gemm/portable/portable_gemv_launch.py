@@ -154,7 +154,7 @@ def _launch(
     return Launch(
         kernel,
         # Segments of an expert run next to each other, and share its weights in the cache.
-        (programs,) if grouping is None else (grouping.segments, programs * grouping.matrices),
+        (programs,) if grouping is None else (grouping.expert_blocks, programs * grouping.matrices),
         **constants(n, k, scheme, dtype, "ptx" in features),
         HAS_BIAS=bias,
         W=tile.warps,

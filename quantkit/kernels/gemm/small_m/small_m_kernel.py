@@ -5,7 +5,7 @@ with x as all warps have it. Nothing is added up between warps, and after x has 
 but for three that multiply with it. Where a weight has few rows its columns are divided into parts, whose
 sums `quantkit.kernels.gluon.split_k_reduce` adds up.
 
-With `segments`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
+With `expert_blocks`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
 `quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose rows are those of
 one.
 
@@ -46,13 +46,13 @@ from quantkit.kernels.gluon.stage_x_shared import (
     sums_of,
     wait_for_x,
 )
-from quantkit.kernels.layouts.dequant_blocks import finish, of_matrix, row_of_y, segment
-from quantkit.kernels.ops.glue_kernels import gated
+from quantkit.kernels.layouts.dequant_blocks import expert_block, finish, of_matrix, row_of_y
+from quantkit.kernels.ops.activation_kernel import gated
 
 
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
 def narrow(
-    x, squares, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES, order, segments,
+    x, squares, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES, order, expert_blocks,
     K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -60,7 +60,7 @@ def narrow(
     FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, ENDS: gl.constexpr, GATE: gl.constexpr,
     W: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, UNITS: gl.constexpr, CHUNK: gl.constexpr,
     SPARE: gl.constexpr, AHEAD: gl.constexpr, LOOP: gl.constexpr, EVEN: gl.constexpr, HELD: gl.constexpr,
-    WGMMA: gl.constexpr, SLOTS: gl.constexpr, MATRICES: gl.constexpr, CHAINED: gl.constexpr,
+    WGMMA: gl.constexpr, TOP_K: gl.constexpr, MATRICES: gl.constexpr, CHAINED: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """A program has ROW_TILES row tiles, up to one for each of its W warps, and UNITS units of columns.
@@ -83,14 +83,14 @@ def narrow(
     CODES: gl.constexpr = codes_of(W, C)
     STORED: gl.constexpr = scale.dtype.element_ty
     ZERO: gl.constexpr = zero.dtype.element_ty
-    if PDL and segments is None:
+    if PDL and expert_blocks is None:
         let_next_start()
     program = gl.program_id(0)
-    if segments is not None:
+    if expert_blocks is not None:
         if PDL and not CHAINED:
             # The kernel before this one may have written the segments.
             wait_for_kernel_before()
-        expert, its_first, M = segment(segments, program, CHAINED)
+        expert, its_first, M = expert_block(expert_blocks, program, CHAINED)
         if PDL and CHAINED:
             # If no segment has pairs, some program has to have waited before all end.
             if (M == 0) & (program == 0):
@@ -141,10 +141,10 @@ def narrow(
             given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO, EVEN, HELD, W
         )
     given = given + (filled(lut, FILL),)
-    if PDL and (segments is None or CHAINED):
+    if PDL and (expert_blocks is None or CHAINED):
         # Only x, and sums of its squares, are written by kernels before this one.
         wait_for_kernel_before()
-    if PDL and segments is not None:
+    if PDL and expert_blocks is not None:
         # A chained kernel, or one that adds up parts, reads the segments at once, as this one has waited.
         let_next_start()
     if ENDS is not None:
@@ -155,7 +155,7 @@ def narrow(
     chunks = gl.allocate_shared_memory(DTYPE, [CHUNKS, EACH * BM, WIDE], OF_X)
     if SPARE:
         spare = gl.allocate_shared_memory(DTYPE, [SPARE, EACH * BM, WIDE], OF_X)
-    copy_x(x, chunks, begin * UNIT, M, order, SLOTS, K, EACH, BM, CHUNKS, W, WIDE)
+    copy_x(x, chunks, begin * UNIT, M, order, TOP_K, K, EACH, BM, CHUNKS, W, WIDE)
     if ENDS is not None:
         held_roots = hold_roots(of_norm, K, ENDS)
     held = reinterpret(chunks, DTYPE, [UNITS * UNIT // WIDE, BM, WIDE], OF_X)
@@ -192,7 +192,7 @@ def narrow(
     m = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, SUMS)), 0)
     if MATRICES > 1:
         factor += gl.minimum(rows, N - 1) // (N // MATRICES)
-    if PARTS == 1 or segments is not None:
+    if PARTS == 1 or expert_blocks is not None:
         total = finish(total, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
     if PARTS > 1:
         to = sums + (part.to(gl.int64) * (last + 1) + rows // 16) * (BM * 16) + m * 16 + rows % 16

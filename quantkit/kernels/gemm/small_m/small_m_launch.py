@@ -338,7 +338,7 @@ def _launches(
     shape = geometry(n, k, scheme, dtype)
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = units(tile, shape)
-    segments = () if grouping is None else (grouping.segments,)
+    expert_blocks = () if grouping is None else (grouping.expert_blocks,)
     # Where there are parts, what adds them up gates.
     gates = gate if tile.parts == 1 else ""
     mine = row_tiles(tile, shape, multiprocessors, bool(gates), 1 if grouping is None else grouping.usual)
@@ -348,7 +348,7 @@ def _launches(
     main = Launch(
         kernel,
         # Segments of an expert run next to each other, and share its weights in the cache.
-        (*segments, -(-shape.row_tiles // mine) * tile.parts),
+        (*expert_blocks, -(-shape.row_tiles // mine) * tile.parts),
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
         ENDS=ends,
@@ -376,7 +376,7 @@ def _launches(
     after = known if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
     last = Launch(
         add_parts,
-        (shape.row_tiles // (2 if gate else 1), rows // ADDED, *segments),
+        (shape.row_tiles // (2 if gate else 1), rows // ADDED, *expert_blocks),
         **{name: after[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
         **{name: value for name, value in known_of(grouping).items() if name in add_parts.arg_names},
         HAS_BIAS=bias,
@@ -395,9 +395,9 @@ def bind(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset())
     """The product y [m, n] for m up to 32, on NVIDIA GPUs that copy to shared memory asynchronously."""
     m, k = op.x.shape
     has_bias, count, grouping = op.bias is not None, op.multiprocessors, op.grouping
-    n, segments = op.n, 1
+    n, expert_blocks = op.n, 1
     if grouping is not None:
-        m, n, segments = grouping.rows, op.n * grouping.matrices, grouping.segments
+        m, n, expert_blocks = grouping.rows, op.n * grouping.matrices, grouping.expert_blocks
     main, last, mine = _launches(
         m,
         n,
@@ -420,7 +420,7 @@ def bind(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset())
         return bound(op, first)
     _, scale, _, factor, _ = op.layout
     second = last, (SUMS, scale, factor, BIAS, Y, *op.of_norm(Y), m, n, *op.grouped)
-    return bound(op, first, second, sums=(segments, tile.parts, -(-n // ROWS), rows_of_x(m), ROWS))
+    return bound(op, first, second, sums=(expert_blocks, tile.parts, -(-n // ROWS), rows_of_x(m), ROWS))
 
 
 def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) -> torch.Tensor:

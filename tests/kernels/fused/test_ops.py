@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels.ops import glue
+from quantkit.kernels.ops import activation, kv_append, rope
+from quantkit.kernels.ops.embedding import embed, embed_reference, padded_embed_reference
+from quantkit.kernels.ops.norm import (
+    NORM_REFERENCES,
+    HeadNorms,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_reference,
+)
 
 pytest.importorskip("triton")
 
@@ -15,8 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: A step of the dtype, as sums in another order are rounded to the other side now and then.
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-NORMS = {"llama": glue.slow_norm, "olmo": glue.slow_wide_norm, "gemma": glue.slow_offset_norm}
-GATES = {"silu": glue.slow_silu_gate, "gelu": glue.slow_gelu_gate}
+GATES = activation.GATE_REFERENCES
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -52,10 +59,10 @@ def test_rows_of_ids(poisoned: None, rows: int, columns: int) -> None:
         wide[:, ::2] = weight
         for of in (ids, ids[0, :1], ids[0, 0], ids[:, ::3], ids.t(), ids[:1].expand(4, 8), ids.view(2, 2, 6)):
             for table in (weight, weight.t().contiguous().t(), wide[:, ::2]):
-                found = glue.embed(of, table)
+                found = embed(of, table)
                 assert found.dtype == dtype and found.is_contiguous()
-                assert torch.equal(found, glue.slow_embed(of, weight))
-        assert torch.equal(glue.embed(ids, weight), glue.slow_padded_embed(ids, weight, rows - 1))
+                assert torch.equal(found, embed_reference(of, weight))
+        assert torch.equal(embed(ids, weight), padded_embed_reference(ids, weight, rows - 1))
 
 
 def test_ids_of_no_row_read_nothing(poisoned: None) -> None:
@@ -63,48 +70,48 @@ def test_ids_of_no_row_read_nothing(poisoned: None) -> None:
     for dtype in DTYPES:
         # The front of more memory.
         weight = numbers(10, 9, dtype=dtype)[:6]
-        found = glue.embed(ids, weight)
+        found = embed(ids, weight)
         assert torch.equal(found[1:3], weight[[0, 5]])
         assert found[[0, 3, 4, 5]].isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 64), (3, 2, 100), (1, 2, 4096), (1, 5, 257)], ids=str)
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", NORM_REFERENCES)
 def test_norms(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:
     for dtype in DTYPES:
         x, other = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1)
         weight = numbers(shape[-1], dtype=dtype, seed=2)
-        close(glue.norm(x, weight, 1e-3, kind), NORMS[kind](x, weight, 1e-3))
-        total, y = glue.add_norm(x, other, weight, 1e-3, kind)
+        close(rms_norm(x, weight, 1e-3, kind), NORM_REFERENCES[kind](x, weight, 1e-3))
+        total, y = add_rms_norm(x, other, weight, 1e-3, kind)
         assert torch.equal(total, x + other)
-        close(y, NORMS[kind](x + other, weight, 1e-3))
-        assert torch.equal(y, glue.add_norm(x, other, weight, 1e-3, kind)[1])
+        close(y, NORM_REFERENCES[kind](x + other, weight, 1e-3))
+        assert torch.equal(y, add_rms_norm(x, other, weight, 1e-3, kind)[1])
 
 
 @pytest.mark.parametrize("how", ["whole", "part", "transposed", "columns", "one for all"])
 def test_strides(poisoned: None, how: str) -> None:
     whole, weight = numbers(3, 4, 20), numbers(20, seed=2)
     x, up = laid_out(whole, how), laid_out(numbers(3, 4, 20, seed=1), "part")
-    close(glue.norm(x, weight, 1e-5, "llama"), glue.slow_norm(x, weight, 1e-5))
+    close(rms_norm(x, weight, 1e-5, "llama"), rms_norm_reference(x, weight, 1e-5))
     for one, other in ((x, up), (up, x)):
-        total, y = glue.add_norm(one, other, weight, 1e-5, "llama")
+        total, y = add_rms_norm(one, other, weight, 1e-5, "llama")
         assert torch.equal(total, one + other)
-        close(y, glue.slow_norm(one + other, weight, 1e-5))
-        close(glue.gate(one, other, "silu"), glue.slow_silu_gate(one, other))
+        close(y, rms_norm_reference(one + other, weight, 1e-5))
+        close(activation.gate(one, other, "silu"), activation.silu_gate_reference(one, other))
 
 
 def test_weights_of_other_strides(poisoned: None) -> None:
     x, wide = numbers(2, 3, 20), numbers(40, seed=2)
     for weight in (wide[::2], wide[:1].expand(20)):
-        close(glue.norm(x, weight, 1e-5, "llama"), glue.slow_norm(x, weight, 1e-5))
+        close(rms_norm(x, weight, 1e-5, "llama"), rms_norm_reference(x, weight, 1e-5))
 
 
 def test_norms_of_heads_that_lie_within_rows(poisoned: None) -> None:
     joined, weight = numbers(2, 3, 50), numbers(8, seed=2)
     heads = joined[..., 5:37].view(2, 3, 4, 8)
-    close(glue.norm(heads, weight, 1e-5, "llama"), glue.slow_norm(heads, weight, 1e-5))
+    close(rms_norm(heads, weight, 1e-5, "llama"), rms_norm_reference(heads, weight, 1e-5))
     turned = heads.transpose(1, 2)
-    close(glue.norm(turned, weight, 1e-5, "llama"), glue.slow_norm(turned, weight, 1e-5))
+    close(rms_norm(turned, weight, 1e-5, "llama"), rms_norm_reference(turned, weight, 1e-5))
 
 
 @pytest.mark.parametrize("kind", GATES)
@@ -113,14 +120,14 @@ def test_gates(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:
     for dtype in DTYPES:
         # Far out, where exp is infinite, as well.
         x, up = 30 * numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1)
-        close(glue.gate(x, up, kind), GATES[kind](x, up))
+        close(activation.gate(x, up, kind), GATES[kind](x, up))
 
 
 @pytest.mark.parametrize("kind", GATES)
 def test_gates_of_what_is_no_number(kind: str) -> None:
     x = torch.tensor([[math.nan, math.inf, -1e30, 200.0]], device=DEVICE)
     up = torch.tensor([[1.0, 2.0, 2.0, math.inf]], device=DEVICE)
-    torch.testing.assert_close(glue.gate(x, up, kind), GATES[kind](x, up), equal_nan=True)
+    torch.testing.assert_close(activation.gate(x, up, kind), GATES[kind](x, up), equal_nan=True)
 
 
 def angles(batch: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +135,7 @@ def angles(batch: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[torc
     return turn.cos().to(dtype), turn.sin().to(dtype)
 
 
-@pytest.mark.parametrize("twin", [glue.slow_cos_sin, glue.slow_cos_sin_of_product])
+@pytest.mark.parametrize("twin", [rope.cos_sin_reference, rope.cos_sin_matmul_reference])
 @pytest.mark.parametrize("half", [1, 5, 64, 96])
 def test_angles_of_positions(poisoned: None, twin: Callable[..., Any], half: int) -> None:
     frequencies = 10000.0 ** -(torch.arange(half, device=DEVICE) / half)
@@ -142,7 +149,7 @@ def test_angles_of_positions(poisoned: None, twin: Callable[..., Any], half: int
             step = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 1)
             expected = twin(frequencies, positions, scaling, dtype)
             for of in (frequencies, wide):
-                found = glue.cos_sin(of, positions, scaling, dtype)
+                found = rope.cos_sin(of, positions, scaling, dtype)
                 for one, other, exact in zip(found, expected, (angle.cos(), angle.sin()), strict=True):
                     assert one.dtype == dtype and one.shape == other.shape and one.is_contiguous()
                     torch.testing.assert_close(one, other, rtol=step, atol=step / 8)
@@ -158,7 +165,7 @@ def test_rotary_positions(poisoned: None, batch: int, of: int, heads: int, size:
         cos, sin = angles(of, 5, size, dtype)
         part = joined[:, :, 1:-1].transpose(1, 2)
         for x in (part, part.contiguous(), part.transpose(1, 2).contiguous().transpose(1, 2)):
-            found, expected = glue.rotate(x, cos, sin), glue.slow_rotate(x, cos, sin)
+            found, expected = rope.rotate(x, cos, sin), rope.rotate_reference(x, cos, sin)
             assert torch.equal(found, expected)
             # Of one head any stride will do.
             assert found.squeeze(1).stride() == expected.squeeze(1).stride()
@@ -187,14 +194,14 @@ def test_rotary_positions_and_the_cache(
             )
             for _ in range(2)
         ]
-        found, *_ = glue.rotate_append(q, k, v, cos, sin, *caches[0], held)
-        expected, *_ = glue.slow_rotate_append(q, k, v, cos, sin, *caches[1], held)
+        found, *_ = rope.rotate_append(q, k, v, cos, sin, *caches[0], held)
+        expected, *_ = rope.rotate_append_reference(q, k, v, cos, sin, *caches[1], held)
         for one, other in zip((found, *caches[0]), (expected, *caches[1]), strict=True):
             close(one, other)
         assert int(held) == 7
 
 
-@pytest.mark.parametrize("kind", glue.NORMS)
+@pytest.mark.parametrize("kind", NORM_REFERENCES)
 def test_norms_of_heads_before_rotary_positions(poisoned: None, kind: str) -> None:
     """Of whole numbers, whose squares are summed exactly in any order: to the bit as by three launches."""
     for dtype in DTYPES:
@@ -203,10 +210,10 @@ def test_norms_of_heads_before_rotary_positions(poisoned: None, kind: str) -> No
         cos, sin = angles(2, 3, 20, dtype)
         held = torch.tensor(2, device=DEVICE)
         caches = [[numbers(2, 2, 12, 20, dtype=dtype, seed=seed) for seed in (3, 4)] for _ in range(2)]
-        norms = glue.HeadNorms(*weights, 1e-3, kind)
-        found, *_ = glue.rotate_append(q, k, v, cos, sin, *caches[0], held, norms)
-        q, k = (glue.norm(one, weight, 1e-3, kind) for one, weight in zip((q, k), weights, strict=True))
-        expected, *_ = glue.rotate_append(q, k, v, cos, sin, *caches[1], held)
+        norms = HeadNorms(*weights, 1e-3, kind)
+        found, *_ = rope.rotate_append(q, k, v, cos, sin, *caches[0], held, norms)
+        q, k = (rms_norm(one, weight, 1e-3, kind) for one, weight in zip((q, k), weights, strict=True))
+        expected, *_ = rope.rotate_append(q, k, v, cos, sin, *caches[1], held)
         for one, other in zip((found, *caches[0]), (expected, *caches[1]), strict=True):
             # Of float32, GPUs round means otherwise where products are not rounded before they are added.
             assert torch.equal(one, other) if dtype != torch.float32 else close(one, other) is None
@@ -219,13 +226,13 @@ def test_a_token_without_room_is_not_written_and_is_seen(poisoned: None) -> None
     keys, values = numbers(1, 1, 9, 8, seed=3), numbers(1, 1, 9, 8, seed=4)
     before = keys.clone(), values.clone()
     held = torch.tensor(3, device=DEVICE)
-    found, *_ = glue.rotate_append(q, k, v, cos, sin, keys[:, :, :4], values[:, :, :4], held)
+    found, *_ = rope.rotate_append(q, k, v, cos, sin, keys[:, :, :4], values[:, :, :4], held)
     assert torch.equal(keys[:, :, 4:], before[0][:, :, 4:]) and torch.equal(
         values[:, :, 4:], before[1][:, :, 4:]
     )
     assert torch.equal(values[:, :, 3], v[:, :, 0])
     assert found[:, :, 0].isfinite().all() and found[:, :, 1].isnan().all()
-    glue.append(keys[:, :, :4], values[:, :, :4], held, k, v)
+    kv_append.append(keys[:, :, :4], values[:, :, :4], held, k, v)
     assert keys[:, :, 3].isnan().all() and torch.equal(values[:, :, 3], v[:, :, 0])
     assert torch.equal(keys[:, :, :3], before[0][:, :, :3])
     assert torch.equal(keys[:, :, 4:], before[0][:, :, 4:]) and torch.equal(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.kernels.ops import argmax
-from quantkit.kernels.ops.argmax import MOST_COLUMNS, PART, largest, likeliest, slow_largest
+from quantkit.kernels.ops.argmax import MOST_COLUMNS, PART, argmax_reference, argmax_tokens, argmax_two_stage
 
 pytest.importorskip("triton")
 
@@ -27,11 +27,11 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def check(x: torch.Tensor) -> None:
     """Places are those that torch finds, and those that are found one number after the other."""
-    found = largest(x)
+    found = argmax_two_stage(x)
     assert found.dtype == torch.int64 and found.shape == x.shape[:1] and found.device == x.device
-    assert torch.equal(found, slow_largest(x))
+    assert torch.equal(found, argmax_reference(x))
     assert found.tolist() == [first_of_largest(row) for row in x.tolist()]
-    assert torch.equal(found, largest(x))
+    assert torch.equal(found, argmax_two_stage(x))
 
 
 def first_of_largest(row: list[float]) -> int:
@@ -108,13 +108,13 @@ def test_on_another_stream_than_that_of_the_device() -> None:
     if DEVICE == "cpu":
         pytest.skip("a GPU has streams")
     x = numbers(4, 128256, dtype=torch.bfloat16)
-    expected = slow_largest(x)
+    expected = argmax_reference(x)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10**7)
         later = x.clone()
-        found = largest(later).tolist()
+        found = argmax_two_stage(later).tolist()
     assert found == expected.tolist()
 
 
@@ -122,26 +122,28 @@ def test_it_can_be_recorded() -> None:
     if DEVICE == "cpu":
         pytest.skip("a GPU has graphs")
     x = numbers(4, 128256, dtype=torch.bfloat16)
-    largest(x)
+    argmax_two_stage(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = largest(x)
+        found = argmax_two_stage(x)
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         graph.replay()
-        assert torch.equal(found, slow_largest(x))
+        assert torch.equal(found, argmax_reference(x))
 
 
 def test_who_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels where there are any, and torch where they are not made for the numbers."""
     ran: list[str] = []
-    monkeypatch.setattr(argmax, "largest", lambda x: ran.append("largest") or slow_largest(x))
+    monkeypatch.setattr(
+        argmax, "argmax_two_stage", lambda x: ran.append("argmax_two_stage") or argmax_reference(x)
+    )
     x = numbers(2, 30)
-    assert torch.equal(likeliest(x), slow_largest(x))
-    assert ran == (["largest"] if DEVICE == "cuda" else [])
+    assert torch.equal(argmax_tokens(x), argmax_reference(x))
+    assert ran == (["argmax_two_stage"] if DEVICE == "cuda" else [])
     ran.clear()
     for other in (x.double(), x[:, :1].expand(2, MOST_COLUMNS + 1)):
-        assert torch.equal(likeliest(other), slow_largest(other))
+        assert torch.equal(argmax_tokens(other), argmax_reference(other))
     monkeypatch.setattr(argmax, "device_features", lambda device: frozenset())
-    assert torch.equal(likeliest(x), slow_largest(x))
+    assert torch.equal(argmax_tokens(x), argmax_reference(x))
     assert not ran

@@ -1,0 +1,31 @@
+"""Gated activations, rounded where torch, which runs a kernel per operation, rounds."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """Write `y` [rows, N] = f(x) * up; `x` and `up` have row strides x_r and u_r. Grid: (rows, N / B)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * B + tl.arange(0, B)
+    inside = n < N
+    numbers = tl.load(x + row * x_r + n, mask=inside, other=0.0)
+    found = gated(numbers, tl.load(up + row * u_r + n, mask=inside, other=0.0), KIND)
+    tl.store(y + row * N + n, found, mask=inside)
+
+
+@triton.jit
+def gated(x, up, KIND: tl.constexpr):
+    """Return f(x) * up [any shape] in x's dtype; f is SiLU or GELU by tanh, by KIND."""
+    numbers = x.to(tl.float32)
+    if KIND == "silu":
+        found = numbers / (1.0 + tl.exp(-numbers))
+    else:
+        # sqrt(2 / pi) * (x + 0.044715 x^3), and tanh(z) = 1 - 2 / (exp(2 z) + 1).
+        z = 0.7978845608028654 * (numbers + 0.044715 * numbers * numbers * numbers)
+        found = 0.5 * numbers * (2.0 - 2.0 / (tl.exp(2.0 * z) + 1.0))
+    return (found.to(x.dtype).to(tl.float32) * up.to(tl.float32)).to(x.dtype)

@@ -1,0 +1,42 @@
+"""Embedding lookup in one launch, and its references."""
+
+from functools import lru_cache
+
+import torch
+from torch.nn import functional as F
+
+from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
+
+#: Columns per program: 16 bytes per thread at 16 bits.
+EMBEDDED = 1024
+
+
+def embed_reference(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute `embed` by torch: `ids` [...] int64, `weight` [V, N] -> [..., N]."""
+    return F.embedding(ids, weight)
+
+
+def padded_embed_reference(ids: torch.Tensor, weight: torch.Tensor, padding: int) -> torch.Tensor:
+    """Compute `embed` [..., N] by torch for a model with a padding id, whose row has no gradient."""
+    return F.embedding(ids, weight, padding)
+
+
+def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return rows of `weight` [V, N], any strides, for `ids` [...] int64: [..., N] in its dtype.
+
+    An id outside 0 to V - 1 gets a row of NaN, where torch on a GPU ends the process.
+    """
+    columns = weight.shape[-1]
+    y = torch.empty((*ids.shape, columns), dtype=weight.dtype, device=weight.device)
+    launch = _embed_launch(ids.numel(), -(-columns // EMBEDDED), launch_features(weight.device))
+    with launching_on(weight.device):
+        launch(ids.contiguous(), weight, y, len(weight), columns, *weight.stride())
+    return y
+
+
+@lru_cache(maxsize=256)
+def _embed_launch(rows: int, parts: int, features: frozenset[str]) -> Launch:
+    """Build the launch for `rows` ids and `parts` programs per row."""
+    from quantkit.kernels.ops.embedding_kernel import embed
+
+    return Launch(embed, (rows, parts), B=EMBEDDED, **overlap(features), num_warps=4)

@@ -1,0 +1,168 @@
+"""RMSNorm (arXiv 1910.07467), also of a sum, in one launch, and its references."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
+from quantkit.kernels.layouts.shared_memory import power_of_two
+
+#: Largest N: a program keeps a row in registers.
+MOST_COLUMNS = 32768
+#: By kind of norm: True if numbers are rounded before they are multiplied by weights, and the offset added to
+#: weights.
+NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.0), "gemma": (False, 1.0)}
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute `rms_norm` of kind "llama" by torch: `x` [..., N], `weight` [N] -> [..., N]."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rms_norm_olmo_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute `rms_norm` of kind "olmo" by torch: it rounds after multiplying by `weight` [N]."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * wide).to(x.dtype)
+
+
+def rms_norm_gemma_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute `rms_norm` of kind "gemma" by torch: it multiplies by 1 + `weight` [N]."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + weight.float())).type_as(x)
+
+
+#: References by kind of norm.
+NORM_REFERENCES = {
+    "llama": rms_norm_reference,
+    "olmo": rms_norm_olmo_reference,
+    "gemma": rms_norm_gemma_reference,
+}
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False
+) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, over the rows of `x` [..., N].
+
+    `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`. `weight` is read before PDL's wait.
+    With PDL the next kernel may start while kernels before this one still run; if `late`, only after those
+    have ended.
+    """
+    return _launch_norm(x, None, weight, eps, kind, late)[1]
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    other: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    kind: str,
+    late: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x + other and `rms_norm` of it: `x`, `other` [..., N] -> [..., N] twice."""
+    return _launch_norm(x, other, weight, eps, kind, late)
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of the heads of queries and keys: weights `q` and `k` [D], the rest as for `rms_norm`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+    kind: str
+
+    @property
+    def how(self) -> tuple[float, str]:
+        """Return (eps, kind), which launches are compiled for."""
+        return self.eps, self.kind
+
+
+def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
+    """Return the constexprs of a norm, given (eps, kind), or None for no norm."""
+    eps, kind = how or (None, "llama")
+    rounded, offset = NORMS[kind]
+    return {"EPS": eps, "ROUND": rounded, "OFFSET": offset}
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    other: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    kind: str,
+    late: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `add_rms_norm`, or without `other` [..., N] `rms_norm`: x + other and the norm."""
+    columns, parts = x.shape[-1], [x] if other is None else [x, other]
+    laid = [_rows(part) for part in parts]
+    if laid[0][1] != laid[-1][1]:
+        laid = [_rows(part.contiguous()) for part in parts]
+    # Without `other` the kernel gets `x` in its place, and does not read it.
+    (x, rows, outer, inner), (added, _, o_outer, o_inner) = laid[0], laid[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if other is not None else y
+    features = launch_features(x.device)
+    programs, adds = x.numel() // columns, other is not None
+    launch = _norm_launch(programs, rows, columns, eps, adds, kind, late, features)
+    with launching_on(x.device):
+        launch(x, added, weight, total, y, outer, inner, o_outer, o_inner, weight.stride(0))
+    return total, y
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """Return `x` [..., N] with contiguous rows, and how its rows are addressed.
+
+    That is the rows per inner block, the stride of blocks and the stride of rows. `x` is copied if its rows
+    need more than two strides.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = merged[-1][0] * size, stride
+        else:
+            merged.append((size, stride))
+    if len(merged) > 2:
+        return x.contiguous(), 1, x.shape[-1], x.shape[-1]
+    if len(merged) == 2:
+        return x, merged[1][0], merged[0][1], merged[1][1]
+    stride = merged[0][1] if merged else x.shape[-1]
+    return x, 1, stride, stride
+
+
+@lru_cache(maxsize=256)
+def _norm_launch(
+    programs: int,
+    rows: int,
+    columns: int,
+    eps: float,
+    add: bool,
+    kind: str,
+    late: bool,
+    features: frozenset[str],
+) -> Launch:
+    """Build the launch of `programs` rows of N `columns`, `rows` per inner block."""
+    from quantkit.kernels.ops.norm_kernel import rms_norm as kernel
+
+    padded = power_of_two(columns)
+    return Launch(
+        kernel,
+        (programs,),
+        ROWS=rows,
+        N=columns,
+        NP=padded,
+        ADD=add,
+        LATE=late,
+        **norm_options((eps, kind)),
+        **overlap(features),
+        # Eight numbers per thread.
+        num_warps=min(16, max(1, padded // 256)),
+    )

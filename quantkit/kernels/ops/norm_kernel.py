@@ -1,0 +1,55 @@
+"""RMSNorm, also of a sum.
+
+Numbers are rounded where torch, which runs a kernel per operation, rounds them.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm(
+    x, other, weight, total, y, x_o, x_i, o_o, o_i, w_i,
+    ROWS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
+    ROUND: tl.constexpr, OFFSET: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) over rows of N numbers. Grid: (rows,).
+
+    Row r of `x` is at r // ROWS * x_o + r % ROWS * x_i; `other` is addressed likewise, by o_o and o_i.
+    `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous.
+
+    With ADD, x is first replaced by `total` = x + other. With ROUND, numbers are rounded to y's dtype before
+    they are multiplied by weights. With LATE, the next kernel starts only after PDL's wait.
+    """
+    n = tl.arange(0, NP)
+    inside = n < N
+    # Before PDL's wait: no kernel that may still run writes weights.
+    factor = tl.load(weight + n * w_i, mask=inside, other=0.0)
+    if PDL:
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    numbers = tl.load(x + row // ROWS * x_o + row % ROWS * x_i + n, mask=inside, other=0.0)
+    if ADD:
+        more = tl.load(other + row // ROWS * o_o + row % ROWS * o_i + n, mask=inside, other=0.0)
+        numbers = (numbers.to(tl.float32) + more.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + row * N + n, numbers, mask=inside)
+    scaled = numbers.to(tl.float32)
+    root = tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
+    tl.store(y + row * N + n, normed(scaled, root, factor, y.dtype.element_ty, ROUND, OFFSET), mask=inside)
+
+
+@triton.jit
+def normed(x, root, weight, dtype: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
+    """Return `x` * `root` * (`weight` + OFFSET) in `dtype` [broadcast shape]; `x` and `root` are float32."""
+    x *= root
+    if ROUND:
+        x = x.to(dtype).to(tl.float32)
+    factor = weight.to(tl.float32)
+    # Without OFFSET the compiler multiplies 16-bit numbers as such, two at a time.
+    if OFFSET != 0.0:
+        factor += OFFSET
+    return (x * factor).to(dtype)

@@ -1,0 +1,210 @@
+"""Rotary embedding (arXiv 2104.09864), alone and with KV append, in one launch, and its references."""
+
+from functools import lru_cache
+
+import torch
+
+from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
+from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.ops.kv_append import append_reference
+from quantkit.kernels.ops.norm import HeadNorms, norm_options
+
+#: Pairs of numbers per program of `rotate`: 8 per thread.
+ROTATED = 512
+#: Launch options that round products before they are added, as torch does.
+ROUNDED = {"enable_fp_fusion": False}
+
+
+def cos_sin_reference(
+    frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `cos_sin` by torch: `frequencies` [H], `positions` [B, T] -> [B, T, 2 H] twice."""
+    return _cos_sin_reference(positions[..., None].float() * frequencies, scaling, dtype)
+
+
+def cos_sin_matmul_reference(
+    frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `cos_sin` [B, T, 2 H] as transformers 5.12 and 5.17 do: angles from a matrix product."""
+    columns = frequencies[None, :, None].expand(positions.shape[0], -1, 1)
+    angles = (columns @ positions[:, None, :].float()).transpose(1, 2)
+    return _cos_sin_reference(angles, scaling, dtype)
+
+
+def _cos_sin_reference(
+    angles: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin [B, T, 2 H] in `dtype` of `angles` [B, T, H] float32."""
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    return cos.to(dtype), sin.to(dtype)
+
+
+def cos_sin(
+    frequencies: torch.Tensor, positions: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines [B, T, 2 H] in `dtype`, times `scaling`: the angles that `rotate` takes.
+
+    Angles are `positions` [B, T] int64 times `frequencies` [H] float32, once for each half of a head. Numbers
+    are float32 until they are rounded at the end.
+    """
+    (batch, tokens), half = positions.shape, len(frequencies)
+    shape = batch, tokens, 2 * half
+    cos = torch.empty(shape, dtype=dtype, device=positions.device)
+    sin = torch.empty(shape, dtype=dtype, device=positions.device)
+    launch = _cos_sin_launch(batch * tokens, half, scaling, launch_features(positions.device))
+    with launching_on(positions.device):
+        launch(frequencies, positions, cos, sin, tokens, frequencies.stride(0), *positions.stride())
+    return cos, sin
+
+
+def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Compute `rotate` by torch: `x` [B, H, T, D], `cos` and `sin` [B or 1, 1, T, D] -> [B, H, T, D]."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return `x` [B, H, T, D] with the halves of heads rotated by `cos` and `sin` [B or 1, 1, T, D].
+
+    The result has the strides of `empty_heads`.
+    """
+    batch, heads, tokens, size = x.shape
+    y = empty_heads(x)
+    x, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, cos, sin))
+    cos, sin, c_b, c_t = angles(cos, sin)
+    launch = _rotate_launch(batch * tokens, heads, size // 2, launch_features(x.device))
+    with launching_on(x.device):
+        launch(x, cos, sin, y, tokens, *x.stride()[:3], c_b, c_t, *y.stride()[:3])
+    return y
+
+
+def rotate_append_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    held: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute `rotate_append` without norms by torch: [B, H, T, D] and the cache."""
+    rotated = rotate_reference(q, cos, sin)
+    return rotated, *append_reference(keys, values, held, rotate_reference(k, cos, sin), v)
+
+
+def rotate_append(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    held: torch.Tensor,
+    norms: HeadNorms | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rotate `q` and `k`, and append `k` and `v` to the KV cache. Returns q rotated, `keys` and `values`.
+
+        q            [B, H, T, D]              cos, sin  [B or 1, 1, T, D]
+        k            [B, H', T, D]             keys      [B, H', L, D]
+        v            [B, H', T, V]             values    [B, H', L, V]
+        held         [] or [1] int64: tokens that the cache has
+
+    A token without room in the cache is not written, and its row of q becomes NaN. With `norms`, heads of q
+    and k are normed first; their weights are read before PDL's wait.
+    """
+    batch, queries, tokens, size = q.shape
+    heads, width = k.shape[1], v.shape[-1]
+    q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
+    cos, sin, c_b, c_t = angles(cos, sin)
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q_weight, k_weight, how = (q, k, None) if norms is None else (norms.q, norms.k, norms.how)
+    launch = _rotate_append_launch(
+        batch * tokens, queries, heads, size // 2, width, how, launch_features(q.device)
+    )
+    strides, cached = (
+        [stride for part in parts for stride in part.stride()[:3]] for parts in ((q, k, v), (keys, values))
+    )
+    with launching_on(q.device):
+        launch(
+            *(q, k, v, cos, sin, held, y, keys, values, q_weight, k_weight, tokens, keys.shape[2]),
+            *(*strides, c_b, c_t, *cached),
+        )
+    return y, keys, values
+
+
+def empty_heads(x: torch.Tensor) -> torch.Tensor:
+    """Allocate [B, H, T, D] like `x`: a token's heads are adjacent if those of `x` are."""
+    batch, heads, tokens, size = x.shape
+    if x.stride(1) < x.stride(2):
+        shape = batch, tokens, heads, size
+        return torch.empty(shape, dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, and their strides of B (0 if 1) and T."""
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2)
+
+
+@lru_cache(maxsize=256)
+def _cos_sin_launch(tokens: int, half: int, scaling: float, features: frozenset[str]) -> Launch:
+    """Build the launch of `cos_sin` for `tokens` tokens and `half` frequencies."""
+    from quantkit.kernels.ops.rope_kernels import cos_sin
+
+    sizes = {"H": half, "HP": power_of_two(half)}
+    return Launch(cos_sin, (tokens,), SCALING=scaling, **sizes, **overlap(features), num_warps=1)
+
+
+@lru_cache(maxsize=256)
+def _rotate_launch(tokens: int, heads: int, half: int, features: frozenset[str]) -> Launch:
+    """Build the launch of `rotate` for `tokens` tokens of `heads` heads of 2 `half` features."""
+    from quantkit.kernels.ops.rope_kernels import rotate
+
+    padded = power_of_two(half)
+    part = min(power_of_two(heads), max(1, ROTATED // padded))
+    return Launch(
+        rotate,
+        (tokens, -(-heads // part)),
+        HEADS=heads,
+        PART=part,
+        H=half,
+        HP=padded,
+        **ROUNDED,
+        **overlap(features),
+        num_warps=max(1, part * padded // 256),
+    )
+
+
+@lru_cache(maxsize=256)
+def _rotate_append_launch(
+    tokens: int,
+    queries: int,
+    heads: int,
+    half: int,
+    width: int,
+    norms: tuple[float, str] | None,
+    features: frozenset[str],
+) -> Launch:
+    """Build the launch of `rotate_append`: `queries` and `heads` of 2 `half` features, values of `width`."""
+    from quantkit.kernels.ops.rope_kernels import rotate_append
+
+    return Launch(
+        rotate_append,
+        (tokens, queries + 2 * heads),
+        QUERIES=queries,
+        HEADS=heads,
+        H=half,
+        HP=power_of_two(half),
+        V=width,
+        VP=power_of_two(width),
+        **norm_options(norms),
+        **ROUNDED,
+        **overlap(features),
+        num_warps=1,
+    )

@@ -17,6 +17,7 @@ from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.parameters import FitTensor, TensorParameters, fit_parameters
 from quantkit.calibrate.scale_search import Grid, mse, rounded_scale, rtn
 from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, Scaling
+from quantkit.calibrate.summaries import SUMMARIES
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.packings import PackingName
@@ -51,7 +52,6 @@ class Method:
     """
 
     name: str
-    summary: str
     grid: str
     fit: Fit
     fit_planes: Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor] | None = None
@@ -62,6 +62,11 @@ class Method:
     refits: bool = False
     sweeps: int = 0
     learns: bool = False
+
+    @property
+    def summary(self) -> str:
+        """What it does, in one line."""
+        return SUMMARIES[self.name].line
 
     @property
     def needs_data(self) -> bool:
@@ -122,7 +127,6 @@ METHODS: dict[str, Method] = {
     for method in (
         Method(
             "rtn",
-            "plain rounding to nearest, one pass",
             "rtn",
             rtn,
             residual_terms.plain,
@@ -130,25 +134,20 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "mse",
-            "scales searched for the smallest squared error, data-free",
             "mse",
             mse,
             residual_terms.search,
             tensor_scale.search,
         ),
-        Method(
-            "hqq", "half-quadratic search for a small l_0.7 error, data-free, int formats only", "hqq", hqq
-        ),
+        Method("hqq", "hqq", hqq),
         Method(
             "imatrix",
-            "as mse, errors weighed by the mean square of their input",
             "mse",
             mse,
             statistics="moments",
         ),
         Method(
             "awq",
-            "as imatrix on weights whose input features are scaled by how much they matter",
             "mse",
             mse,
             statistics="moments",
@@ -157,7 +156,6 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "smoothquant",
-            "as imatrix on weights whose input features are scaled by the largest magnitudes of both",
             "mse",
             mse,
             statistics="moments",
@@ -165,7 +163,6 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "gptq",
-            "as imatrix, each column rounded to make good for the errors before it",
             "mse",
             mse,
             statistics="moments",
@@ -173,7 +170,6 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "best",
-            "gptq on weights corrected for drift, then coordinate descent on codes and scales",
             "mse",
             mse,
             statistics="moments and drift",
@@ -182,7 +178,6 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "signround",
-            "as best, then the codes of a block learned from its outputs, evenly spaced formats only",
             "mse",
             mse,
             statistics="moments and drift",

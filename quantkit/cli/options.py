@@ -8,37 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from quantkit.calibrate.summaries import DEFAULT_METHOD, SUMMARIES
 from quantkit.errors import UsageError
+from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
+from quantkit.runtime.cache.kv_formats import KV_FORMATS
 
 if TYPE_CHECKING:
     from quantkit.quantization.allocate.budget import Budget
     from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
     from quantkit.recipes.recipe import Recipe
 
-#: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
-FORMATS = (
-    *("int8", "int7", "int6", "int5", "int4", "int3", "int2", "ternary", "binary"),
-    *("binary-residual", "binary-rank1"),
-    *("fp8", "fp8-e4m3", "fp8-e5m2", "fp6", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4", "book4"),
-    *("mxfp8", "mxfp6", "mxfp4", "nvfp4"),
-)
-METHODS = {
-    "rtn": "plain rounding",
-    "mse": "searched",
-    "hqq": "half-quadratic, int formats",
-    "imatrix": "searched, with data",
-    "awq": "scaled, with data",
-    "smoothquant": "smoothed, with data",
-    "gptq": "compensated, with data",
-    "best": "the strongest, with data",
-    "signround": "best, then learned by block, with data",
-}
-
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a model id on the hub.")
 ]
-#: Names of the help text, as those of `FORMATS`.
-KV_FORMATS = ("int8", "int4")
 Model = Annotated[
     str,
     typer.Argument(metavar="DIR", help="A checkpoint directory, packed or not, or a model id on the hub."),
@@ -62,15 +44,15 @@ PackedDirectory = Annotated[
 ]
 Format = Annotated[
     str | None,
-    typer.Option("--format", "-f", help=f"Number format: {', '.join(FORMATS)}.", show_default="int4"),
+    typer.Option("--format", "-f", help=f"Number format: {', '.join(PRESETS)}.", show_default=DEFAULT_FORMAT),
 ]
 MethodName = Annotated[
     str | None,
     typer.Option(
         "--method",
         "-m",
-        help=f"How weights are rounded: {', '.join(f'{k} ({v})' for k, v in METHODS.items())}.",
-        show_default="mse",
+        help=f"How weights are rounded: {', '.join(f'{k} ({v.short})' for k, v in SUMMARIES.items())}.",
+        show_default=DEFAULT_METHOD,
     ),
 ]
 GroupSizeText = Annotated[

@@ -16,7 +16,8 @@ from quantkit.kernels.linear import build_layout, join_layouts, linear, linear_p
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.registry import FORCE_VARIABLE, ROWS, explain
 from quantkit.packing.formats import CodebookFormat, IntFormat, number_format
-from quantkit.packing.schemes import PRESETS, ZERO_POINTS, Scheme, parse_token, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import ZERO_POINTS, Scheme, parse_token, scheme
 
 ROWS_OF_X = (0, 1, 3, 17, 65)
 #: Plain, both dimensions odd for the words, ragged groups and less than a block.

@@ -12,7 +12,8 @@ from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.registry import FORCE_VARIABLE, ROWS, VERBOSE_VARIABLE, choose, explain, row_named
 from quantkit.kernels.report import choices
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 
 FAST = frozenset({"avx2", "avx512", "vnni"})
 

@@ -23,7 +23,8 @@ from quantkit.kernels.layouts.shared_memory import low_planes, shared_bytes
 from quantkit.kernels.ops import glue
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
 from quantkit.kernels.registry import choose_by_rules, row_named
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
 from .. import ptx

@@ -1,8 +1,9 @@
 """Options that several commands take, and what they mean."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -268,13 +269,14 @@ class Asked:
 
 
 def with_fields(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as a command: in place of its parameter of type `Asked`, one for each field of that.
+    """`function` as a command: in place of its parameter that is a record, one for each field of that.
 
     typer reads options from a signature, and has no other way for commands to share them.
     """
     hints = get_type_hints(function, include_extras=True)
-    shared = get_type_hints(Asked, include_extras=True)
-    (name,) = (name for name, hint in hints.items() if hint is Asked)
+    records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    ((name, record),) = records.items()
+    shared = get_type_hints(record, include_extras=True)
     parameters: list[Parameter] = []
     for parameter in signature(function).parameters.values():
         if parameter.name != name:
@@ -286,12 +288,12 @@ def with_fields(function: Callable[..., None]) -> Callable[..., None]:
             Parameter(
                 field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=shared[field.name]
             )
-            for field in fields(Asked)
+            for field in fields(record)
         ]
 
     def command(**given: Any) -> None:
-        asked = Asked(**{field.name: given.pop(field.name) for field in fields(Asked)})
-        function(**given, **{name: asked})
+        filled = record(**{field.name: given.pop(field.name) for field in fields(record)})
+        function(**given, **{name: filled})
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -317,7 +319,8 @@ def parse_rows_of_x(text: str) -> list[int]:
     return numbers
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {unit.upper(): size for unit, size in _SIZES.items()}
 
 
 def parse_size(text: str) -> int:
@@ -327,3 +330,9 @@ def parse_size(text: str) -> int:
     if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
         raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
     return int(digits) * _UNITS[unit]
+
+
+def shown_size(count: int) -> str:
+    """A size as `parse_size` reads it, in the largest unit that it is a whole number of."""
+    unit, size = max(((unit, size) for unit, size in _SIZES.items() if count % size == 0), key=itemgetter(1))
+    return f"{count // size}{unit}"

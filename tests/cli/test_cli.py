@@ -181,6 +181,7 @@ def test_version(run: Run) -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert options.parse_size(text) == size
+    assert options.parse_size(options.shown_size(size)) == size
 
 
 def test_sizes_are_shown_in_powers_of_1000() -> None:

@@ -37,6 +37,7 @@ def demo(
     from quantkit.calibrate.data.documents import read_text
     from quantkit.cli.figures import print_reports
     from quantkit.cli.models import using_transformers
+    from quantkit.eval.eval_options import EvalOptions
     from quantkit.eval.evaluate import evaluate_many
     from quantkit.eval.report import write_report
     from quantkit.quantizing import make_recipe, quantize
@@ -60,15 +61,10 @@ def demo(
         for reason in result.plan.not_portable[:1]:
             note(f"{name}: only quantkit can load this: {reason}")
     with progress("evaluating") as advance, using_transformers(source):
-        reports = evaluate_many(
-            packed,
-            against=source,
-            texts=text,
-            window=window,
-            max_windows=max_windows,
-            device=device,
-            progress=advance,
+        asked = EvalOptions(
+            texts=tuple(text), against=source, window=window, max_windows=max_windows, device=device
         )
+        reports = evaluate_many(packed, asked, progress=advance)
     print_reports(reports)
     write_report(out_directory / "report", reports)
     say(f"wrote {out_directory / 'report' / 'report.md'}")

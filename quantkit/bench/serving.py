@@ -17,7 +17,7 @@ import torch
 
 from quantkit.bench.figures import Load, Percentiles, Serving, label_of
 from quantkit.bench.machine import machine
-from quantkit.calibrate.data.samples import check_seed
+from quantkit.calibrate.data.seeds import check_seed
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device

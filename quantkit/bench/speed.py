@@ -17,7 +17,7 @@ import torch
 from quantkit.bench.figures import Cell, Memory, Speed, Spread, label_of, percentile
 from quantkit.bench.machine import EnergyMeter, machine, peak_bytes, used_bytes
 from quantkit.calibrate.data.documents import read_text
-from quantkit.calibrate.data.samples import check_seed
+from quantkit.calibrate.data.seeds import check_seed
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device

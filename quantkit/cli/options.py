@@ -9,15 +9,39 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from quantkit.calibrate.data.calibration_options import (
+    DEFAULT_LENGTH,
+    DEFAULT_SAMPLES,
+    CalibrationOptions,
+)
 from quantkit.calibrate.summaries import DEFAULT_METHOD, SUMMARIES
 from quantkit.errors import UsageError
 from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.cache.kv_formats import KV_FORMATS
 
 if TYPE_CHECKING:
     from quantkit.quantization.allocate.budget import Budget
-    from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
-    from quantkit.recipes.recipe import Recipe
+
+_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {unit.upper(): size for unit, size in _SIZES.items()}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `500MB` or `2GiB`; `UsageError` for anything else."""
+    digits = text.strip().rstrip("BKMGIbkmgi ")
+    unit = text.strip()[len(digits) :].strip().upper() or "B"
+    if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
+        raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
+    return int(digits) * _UNITS[unit]
+
+
+def shown_size(count: int) -> str:
+    """A size as `parse_size` reads it, in the largest unit that it is a whole number of."""
+    unit, size = max(((unit, size) for unit, size in _SIZES.items() if count % size == 0), key=itemgetter(1))
+    return f"{count // size}{unit}"
+
 
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a model id on the hub.")
@@ -154,11 +178,11 @@ Calibration = Annotated[
 ]
 CalibrationSamples = Annotated[
     int | None,
-    typer.Option("--calibration-samples", help="How many samples.", show_default="128"),
+    typer.Option("--calibration-samples", help="How many samples.", show_default=str(DEFAULT_SAMPLES)),
 ]
 CalibrationLength = Annotated[
     int | None,
-    typer.Option("--calibration-length", help="Tokens of a sample.", show_default="512"),
+    typer.Option("--calibration-length", help="Tokens of a sample.", show_default=str(DEFAULT_LENGTH)),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Which samples of the texts are drawn.")]
 Device = Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu or cuda.")]
@@ -178,8 +202,11 @@ ShardSize = Annotated[
 ]
 
 
+_SHARD_SIZE = shown_size(QuantizeOptions.max_shard_bytes)
+
+
 @dataclass(frozen=True)
-class Asked:
+class QuantizeArguments:
     """What `plan` and `quantize` are asked for, an option per field."""
 
     format: Format = None
@@ -199,9 +226,9 @@ class Asked:
     calibration: Calibration = None
     calibration_samples: CalibrationSamples = None
     calibration_length: CalibrationLength = None
-    seed: Seed = 0
-    device: Device = "auto"
-    max_shard_size: ShardSize = "2GB"
+    seed: Seed = CalibrationOptions.seed
+    device: Device = QuantizeOptions.device
+    max_shard_size: ShardSize = _SHARD_SIZE
     allow_auto_map: AllowAutoMap = False
     every_layer: EveryLayer = False
     json: Json = False
@@ -235,12 +262,14 @@ class Asked:
             limit, None if self.formats is None else tuple(parse_list(self.formats, "--formats"))
         )
 
-    def to_recipe(self, budget: "Budget | None") -> "Recipe":
-        """What linears get; those without a rule what is allocated to them, with a budget."""
-        from quantkit.quantizing import make_recipe
+    def to_options(
+        self, *, resume: bool = False, overwrite: bool = False, check: bool = False
+    ) -> QuantizeOptions:
+        """What a run is asked for."""
         from quantkit.recipes.recipe import parse_group_size, parse_packing, parse_zero_point
 
-        return make_recipe(
+        budget = self.to_budget()
+        recipe = RecipeOptions(
             format=self.format,
             method=self.method,
             group_size=parse_group_size(self.group_size),
@@ -251,21 +280,21 @@ class Asked:
             lm_head=self.lm_head,
             rules=tuple(self.rule or ()),
             rotate=self.rotate,
-            budget=budget,
         )
-
-    def to_calibration(self) -> "CalibrationOptions":
-        """The texts to calibrate on, or to measure sensitivity on."""
-        from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
-
-        return CalibrationOptions(
+        calibration = CalibrationOptions(
             self.calibration, self.calibration_samples, self.calibration_length, self.seed
         )
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of the largest output file."""
-        return parse_size(self.max_shard_size)
+        return QuantizeOptions(
+            recipe=recipe,
+            budget=budget,
+            calibration=calibration,
+            device=self.device,
+            max_shard_bytes=parse_size(self.max_shard_size),
+            allow_auto_map=self.allow_auto_map,
+            resume=resume,
+            overwrite=overwrite,
+            check=check,
+        )
 
 
 def with_fields(function: Callable[..., None]) -> Callable[..., None]:
@@ -317,22 +346,3 @@ def parse_rows_of_x(text: str) -> list[int]:
     if not all(1 <= number <= MAX_M for number in numbers):
         raise UsageError(f"--m is {text!r}; it is numbers from 1 to {MAX_M}, comma-separated.")
     return numbers
-
-
-_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_UNITS = {unit.upper(): size for unit, size in _SIZES.items()}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as `500MB` or `2GiB`; `UsageError` for anything else."""
-    digits = text.strip().rstrip("BKMGIbkmgi ")
-    unit = text.strip()[len(digits) :].strip().upper() or "B"
-    if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
-        raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
-    return int(digits) * _UNITS[unit]
-
-
-def shown_size(count: int) -> str:
-    """A size as `parse_size` reads it, in the largest unit that it is a whole number of."""
-    unit, size = max(((unit, size) for unit, size in _SIZES.items() if count % size == 0), key=itemgetter(1))
-    return f"{count // size}{unit}"

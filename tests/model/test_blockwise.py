@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quantkit import memory
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.hessian import Moments, drift, gram
 from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.parameters import TensorParameters
@@ -27,7 +28,6 @@ from quantkit.model.distributed import Ranks
 from quantkit.model.hidden_states import Home, choose_home
 from quantkit.packing.schemes import scheme
 from quantkit.quantization.blockwise import calibration, layer_quantizer, pipeline
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
 from quantkit.quantization.blockwise.input_groups import stages_of
 from quantkit.quantizing import quantize
 from quantkit.runtime.load import load

@@ -8,6 +8,7 @@ import typer
 from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import REPORT_FILES, make_directory
+from quantkit.quantization.quantize_options import QuantizeOptions
 
 #: From lossless to unusable, so that the table shows the whole range.
 FORMATS = ("int8", "int4", "fp6", "binary")
@@ -27,7 +28,7 @@ def demo(
     max_windows: Annotated[
         int | None, typer.Option(help="Windows per text.", min=1, show_default="all")
     ] = None,
-    device: options.Device = "auto",
+    device: options.Device = QuantizeOptions.device,
 ) -> None:
     """Quantize to several formats and compare them.
 
@@ -40,13 +41,14 @@ def demo(
     from quantkit.eval.eval_options import EvalOptions
     from quantkit.eval.evaluate import evaluate_many
     from quantkit.eval.report import write_report
-    from quantkit.quantizing import make_recipe, quantize
+    from quantkit.quantizing import quantize
     from quantkit.recipes.recipe import parse_group_size
+    from quantkit.recipes.recipe_options import RecipeOptions
 
     names = options.parse_list(formats, "--formats")
     size = parse_group_size(group_size)
     # What can be refused is refused before the first model is quantized.
-    recipes = {name: make_recipe(format=name, group_size=size) for name in names}
+    recipes = {name: RecipeOptions(format=name, group_size=size).to_recipe() for name in names}
     for path in text:
         read_text(path)
     make_directory(out_directory)

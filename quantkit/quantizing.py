@@ -189,8 +189,8 @@ def quantize(
 
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with,
     `measuring(done, all, at work)` while sensitivities are measured for a budget, `on_plan` once before any
-    tensor is written. `ranks` are the processes that share the calibration, by default those that torchrun started with this
-    one. All of them call this alike and get the result; the first one writes `out` and makes the calls.
+    tensor is written. `ranks` are the processes that share the calibration, by default those of torchrun.
+    All of them call this alike and get the result; the first one writes `out` and makes the calls.
 
     It has a parameter per option, as a call of a script then says all and needs no other import.
 

@@ -65,7 +65,7 @@ class Method:
 
     @property
     def summary(self) -> str:
-        """What it does, in one line."""
+        """A line that says how it chooses scales and codes."""
         return SUMMARIES[self.name].line
 
     @property

@@ -207,7 +207,7 @@ _SHARD_SIZE = shown_size(QuantizeOptions.max_shard_bytes)
 
 @dataclass(frozen=True)
 class QuantizeArguments:
-    """What `plan` and `quantize` are asked for, an option per field."""
+    """The command line of `plan` and `quantize`, an option per field."""
 
     format: Format = None
     method: MethodName = None
@@ -265,7 +265,7 @@ class QuantizeArguments:
     def to_options(
         self, *, resume: bool = False, overwrite: bool = False, check: bool = False
     ) -> QuantizeOptions:
-        """What a run is asked for."""
+        """The options of a run. `UsageError` for texts that are none."""
         from quantkit.recipes.recipe import parse_group_size, parse_packing, parse_zero_point
 
         budget = self.to_budget()

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for. Imports no torch: the command line takes its defaults from here."""
+"""Options of an evaluation. Imports no torch: the command line takes its defaults from here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What checkpoints are scored on, how, and what with.
+    """The texts and tasks to score checkpoints on, how, and the checkpoint to compare with.
 
     Without `against` there are only perplexity and accuracy. `against` is the checkpoint to compare with, a
     directory or hub id, whose logits are kept in at most `budget_bytes` of temporary files, or in `cache_dir`

@@ -1,4 +1,4 @@
-"""What a run of `quantize` is asked for. Imports no torch: the command line takes its defaults from here."""
+"""Options of a run of `quantize`. Imports no torch: the command line takes its defaults from here."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ DEFAULT_RECIPE, DEFAULT_CALIBRATION = RecipeOptions(), CalibrationOptions()
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What becomes of a checkpoint, and how a run goes about it.
+    """The recipe or budget of a run, where it computes, and what it does with its output.
 
     `recipe` says what linears get. With a `budget`, of bits per weight or milliseconds per token, linears
     without a rule get the formats that cost the least accuracy within it, by sensitivities measured on the
@@ -55,7 +55,7 @@ class QuantizeOptions:
 
     @property
     def mode(self) -> "Mode":
-        """What the output directory may hold."""
+        """The state that the output directory may be in."""
         from quantkit.checkpoint.output.directory import Mode
 
         return Mode.RESUME if self.resume else Mode.OVERWRITE if self.overwrite else Mode.NEW

@@ -1,4 +1,4 @@
-"""The recipe of options: what the command line, or a call, says of formats, rounding and rules.
+"""Options of formats, rounding and rules, and the recipe that they make.
 
 Imports no torch before a recipe is made: the command line has such a record.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """What linears get: None leaves it to the recipe file `recipe`, and that to `Choice`.
+    """Formats, rounding and rules: None leaves it to the recipe file `recipe`, and that to `Choice`.
 
     `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep") come first, then `lm_head` (a format), then
     the rules of the file, then the default that the other fields make. The model is rotated if `rotate` or

@@ -1,4 +1,4 @@
-"""What is asked of calibration data. Imports no torch: the command line takes its defaults from here."""
+"""Options of calibration data. Imports no torch: the command line takes its defaults from here."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ DEFAULT_LENGTH = 512
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What a user asks of calibration data: sources (`NAME[:SAMPLES],...`, the bundled text for None), how
+    """Texts to calibrate on: sources (`NAME[:SAMPLES],...`, the bundled text for None), how
     many samples of how many tokens.
     """
 

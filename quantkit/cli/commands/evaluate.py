@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalArguments:
-    """What `eval` is asked for, an option per field."""
+    """The command line of `eval`, an option per field."""
 
     against: Annotated[
         str | None, typer.Option("--against", help="The original: adds what was lost on each text and task.")
@@ -125,7 +125,7 @@ class EvalArguments:
             raise EnvironmentProblem(f"--tasks needs lm-eval. Install it with {pip_install('eval')}.")
 
     def to_options(self) -> EvalOptions:
-        """What is measured: for a report on a comparison also the noise floor and the losses of blocks."""
+        """The options of the evaluation; a report on a comparison adds noise floor and losses of blocks."""
         from quantkit.eval.tasks import Tasks
 
         names, comparing = self.task_names, bool(self.report and self.against)

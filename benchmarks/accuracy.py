@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.evaluate import evaluate_many
 from quantkit.quantizing import quantize
 
@@ -91,10 +92,12 @@ def main() -> None:
             quantize(arguments.model, output, **options)
         reports = evaluate_many(
             outputs,
-            against=arguments.model,
-            texts=arguments.text,
-            window=1024,
-            max_windows=arguments.max_windows,
+            EvalOptions(
+                texts=tuple(arguments.text),
+                against=arguments.model,
+                window=1024,
+                max_windows=arguments.max_windows,
+            ),
         )
     for name, report in zip(rows, reports, strict=True):
         figures = report.to_dict()

@@ -3,8 +3,8 @@
 `quantization/plan.py` decides everything first, `quantization/stream.py` moves the tensors,
 `checkpoint/output/directory.py` writes. With calibration data `quantization/blockwise/calibration.py` comes
 before: it fills files with quantized blocks, which are then streamed. `verification/check_output.py` runs the
-result before it is finished, and `quantization/run_record.py` says what a run records of itself. Here are the
-recipe of the options and the order of these steps.
+result before it is finished, and `quantization/run_record.py` says what a run records of itself. Here is the
+order of these steps.
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.data.samples import Samples
 from quantkit.checkpoint.hub.repository import locate, resolve
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -40,18 +41,23 @@ from quantkit.quantization.allocate.allocation import Allocation
 from quantkit.quantization.allocate.budget import Budget
 from quantkit.quantization.blockwise.block_tasks import needs_data
 from quantkit.quantization.blockwise.calibration import Calibration, calibrate, discard_work
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, read_samples
+from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.gpu_memory import gpu_memory
-from quantkit.quantization.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
+from quantkit.quantization.plan import Plan, make_plan
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.rotated_checkpoint import rotated
 from quantkit.quantization.run_record import model_record, run_record
 from quantkit.quantization.side_files import check_side_files
 from quantkit.quantization.stream import write_shards
-from quantkit.recipes.recipe import Choice, Recipe, parse_rule, read_recipe
+from quantkit.recipes.recipe import Recipe
+from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.verification.check_output import check_finished, check_unfinished
 
 #: About what header, index, journal and manifest together say of a tensor of the output.
 RECORD_BYTES = 1 << 10
+
+#: Called with the source and the plan, before any tensor is written.
+OnPlan = Callable[[Checkpoint, Plan], None]
 
 
 @dataclass(frozen=True)
@@ -72,79 +78,6 @@ class QuantizeResult:
         return {name: measured.relative_error for name, measured in self.measured.items()}
 
 
-def make_recipe(
-    *,
-    format: str | None = None,
-    method: str | None = None,
-    group_size: GroupSize = None,
-    zero_point: ZeroPoint | None = None,
-    scale_dtype: str | None = None,
-    packing: PackingName | None = None,
-    recipe: str | Path | None = None,
-    lm_head: str | None = None,
-    rules: tuple[str, ...] = (),
-    rotate: bool = False,
-    budget: Budget | None = None,
-) -> Recipe:
-    """The recipe of these options: `rules` first, then `lm_head`, then the recipe file's, then the default.
-    It rotates the model if `rotate` or the file says so.
-
-    With a `budget` formats are allocated later, to linears without a rule, and none may be given for them
-    here.
-
-    Raises `UsageError` or `FormatError` naming the option.
-    """
-    given = {
-        "format": format,
-        "group-size": group_size,
-        "method": method,
-        "zero-point": zero_point,
-        "scale-dtype": scale_dtype,
-        "packing": packing,
-    }
-    if budget is not None:
-        # A method goes with a budget.
-        _check_left_out({**given, "method": None, "recipe": recipe}, budget)
-    default = Choice(
-        format or "int4",
-        group_size,
-        zero_point or "none",
-        scale_dtype,
-        method or "mse",
-        packing=packing or "bits",
-    )
-    if recipe is not None:
-        from_file = read_recipe(Path(recipe), default)
-        _check_agreeing(given, from_file.default, recipe)
-    else:
-        from_file = Recipe(default)
-    first = [parse_rule(rule, from_file.default) for rule in rules]
-    if lm_head is not None:
-        first.append(parse_rule(f"*lm_head={lm_head}", Choice(method=from_file.default.method)))
-    return Recipe(from_file.default, (*first, *from_file.rules), rotate or from_file.rotate)
-
-
-def _check_left_out(given: Mapping[str, object], budget: Budget) -> None:
-    """`UsageError` for the first option that has a value: the budget decides on it."""
-    for option, value in given.items():
-        if value is not None:
-            raise UsageError(
-                f"{budget.limit.option} chooses the formats, so it does not go with --{option}. Leave "
-                "one out; --formats says what to choose from, and --rule what certain linears get."
-            )
-
-
-def _check_agreeing(given: Mapping[str, object], default: Choice, recipe: str | Path) -> None:
-    """`UsageError` for the first option whose value is not that of the `default` of a recipe file."""
-    for option, value in given.items():
-        found = getattr(default, option.replace("-", "_"))
-        if value is not None and found != value:
-            raise UsageError(
-                f"--{option} {value} and [default] of recipe {recipe} "
-                f"({'its own' if found is None else found}) differ. Give the {option} in one place."
-            )
-
-
 def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
     """The source as the recipe wants it, refused if it cannot be quantized, and its structure."""
     checkpoint = Checkpoint.open(directory, allow_auto_map=allow_auto_map)
@@ -158,45 +91,38 @@ def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkp
 
 
 def plan(
-    source: str | Path,
-    recipe: Recipe | None = None,
-    *,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    allow_auto_map: bool = False,
-    budget: Budget | None = None,
-    calibration: CalibrationOptions | None = None,
-    device: str = "auto",
-    progress: Progress | None = None,
+    source: str | Path, options: QuantizeOptions, *, progress: Progress | None = None
 ) -> tuple[Checkpoint, Plan]:
     """The source, opened, and what quantizing it would write.
 
-    Reads headers only, also from the hub, unless there is a `budget`: the formats of linears without a rule
-    are then allocated, by sensitivities measured on `calibration` data where they are not in the user's
-    cache; `progress(done, all, at work)` is called meanwhile.
+    Reads headers only, also from the hub, unless there is a budget: the formats of linears without a rule are
+    then allocated, by sensitivities measured on calibration data where they are not in the user's cache;
+    `progress(done, all, at work)` is called meanwhile.
     """
-    chosen = recipe or Recipe()
-    checkpoint, structure = _open(resolve(source, headers_only=budget is None), chosen, allow_auto_map)
-    if budget is None:
-        return checkpoint, make_plan(checkpoint, structure, chosen, max_shard_bytes=max_shard_bytes)
-    options = calibration or CalibrationOptions()
+    recipe = options.to_recipe()
+    options = replace(options, recipe=recipe)
+    directory = resolve(source, headers_only=options.budget is None)
+    checkpoint, structure = _open(directory, recipe, options.allow_auto_map)
+    if options.budget is None:
+        return checkpoint, make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
     with enough_memory(str(source)):
-        found = _allocated(checkpoint, structure, chosen, budget, options, pick_device(device), progress)
-    return checkpoint, _plan_of(checkpoint, structure, found, max_shard_bytes)
+        device = pick_device(options.device)
+        found = _allocated(checkpoint, structure, options, options.budget, device, progress)
+    return checkpoint, _plan_of(checkpoint, structure, found, options.max_shard_bytes)
 
 
 def _allocated(
     checkpoint: Checkpoint,
     structure: Structure,
-    recipe: Recipe,
+    options: QuantizeOptions,
     budget: Budget,
-    calibration: CalibrationOptions,
     device: torch.device,
     progress: Progress | None,
 ) -> Allocated:
     def read(rows: int) -> Samples:
-        return read_samples(checkpoint, calibration, rows)
+        return read_samples(checkpoint, options.calibration, rows)
 
-    return allocate_formats(checkpoint, structure, recipe, budget, device, read, progress)
+    return allocate_formats(checkpoint, structure, options.to_recipe(), budget, device, read, progress)
 
 
 def _plan_of(checkpoint: Checkpoint, structure: Structure, found: Allocated, max_shard_bytes: int) -> Plan:
@@ -231,108 +157,133 @@ def quantize(
     source: str | Path,
     out: str | Path,
     *,
-    format: str | None = None,
-    method: str | None = None,
-    group_size: GroupSize = None,
-    zero_point: ZeroPoint | None = None,
-    scale_dtype: str | None = None,
-    packing: PackingName | None = None,
-    recipe: Recipe | str | Path | None = None,
-    lm_head: str | None = None,
-    rules: tuple[str, ...] = (),
-    rotate: bool = False,
-    device: str = "auto",
-    resume: bool = False,
-    overwrite: bool = False,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    allow_auto_map: bool = False,
+    format: str | None = RecipeOptions.format,
+    method: str | None = RecipeOptions.method,
+    group_size: GroupSize = RecipeOptions.group_size,
+    zero_point: ZeroPoint | None = RecipeOptions.zero_point,
+    scale_dtype: str | None = RecipeOptions.scale_dtype,
+    packing: PackingName | None = RecipeOptions.packing,
+    recipe: Recipe | str | Path | None = RecipeOptions.recipe,
+    lm_head: str | None = RecipeOptions.lm_head,
+    rules: tuple[str, ...] = RecipeOptions.rules,
+    rotate: bool = RecipeOptions.rotate,
+    device: str = QuantizeOptions.device,
+    resume: bool = QuantizeOptions.resume,
+    overwrite: bool = QuantizeOptions.overwrite,
+    max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
+    allow_auto_map: bool = QuantizeOptions.allow_auto_map,
     calibration: CalibrationOptions | None = None,
-    budget: Budget | None = None,
-    check: bool = False,
+    budget: Budget | None = QuantizeOptions.budget,
+    check: bool = QuantizeOptions.check,
     progress: Progress | None = None,
     measuring: Progress | None = None,
-    on_plan: Callable[[Checkpoint, Plan], None] | None = None,
+    on_plan: OnPlan | None = None,
     ranks: Ranks | None = None,
 ) -> QuantizeResult:
     """Quantize a checkpoint (a directory or a hub id) into the packed checkpoint directory `out`.
 
     `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float"),
     `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits" or "radix") apply to every
-    linear of the decoder; `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a format)
-    and a recipe file refine that. With `rotate` the weights are rotated first, and the model computes the
-    same (`quantization/rotated_checkpoint.py`). `device` is where the arithmetic runs; "auto" takes a GPU if
-    there is one. `allow_auto_map` accepts a config that names remote code, which is dropped and never run.
-    `calibration` says what texts methods with data are calibrated on, the text that comes with quantkit if
-    nothing else. With a `budget`, of bits per weight or milliseconds per token, linears without a rule get
-    the formats that cost the least accuracy within it, by sensitivities measured on the same texts;
-    `measuring(done, all, at work)` is called meanwhile, and a resumed run keeps the formats. With `check` the
-    result is run on a fixed prompt before it is finished, and its logits are stored in the manifest, with
-    which `verify` compares; where memory is too small, the result's `unchecked` says so.
-    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with, `on_plan` once before
-    any tensor is written.
+    linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says. With
+    `rotate` the weights are rotated first, and the model computes the same
+    (`quantization/rotated_checkpoint.py`). `QuantizeOptions` explains the options from `device` to `check`.
 
-    `ranks` are the processes that share the calibration, by default those that torchrun started with this
-    one. All of them call this alike and get the result; the first one writes `out` and makes the calls.
+    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with,
+    `measuring(done, all, at work)` while sensitivities are measured for a budget, `on_plan` once before any
+    tensor is written. `ranks` are the processes that share the calibration, by default those of torchrun.
+    All of them call this alike and get the result; the first one writes `out` and makes the calls.
+
+    It has a parameter per option, as a call of a script then says all and needs no other import.
 
     Raises `QuantkitError` for every refusal; nothing was written then, or `resume=True` continues.
     """
-    if resume and overwrite:
-        raise UsageError("resume and overwrite exclude each other: continue the run, or start it anew.")
-    if isinstance(recipe, Recipe):
-        if any((format, method, group_size, zero_point, scale_dtype, packing, lm_head, rules, rotate)):
-            raise UsageError(
-                "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
-                "scale_dtype, packing, lm_head, rules and rotate, or make the recipe with them."
-            )
-    else:
-        recipe = make_recipe(
-            format=format,
-            method=method,
-            group_size=group_size,
-            zero_point=zero_point,
-            scale_dtype=scale_dtype,
-            packing=packing,
-            recipe=recipe,
-            lm_head=lm_head,
-            rules=rules,
-            rotate=rotate,
-            budget=budget,
+    given = RecipeOptions(
+        format=format,
+        method=method,
+        group_size=group_size,
+        zero_point=zero_point,
+        scale_dtype=scale_dtype,
+        packing=packing,
+        recipe=None if isinstance(recipe, Recipe) else recipe,
+        lm_head=lm_head,
+        rules=tuple(rules),
+        rotate=rotate,
+    )
+    options = QuantizeOptions(
+        recipe=_only(recipe, given) if isinstance(recipe, Recipe) else given,
+        budget=budget,
+        calibration=calibration or QuantizeOptions.calibration,
+        device=device,
+        max_shard_bytes=max_shard_bytes,
+        allow_auto_map=allow_auto_map,
+        resume=resume,
+        overwrite=overwrite,
+        check=check,
+    )
+    return quantize_checkpoint(
+        source, out, options, progress=progress, measuring=measuring, on_plan=on_plan, ranks=ranks
+    )
+
+
+def _only(recipe: Recipe, given: RecipeOptions) -> Recipe:
+    """`recipe`; `UsageError` where other options say anything of formats and rules."""
+    if given != RecipeOptions():
+        raise UsageError(
+            "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
+            "scale_dtype, packing, lm_head, rules and rotate, or make the recipe with them."
         )
-    mode = Mode.RESUME if resume else Mode.OVERWRITE if overwrite else Mode.NEW
+    return recipe
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    options: QuantizeOptions,
+    *,
+    progress: Progress | None = None,
+    measuring: Progress | None = None,
+    on_plan: OnPlan | None = None,
+    ranks: Ranks | None = None,
+) -> QuantizeResult:
+    """`quantize`, with the options as one record."""
+    recipe = options.to_recipe()
+    options = replace(options, recipe=recipe)
     with enough_memory(str(source)), ExitStack() as stack:
         ranks = stack.enter_context(join_ranks()) if ranks is None else ranks
-        target = ranks.device(pick_device(device))
+        target = ranks.device(pick_device(options.device))
         located = locate(source)
-        checkpoint, structure = _open(located.directory, recipe, allow_auto_map)
-        options = calibration or CalibrationOptions()
+        checkpoint, structure = _open(located.directory, recipe, options.allow_auto_map)
         allocation: dict[str, Any] = {}
-        if budget is None:
-            planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=max_shard_bytes)
+        if (budget := options.budget) is None:
+            planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
         else:
             # The first rank allocates, for all.
-            allocate = partial(_allocated, checkpoint, structure, recipe, budget, options, target, measuring)
-            kept = partial(_kept, Path(out), checkpoint, mode)
+            allocate = partial(_allocated, checkpoint, structure, options, budget, target, measuring)
+            kept = partial(_kept, Path(out), checkpoint, options.mode)
             found = Allocated.from_dict(ranks.broadcast(lambda: Allocated.to_dict(kept() or allocate())))
-            request = {"budget": budget.to_dict(), "asked": recipe.to_dict(), "calibration": vars(options)}
+            request = {"budget": budget.to_dict(), "asked": recipe.to_dict()}
+            request["calibration"] = vars(options.calibration)
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
             recipe = found.recipe
-            planned = _plan_of(checkpoint, structure, found, max_shard_bytes)
+            planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
         if not planned.quantized_weights:
             raise UsageError(
                 f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
                 "linear that can be packed. `quantkit plan` shows why each is kept."
             )
-        calibrated = Calibration.of(checkpoint, planned, options, target)
+        calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
-        run = {**run_record(checkpoint, recipe, target, max_shard_bytes, calibrated), **allocation}
-        _say_if_short(checkpoint, planned, options, target)
+        run = {**run_record(checkpoint, recipe, target, options.max_shard_bytes, calibrated), **allocation}
+        _say_if_short(checkpoint, planned, options.calibration, target)
         _check_alike(ranks, {**run, "source": checkpoint.fingerprint(of_copies=True)}, calibrated)
         report = counting(_work(planned, calibrated), progress if ranks.first else None)
         output = None
         if ranks.first:
             names, expected = _to_write(checkpoint, planned, calibrated)
-            opened = OutputDirectory.open(Path(out), checkpoint.directory, mode, run, expected, names=names)
+            opened = OutputDirectory.open(
+                Path(out), checkpoint.directory, options.mode, run, expected, names=names
+            )
             output = stack.enter_context(opened)
             if on_plan is not None:
                 on_plan(checkpoint, planned)
@@ -341,7 +292,7 @@ def quantize(
         unchecked = None
         if output is not None:
             record = partial(model_record, located, planned, recipe, calibrated=calibrated)
-            unchecked = _write(checkpoint, planned, output, target, report, calibrated, record, check)
+            unchecked = _write(checkpoint, planned, output, target, report, calibrated, record, options.check)
         # Read by the first rank while it has the lock: another writer's manifest is not this run's.
         manifest = ranks.broadcast(lambda: read_manifest(Path(out) if output is None else output.path))
         measured = ModelRecord.from_manifest(manifest).measured

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from quantkit.bench.bench_options import SERVE_DEFAULTS, ServeOptions
 from quantkit.bench.figures import Load, Percentiles, Serving, label_of
 from quantkit.bench.machine import machine
-from quantkit.calibrate.data.samples import check_seed
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
@@ -28,43 +28,10 @@ from quantkit.progress import Progress
 from quantkit.runtime.cache.static_cache import layers_without_keys
 from quantkit.runtime.load import load
 
-#: By device: requests per second, and the shortest and longest prompt and answer in tokens.
-DEFAULTS: dict[str, tuple[tuple[float, ...], tuple[int, int], tuple[int, int]]] = {
-    "cpu": ((0.5, 1.0, 2.0), (16, 256), (8, 64)),
-    "cuda": ((1.0, 4.0, 16.0), (64, 2048), (32, 512)),
-}
 #: Tokens of a page of the cache in transformers.
 _PAGE = 256
 #: Tokens of a forward on a CPU; on a GPU transformers chooses by the memory that is free.
 _CPU_BATCH_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What arrives; what is None is the default of the device. Lengths are the smallest and the largest."""
-
-    device: str = "auto"
-    dtype: str = "auto"
-    rates: tuple[float, ...] | None = None
-    requests: int = 32
-    prompt_tokens: tuple[int, int] | None = None
-    new_tokens: tuple[int, int] | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.requests < 1 or any(not 0 < rate < math.inf for rate in self.rates or ()):
-            raise UsageError(
-                f"{self.requests} requests at rates {self.rates}; use at least 1, and rates above 0 per "
-                "second."
-            )
-        for what, lengths in (("prompts", self.prompt_tokens), ("answers", self.new_tokens)):
-            if lengths is not None and not 1 <= lengths[0] <= lengths[1]:
-                raise UsageError(
-                    f"{what} of {lengths[0]} to {lengths[1]} tokens; use 1 or more, smaller first."
-                )
-        check_seed(self.seed)
-        if self.dtype != "auto":
-            dtype_named(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -125,16 +92,16 @@ def summarize(rate: float, answers: Sequence[Answer]) -> Load:
     )
 
 
-def measure_serving(source: str, traffic: Traffic, *, progress: Progress | None = None) -> Serving:
+def measure_serving(source: str, options: ServeOptions, *, progress: Progress | None = None) -> Serving:
     """Load the model of a directory or hub id in this process and replay the trace at each rate.
 
     `UsageError` for options, `CheckpointError` for checkpoints that cannot be used, `EnvironmentProblem`
     where continuous batching stops.
     """
-    device = pick_device(traffic.device)
-    rates, prompt_tokens, new_tokens = DEFAULTS[device.type]
-    rates, prompt_tokens = traffic.rates or rates, traffic.prompt_tokens or prompt_tokens
-    new_tokens = traffic.new_tokens or new_tokens
+    device = pick_device(options.device)
+    rates, prompt_tokens, new_tokens = SERVE_DEFAULTS[device.type]
+    rates, prompt_tokens = options.rates or rates, options.prompt_tokens or prompt_tokens
+    new_tokens = options.new_tokens or new_tokens
     checkpoint = Checkpoint.open(resolve(source))
     vocabulary, positions = language_limits(checkpoint.directory)
     if positions is not None and prompt_tokens[1] + new_tokens[1] > positions:
@@ -142,8 +109,8 @@ def measure_serving(source: str, traffic: Traffic, *, progress: Progress | None 
             f"prompts of up to {prompt_tokens[1]} tokens with up to {new_tokens[1]} new ones are more than "
             f"the {positions} positions of the model. Give smaller --prompt-range or --answer-range."
         )
-    trace = make_trace(traffic.requests, prompt_tokens, new_tokens, vocabulary, traffic.seed)
-    dtype = None if traffic.dtype == "auto" else dtype_named(traffic.dtype)
+    trace = make_trace(options.requests, prompt_tokens, new_tokens, vocabulary, options.seed)
+    dtype = None if options.dtype == "auto" else dtype_named(options.dtype)
     model = load(checkpoint.directory, device=device, dtype=dtype)
     if others := layers_without_keys(model):
         raise UsageError(
@@ -167,8 +134,8 @@ def measure_serving(source: str, traffic: Traffic, *, progress: Progress | None 
         attention=attention,
         machine=machine(device),
         loads=tuple(loads),
-        requests=traffic.requests,
-        seed=traffic.seed,
+        requests=options.requests,
+        seed=options.seed,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
     )

@@ -7,17 +7,17 @@ that do, and the median of the repetitions with the smallest and the largest.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quantkit.bench.bench_options import FLAT, GRAPH, BenchOptions
 from quantkit.bench.figures import Cell, Memory, Speed, Spread, label_of, percentile
 from quantkit.bench.machine import EnergyMeter, machine, peak_bytes, used_bytes
 from quantkit.calibrate.data.documents import read_text
-from quantkit.calibrate.data.samples import check_seed
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
@@ -37,16 +37,6 @@ from quantkit.runtime.unpacked import unpacked
 
 #: A decoding step: the tokens int64 [B, 1] that follow those given.
 Step = Callable[[torch.Tensor], torch.Tensor]
-
-#: By device: sequences at a time, tokens of a prompt, and tokens that are generated.
-DEFAULTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
-    "cpu": ((1, 4), (32, 128, 512), 32),
-    "cuda": ((1, 8, 64), (128, 1024, 4096), 128),
-}
-#: How prompts and steps run: as the model's modules do, or as `generate` has them, steps as flat lists on a
-#: CPU, prompts and steps as graphs on a GPU. By device, those that are measured by default.
-EAGER, FLAT, GRAPH = "eager", "flat", "cuda-graph"
-MODES = {"cpu": (EAGER, FLAT), "cuda": (EAGER, GRAPH)}
 
 
 @dataclass(frozen=True)
@@ -68,79 +58,9 @@ _RECORDED = {
 _PROFILED = 4
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is measured and how; what is None is the default of the device."""
-
-    device: str = "auto"
-    dtype: str = "auto"
-    batches: tuple[int, ...] | None = None
-    prompts: tuple[int, ...] | None = None
-    new_tokens: int | None = None
-    repeats: int = 5
-    text: str | None = None
-    seed: int = 0
-    modes: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        known = dict.fromkeys(mode for modes in MODES.values() for mode in modes)
-        unknown = set(self.modes or ()) - known.keys()
-        if unknown or self.modes == ():
-            given = ", ".join(map(repr, sorted(unknown))) or "none"
-            raise UsageError(f"modes are {', '.join(known)}, not {given}.")
-        numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
-        if min(numbers) < 1 or (self.new_tokens is not None and self.new_tokens < 2):
-            raise UsageError(
-                f"batches {self.batches}, prompts {self.prompts}, repeats {self.repeats}, new tokens "
-                f"{self.new_tokens}: all are at least 1, and new tokens 2, between which there is a time."
-            )
-        check_seed(self.seed)
-        if self.dtype != "auto":
-            dtype_named(self.dtype)
-
-    def on(self, device: torch.device) -> "Grid":
-        """These settings with the defaults of `device`."""
-        batches, prompts, new_tokens = DEFAULTS[device.type]
-        modes = self.modes or MODES[device.type]
-        if not set(modes) <= set(MODES[device.type]):
-            lacking = ", ".join(mode for mode in modes if mode not in MODES[device.type])
-            here = " and ".join(MODES[device.type])
-            raise UsageError(f"a {device.type} has no {lacking}: it runs {here} only.")
-        batches, prompts = self.batches or batches, self.prompts or prompts
-        return Grid(batches, prompts, self.new_tokens or new_tokens, modes)
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Every batch with every prompt length in every mode, and the tokens that are generated."""
-
-    batches: tuple[int, ...]
-    prompts: tuple[int, ...]
-    new_tokens: int
-    modes: tuple[str, ...]
-
-    def within(self, positions: int | None) -> tuple["Grid", tuple[str, ...]]:
-        """The part that a model with so many positions can run, and notes on what it cannot."""
-        if positions is None:
-            return self, ()
-        fitting = tuple(prompt for prompt in self.prompts if prompt + self.new_tokens <= positions)
-        if not fitting:
-            raise UsageError(
-                f"the model has {positions} positions, and the shortest prompt of {min(self.prompts)} with "
-                f"{self.new_tokens} new tokens takes more. Give a smaller --prompt or --new-tokens."
-            )
-        notes = tuple(
-            f"prompts of {prompt} tokens were left out: with {self.new_tokens} new ones they are more than "
-            f"the {positions} positions of the model"
-            for prompt in self.prompts
-            if prompt not in fitting
-        )
-        return replace(self, prompts=fitting), notes
-
-
 def measure_speed(
     source: str,
-    settings: Settings,
+    options: BenchOptions,
     *,
     profile: Path | None = None,
     progress: Progress | None = None,
@@ -152,15 +72,15 @@ def measure_speed(
 
     `UsageError` for options, `CheckpointError` for checkpoints that cannot be used.
     """
-    device = pick_device(settings.device)
+    device = pick_device(options.device)
     checkpoint = Checkpoint.open(resolve(source))
     directory = checkpoint.directory
     vocabulary, positions = language_limits(directory)
-    grid, notes = settings.on(device).within(positions)
-    draw = prompts_of(settings, directory, vocabulary)
+    grid, notes = options.on(device).within(positions)
+    draw = prompts_of(options, directory, vocabulary)
     before = used_bytes(device)
     started = time.perf_counter()
-    dtype = None if settings.dtype == "auto" else dtype_named(settings.dtype)
+    dtype = None if options.dtype == "auto" else dtype_named(options.dtype)
     model = load(directory, device=device, dtype=dtype)
     _wait(device)
     load_seconds = time.perf_counter() - started
@@ -177,7 +97,7 @@ def measure_speed(
             progress(number, total, f"{label_of(source)}: batch {batch}, prompt {prompt}, {mode}")
         try:
             cells.append(
-                _cell(model, draw(batch, prompt), mode, grid.new_tokens, settings.repeats, read, meter)
+                _cell(model, draw(batch, prompt), mode, grid.new_tokens, options.repeats, read, meter)
             )
         except torch.OutOfMemoryError:
             skipped.append(f"batch {batch} with prompts of {prompt} tokens does not fit in the GPU's memory")
@@ -201,27 +121,27 @@ def measure_speed(
         machine=machine(device),
         cells=tuple(cells),
         new_tokens=grid.new_tokens,
-        repeats=settings.repeats,
-        prompts=f"random tokens, seed {settings.seed}" if settings.text is None else Path(settings.text).name,
+        repeats=options.repeats,
+        prompts=f"random tokens, seed {options.seed}" if options.text is None else Path(options.text).name,
         notes=(*notes, *slow, *dict.fromkeys(skipped)),
     )
 
 
-def prompts_of(settings: Settings, directory: Path, vocabulary: int) -> Callable[[int, int], torch.Tensor]:
+def prompts_of(options: BenchOptions, directory: Path, vocabulary: int) -> Callable[[int, int], torch.Tensor]:
     """`draw(batch, length)`: prompts int64 [batch, length], the same in every run.
 
     Random tokens, or stretches of a text one after the other, which begins anew where it ends.
     """
-    if settings.text is None:
+    if options.text is None:
 
         def drawn(batch: int, length: int) -> torch.Tensor:
-            generator = torch.Generator().manual_seed(settings.seed)
+            generator = torch.Generator().manual_seed(options.seed)
             return torch.randint(vocabulary, (batch, length), generator=generator)
 
         return drawn
-    stream = tokenize(tokenizer(directory), read_text(Path(settings.text)))
+    stream = tokenize(tokenizer(directory), read_text(Path(options.text)))
     if not len(stream):
-        raise UsageError(f"{settings.text} has no tokens; give a longer text, or none for random tokens.")
+        raise UsageError(f"{options.text} has no tokens; give a longer text, or none for random tokens.")
 
     def cut(batch: int, length: int) -> torch.Tensor:
         return stream[torch.arange(batch * length) % len(stream)].view(batch, length)

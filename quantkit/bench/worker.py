@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quantkit.bench.bench_options import BenchOptions, ServeOptions
 from quantkit.bench.figures import Serving, Speed
-from quantkit.bench.serving import Traffic, measure_serving
-from quantkit.bench.speed import Settings, measure_speed
+from quantkit.bench.serving import measure_serving
+from quantkit.bench.speed import measure_speed
 from quantkit.errors import EnvironmentProblem, QuantkitError
 from quantkit.files import from_json
 from quantkit.progress import Progress
@@ -24,16 +25,16 @@ _PROGRAM = "from quantkit.bench.worker import main; main()"
 
 
 def speed_of(
-    source: str, settings: Settings, *, profile: Path | None = None, progress: Progress | None = None
+    source: str, options: BenchOptions, *, profile: Path | None = None, progress: Progress | None = None
 ) -> Speed:
     """`measure_speed` in a fresh process."""
-    wanted = {"speed": asdict(settings), "profile": None if profile is None else str(profile)}
+    wanted = {"speed": asdict(options), "profile": None if profile is None else str(profile)}
     return from_json(Speed, _run({"source": source, **wanted}, progress))
 
 
-def serving_of(source: str, traffic: Traffic, *, progress: Progress | None = None) -> Serving:
+def serving_of(source: str, options: ServeOptions, *, progress: Progress | None = None) -> Serving:
     """`measure_serving` in a fresh process."""
-    return from_json(Serving, _run({"source": source, "traffic": asdict(traffic)}, progress))
+    return from_json(Serving, _run({"source": source, "traffic": asdict(options)}, progress))
 
 
 def _run(wanted: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
@@ -102,11 +103,11 @@ def _measured(wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
     source = wanted["source"]
     with enough_memory(source, "Use --device cpu, or a smaller model."), explained(source):
         if "traffic" in wanted:
-            return measure_serving(source, Traffic(**wanted["traffic"]), progress=progress).to_dict()
+            return measure_serving(source, ServeOptions(**wanted["traffic"]), progress=progress).to_dict()
         profile = wanted["profile"]
         return measure_speed(
             source,
-            Settings(**wanted["speed"]),
+            BenchOptions(**wanted["speed"]),
             profile=None if profile is None else Path(profile),
             progress=progress,
         ).to_dict()

@@ -20,6 +20,7 @@ from quantkit.calibrate.scale_search import ScaleZero, mse, rounded_scale, rtn
 from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, InputScaling
 from quantkit.calibrate.signround import SignRound
 from quantkit.calibrate.steps import Refinement, Rounding, ScaleSearch, Step, Transform
+from quantkit.calibrate.summaries import SUMMARIES
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, Scheme, scheme
@@ -52,7 +53,6 @@ class Method:
     """
 
     name: str
-    summary: str
     scale_search: ScaleSearch
     rounding: Rounding = NEAREST
     transforms: tuple[Transform, ...] = ()
@@ -71,6 +71,11 @@ class Method:
     def needs(self) -> frozenset[Need]:
         """What the steps need of calibration data."""
         return frozenset(need for step in self.steps for need in step.needs)
+
+    @property
+    def summary(self) -> str:
+        """A line that says how it chooses scales and codes."""
+        return SUMMARIES[self.name].line
 
     @property
     def needs_data(self) -> bool:
@@ -129,45 +134,38 @@ METHODS: dict[str, Method] = {
     for method in (
         Method(
             "rtn",
-            "plain rounding to nearest, one pass",
             ScaleSearch("rtn", rtn, residual_terms.plain, tensor_scale.plain),
         ),
-        Method("mse", "scales searched for the smallest squared error, data-free", _MSE),
+        Method("mse", _MSE),
         Method(
             "hqq",
-            "half-quadratic search for a small l_0.7 error, data-free, int formats only",
             ScaleSearch("hqq", hqq, ints_only=True),
         ),
-        Method("imatrix", "as mse, errors weighed by the mean square of their input", _WEIGHTED_MSE),
+        Method("imatrix", _WEIGHTED_MSE),
         Method(
             "awq",
-            "as imatrix on weights whose input features are scaled by how much they matter",
             _WEIGHTED_MSE,
             NearestRefitted(),
             transforms=(AWQ,),
         ),
         Method(
             "smoothquant",
-            "as imatrix on weights whose input features are scaled by the largest magnitudes of both",
             _WEIGHTED_MSE,
             transforms=(SMOOTHQUANT,),
         ),
         Method(
             "gptq",
-            "as imatrix, each column rounded to make good for the errors before it",
             _WEIGHTED_MSE,
             Gptq(),
         ),
         Method(
             "best",
-            "gptq on weights corrected for the input error, then coordinate descent on codes and scales",
             _WEIGHTED_MSE,
             Gptq(sweeps=3),
             transforms=(InputErrorCorrection(),),
         ),
         Method(
             "signround",
-            "as best, then the codes of a block learned from its outputs, evenly spaced formats only",
             _WEIGHTED_MSE,
             Gptq(sweeps=3),
             transforms=(InputErrorCorrection(),),

@@ -13,7 +13,8 @@ from math import prod
 import torch
 
 from quantkit.calibrate.methods import quantize_tensor
-from quantkit.packing.schemes import PRESETS, Scheme, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import Scheme, scheme
 
 #: The weight [N, K] that bits are counted for.
 NOMINAL_SHAPE = (4096, 4096)

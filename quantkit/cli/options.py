@@ -1,44 +1,51 @@
 """Options that several commands take, and what they mean."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from quantkit.calibrate.data.calibration_options import (
+    DEFAULT_LENGTH,
+    DEFAULT_SAMPLES,
+    CalibrationOptions,
+)
+from quantkit.calibrate.summaries import DEFAULT_METHOD, SUMMARIES
 from quantkit.errors import UsageError
+from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.recipes.recipe_options import RecipeOptions
+from quantkit.runtime.cache.kv_formats import KV_FORMATS
 
 if TYPE_CHECKING:
     from quantkit.quantization.allocate.budget import Budget
-    from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
-    from quantkit.recipes.recipe import Recipe
 
-#: Names for the help texts, which must not import torch; a test compares them with the tables they are from.
-FORMATS = (
-    *("int8", "int7", "int6", "int5", "int4", "int3", "int2", "ternary", "binary"),
-    *("binary-residual", "binary-rank1"),
-    *("fp8", "fp8-e4m3", "fp8-e5m2", "fp6", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4", "book4"),
-    *("mxfp8", "mxfp6", "mxfp4", "nvfp4"),
-)
-METHODS = {
-    "rtn": "plain rounding",
-    "mse": "searched",
-    "hqq": "half-quadratic, int formats",
-    "imatrix": "searched, with data",
-    "awq": "scaled, with data",
-    "smoothquant": "smoothed, with data",
-    "gptq": "compensated, with data",
-    "best": "the strongest, with data",
-    "signround": "best, then learned by block, with data",
-}
+_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {unit.upper(): size for unit, size in _SIZES.items()}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `500MB` or `2GiB`; `UsageError` for anything else."""
+    digits = text.strip().rstrip("BKMGIbkmgi ")
+    unit = text.strip()[len(digits) :].strip().upper() or "B"
+    if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
+        raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
+    return int(digits) * _UNITS[unit]
+
+
+def shown_size(count: int) -> str:
+    """A size as `parse_size` reads it, in the largest unit that it is a whole number of."""
+    unit, size = max(((unit, size) for unit, size in _SIZES.items() if count % size == 0), key=itemgetter(1))
+    return f"{count // size}{unit}"
+
 
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a model id on the hub.")
 ]
-#: Names of the help text, as those of `FORMATS`.
-KV_FORMATS = ("int8", "int4")
 Model = Annotated[
     str,
     typer.Argument(metavar="DIR", help="A checkpoint directory, packed or not, or a model id on the hub."),
@@ -62,15 +69,15 @@ PackedDirectory = Annotated[
 ]
 Format = Annotated[
     str | None,
-    typer.Option("--format", "-f", help=f"Number format: {', '.join(FORMATS)}.", show_default="int4"),
+    typer.Option("--format", "-f", help=f"Number format: {', '.join(PRESETS)}.", show_default=DEFAULT_FORMAT),
 ]
 MethodName = Annotated[
     str | None,
     typer.Option(
         "--method",
         "-m",
-        help=f"How weights are rounded: {', '.join(f'{k} ({v})' for k, v in METHODS.items())}.",
-        show_default="mse",
+        help=f"How weights are rounded: {', '.join(f'{k} ({v.short})' for k, v in SUMMARIES.items())}.",
+        show_default=DEFAULT_METHOD,
     ),
 ]
 GroupSizeText = Annotated[
@@ -171,11 +178,11 @@ Calibration = Annotated[
 ]
 CalibrationSamples = Annotated[
     int | None,
-    typer.Option("--calibration-samples", help="How many samples.", show_default="128"),
+    typer.Option("--calibration-samples", help="How many samples.", show_default=str(DEFAULT_SAMPLES)),
 ]
 CalibrationLength = Annotated[
     int | None,
-    typer.Option("--calibration-length", help="Tokens of a sample.", show_default="512"),
+    typer.Option("--calibration-length", help="Tokens of a sample.", show_default=str(DEFAULT_LENGTH)),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Which samples of the texts are drawn.")]
 Device = Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu or cuda.")]
@@ -195,9 +202,12 @@ ShardSize = Annotated[
 ]
 
 
+_SHARD_SIZE = shown_size(QuantizeOptions.max_shard_bytes)
+
+
 @dataclass(frozen=True)
-class Asked:
-    """What `plan` and `quantize` are asked for, an option per field."""
+class QuantizeArguments:
+    """The command line of `plan` and `quantize`, an option per field."""
 
     format: Format = None
     method: MethodName = None
@@ -216,9 +226,9 @@ class Asked:
     calibration: Calibration = None
     calibration_samples: CalibrationSamples = None
     calibration_length: CalibrationLength = None
-    seed: Seed = 0
-    device: Device = "auto"
-    max_shard_size: ShardSize = "2GB"
+    seed: Seed = CalibrationOptions.seed
+    device: Device = QuantizeOptions.device
+    max_shard_size: ShardSize = _SHARD_SIZE
     allow_auto_map: AllowAutoMap = False
     every_layer: EveryLayer = False
     json: Json = False
@@ -252,12 +262,14 @@ class Asked:
             limit, None if self.formats is None else tuple(parse_list(self.formats, "--formats"))
         )
 
-    def to_recipe(self, budget: "Budget | None") -> "Recipe":
-        """What linears get; those without a rule what is allocated to them, with a budget."""
-        from quantkit.quantizing import make_recipe
+    def to_options(
+        self, *, resume: bool = False, overwrite: bool = False, check: bool = False
+    ) -> QuantizeOptions:
+        """The options of a run. `UsageError` for texts that are none."""
         from quantkit.recipes.recipe import parse_group_size, parse_packing, parse_zero_point
 
-        return make_recipe(
+        budget = self.to_budget()
+        recipe = RecipeOptions(
             format=self.format,
             method=self.method,
             group_size=parse_group_size(self.group_size),
@@ -268,31 +280,32 @@ class Asked:
             lm_head=self.lm_head,
             rules=tuple(self.rule or ()),
             rotate=self.rotate,
-            budget=budget,
         )
-
-    def to_calibration(self) -> "CalibrationOptions":
-        """The texts to calibrate on, or to measure sensitivity on."""
-        from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
-
-        return CalibrationOptions(
+        calibration = CalibrationOptions(
             self.calibration, self.calibration_samples, self.calibration_length, self.seed
         )
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of the largest output file."""
-        return parse_size(self.max_shard_size)
+        return QuantizeOptions(
+            recipe=recipe,
+            budget=budget,
+            calibration=calibration,
+            device=self.device,
+            max_shard_bytes=parse_size(self.max_shard_size),
+            allow_auto_map=self.allow_auto_map,
+            resume=resume,
+            overwrite=overwrite,
+            check=check,
+        )
 
 
 def with_fields(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as a command: in place of its parameter of type `Asked`, one for each field of that.
+    """`function` as a command: in place of its parameter that is a record, one for each field of that.
 
     typer reads options from a signature, and has no other way for commands to share them.
     """
     hints = get_type_hints(function, include_extras=True)
-    shared = get_type_hints(Asked, include_extras=True)
-    (name,) = (name for name, hint in hints.items() if hint is Asked)
+    records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    ((name, record),) = records.items()
+    shared = get_type_hints(record, include_extras=True)
     parameters: list[Parameter] = []
     for parameter in signature(function).parameters.values():
         if parameter.name != name:
@@ -304,12 +317,12 @@ def with_fields(function: Callable[..., None]) -> Callable[..., None]:
             Parameter(
                 field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=shared[field.name]
             )
-            for field in fields(Asked)
+            for field in fields(record)
         ]
 
     def command(**given: Any) -> None:
-        asked = Asked(**{field.name: given.pop(field.name) for field in fields(Asked)})
-        function(**given, **{name: asked})
+        filled = record(**{field.name: given.pop(field.name) for field in fields(record)})
+        function(**given, **{name: filled})
 
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -333,15 +346,3 @@ def parse_rows_of_x(text: str) -> list[int]:
     if not all(1 <= number <= MAX_M for number in numbers):
         raise UsageError(f"--m is {text!r}; it is numbers from 1 to {MAX_M}, comma-separated.")
     return numbers
-
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as `500MB` or `2GiB`; `UsageError` for anything else."""
-    digits = text.strip().rstrip("BKMGIbkmgi ")
-    unit = text.strip()[len(digits) :].strip().upper() or "B"
-    if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
-        raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
-    return int(digits) * _UNITS[unit]

@@ -7,10 +7,10 @@ from quantkit.calibrate.data.documents import read_text
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.models import dtype_named, language_limits, open_tokenizer
 from quantkit.eval.runner import Windows
 from quantkit.eval.text import (
-    DEFAULT_WINDOW,
     TextWindows,
     check_tokens,
     cut,
@@ -28,13 +28,27 @@ class Settings:
     """
 
     texts: tuple[Path, ...]
-    window: int = DEFAULT_WINDOW
-    max_windows: int | None = None
-    dtype: str = "float32"
-    device: str = "auto"
-    batch: int = 1
-    stride: int | None = None
-    kv_cache: str | None = None
+    window: int
+    max_windows: int | None
+    dtype: str
+    device: str
+    batch: int
+    stride: int | None
+    kv_cache: str | None
+
+    @classmethod
+    def of(cls, options: EvalOptions) -> "Settings":
+        """Those of options whose dtype is chosen, not "auto"."""
+        return cls(
+            texts=tuple(map(Path, options.texts)),
+            window=options.window,
+            max_windows=options.max_windows,
+            dtype=options.dtype,
+            device=options.device,
+            batch=options.batch,
+            stride=options.stride,
+            kv_cache=options.kv_cache,
+        )
 
     def __post_init__(self) -> None:
         dtype_named(self.dtype)

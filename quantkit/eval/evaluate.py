@@ -13,16 +13,17 @@ from quantkit.checkpoint.hub.repository import resolve
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.eval_model import Batch, Settings, Subject, check_comparable
+from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
-from quantkit.eval.reference import DEFAULT_BUDGET_BYTES, Reference, plan_blocks
+from quantkit.eval.reference import Reference, plan_blocks
 from quantkit.eval.result_cache import Partial
 from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.runner import open_passes
 from quantkit.eval.sizes import Sizes, measure
 from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_manager, task_metrics
-from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
+from quantkit.eval.text import check_tokens
 from quantkit.kernels.registry import forced_kernel
 from quantkit.progress import Advance, Progress, counting
 
@@ -33,27 +34,29 @@ CONTROL_DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float16": "floa
 def evaluate(
     model: Path | str,
     *,
-    against: Path | str | None = None,
-    texts: Sequence[Path | str] = (),
-    tasks: Tasks | None = None,
-    window: int = DEFAULT_WINDOW,
-    stride: int | None = None,
-    max_windows: int | None = None,
-    dtype: str = "auto",
-    kv_cache: str | None = None,
-    device: str = "auto",
-    batch: int = 1,
-    noise_floor: bool = False,
-    per_block: bool = False,
+    against: Path | str | None = EvalOptions.against,
+    texts: Sequence[Path | str] = EvalOptions.texts,
+    tasks: Tasks | None = EvalOptions.tasks,
+    window: int = EvalOptions.window,
+    stride: int | None = EvalOptions.stride,
+    max_windows: int | None = EvalOptions.max_windows,
+    dtype: str = EvalOptions.dtype,
+    kv_cache: str | None = EvalOptions.kv_cache,
+    device: str = EvalOptions.device,
+    batch: int = EvalOptions.batch,
+    noise_floor: bool = EvalOptions.noise_floor,
+    per_block: bool = EvalOptions.per_block,
     reference: Reference | None = None,
     progress: Progress | None = None,
 ) -> EvalReport:
-    """`evaluate_many` for one checkpoint."""
-    return evaluate_many(
-        [model],
-        against=against,
-        texts=texts,
+    """`evaluate_many` for one checkpoint; `EvalOptions` says what each option means.
+
+    It has a parameter per option, as a call of a script then says all and needs no other import.
+    """
+    options = EvalOptions(
+        texts=tuple(texts),
         tasks=tasks,
+        against=against,
         window=window,
         stride=stride,
         max_windows=max_windows,
@@ -63,85 +66,52 @@ def evaluate(
         batch=batch,
         noise_floor=noise_floor,
         per_block=per_block,
-        reference=reference,
-        progress=progress,
-    )[0]
+    )
+    return evaluate_many([model], options, reference=reference, progress=progress)[0]
 
 
 def evaluate_many(
     models: Sequence[Path | str],
+    options: EvalOptions,
     *,
-    against: Path | str | None = None,
-    texts: Sequence[Path | str] = (),
-    tasks: Tasks | None = None,
-    window: int = DEFAULT_WINDOW,
-    stride: int | None = None,
-    max_windows: int | None = None,
-    dtype: str = "auto",
-    kv_cache: str | None = None,
-    device: str = "auto",
-    batch: int = 1,
-    noise_floor: bool = False,
-    per_block: bool = False,
     reference: Reference | None = None,
-    budget_bytes: int = DEFAULT_BUDGET_BYTES,
-    cache_dir: Path | str | None = None,
     partial: Partial | None = None,
     progress: Progress | None = None,
 ) -> tuple[EvalReport, ...]:
     """Score checkpoints (directories or hub ids, packed or dense) on texts and tasks; a report each.
 
-    Without `against` or `reference` there are only perplexity and accuracy. `against` is the checkpoint to
-    compare with, whose logits are kept in at most `budget_bytes` of temporary files, or in `cache_dir` for
-    the next run. `reference` is one that the caller opened, of the same settings, to be reused by later
-    calls. Only one model is in memory at a time.
-
-    `dtype` is that of activations; "auto" is float32 on a CPU, and on a GPU that of the reference, or of the
-    first checkpoint. Windows of `window` tokens start `stride` tokens apart, by default `window`. With
-    `noise_floor` the reference also runs in another dtype (`CONTROL_DTYPES`), on texts and tasks, and is
-    compared with itself.
-    With `per_block` it runs with each block of a model in turn, on a few windows of the first text. What is
-    done goes to `partial`, from which a later call with the same arguments goes on, with the same figures.
-    With `kv_cache`, a format of `model.kv_cache.KV_SCHEMES`, tokens attend to keys and values in that format;
-    those of the reference and of single blocks do not.
+    `reference` is what `options.against` names, opened by the caller with the same settings, to be reused by
+    later calls. Only one model is in memory at a time. What is done goes to `partial`, from which a later
+    call with the same arguments goes on, with the same figures.
 
     Raises `UsageError` for options, texts and tasks, `CheckpointError` for checkpoints that are broken or
     cannot be compared, `OutputError` where logits or partial results cannot be written.
     """
-    if not texts and tasks is None:
+    if not options.texts and options.tasks is None:
         raise UsageError("there is nothing to evaluate on. Give at least one text or task.")
-    if kv_cache is not None and tasks is not None:
+    if options.kv_cache is not None and options.tasks is not None:
         raise UsageError("a KV cache is for texts, and tasks run without. Evaluate tasks on their own.")
-    if dtype == "auto" and reference is not None:
-        dtype = reference.settings.dtype
+    against = options.against
+    if options.dtype == "auto" and reference is not None:
+        options = replace(options, dtype=reference.settings.dtype)
     elif models:
-        dtype = dtype_for(dtype, device, models[0] if against is None else against)
-    settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride, kv_cache)
-    if (noise_floor or per_block) and against is None and reference is None:
+        first = models[0] if against is None else against
+        options = replace(options, dtype=dtype_for(options.dtype, options.device, first))
+    settings = Settings.of(options)
+    if (options.noise_floor or options.per_block) and against is None and reference is None:
         raise UsageError(
             "the noise floor and the losses of blocks are those against a reference. Give the original to "
             "compare with."
         )
     if reference is not None:
         _check_reference(reference, settings, against)
-        return _evaluate(models, settings, reference, tasks, noise_floor, per_block, partial, progress)
+        return _evaluate(models, settings, options, reference, partial, progress)
     if against is None:
-        return _evaluate(models, settings, None, tasks, False, False, partial, progress)
-    if cache_dir is None and partial is not None:
-        cache_dir = partial.logits
-    with Reference(
-        against,
-        texts=settings.texts,
-        window=window,
-        max_windows=max_windows,
-        dtype=dtype,
-        device=device,
-        batch=batch,
-        stride=stride,
-        budget_bytes=budget_bytes,
-        cache_dir=cache_dir,
-    ) as opened:
-        return _evaluate(models, settings, opened, tasks, noise_floor, per_block, partial, progress)
+        return _evaluate(models, settings, options, None, partial, progress)
+    if options.cache_dir is None and partial is not None:
+        options = replace(options, cache_dir=partial.logits)
+    with Reference(against, options) as opened:
+        return _evaluate(models, settings, options, opened, partial, progress)
 
 
 def _check_reference(reference: Reference, settings: Settings, against: Path | str | None) -> None:
@@ -227,13 +197,12 @@ def _digest(identity: Mapping[str, Any]) -> str:
 def _evaluate(
     models: Sequence[Path | str],
     settings: Settings,
+    options: EvalOptions,
     reference: Reference | None,
-    tasks: Tasks | None,
-    noise_floor: bool,
-    per_block: bool,
     partial: Partial | None,
     progress: Progress | None,
 ) -> tuple[EvalReport, ...]:
+    tasks = options.tasks
     # Headers, tokenizers, vocabularies and tasks are checked before any model runs.
     subjects = [Subject.open(model, settings) for model in models]
     sizes = [measure(subject.checkpoint) for subject in subjects]
@@ -243,11 +212,11 @@ def _evaluate(
     manager = None if tasks is None else task_manager(tasks)
     runs = [_start(subject, settings.dtype, settings, reference, partial) for subject in subjects]
     control = None
-    if reference is not None and noise_floor:
+    if reference is not None and options.noise_floor:
         plain = replace(settings, kv_cache=None)
         control = _start(reference.subject, CONTROL_DTYPES[settings.dtype], plain, reference, partial)
     _score([*runs, *([] if control is None else [control])], settings, reference, partial, progress)
-    if reference is not None and per_block and settings.texts:
+    if reference is not None and options.per_block and settings.texts:
         for run in runs:
             _measure_blocks(run, reference.subject, settings, partial, progress)
 

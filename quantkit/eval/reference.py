@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -21,13 +21,13 @@ import torch
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, OutputError, UsageError
 from quantkit.eval.eval_model import Batch, Settings, Subject
+from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.models import dtype_for, dtype_named, versions
 from quantkit.eval.runner import open_passes
-from quantkit.eval.text import DEFAULT_WINDOW, check_tokens
+from quantkit.eval.text import check_tokens
 from quantkit.files import open_regular, os_error_text, replace_file
 from quantkit.progress import Advance
 
-DEFAULT_BUDGET_BYTES = 8 << 30
 _CACHE_VERSION = 2
 _ITEM_BYTES = 4
 
@@ -67,29 +67,14 @@ class Reference:
     reference's files, the tokens, dtype, device and versions, and the next run finds them.
     """
 
-    def __init__(
-        self,
-        source: Path | str,
-        *,
-        texts: Sequence[Path | str],
-        window: int = DEFAULT_WINDOW,
-        max_windows: int | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        batch: int = 1,
-        stride: int | None = None,
-        budget_bytes: int = DEFAULT_BUDGET_BYTES,
-        cache_dir: Path | str | None = None,
-    ) -> None:
+    def __init__(self, source: Path | str, options: EvalOptions) -> None:
         """Read headers, tokenizer and texts of a directory or hub id; `prepare` loads the model.
 
-        `dtype` as for `evaluate_many`.
-
-        `budget_bytes` bounds the logits on disk at a time. `OutputError` if that much is needed and
-        not free.
+        Of `options` it takes what models share, `budget_bytes` and `cache_dir`; its KV cache is in the dtype.
+        `OutputError` if as much disk as its logits take is not free.
         """
-        dtype = dtype_for(dtype, device, source)
-        self.settings = Settings(tuple(map(Path, texts)), window, max_windows, dtype, device, batch, stride)
+        dtype = dtype_for(options.dtype, options.device, source)
+        self.settings = Settings.of(replace(options, dtype=dtype, kv_cache=None))
         self.subject = Subject.open(source, self.settings)
         self.directory = self.subject.checkpoint.directory
         #: Seconds spent so far on running the reference model, and what was unusual about it.
@@ -98,21 +83,21 @@ class Reference:
         window_bytes = [text.scored * self.subject.vocabulary * _ITEM_BYTES for text in self.subject.texts]
         self.blocks = plan_blocks(
             [len(text.tokens) for text in self.subject.texts],
-            batch,
+            options.batch,
             max(window_bytes, default=0),
-            budget_bytes,
+            options.budget_bytes,
         )
-        self._device = str(pick_device(device))
+        self._device = str(pick_device(options.device))
         total = sum(len(t.tokens) * size for t, size in zip(self.subject.texts, window_bytes, strict=True))
         #: Bytes of logits on disk at a time, at most.
-        self.nbytes = min(total, budget_bytes)
+        self.nbytes = min(total, options.budget_bytes)
         #: Names the logits: a hash of the reference's files, the tokens, dtype, batch, device and versions.
         self.key = self._key()
-        place = Path(tempfile.gettempdir() if cache_dir is None else cache_dir) / self.key
+        place = Path(tempfile.gettempdir() if options.cache_dir is None else options.cache_dir) / self.key
         _check_space(place, self.nbytes)
         self._temporary = None
         self._files = place
-        if cache_dir is None:
+        if options.cache_dir is None:
             self._temporary = tempfile.TemporaryDirectory(
                 prefix="quantkit-reference-", ignore_cleanup_errors=True
             )

@@ -19,8 +19,6 @@ import torch
 from quantkit.calibrate.data.samples import token_digest
 from quantkit.errors import CheckpointError, UsageError
 
-DEFAULT_WINDOW = 2048
-
 
 @dataclass(frozen=True, eq=False)
 class TextWindows:

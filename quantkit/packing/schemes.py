@@ -18,6 +18,7 @@ from quantkit.packing.formats import (
     number_format,
 )
 from quantkit.packing.packings import PACKINGS, PackingName
+from quantkit.packing.presets import PRESETS
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, at_least_16_bits
 
 #: What may be asked for: None is the format's own.
@@ -364,45 +365,6 @@ def parse_token(token: str) -> Scheme:
     return Scheme.from_dict(data)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What a format name on the command line stands for until flags say otherwise.
-
-    `scale_dtype` None follows the weights: `default_scale_dtype`.
-    """
-
-    format: str
-    group_size: int | None
-    scale_dtype: torch.dtype | None = None
-    planes: int = 1
-    column_scale: bool = False
-
-
-#: Default granularity per name. 8 bits need no groups; the others do (docs/accuracy.md). The block formats
-#: are those of the OCP MX specification v1.0, and NVIDIA's NVFP4.
-PRESETS: dict[str, Preset] = {
-    "int8": Preset("int8", None),
-    **{f"int{bits}": Preset(f"int{bits}", 128) for bits in (7, 6, 5, 4, 3, 2)},
-    "ternary": Preset("ternary", 128),
-    "binary": Preset("binary", 128),
-    "binary-residual": Preset("binary", 128, planes=2),
-    "binary-rank1": Preset("binary", None, column_scale=True),
-    "fp8": Preset("fp8-e4m3", None),
-    "fp8-e4m3": Preset("fp8-e4m3", None),
-    "fp8-e5m2": Preset("fp8-e5m2", None),
-    "fp6": Preset("fp6-e2m3", 128),
-    "fp6-e2m3": Preset("fp6-e2m3", 128),
-    "fp6-e3m2": Preset("fp6-e3m2", 128),
-    "fp4": Preset("fp4-e2m1", 32),
-    "nf4": Preset("nf4", 64),
-    "book4": Preset("codebook4", 32, torch.float8_e4m3fn),
-    "mxfp8": Preset("fp8-e4m3", 32, torch.float8_e8m0fnu),
-    "mxfp6": Preset("fp6-e2m3", 32, torch.float8_e8m0fnu),
-    "mxfp4": Preset("fp4-e2m1", 32, torch.float8_e8m0fnu),
-    "nvfp4": Preset("fp4-e2m1", 16, torch.float8_e4m3fn),
-}
-
-
 def default_scale_dtype(weight_dtype: torch.dtype) -> torch.dtype:
     """fp16 weights keep fp16 scales; everything else gets bf16, whose range no weight overflows."""
     return torch.float16 if weight_dtype == torch.float16 else torch.bfloat16
@@ -428,13 +390,15 @@ def scheme(
     if preset is None:
         raise FormatError(f"unknown format {name!r}; known are {', '.join(PRESETS)}.")
     size = preset.group_size if group_size is None else group_size
-    dtype = scale_dtype or preset.scale_dtype or default_scale_dtype(weight_dtype)
+    if scale_dtype is None:
+        named = preset.scale_dtype
+        scale_dtype = default_scale_dtype(weight_dtype) if named is None else SCALE_DTYPES[named]
     return Scheme(
         number_format(preset.format),
         None if size == "channel" else size,
         zero_point,
-        dtype,
-        dtype in SCALE_TYPES and SCALE_TYPES[dtype].relative,
+        scale_dtype,
+        scale_dtype in SCALE_TYPES and SCALE_TYPES[scale_dtype].relative,
         preset.planes,
         preset.column_scale,
         packing,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.hessian import INPUT_ERROR_ROWS, TILE, strip_entries
 from quantkit.calibrate.linear_stats import OF_ORIGINAL
 from quantkit.calibrate.methods import GPU_CHUNK_WEIGHTS
@@ -28,7 +29,7 @@ from quantkit.memory import CONTEXT_BYTES, IDLE_BYTES, STREAM_IDLE_BYTES
 from quantkit.model.hidden_states import HIDDEN_BYTES, HIDDEN_MEMORY
 from quantkit.packing.formats import IntFormat
 from quantkit.quantization.allocate.sensitivity import BATCH, LOGITS, TOKENS
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, sample_shape
+from quantkit.quantization.blockwise.calibration_data import sample_shape
 from quantkit.quantization.blockwise.moe_calibration import WORK_BYTES
 from quantkit.quantization.blockwise.pipeline import batch_size, compute_dtype
 from quantkit.quantization.plan import Plan

@@ -23,13 +23,12 @@ from quantkit.model.structure import QUANTIZABLE_DTYPES, Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.plan_warnings import fused_sets, plan_notes
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.task import Task
 from quantkit.recipes.recipe import Fate, Recipe
 
 if TYPE_CHECKING:
     from quantkit.quantization.allocate.allocation import Allocation
-
-DEFAULT_SHARD_BYTES = 2 << 30
 
 HEAD_KEPT = "no --lm-head or rule for it"
 TIED = "its weights are the embedding's, and it cannot be packed apart from that"
@@ -138,7 +137,7 @@ def make_plan(
     structure: Structure,
     recipe: Recipe,
     *,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
 ) -> Plan:
     """The plan of quantizing `checkpoint` by `recipe`. Reads no weights.
 

@@ -26,10 +26,12 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.methods import Method, method_named
+from quantkit.calibrate.summaries import DEFAULT_METHOD
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.files import open_regular
 from quantkit.packing.packings import PACKINGS, PackingName
-from quantkit.packing.schemes import MAX_GROUP_SIZE, PRESETS, SCALE_DTYPES, GroupSize, Scheme, scheme
+from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
+from quantkit.packing.schemes import MAX_GROUP_SIZE, SCALE_DTYPES, GroupSize, Scheme, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint
 
 
@@ -37,11 +39,11 @@ from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint
 class Choice:
     """What to make of a linear: a format with its options, or `keep` to leave it dense."""
 
-    format: str = "int4"
+    format: str = DEFAULT_FORMAT
     group_size: GroupSize = None
     zero_point: ZeroPoint = "none"
     scale_dtype: str | None = None
-    method: str = "mse"
+    method: str = DEFAULT_METHOD
     keep: bool = False
     packing: PackingName = "bits"
 

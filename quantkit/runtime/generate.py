@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.data.samples import check_seed
+from quantkit.calibrate.data.seeds import check_seed
 from quantkit.errors import UsageError
 from quantkit.kernels.ops.argmax import argmax_tokens
 from quantkit.runtime.host_copy import HostCopy

@@ -13,7 +13,8 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 import quantkit
 from quantkit.bench import machine as machine_module
 from quantkit.bench import serving
-from quantkit.bench.serving import Answer, Traffic, make_trace, measure_serving, summarize
+from quantkit.bench.bench_options import ServeOptions
+from quantkit.bench.serving import Answer, make_trace, measure_serving, summarize
 from quantkit.errors import EnvironmentProblem, UsageError
 
 
@@ -65,7 +66,7 @@ def test_replay_answers_as_generate_does(packed: Path, monkeypatch: pytest.Monke
         return answers
 
     monkeypatch.setattr(serving, "_replay", recorded)
-    traffic = Traffic("cpu", "float32", (50.0, 100.0), 4, (4, 20), (3, 6), seed=1)
+    traffic = ServeOptions("cpu", "float32", (50.0, 100.0), 4, (4, 20), (3, 6), seed=1)
     found = measure_serving(str(packed), traffic)
     assert [load.rate for load in found.loads] == [50, 100]
     assert (found.attention, found.requests, found.prompt_tokens) == ("sdpa", 4, (4, 20))
@@ -109,12 +110,12 @@ def test_a_manager_that_stops_is_an_error() -> None:
 )
 def test_traffic_is_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        Traffic(**wrong)
+        ServeOptions(**wrong)
 
 
 def test_more_than_the_positions_is_refused(packed: Path) -> None:
     with pytest.raises(UsageError, match="up to 500 tokens with up to 64 new ones are more than the 512"):
-        measure_serving(str(packed), Traffic("cpu", prompt_tokens=(4, 500)))
+        measure_serving(str(packed), ServeOptions("cpu", prompt_tokens=(4, 500)))
 
 
 def test_models_that_continuous_batching_does_not_run_are_refused(tmp_path: Path) -> None:
@@ -123,4 +124,4 @@ def test_models_that_continuous_batching_does_not_run_are_refused(tmp_path: Path
     config = Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"])
     Lfm2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="has layers of conv, for which continuous batching"):
-        measure_serving(str(tmp_path), Traffic("cpu", prompt_tokens=(4, 8), new_tokens=(4, 8)))
+        measure_serving(str(tmp_path), ServeOptions("cpu", prompt_tokens=(4, 8), new_tokens=(4, 8)))

@@ -17,10 +17,9 @@ from transformers import StaticCache
 import quantkit
 from quantkit.bench import machine as machine_module
 from quantkit.bench import speed
+from quantkit.bench.bench_options import BenchOptions, Grid
 from quantkit.bench.machine import EnergyMeter, cpu_name, used_bytes
 from quantkit.bench.speed import (
-    Grid,
-    Settings,
     generate_timed,
     greedy_step,
     measure_speed,
@@ -48,7 +47,7 @@ def small_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_timed_is_greedy_generation(packed: Path) -> None:
     model = quantkit.load(packed, device=DEVICE, dtype=torch.float32)
-    prompt = prompts_of(Settings(), packed, 512)(2, 9).to(DEVICE)
+    prompt = prompts_of(BenchOptions(), packed, 512)(2, 9).to(DEVICE)
     cache = StaticCache(config=model.config, max_cache_len=9 + 7)
     eager = greedy_step(model, cache)
     seen: list[torch.Tensor] = []
@@ -90,7 +89,9 @@ def test_figures_count_what_they_say(packed: Path, monkeypatch: pytest.MonkeyPat
     clock = iter(range(10_000))
     monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     found = measure_speed(
-        str(packed), Settings("cpu", batches=(1, 3), prompts=(4, 8), new_tokens=3, repeats=2), profile=None
+        str(packed),
+        BenchOptions("cpu", batches=(1, 3), prompts=(4, 8), new_tokens=3, repeats=2),
+        profile=None,
     )
     assert [(cell.batch, cell.prompt, cell.mode) for cell in found.cells] == [
         (batch, prompt, mode) for batch in (1, 3) for prompt in (4, 8) for mode in ("eager", "flat")
@@ -145,7 +146,7 @@ def test_what_is_timed_is_recorded_before(packed: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(capture, "capture", counted)
     monkeypatch.setattr(capture, "captures_on", lambda device: True)
     monkeypatch.setattr(speed, "generate_timed", counting)
-    speed._cell(model, prompts_of(Settings(), packed, 512)(2, 9), mode, 5, 4, None, EnergyMeter(CPU))
+    speed._cell(model, prompts_of(BenchOptions(), packed, 512)(2, 9), mode, 5, 4, None, EnergyMeter(CPU))
     assert before[-4:] == [len(recorded)] * 4
     assert (len(recorded) >= 2) is (mode != "eager")
 
@@ -156,7 +157,7 @@ def test_flat_steps_are_those_of_generate_or_the_reason_is_noted(
     steps: list[int] = []
     real = FlatForward.step
     monkeypatch.setattr(FlatForward, "step", lambda *given: steps.append(1) or real(*given))
-    settings = Settings("cpu", batches=(1,), prompts=(4,), new_tokens=3, repeats=2)
+    settings = BenchOptions("cpu", batches=(1,), prompts=(4,), new_tokens=3, repeats=2)
     found = speed.measure_speed(str(packed), settings)
     assert [cell.mode for cell in found.cells] == ["eager", "flat"]
     # Two tokens of a generation that does not count, and of two that do.
@@ -184,18 +185,18 @@ def test_weight_bytes_are_those_of_the_file(packed: Path) -> None:
 
 
 def test_prompts(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = prompts_of(Settings(seed=1), packed, 512)
+    draw = prompts_of(BenchOptions(seed=1), packed, 512)
     assert torch.equal(draw(3, 20), draw(3, 20))
-    assert not torch.equal(draw(3, 20), prompts_of(Settings(seed=2), packed, 512)(3, 20))
+    assert not torch.equal(draw(3, 20), prompts_of(BenchOptions(seed=2), packed, 512)(3, 20))
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time")
-    tokens = prompts_of(Settings(text=str(text)), packed, 512)(2, 10)
+    tokens = prompts_of(BenchOptions(text=str(text)), packed, 512)(2, 10)
     stream = tokens.flatten().tolist()
     length = next(n for n in range(1, 20) if stream[n:] == stream[:-n])
     assert 1 < length < 10, "it begins anew"
     monkeypatch.setattr(speed, "tokenize", lambda *_: torch.empty(0, dtype=torch.int64))
     with pytest.raises(UsageError, match="has no tokens"):
-        prompts_of(Settings(text=str(text)), packed, 512)
+        prompts_of(BenchOptions(text=str(text)), packed, 512)
 
 
 def test_grid_within_the_positions() -> None:
@@ -228,13 +229,13 @@ def test_grid_within_the_positions() -> None:
 )
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        Settings(**wrong)
+        BenchOptions(**wrong)
 
 
 def test_modes_are_those_of_the_device_or_the_ones_asked_for() -> None:
-    assert Settings().on(torch.device("cuda")).modes == ("eager", "cuda-graph")
-    assert Settings().on(torch.device("cpu")).modes == ("eager", "flat")
-    asked = Settings(modes=("cuda-graph",))
+    assert BenchOptions().on(torch.device("cuda")).modes == ("eager", "cuda-graph")
+    assert BenchOptions().on(torch.device("cpu")).modes == ("eager", "flat")
+    asked = BenchOptions(modes=("cuda-graph",))
     assert asked.on(torch.device("cuda")).modes == ("cuda-graph",)
     with pytest.raises(UsageError, match="a cpu has no cuda-graph: it runs eager and flat only"):
         asked.on(torch.device("cpu"))
@@ -245,7 +246,7 @@ def test_a_fresh_process_gives_the_same_kind_of_figures(packed: Path, tmp_path: 
     trace = tmp_path / "trace.json"
     found = speed_of(
         str(packed),
-        Settings("cpu", batches=(1,), prompts=(4, 600), new_tokens=3, repeats=1),
+        BenchOptions("cpu", batches=(1,), prompts=(4, 600), new_tokens=3, repeats=1),
         profile=trace,
         progress=lambda *line: told.append(line),
     )
@@ -279,7 +280,7 @@ def test_errors_of_a_fresh_process_are_those_of_this_one_and_ctrl_c_is_not_for_i
 
     monkeypatch.setattr(worker, "subprocess", SimpleNamespace(Popen=Interrupted, PIPE=subprocess.PIPE))
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
-        speed_of(str(tmp_path), Settings("cpu"))
+        speed_of(str(tmp_path), BenchOptions("cpu"))
     assert ended == [0] and "Traceback" not in capfd.readouterr().err
 
 
@@ -289,7 +290,7 @@ def test_a_killed_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(worker, "_PROGRAM", "import os, sys; sys.stdin.read(); os.kill(os.getpid(), 9)")
     with pytest.raises(EnvironmentProblem, match="ended with status -9"):
-        speed_of(str(SOURCE), Settings("cpu"))
+        speed_of(str(SOURCE), BenchOptions("cpu"))
 
 
 def test_energy_comes_from_the_counter_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ import torch
 from quantkit.calibrate import noise
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 
 SMALL = (8, 512)
 

@@ -7,7 +7,6 @@ import torch
 
 from quantkit.errors import FormatError, QuantkitError, UsageError
 from quantkit.packing.schemes import scheme
-from quantkit.quantizing import make_recipe
 from quantkit.recipes.recipe import (
     MAX_CHARACTERS,
     Choice,
@@ -17,6 +16,7 @@ from quantkit.recipes.recipe import (
     parse_rule,
     read_recipe,
 )
+from quantkit.recipes.recipe_options import RecipeOptions
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(3) for m in ("self_attn.q_proj", "mlp.down_proj")]
 LINEARS = dict.fromkeys([*NAMES, "lm_head"], torch.bfloat16)
@@ -331,16 +331,18 @@ def test_recipe_files_that_cannot_be_read(tmp_path):
 
 def test_options_come_before_the_rules_of_the_file(tmp_path):
     path = write(tmp_path, '[[rule]]\nmatch = "*"\nformat = "fp6"\n')
-    found = fates(make_recipe(recipe=path, rules=("*.q_proj=int8",), lm_head="int8"))
+    found = fates(RecipeOptions(recipe=path, rules=("*.q_proj=int8",), lm_head="int8").to_recipe())
     assert found["model.layers.0.self_attn.q_proj"] == "int8 None mse"
     assert found["lm_head"] == "int8 None mse"
     assert found["model.layers.0.mlp.down_proj"] == "fp6-e2m3 128 mse"
 
 
 def test_the_lm_head_flag_takes_the_method_and_not_the_grid_of_the_default():
-    recipe = make_recipe(format="int4", group_size=32, zero_point="integer", method="rtn", lm_head="int8")
+    recipe = RecipeOptions(
+        format="int4", group_size=32, zero_point="integer", method="rtn", lm_head="int8"
+    ).to_recipe()
     assert fates(recipe)["lm_head"] == "int8 None rtn"
-    assert fates(make_recipe(lm_head="keep"))["lm_head"] == "kept by rule '*lm_head'"
+    assert fates(RecipeOptions(lm_head="keep").to_recipe())["lm_head"] == "kept by rule '*lm_head'"
 
 
 @pytest.mark.parametrize(
@@ -360,8 +362,8 @@ def test_options_that_contradict_the_recipe_file_are_refused(tmp_path, options, 
         "[default]\nformat='int8'\ngroup_size=64\nmethod='mse'\nzero_point='none'\nscale_dtype='float32'\n",
     )
     with pytest.raises(UsageError, match=message):
-        make_recipe(recipe=path, **options)
-    agreeing = make_recipe(recipe=path, format="int8", group_size=64, method="mse")
+        RecipeOptions(recipe=path, **options).to_recipe()
+    agreeing = RecipeOptions(recipe=path, format="int8", group_size=64, method="mse").to_recipe()
     assert agreeing.default == Choice("int8", 64, "none", "float32", "mse")
 
 
@@ -388,7 +390,9 @@ def test_another_format_keeps_the_packing_it_can_have():
     assert {ternary.of_format(name).packing for name in ("book4", "binary-residual", "binary-rank1")} == {
         "bits"
     }
-    recipe = make_recipe(format="ternary", packing="radix", lm_head="int8", rules=("*.q_proj=int4",))
+    recipe = RecipeOptions(
+        format="ternary", packing="radix", lm_head="int8", rules=("*.q_proj=int4",)
+    ).to_recipe()
     assert [rule.choice.packing for rule in recipe.rules] == ["bits", "bits"]
 
 

@@ -7,9 +7,10 @@ import torch
 
 from quantkit.calibrate import quantize_with_hessian
 from quantkit.calibrate.hessian import DampedHessian, Hessian, factorize, gram
+from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.parameters import TensorParameters
-from quantkit.calibrate.quantize_with_hessian import CalibratedRows, LinearStats, quantize_calibrated_rows
+from quantkit.calibrate.quantize_with_hessian import CalibratedRows, quantize_calibrated_rows
 from quantkit.calibrate.rounding import (
     BLOCK,
     REFIT_COLUMNS,

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from quantkit.calibrate.methods import METHODS
+from quantkit.calibrate.summaries import SUMMARIES
 from quantkit.cli import console, options
 from quantkit.cli.commands import demo
 from quantkit.files import size_text
-from quantkit.packing.schemes import PRESETS
+from quantkit.packing.presets import PRESETS
+from quantkit.runtime.cache.kv_formats import KV_FORMATS
 
 from .conftest import SOURCE, STORIES, Run
 
@@ -162,9 +164,12 @@ def test_the_page_has_every_option(run: Run) -> None:
         assert known - set(re.findall(r"--[\w-]+", sections[command])) == set()
 
 
-def test_help_names_every_format_and_method() -> None:
-    assert tuple(PRESETS) == options.FORMATS
-    assert list(options.METHODS) == list(METHODS)
+def test_help_names_every_format_and_method(run: Run) -> None:
+    assert list(SUMMARIES) == list(METHODS)
+    shown = {"quantize": [*PRESETS, *METHODS], "eval": KV_FORMATS}
+    for command, names in shown.items():
+        text = re.sub(r"[\s│]", "", run(command, "--help").out)
+        assert [name for name in names if name not in text] == []
 
 
 def test_version(run: Run) -> None:
@@ -176,6 +181,7 @@ def test_version(run: Run) -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert options.parse_size(text) == size
+    assert options.parse_size(options.shown_size(size)) == size
 
 
 def test_sizes_are_shown_in_powers_of_1000() -> None:

@@ -10,7 +10,7 @@ import pytest
 from quantkit.calibrate import noise
 from quantkit.cli import console
 from quantkit.packing.formats import FORMATS
-from quantkit.packing.schemes import PRESETS
+from quantkit.packing.presets import PRESETS
 
 from .conftest import Run
 

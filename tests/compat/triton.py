@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.kernels.triton_support import TESTED_TRITON
-from quantkit.packing.schemes import PRESETS
+from quantkit.packing.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 CODEGEN = ROOT / "tests" / "kernels" / "fused" / "codegen.py"

@@ -16,6 +16,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, OutputError, UsageError
 from quantkit.eval import models, runner
 from quantkit.eval.eval_model import Batch
+from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.evaluate import evaluate, evaluate_many
 from quantkit.eval.reference import Reference, plan_blocks
 from quantkit.eval.result_cache import Partial
@@ -151,10 +152,10 @@ def test_models_that_do_not_fit_run_block_by_block_to_the_same_bits(stories, per
 def test_taking_turns_gives_exactly_the_figures_of_one_pass(stories, perturbed, texts, batch, monkeypatch):
     options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "batch": batch}
     options["max_windows"] = 3
-    whole = evaluate_many([perturbed], **options)[0]
+    whole = evaluate_many([perturbed], EvalOptions(**options))[0]
     opened = counted(monkeypatch)
     window_bytes = 31 * 512 * 4
-    in_turns = evaluate_many([perturbed], budget_bytes=3 * window_bytes, **options)[0]
+    in_turns = evaluate_many([perturbed], EvalOptions(budget_bytes=3 * window_bytes, **options))[0]
     assert figures(in_turns) == figures(whole)
     assert len(opened) >= 4, opened
     assert opened == [stories, perturbed] * (len(opened) // 2)
@@ -229,11 +230,14 @@ def test_an_interrupted_evaluation_goes_on_with_the_same_figures(
     monkeypatch.setattr(runner, "check_finite", counting)
     partial = Partial(tmp_path)
     with pytest.raises(Interrupted):
-        evaluate_many([perturbed], partial=partial, **options)
+        evaluate_many([perturbed], EvalOptions(**options), partial=partial)
     assert len(list(tmp_path.rglob("*.scores"))) == scored
     limit, steps = -1, []
     (again,) = evaluate_many(
-        [perturbed], partial=partial, progress=lambda done, total, _: steps.append((done, total)), **options
+        [perturbed],
+        EvalOptions(**options),
+        partial=partial,
+        progress=lambda done, total, _: steps.append((done, total)),
     )
     assert figures(again) == figures(expected) and again.noise_floor == expected.noise_floor
     # 4 windows of the reference, the model and the noise floor, none of them twice.
@@ -247,14 +251,14 @@ def test_an_interrupted_evaluation_goes_on_with_the_same_figures(
 def test_what_is_left_of_other_settings_or_cut_short_is_not_used(stories, perturbed, texts, tmp_path):
     options = {"against": stories, "texts": texts[:1], "window": 32, "device": "cpu", "max_windows": 2}
     partial = Partial(tmp_path)
-    first = evaluate_many([perturbed], partial=partial, **options)[0]
-    other = evaluate_many([perturbed], partial=partial, **options | {"dtype": "bfloat16"})[0]
+    first = evaluate_many([perturbed], EvalOptions(**options), partial=partial)[0]
+    other = evaluate_many([perturbed], EvalOptions(**options | {"dtype": "bfloat16"}), partial=partial)[0]
     assert other.notes == () and figures(other) != figures(first)
     for file in tmp_path.rglob("*.scores"):
         file.write_bytes(file.read_bytes()[:-8])
-    again = evaluate_many([perturbed], partial=partial, **options)[0]
+    again = evaluate_many([perturbed], EvalOptions(**options), partial=partial)[0]
     assert again.notes == () and figures(again) == figures(first)
-    again = evaluate_many([perturbed], partial=partial, **options)[0]
+    again = evaluate_many([perturbed], EvalOptions(**options), partial=partial)[0]
     assert again.notes == ("perturbed: 2 of 2 batches of windows come from a run that was interrupted",)
 
 
@@ -262,14 +266,16 @@ def test_partial_results_that_cannot_be_written_are_an_error(stories, texts, tmp
     (tmp_path / "file").write_text("")
     partial = Partial(tmp_path / "file" / "in")
     with pytest.raises(OutputError, match="cannot write partial results"):
-        evaluate_many([stories], texts=texts, window=64, max_windows=1, device="cpu", partial=partial)
+        evaluate_many(
+            [stories], EvalOptions(texts=texts, window=64, max_windows=1, device="cpu"), partial=partial
+        )
 
 
 def test_one_reference_serves_several_models(stories, perturbed, texts, monkeypatch):
     options = {"texts": texts, "window": 64, "max_windows": 2, "device": "cpu"}
     expected = evaluate(perturbed, against=stories, **options)
     opened = counted(monkeypatch)
-    with Reference(stories, **options) as reference:
+    with Reference(stories, EvalOptions(**options)) as reference:
         files = reference._files
         first = evaluate(perturbed, reference=reference, **options)
         evaluate(stories, reference=reference, **options)
@@ -286,15 +292,15 @@ def test_one_reference_serves_several_models(stories, perturbed, texts, monkeypa
 def test_a_cache_directory_is_found_again(stories, perturbed, texts, tmp_path, monkeypatch):
     options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "cache_dir": tmp_path}
     options["max_windows"] = 2
-    first = evaluate_many([perturbed], **options)[0]
+    first = evaluate_many([perturbed], EvalOptions(**options))[0]
     opened = counted(monkeypatch)
-    again = evaluate_many([perturbed], **options)[0]
+    again = evaluate_many([perturbed], EvalOptions(**options))[0]
     assert opened == [perturbed] and figures(first) == figures(again)
     # A file cut short is computed again, and another text is another key.
     file = sorted(tmp_path.glob("*/*.f32"))[0]
     file.write_bytes(file.read_bytes()[:-4])
-    assert figures(evaluate_many([perturbed], **options)[0]) == figures(first)
-    evaluate_many([perturbed], **options | {"texts": texts[:1]})
+    assert figures(evaluate_many([perturbed], EvalOptions(**options))[0]) == figures(first)
+    evaluate_many([perturbed], EvalOptions(**options | {"texts": texts[:1]}))
     assert opened == [perturbed, stories, perturbed, stories, perturbed]
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -306,7 +312,7 @@ def test_only_logits_that_outlive_the_process_are_synced(
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "max_windows": 2}
-    evaluate_many([perturbed], **options, cache_dir=tmp_path if cached else None)
+    evaluate_many([perturbed], EvalOptions(**options, cache_dir=tmp_path if cached else None))
     assert bool(synced) == cached
 
 
@@ -406,7 +412,7 @@ def test_a_full_disk_is_told_before_the_model_runs(stories, texts, monkeypatch):
     usage = shutil.disk_usage(".")._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OutputError, match="where 1000 are free"):
-        Reference(stories, texts=texts, window=64, device="cpu")
+        Reference(stories, EvalOptions(texts=texts, window=64, device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -466,7 +472,7 @@ def test_packed_models_are_told_apart_from_their_original(stories, texts, tmp_pa
     for name, directory in packed.items():
         quantize(stories, directory, format=name, method="rtn", device="cpu")
     options = {"against": stories, "texts": texts, "window": 64, "max_windows": 2, "device": "cpu"}
-    int8, binary = evaluate_many(list(packed.values()), **options)
+    int8, binary = evaluate_many(list(packed.values()), EvalOptions(**options))
     for text in ("a.txt", "b.txt"):
         assert 0 < int8.texts[text].kl_mean < 0.01 < 0.3 < binary.texts[text].kl_mean
         assert int8.texts[text].same_top1 > 0.95 > binary.texts[text].same_top1

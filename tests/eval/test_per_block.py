@@ -9,6 +9,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval import evaluate as evaluate_module
 from quantkit.eval import per_block
+from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.evaluate import evaluate, evaluate_many
 from quantkit.eval.per_block import BlockLosses, block_losses
 from quantkit.eval.result_cache import Partial
@@ -75,11 +76,11 @@ def test_evaluation_has_them_on_the_first_windows_and_keeps_them(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partial = Partial(tmp_path / "work")
-    (found,) = evaluate_many([packed], per_block=True, partial=partial, **OPTIONS)
+    (found,) = evaluate_many([packed], EvalOptions(per_block=True, **OPTIONS), partial=partial)
     assert found.per_block is not None and found.per_block.tokens == per_block.WINDOWS * 63
     assert found.to_dict()["per_block"]["kl_mean"].keys() == {f"model.layers.{i}" for i in range(5)}
     monkeypatch.setattr(evaluate_module, "block_losses", lambda *_: pytest.fail("they were measured again"))
-    (again,) = evaluate_many([packed], per_block=True, partial=partial, **OPTIONS)
+    (again,) = evaluate_many([packed], EvalOptions(per_block=True, **OPTIONS), partial=partial)
     assert again.per_block == found.per_block
     assert evaluate(packed, **OPTIONS).per_block is None
 

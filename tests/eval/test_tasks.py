@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
+from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.evaluate import evaluate_many
 from quantkit.eval.result_cache import Partial
 from quantkit.eval.tasks import TaskRun, Tasks, jsonable, task_manager, task_metrics
@@ -70,7 +71,7 @@ def test_a_lossless_format_answers_as_lm_eval_does_on_the_dense_model(lossless, 
     lm_eval = pytest.importorskip("lm_eval")
     dense, packed = lossless
     tasks = Tasks(NAMES, path=EXAMPLES / "tasks", batch=2)
-    report = evaluate_many([packed], against=dense, tasks=tasks, device="cpu")[0]
+    report = evaluate_many([packed], EvalOptions(against=dense, tasks=tasks, device="cpu"))[0]
     assert {(m.task, m.metric) for m in report.tasks} == {
         ("arc_easy_file", "acc"),
         ("arc_easy_file", "acc_norm"),
@@ -100,10 +101,11 @@ def test_the_noise_floor_is_what_the_reference_answers_in_another_dtype(lossless
     pytest.importorskip("lm_eval")
     dense, packed = lossless
     tasks = Tasks(NAMES, path=EXAMPLES / "tasks")
-    floor = evaluate_many([packed], against=dense, tasks=tasks, noise_floor=True, device="cpu")[0].noise_floor
+    options = EvalOptions(against=dense, tasks=tasks, noise_floor=True, device="cpu")
+    floor = evaluate_many([packed], options)[0].noise_floor
     assert floor is not None and (floor.dtype, floor.texts) == ("bfloat16", {})
-    (own,) = evaluate_many([dense], tasks=tasks, dtype="bfloat16", device="cpu")
-    (exact,) = evaluate_many([dense], tasks=tasks, device="cpu")
+    (own,) = evaluate_many([dense], EvalOptions(tasks=tasks, dtype="bfloat16", device="cpu"))
+    (exact,) = evaluate_many([dense], EvalOptions(tasks=tasks, device="cpu"))
     assert [replace(m, paired=None) for m in floor.tasks] == list(own.tasks)
     assert [m.paired.reference for m in floor.tasks] == [m.accuracy for m in exact.tasks]
     assert own.noise_floor is None
@@ -113,20 +115,26 @@ def test_answers_are_kept_until_the_evaluation_is_done(lossless, questions, tmp_
     pytest.importorskip("lm_eval")
     packed = lossless[1]
     tasks = Tasks(NAMES[:2], limit=2, path=EXAMPLES / "tasks")
-    options = {"partial": Partial(tmp_path / "partial"), "device": "cpu"}
+    options, partial = {"device": "cpu"}, Partial(tmp_path / "partial")
     seen = []
-    first = evaluate_many([packed], tasks=tasks, progress=lambda *step: seen.append(step), **options)[0]
+    first = evaluate_many(
+        [packed],
+        EvalOptions(tasks=tasks, **options),
+        partial=partial,
+        progress=lambda *step: seen.append(step),
+    )[0]
     assert all(metrics.paired is None and metrics.items == 2 for metrics in first.tasks)
     assert seen[-1] == (2, 2, "int8 on lambada_file")
     compared = {"against": lossless[0], "noise_floor": True, **options}
-    second = evaluate_many([packed], tasks=tasks, **compared)[0]
+    second = evaluate_many([packed], EvalOptions(tasks=tasks, **compared), partial=partial)[0]
     monkeypatch.setattr("quantkit.eval.harness.QuantkitLM", None)
-    again = evaluate_many([packed], tasks=tasks, **options)[0]
+    again = evaluate_many([packed], EvalOptions(tasks=tasks, **options), partial=partial)[0]
     assert again.tasks == first.tasks and again.task_results == first.task_results
-    again = evaluate_many([packed], tasks=tasks, **compared)[0]
+    again = evaluate_many([packed], EvalOptions(tasks=tasks, **compared), partial=partial)[0]
     assert again.tasks == second.tasks and again.noise_floor == second.noise_floor
     with pytest.raises(TypeError):
-        evaluate_many([packed], tasks=Tasks(NAMES[:2], limit=3, path=EXAMPLES / "tasks"), **options)
+        fewer = Tasks(NAMES[:2], limit=3, path=EXAMPLES / "tasks")
+        evaluate_many([packed], EvalOptions(tasks=fewer, **options), partial=partial)
 
 
 def test_missing_data_and_unknown_tasks_are_named(questions, lossless, monkeypatch):
@@ -138,7 +146,9 @@ def test_missing_data_and_unknown_tasks_are_named(questions, lossless, monkeypat
     )
     (questions / "arc_easy.jsonl").unlink()
     with pytest.raises(UsageError, match="task arc_easy_file: its data cannot be read"):
-        evaluate_many([lossless[1]], tasks=Tasks(NAMES[:1], path=EXAMPLES / "tasks"), device="cpu")
+        evaluate_many(
+            [lossless[1]], EvalOptions(tasks=Tasks(NAMES[:1], path=EXAMPLES / "tasks"), device="cpu")
+        )
     with pytest.raises(UsageError, match="lm-eval has no task 'arc_sleazy'"):
         task_manager(Tasks(("arc_sleazy",), path=EXAMPLES / "tasks"))
 

@@ -32,7 +32,8 @@ from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import KERNELS, kernel_named
 from quantkit.kernels.tuning.tile_table import Entry, Key, OtherTable, TileTable, from_json, gpu_in, to_json
 from quantkit.packing.formats import CodebookFormat, FloatFormat, IntFormat
-from quantkit.packing.schemes import PRESETS, Scheme, parse_token, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import Scheme, parse_token, scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.recipes.recipe import Choice, Recipe, read_recipe
 from quantkit.verification.prompt_logits import TOLERANCE, PromptLogits, differences

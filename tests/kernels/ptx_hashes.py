@@ -112,7 +112,7 @@ def cases() -> list[tuple[str, str, int, int]]:
     Each kernel with each preset on sm_90, its variants with a preset of each kind, and samples of all on
     sm_80 and sm_100.
     """
-    from quantkit.packing.schemes import PRESETS
+    from quantkit.packing.presets import PRESETS
 
     schemes = list(PRESETS.values())
     names = [

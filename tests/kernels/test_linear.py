@@ -16,7 +16,8 @@ from quantkit.kernels.linear import build_layout, join_layouts, linear, linear_p
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, explain
 from quantkit.packing.formats import CodebookFormat, IntFormat, number_format
-from quantkit.packing.schemes import PRESETS, Scheme, parse_token, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import Scheme, parse_token, scheme
 from quantkit.packing.zero_points import ZERO_POINTS
 
 ROWS_OF_X = (0, 1, 3, 17, 65)

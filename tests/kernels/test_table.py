@@ -12,7 +12,8 @@ from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, VERBOSE_VARIABLE, choose, explain, kernel_named
 from quantkit.kernels.report import selections
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 
 FAST = frozenset({"avx2", "avx512", "vnni"})
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import transformers
 
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, read_samples
+from quantkit.quantization.blockwise.calibration_data import read_samples
 
 from .tiny import SIZES, made_once
 

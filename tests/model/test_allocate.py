@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.methods import METHODS
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.output.shard_file import ShardFile
@@ -20,10 +21,11 @@ from quantkit.quantization.allocate.allocate import groups_of
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.allocate.sensitivity import Sensitivities
 from quantkit.quantization.allocate.sensitivity_cache import MAX_BYTES, SensitivityCache
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
-from quantkit.quantizing import make_recipe, plan, quantize
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.quantizing import plan, quantize
 from quantkit.recipes.candidates import MENU, candidates
 from quantkit.recipes.recipe import Choice, Recipe, parse_rule
+from quantkit.recipes.recipe_options import RecipeOptions
 
 from .test_blockwise import write
 
@@ -51,8 +53,8 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def planned(bits: float, **options: Any) -> Any:
-    recipe = make_recipe(method=options.pop("method", None), rules=options.pop("rules", ()))
-    return plan(STORIES, recipe, budget=Budget(BitsPerWeight(bits), FORMATS), calibration=DATA, **options)[1]
+    budget = Budget(BitsPerWeight(bits), FORMATS)
+    return plan(STORIES, QuantizeOptions(RecipeOptions(**options), budget, DATA))[1]
 
 
 def test_budgets_are_kept_reached_and_used(unmeasured: list[int]) -> None:
@@ -169,9 +171,9 @@ def test_no_place_for_a_cache_is_said(
 def test_other_data_methods_and_formats_are_measured(unmeasured: list[int]) -> None:
     planned(4.0)
     planned(4.0, method="gptq")
-    plan(STORIES, Recipe(), budget=Budget(BitsPerWeight(4.0), FORMATS[:-1]), calibration=DATA)
+    plan(STORIES, QuantizeOptions(budget=Budget(BitsPerWeight(4.0), FORMATS[:-1]), calibration=DATA))
     other = CalibrationOptions(DATA.sources, samples=4, length=32, seed=1)
-    plan(STORIES, Recipe(), budget=Budget(BitsPerWeight(4.0), FORMATS), calibration=other)
+    plan(STORIES, QuantizeOptions(budget=Budget(BitsPerWeight(4.0), FORMATS), calibration=other))
     assert unmeasured == [1] * 4
 
 

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quantkit import memory
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.hessian import Hessian, gram, input_error
 from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import METHODS
@@ -28,7 +29,6 @@ from quantkit.model.distributed import Ranks
 from quantkit.model.hidden_states import Home, choose_home
 from quantkit.packing.schemes import scheme
 from quantkit.quantization.blockwise import calibration, layer_quantizer, pipeline
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
 from quantkit.quantization.blockwise.input_groups import stages_of
 from quantkit.quantizing import quantize
 from quantkit.runtime.load import load

@@ -21,8 +21,8 @@ from quantkit.quantization.allocate import allocate as allocating
 from quantkit.quantization.allocate.allocation import Allocation
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget, MillisecondsPerToken, launches
 from quantkit.quantization.allocate.sensitivity import Sensitivities
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import plan, quantize
-from quantkit.recipes.recipe import Recipe
 
 from .calibrated_models import data, write
 
@@ -75,7 +75,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(source: Path, text: Path, amount: float, **options: Any) -> Any:
     budget = Budget(MillisecondsPerToken(amount, "Test GPU 3000"), FORMATS)
-    return plan(source, options.pop("recipe", Recipe()), budget=budget, calibration=data(text), **options)[1]
+    return plan(source, QuantizeOptions(budget=budget, calibration=data(text), **options))[1]
 
 
 def microseconds(times: Times, structure: Any, allocation: Allocation, chosen: int = 2) -> float:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, read_samples
+from quantkit.quantization.blockwise.calibration_data import read_samples
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
 

@@ -20,6 +20,7 @@ from quantkit.quantization.allocate import sensitivity
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.allocate.fisher import ExpertCall
 from quantkit.quantization.allocate.sensitivity import Sensitivities, measure
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import plan, quantize
 from quantkit.runtime.load import load
 from quantkit.verification.verify import verify
@@ -182,7 +183,8 @@ def test_an_expert_without_tokens_counts_as_one_token_and_is_said(
     assert all(loss > 0 for (loss,) in found.losses.values())
     for _ in range(2):  # Measured, and from the cache.
         planned = plan(
-            source, None, budget=Budget(BitsPerWeight(4.5), ("int4", "int5")), calibration=data(text)
+            source,
+            QuantizeOptions(budget=Budget(BitsPerWeight(4.5), ("int4", "int5")), calibration=data(text)),
         )[1]
         assert (
             "no token of the texts that sensitivity is measured on chose 2 of 8 experts (1 of 4 of "

@@ -9,6 +9,7 @@ import torch
 
 from quantkit import memory, quantizing
 from quantkit.calibrate import hessian, quantize_with_hessian, rounding, scale_search, scaling
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.methods import METHODS, quantize_rows
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
@@ -18,8 +19,9 @@ from quantkit.packing.schemes import scheme
 from quantkit.quantization import gpu_memory
 from quantkit.quantization.blockwise import awq, layer_quantizer, moe_calibration, pipeline, refine_block
 from quantkit.quantization.blockwise.calibration import Calibration
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
-from quantkit.quantizing import make_recipe, plan
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.quantizing import plan
+from quantkit.recipes.recipe_options import RecipeOptions
 
 from ..live_bytes import LiveBytes
 from .calibrated_models import write
@@ -118,7 +120,7 @@ def test_blocks_hold_what_the_plan_says(
     source = write(tmp_path, family, num_hidden_layers=1, max_position_embeddings=64, **sizes)
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(33 + (i * i * 7 + i // 3) % 90) for i in range(64 * (samples + 1))))
-    checkpoint, planned = plan(source, make_recipe(format=format, method=method))
+    checkpoint, planned = plan(source, QuantizeOptions(RecipeOptions(format=format, method=method)))
     options = CalibrationOptions(str(text), samples, 64)
     calibration = Calibration.of(checkpoint, planned, options, CPU)
     assert calibration is not None
@@ -178,7 +180,7 @@ def test_rows_without_data_hold_what_the_plan_says(
 def test_quantize_says_where_a_gpu_has_less_than_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoint, planned = plan(write(tmp_path), make_recipe(method="gptq"))
+    checkpoint, planned = plan(write(tmp_path), QuantizeOptions(RecipeOptions(method="gptq")))
     for free in (1 << 40, 1 << 28):
         for module in (quantizing, memory):
             monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)

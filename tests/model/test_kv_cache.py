@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Mistral
 
 from quantkit.calibrate.hadamard import Rotation
 from quantkit.calibrate.methods import quantize_tensor
-from quantkit.cli import options
 from quantkit.errors import FormatError, UsageError
 from quantkit.model.tokenizer import tokenizer
 from quantkit.runtime.cache.kv_cache import KV_SCHEMES, PackedCache, PackedLayer
@@ -172,6 +171,5 @@ def test_states_that_are_no_numbers_are_refused() -> None:
 
 
 def test_formats() -> None:
-    assert tuple(KV_SCHEMES) == options.KV_FORMATS
     with pytest.raises(UsageError, match="unknown format of a KV cache 'int3'; use one of int8, int4"):
         PackedCache(AutoConfig.from_pretrained(STORIES), "int3")

@@ -13,7 +13,9 @@ from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.quantization.plan import Plan
-from quantkit.quantizing import make_recipe, plan, quantize
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.quantizing import plan, quantize
+from quantkit.recipes.recipe_options import RecipeOptions
 
 from .tiny import SIZES
 
@@ -35,7 +37,8 @@ def write(directory: Path, family: str = "llama", dtype: torch.dtype = torch.bfl
 
 
 def planned(source: Path, *, max_shard_bytes: int = 2 << 30, **options: Any) -> Plan:
-    return plan(source, make_recipe(**options), max_shard_bytes=max_shard_bytes)[1]
+    asked = QuantizeOptions(RecipeOptions(**options), max_shard_bytes=max_shard_bytes)
+    return plan(source, asked)[1]
 
 
 def files_of(directory: Path) -> dict[str, dict[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from quantkit.errors import CheckpointError
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import plan, quantize
 from quantkit.runtime.load import load
 
@@ -86,9 +87,9 @@ def test_names_that_no_prefix_explains(tmp_path):
         return {name.replace("q_proj.", "q_proj.base_layer."): one for name, one in tensors.items()}
 
     with pytest.raises(CheckpointError, match=r"has no weights for .* parameters of the model"):
-        plan(renamed(tmp_path / "lost", without_norms))
+        plan(renamed(tmp_path / "lost", without_norms), QuantizeOptions())
     with pytest.raises(CheckpointError, match=r"an adapter beside its weights .* merge_and_unload"):
-        plan(renamed(tmp_path / "adapter", with_adapter))
+        plan(renamed(tmp_path / "adapter", with_adapter), QuantizeOptions())
 
 
 # Ties: what a file with the head alone becomes is what one with the embedding alone becomes.
@@ -126,7 +127,8 @@ def test_a_tie_is_followed_from_the_head(tmp_path, head_only, text, options):
 def test_formats_are_allocated_where_the_head_alone_is_stored(tmp_path, head_only, text):
     def allocated(source: Path) -> Any:
         budget = Budget(BitsPerWeight(5.0), ("int4:32", "int8"))
-        return plan(source, budget=budget, calibration=data(text, samples=1), device="cpu")[1].allocation
+        asked = QuantizeOptions(budget=budget, calibration=data(text, samples=1), device="cpu")
+        return plan(source, asked)[1].allocation
 
     assert allocated(head_only).shares == allocated(STORIES).shares
 

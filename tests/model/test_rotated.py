@@ -18,9 +18,11 @@ from quantkit.quantization import rotated_checkpoint as rotating
 from quantkit.quantization import stream
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.allocate.sensitivity_cache import cache_key
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.rotated_checkpoint import rotated
-from quantkit.quantizing import make_recipe, plan, quantize
+from quantkit.quantizing import plan, quantize
 from quantkit.recipes.recipe import Choice, Recipe, read_recipe
+from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.load import load
 from quantkit.verification.verify import verify
 
@@ -186,15 +188,17 @@ def test_rows_that_depend_on_each_other_are_read_once(tmp_path, monkeypatch):
 
 def test_the_plan_says_what_a_tied_head_costs(tmp_path):
     source = write(tmp_path, "tied")
-    plain, turned = (plan(source, Recipe(rotate=rotate))[1] for rotate in (False, True))
+    plain, turned = (
+        plan(source, QuantizeOptions(RecipeOptions(rotate=rotate)))[1] for rotate in (False, True)
+    )
     assert turned.output_bytes == plain.output_bytes + 96 * 64 * 2
     assert turned.source_bytes == plain.source_bytes and turned.model_weights == plain.model_weights
     rotation, head = (note for note in turned.notes if note not in plain.notes)
     assert "a Hadamard matrix of 64, the values of heads by one of 16" in rotation
     assert head.startswith("lm_head and the embedding are stored apart, 0.01 MB more")
-    packed = plan(source, make_recipe(rotate=True, lm_head="int8"))[1]
+    packed = plan(source, QuantizeOptions(RecipeOptions(rotate=True, lm_head="int8")))[1]
     assert plain.output_bytes < packed.output_bytes < turned.output_bytes
-    untied = plan(write(tmp_path), Recipe(rotate=True))[1]
+    untied = plan(write(tmp_path), QuantizeOptions(Recipe(rotate=True)))[1]
     assert len([note for note in untied.notes if "stored apart" in note]) == 0
 
 
@@ -202,7 +206,7 @@ def test_a_recipe_file_rotates(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text('rotate = true\n[default]\nformat = "int8"\n')
     assert read_recipe(path, Choice()) == Recipe(Choice("int8"), rotate=True)
-    assert make_recipe(recipe=path).rotate and not make_recipe().rotate
+    assert RecipeOptions(recipe=path).to_recipe().rotate and not RecipeOptions().to_recipe().rotate
     assert Recipe.from_dict(Recipe(rotate=True).to_dict()) == Recipe(rotate=True)
     path.write_text("rotate = 1\n")
     with pytest.raises(UsageError, match="'rotate' is 1; expected true or false"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.hessian import Hessian
 from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import METHODS, quantize_tensor
@@ -19,7 +20,7 @@ from quantkit.model.hidden_states import Home
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.quantization.allocate import sensitivity
 from quantkit.quantization.allocate.sensitivity import measure
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, read_samples
+from quantkit.quantization.blockwise.calibration_data import read_samples
 
 from .test_blockwise import LINEARS, write
 

@@ -11,6 +11,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model import tokenizer as tokenizer_module
 from quantkit.model.tokenizer import tokenizer
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.side_files import check_side_files
 from quantkit.quantizing import plan, quantize
 from quantkit.runtime.load import load
@@ -160,15 +161,15 @@ def test_what_is_no_file_is_not_left_out_in_silence(source: Path, name: str) -> 
         with pytest.raises(
             CheckpointError, match=rf"{name}: is a link that leads to no file; .* or remove it"
         ):
-            plan(source)
+            plan(source, QuantizeOptions())
         path.unlink()
     for make in (os.mkfifo, os.mkdir):
         make(path)
         if name == "notes.txt":  # which nobody asks for
-            plan(source)
+            plan(source, QuantizeOptions())
         else:
             with pytest.raises(CheckpointError, match=rf"{name}: is no regular file; .* or remove it"):
-                plan(source)
+                plan(source, QuantizeOptions())
         if path.is_dir():
             path.rmdir()
         else:
@@ -181,7 +182,7 @@ def test_plan_and_quantize_refuse_alike_and_resume_goes_on(source: Path, tmp_pat
     path.write_bytes(whole[:-10])
     errors = []
     for call in (
-        lambda: plan(source),
+        lambda: plan(source, QuantizeOptions()),
         lambda: quantize(source, out),
         lambda: quantize(source, out, resume=True),
     ):

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from quantkit.packing.schemes import PRESETS, Scheme, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
 ROWS, COLUMNS = 64, 480

@@ -15,7 +15,8 @@ from quantkit.packing.bitpack import parts
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import FORMATS, FittedFormat
 from quantkit.packing.packings import PACKINGS
-from quantkit.packing.schemes import MAX_GROUP_SIZE, PRESETS, SCALE_DTYPES, SCALE_TYPES, Scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import MAX_GROUP_SIZE, SCALE_DTYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -118,7 +119,7 @@ def test_the_page_lists_every_format_part_and_scale_dtype() -> None:
         name: (
             preset.format,
             str(preset.group_size or "channel"),
-            SCALE_TYPES[preset.scale_dtype].name if preset.scale_dtype else "16 bits",
+            preset.scale_dtype or "16 bits",
         )
         for name, preset in PRESETS.items()
     }

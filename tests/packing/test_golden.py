@@ -17,7 +17,8 @@ import torch
 
 from quantkit.packing.bitpack import pack, unpack
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
-from quantkit.packing.schemes import PRESETS, Scheme, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
 GOLDEN = Path(__file__).parent / "golden"

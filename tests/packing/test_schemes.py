@@ -11,9 +11,9 @@ import torch
 
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat, IntFormat
+from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import (
     MAX_GROUP_SIZE,
-    PRESETS,
     SCALE_DTYPES,
     SCALE_TYPES,
     Scheme,

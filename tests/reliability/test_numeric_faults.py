@@ -19,7 +19,8 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.kernels.linear import linear
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 from quantkit.packing.zero_points import ZeroPoint
 from quantkit.quantization import stream
 from quantkit.quantization.task import Task

@@ -14,15 +14,6 @@ import torch
 
 from quantkit.errors import UsageError
 
-DEFAULT_SAMPLES = 128
-DEFAULT_LENGTH = 512
-
-
-def check_seed(seed: int) -> None:
-    """Raise `UsageError` for a seed that torch's generators do not take."""
-    if not 0 <= seed < 1 << 63:
-        raise UsageError(f"seed is {seed}; use 0 to {(1 << 63) - 1}.")
-
 
 @dataclass(frozen=True, eq=False)
 class Samples:

@@ -1,12 +1,14 @@
 """`quantkit bench`: speed, memory, and latency under load."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from quantkit.bench.bench_options import SERVE_DEFAULTS, SPEED_DEFAULTS, BenchOptions, ServeOptions
 from quantkit.cli import options
 from quantkit.cli.console import note, print_table, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, is_pipe, make_directory, write_file
@@ -14,159 +16,183 @@ from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
     from quantkit.bench.figures import Serving, Speed
-    from quantkit.bench.serving import Traffic
-    from quantkit.bench.speed import Settings
     from quantkit.progress import Progress
     from quantkit.report.document import Table
 
     _Figures = TypeVar("_Figures", Speed, Serving)
 
 
-def bench(
-    directory: options.Model,
+def _listed(values: Iterable[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+def _span(ends: tuple[int, int]) -> str:
+    return f"{ends[0]}-{ends[1]}"
+
+
+_ON_GPU = "{}; on a GPU {}"
+_SPEED, _SERVE = SPEED_DEFAULTS.values(), SERVE_DEFAULTS.values()
+_BATCHES = _ON_GPU.format(*(_listed(row.batches) for row in _SPEED))
+_PROMPTS = _ON_GPU.format(*(_listed(row.prompts) for row in _SPEED))
+_NEW_TOKENS = _ON_GPU.format(*(row.new_tokens for row in _SPEED))
+_RATES = _ON_GPU.format(*(_listed(row.rates) for row in _SERVE))
+_PROMPT_RANGE = _ON_GPU.format(*(_span(row.prompt_tokens) for row in _SERVE))
+_ANSWER_RANGE = _ON_GPU.format(*(_span(row.new_tokens) for row in _SERVE))
+
+
+@dataclass(frozen=True)
+class BenchArguments:
+    """The command line of `bench`, an option per field."""
+
     against: Annotated[
         str | None, typer.Option("--against", help="The original, which is measured in the same way.")
-    ] = None,
+    ] = None
     batch: Annotated[
         str | None,
-        typer.Option(help="Sequences at a time, comma-separated.", show_default="1,4; on a GPU 1,8,64"),
-    ] = None,
+        typer.Option(help="Sequences at a time, comma-separated.", show_default=_BATCHES),
+    ] = None
     prompt: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens of a prompt, comma-separated.", show_default="32,128,512; on a GPU 128,1024,4096"
-        ),
-    ] = None,
+        typer.Option(help="Tokens of a prompt, comma-separated.", show_default=_PROMPTS),
+    ] = None
     new_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens that are generated.", min=2, show_default="32; on a GPU 128"),
-    ] = None,
+        typer.Option(help="Tokens that are generated.", min=2, show_default=_NEW_TOKENS),
+    ] = None
     mode: Annotated[
         str | None,
         typer.Option(
             help="How it runs, comma-separated: eager, flat (on a CPU), cuda-graph (on a GPU).",
             show_default="those of the device",
         ),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Generations that count.", min=1)] = 5,
+    ] = None
+    repeats: Annotated[int, typer.Option(help="Generations that count.", min=1)] = BenchOptions.repeats
     text: Annotated[
         Path | None,
         typer.Option("--text", metavar="FILE", help="UTF-8 text for prompts.", show_default="random tokens"),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of random prompts and arrivals.")] = 0,
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of random prompts and arrivals.")] = BenchOptions.seed
     profile: Annotated[
         Path | None,
         typer.Option("--profile", metavar="FILE", help="Also write a trace of DIR by torch's profiler."),
-    ] = None,
+    ] = None
     serve_like: Annotated[
         bool,
         typer.Option(
             "--serve-like", help="Measure latency under load instead: requests that arrive at --rate."
         ),
-    ] = False,
+    ] = False
     rate: Annotated[
         str | None,
-        typer.Option(help="Requests per second, comma-separated.", show_default="0.5,1,2; on a GPU 1,4,16"),
-    ] = None,
+        typer.Option(help="Requests per second, comma-separated.", show_default=_RATES),
+    ] = None
     requests: Annotated[
-        int | None, typer.Option(help="Requests at each rate.", min=1, show_default="32")
-    ] = None,
+        int | None,
+        typer.Option(help="Requests at each rate.", min=1, show_default=str(ServeOptions.requests)),
+    ] = None
     prompt_range: Annotated[
         str | None,
-        typer.Option(help="Tokens of their prompts.", show_default="16-256; on a GPU 64-2048"),
-    ] = None,
+        typer.Option(help="Tokens of their prompts.", show_default=_PROMPT_RANGE),
+    ] = None
     answer_range: Annotated[
         str | None,
-        typer.Option(help="Tokens of their answers.", show_default="8-64; on a GPU 32-512"),
-    ] = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
+        typer.Option(help="Tokens of their answers.", show_default=_ANSWER_RANGE),
+    ] = None
+    device: options.Device = BenchOptions.device
+    dtype: options.Dtype = BenchOptions.dtype
     json: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", readable=False, help="Write the figures to this file."),
-    ] = None,
+    ] = None
     report: Annotated[
         Path | None,
         typer.Option("--report", metavar="DIR", readable=False, help="Write a report with plots here."),
-    ] = None,
-) -> None:
+    ] = None
+
+    def check(self) -> None:
+        """Refuse options of the kind of measurement that was not asked for: they would be ignored."""
+        grid = {
+            "--batch": self.batch,
+            "--prompt": self.prompt,
+            "--new-tokens": self.new_tokens,
+            "--mode": self.mode,
+            "--text": self.text,
+            "--profile": self.profile,
+        }
+        load = {
+            "--rate": self.rate,
+            "--requests": self.requests,
+            "--prompt-range": self.prompt_range,
+            "--answer-range": self.answer_range,
+        }
+        for name, value in (grid if self.serve_like else load).items():
+            if value is not None:
+                raise UsageError(
+                    f"{name} does not go with --serve-like."
+                    if self.serve_like
+                    else f"{name} needs --serve-like."
+                )
+
+    def to_bench(self) -> BenchOptions:
+        """The options of a measurement without --serve-like."""
+        return BenchOptions(
+            self.device,
+            self.dtype,
+            None if self.batch is None else _counts(self.batch, "--batch"),
+            None if self.prompt is None else _counts(self.prompt, "--prompt"),
+            self.new_tokens,
+            self.repeats,
+            None if self.text is None else str(self.text),
+            self.seed,
+            None if self.mode is None else tuple(part.strip() for part in self.mode.split(",")),
+        )
+
+    def to_serve(self) -> ServeOptions:
+        """The options of one with --serve-like."""
+        return ServeOptions(
+            self.device,
+            self.dtype,
+            None if self.rate is None else _rates(self.rate),
+            self.requests or ServeOptions.requests,
+            None if self.prompt_range is None else _range(self.prompt_range, "--prompt-range"),
+            None if self.answer_range is None else _range(self.answer_range, "--answer-range"),
+            self.seed,
+        )
+
+
+@options.with_fields
+def bench(directory: options.Model, given: BenchArguments) -> None:
     """Measure how fast a model is and what memory it takes.
 
     Time to first token, time between tokens, tokens per second and memory, for every batch with every prompt
     length; with --serve-like, latencies of requests that arrive at random. Each model runs in a process of
     its own.
     """
-    # One option of the wrong kind would be ignored without a word.
-    grid = {
-        "--batch": batch,
-        "--prompt": prompt,
-        "--new-tokens": new_tokens,
-        "--mode": mode,
-        "--text": text,
-    }
-    load = {
-        "--rate": rate,
-        "--requests": requests,
-        "--prompt-range": prompt_range,
-        "--answer-range": answer_range,
-    }
-    for name, value in ({**grid, "--profile": profile} if serve_like else load).items():
-        if value is not None:
-            raise UsageError(
-                f"{name} does not go with --serve-like." if serve_like else f"{name} needs --serve-like."
-            )
-    for path in (json, profile):
+    given.check()
+    for path in (given.json, given.profile):
         if path is not None:
             check_writable(path)
-    if report is not None:
+    if given.report is not None:
         from quantkit.report.plots import figure_class
 
         figure_class()
-        make_directory(report, REPORT_FILES)
-    sources = [directory] if against is None else [directory, against]
-    if serve_like:
-        from quantkit.bench.serving import Traffic
-
-        _serve(
-            sources,
-            Traffic(
-                device,
-                dtype,
-                None if rate is None else _rates(rate),
-                requests or 32,
-                None if prompt_range is None else _range(prompt_range, "--prompt-range"),
-                None if answer_range is None else _range(answer_range, "--answer-range"),
-                seed,
-            ),
-            json,
-            report,
-        )
-        return
-    from quantkit.bench.speed import Settings
-
-    settings = Settings(
-        device,
-        dtype,
-        None if batch is None else _counts(batch, "--batch"),
-        None if prompt is None else _counts(prompt, "--prompt"),
-        new_tokens,
-        repeats,
-        None if text is None else str(text),
-        seed,
-        None if mode is None else tuple(part.strip() for part in mode.split(",")),
-    )
-    _time(sources, settings, profile, json, report)
+        make_directory(given.report, REPORT_FILES)
+    sources = [directory] if given.against is None else [directory, given.against]
+    if given.serve_like:
+        _serve(sources, given.to_serve(), given.json, given.report)
+    else:
+        _time(sources, given.to_bench(), given.profile, given.json, given.report)
 
 
 def _time(
-    sources: list[str], settings: "Settings", profile: Path | None, json: Path | None, report: Path | None
+    sources: list[str], asked: BenchOptions, profile: Path | None, json: Path | None, report: Path | None
 ) -> None:
     from quantkit.bench.worker import speed_of
     from quantkit.report.bench_report import models_table, speed_table, write_speed
 
     def measure(number: int, advance: "Progress") -> "Speed":
         trace = profile if number == 0 else None
-        return speed_of(sources[number], settings, profile=trace, progress=advance)
+        return speed_of(sources[number], asked, profile=trace, progress=advance)
 
     def show(found: "Sequence[Speed]") -> None:
         _print(models_table(found))
@@ -183,12 +209,12 @@ def _time(
         say(f"wrote {profile}")
 
 
-def _serve(sources: list[str], traffic: "Traffic", json: Path | None, report: Path | None) -> None:
+def _serve(sources: list[str], asked: ServeOptions, json: Path | None, report: Path | None) -> None:
     from quantkit.bench.worker import serving_of
     from quantkit.report.bench_report import serving_table, write_serving
 
     def measure(number: int, advance: "Progress") -> "Serving":
-        return serving_of(sources[number], traffic, progress=advance)
+        return serving_of(sources[number], asked, progress=advance)
 
     found = _each(len(sources), measure, lambda found: _print(serving_table(found)), json, "replaying")
     if report is not None:

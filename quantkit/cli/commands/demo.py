@@ -8,6 +8,7 @@ import typer
 from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import REPORT_FILES, make_directory
+from quantkit.quantization.quantize_options import QuantizeOptions
 
 #: From lossless to unusable, so that the table shows the whole range.
 FORMATS = ("int8", "int4", "fp6", "binary")
@@ -27,7 +28,7 @@ def demo(
     max_windows: Annotated[
         int | None, typer.Option(help="Windows per text.", min=1, show_default="all")
     ] = None,
-    device: options.Device = "auto",
+    device: options.Device = QuantizeOptions.device,
 ) -> None:
     """Quantize to several formats and compare them.
 
@@ -37,15 +38,17 @@ def demo(
     from quantkit.calibrate.data.documents import read_text
     from quantkit.cli.figures import print_reports
     from quantkit.cli.models import using_transformers
+    from quantkit.eval.eval_options import EvalOptions
     from quantkit.eval.evaluate import evaluate_many
-    from quantkit.quantizing import make_recipe, quantize
+    from quantkit.quantizing import quantize
     from quantkit.recipes.recipe import parse_group_size
+    from quantkit.recipes.recipe_options import RecipeOptions
     from quantkit.report.eval_report import write_report
 
     names = options.parse_list(formats, "--formats")
     size = parse_group_size(group_size)
     # What can be refused is refused before the first model is quantized.
-    recipes = {name: make_recipe(format=name, group_size=size) for name in names}
+    recipes = {name: RecipeOptions(format=name, group_size=size).to_recipe() for name in names}
     for path in text:
         read_text(path)
     make_directory(out_directory)
@@ -60,15 +63,10 @@ def demo(
         for reason in result.plan.not_portable[:1]:
             note(f"{name}: only quantkit can load this: {reason}")
     with progress("evaluating") as advance, using_transformers(source):
-        reports = evaluate_many(
-            packed,
-            against=source,
-            texts=text,
-            window=window,
-            max_windows=max_windows,
-            device=device,
-            progress=advance,
+        asked = EvalOptions(
+            texts=tuple(text), against=source, window=window, max_windows=max_windows, device=device
         )
+        reports = evaluate_many(packed, asked, progress=advance)
     print_reports(reports)
     write_report(out_directory / "report", reports)
     say(f"wrote {out_directory / 'report' / 'report.md'}")

@@ -244,6 +244,7 @@ def _weights(directory: Path | None) -> "list[tuple[Scheme, tuple[int, int]]]":
         from quantkit.runtime.weights import packed_weights
 
         return list(packed_weights(directory))
-    from quantkit.packing.schemes import PRESETS, scheme
+    from quantkit.packing.presets import PRESETS
+    from quantkit.packing.schemes import scheme
 
     return [(one, SHAPE) for one in dict.fromkeys(scheme(name) for name in PRESETS)]

@@ -4,6 +4,7 @@ import json as json_module
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,46 +16,51 @@ from quantkit.cli import options
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file
 from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.eval.eval_options import EvalOptions
 from quantkit.signals import advising
 
 if TYPE_CHECKING:
     from quantkit.eval.results import EvalReport
 
 
-def evaluate(
-    directories: options.Models,
+@dataclass(frozen=True)
+class EvalArguments:
+    """The command line of `eval`, an option per field."""
+
     against: Annotated[
         str | None, typer.Option("--against", help="The original: adds what was lost on each text and task.")
-    ] = None,
+    ] = None
     text: Annotated[
         list[Path] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to score; repeatable.")
-    ] = None,
+    ] = None
     tasks: Annotated[
         str | None,
         typer.Option("--tasks", metavar="NAMES", help="lm-eval tasks, comma-separated (extra 'eval')."),
-    ] = None,
+    ] = None
     task_path: Annotated[
         Path | None, typer.Option("--task-path", metavar="DIR", help="Folder of task files of your own.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Examples per task.", min=1, show_default="all")] = None,
-    window: Annotated[int, typer.Option(help="Tokens per window of a text.", min=2)] = 2048,
+    ] = None
+    limit: Annotated[int | None, typer.Option(help="Examples per task.", min=1, show_default="all")] = None
+    window: Annotated[int, typer.Option(help="Tokens per window of a text.", min=2)] = EvalOptions.window
     stride: Annotated[
         int | None,
         typer.Option(help="Tokens between windows' starts.", min=1, show_default="a window"),
-    ] = None,
-    max_windows: Annotated[
-        int | None, typer.Option(help="Windows per text.", min=1, show_default="all")
-    ] = None,
+    ] = None
+    max_windows: Annotated[int | None, typer.Option(help="Windows per text.", min=1, show_default="all")] = (
+        None
+    )
     dtype: Annotated[
         str,
         typer.Option(
             help="Of the activations: float32, bfloat16, float16, or auto: float32 on a CPU, on a GPU that "
             "of the model."
         ),
-    ] = "auto",
-    kv_cache: options.KvCache = None,
-    device: options.Device = "auto",
-    batch: Annotated[int, typer.Option(help="Windows, or requests of a task, at a time.", min=1)] = 1,
+    ] = EvalOptions.dtype
+    kv_cache: options.KvCache = None
+    device: options.Device = EvalOptions.device
+    batch: Annotated[int, typer.Option(help="Windows, or requests of a task, at a time.", min=1)] = (
+        EvalOptions.batch
+    )
     noise_floor: Annotated[
         bool | None,
         typer.Option(
@@ -62,7 +68,7 @@ def evaluate(
             help="Also run the original in another dtype: a difference as small is none.",
             show_default="with --report",
         ),
-    ] = None,
+    ] = None
     per_block: Annotated[
         bool | None,
         typer.Option(
@@ -70,10 +76,10 @@ def evaluate(
             help="Also run the original with each block of the model in turn: where is the loss?",
             show_default="with --report and --text",
         ),
-    ] = None,
+    ] = None
     logits_space: Annotated[
         str, typer.Option("--logits-space", metavar="SIZE", help="Disk for the original's logits at a time.")
-    ] = "8GiB",
+    ] = options.shown_size(EvalOptions.budget_bytes)
     work: Annotated[
         Path | None,
         typer.Option(
@@ -83,40 +89,85 @@ def evaluate(
             help="Keep what is done here until all is: the same command then goes on after an interruption.",
             show_default="that of --report",
         ),
-    ] = None,
-    verbose: options.Verbose = False,
+    ] = None
+    verbose: options.Verbose = False
     json: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", readable=False, help="Write the figures to this file."),
-    ] = None,
+    ] = None
     report: Annotated[
         Path | None,
         typer.Option("--report", metavar="DIR", readable=False, help="Write a report with plots here."),
-    ] = None,
-) -> None:
+    ] = None
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Each of `tasks` once."""
+        return () if self.tasks is None else tuple(options.parse_list(self.tasks, "--tasks"))
+
+    def check(self) -> None:
+        """Refuse at once what would fail, or be ignored, after the work."""
+        names = self.task_names
+        if not self.text and not names:
+            raise UsageError("nothing to evaluate: give --text FILE (repeatable), --tasks NAMES, or both.")
+        if self.noise_floor and not self.against:
+            raise UsageError("--noise-floor is of the original: give --against as well.")
+        if self.per_block and not (self.text and self.against):
+            raise UsageError("--per-block is of the original on texts: give --against and --text as well.")
+        if self.task_path is not None and not names:
+            raise UsageError("--task-path has task files but none is to run: name them with --tasks.")
+        if self.limit is not None and not names:
+            raise UsageError(
+                "--limit is of tasks and none is to run: name them with --tasks, or use --max-windows for "
+                "texts."
+            )
+        if names and find_spec("lm_eval") is None:
+            raise EnvironmentProblem(f"--tasks needs lm-eval. Install it with {pip_install('eval')}.")
+
+    def to_options(self) -> EvalOptions:
+        """The options of the evaluation; a report on a comparison adds noise floor and losses of blocks."""
+        from quantkit.eval.tasks import Tasks
+
+        names, comparing = self.task_names, bool(self.report and self.against)
+        return EvalOptions(
+            texts=tuple(self.text or ()),
+            tasks=Tasks(names, self.limit, self.task_path, self.batch) if names else None,
+            against=self.against,
+            window=self.window,
+            stride=self.stride,
+            max_windows=self.max_windows,
+            dtype=self.dtype,
+            kv_cache=self.kv_cache,
+            device=self.device,
+            batch=self.batch,
+            noise_floor=comparing if self.noise_floor is None else self.noise_floor,
+            per_block=bool(comparing and self.text) if self.per_block is None else self.per_block,
+            budget_bytes=options.parse_size(self.logits_space),
+        )
+
+
+@options.with_fields
+def evaluate(directories: options.Models, given: EvalArguments) -> None:
     """Measure models on texts and tasks, and compare them.
 
     With --against, each text is also scored by the original: the excess is the logarithm of perplexity over
     the original's, KL the divergence of the next-token distributions, both in nats per token.
     """
-    names = () if tasks is None else tuple(options.parse_list(tasks, "--tasks"))
-    _check(text, names, task_path, limit, against=against, noise_floor=noise_floor, per_block=per_block)
-    if report is not None:
-        make_directory(report, REPORT_FILES)
+    given.check()
+    if given.report is not None:
+        make_directory(given.report, REPORT_FILES)
     from quantkit.cli.figures import print_reports
     from quantkit.cli.models import log_kernels, using_transformers
     from quantkit.eval.evaluate import evaluate_many
     from quantkit.eval.result_cache import Partial
-    from quantkit.eval.tasks import Tasks
     from quantkit.report.eval_report import write_report
 
-    if verbose:
+    if given.verbose:
         log_kernels()
     # Before hours of work, not after.
-    if json is not None:
-        check_writable(json)
-    comparing = bool(report and against)
-    place = work or report
+    if given.json is not None:
+        check_writable(given.json)
+    place = given.work or given.report
     partial = None if place is None else Partial(place)
 
     def advice() -> str | None:
@@ -129,60 +180,16 @@ def evaluate(
         progress("evaluating") as advance,
         using_transformers(", ".join(directories)),
     ):
-        results = evaluate_many(
-            directories,
-            against=against,
-            texts=text or (),
-            tasks=Tasks(names, limit, task_path, batch) if names else None,
-            window=window,
-            stride=stride,
-            max_windows=max_windows,
-            dtype=dtype,
-            kv_cache=kv_cache,
-            device=device,
-            batch=batch,
-            noise_floor=comparing if noise_floor is None else noise_floor,
-            per_block=bool(comparing and text) if per_block is None else per_block,
-            budget_bytes=options.parse_size(logits_space),
-            partial=partial,
-            progress=advance,
-        )
+        results = evaluate_many(directories, given.to_options(), partial=partial, progress=advance)
     print_reports(results)
-    if json is not None:
-        write_file(json, _figures(results))
-        say(f"wrote {json}")
-    if report is not None:
-        write_report(report, results, shlex.join(["quantkit", *sys.argv[1:]]))
-        say(f"wrote {report / 'report.html'}")
+    if given.json is not None:
+        write_file(given.json, _figures(results))
+        say(f"wrote {given.json}")
+    if given.report is not None:
+        write_report(given.report, results, shlex.join(["quantkit", *sys.argv[1:]]))
+        say(f"wrote {given.report / 'report.html'}")
     if partial is not None and (left := partial.remove()) is not None:
         note(left)
-
-
-def _check(
-    text: list[Path] | None,
-    names: Sequence[str],
-    task_path: Path | None,
-    limit: int | None,
-    *,
-    against: str | None,
-    noise_floor: bool | None,
-    per_block: bool | None,
-) -> None:
-    """Refuse at once what would fail, or be ignored, after the work."""
-    if not text and not names:
-        raise UsageError("nothing to evaluate: give --text FILE (repeatable), --tasks NAMES, or both.")
-    if noise_floor and not against:
-        raise UsageError("--noise-floor is of the original: give --against as well.")
-    if per_block and not (text and against):
-        raise UsageError("--per-block is of the original on texts: give --against and --text as well.")
-    if task_path is not None and not names:
-        raise UsageError("--task-path has task files but none is to run: name them with --tasks.")
-    if limit is not None and not names:
-        raise UsageError(
-            "--limit is of tasks and none is to run: name them with --tasks, or use --max-windows for texts."
-        )
-    if names and find_spec("lm_eval") is None:
-        raise EnvironmentProblem(f"--tasks needs lm-eval. Install it with {pip_install('eval')}.")
 
 
 def _figures(results: Sequence["EvalReport"]) -> str:

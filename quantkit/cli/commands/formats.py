@@ -70,7 +70,7 @@ def _check(name: str | None, codes: bool, noise: bool, plot: Path | None) -> Non
 
 
 def _show_formats(name: str | None, json: bool) -> None:
-    from quantkit.packing.schemes import PRESETS
+    from quantkit.packing.presets import PRESETS
 
     rows = [_describe(row) for row in (PRESETS if name is None else (name,))]
     if json:
@@ -125,7 +125,7 @@ def _describe(name: str) -> dict[str, Any]:
 
 def _show_codes(name: str, json: bool) -> None:
     from quantkit.packing.formats import FittedFormat, number_format
-    from quantkit.packing.schemes import PRESETS
+    from quantkit.packing.presets import PRESETS
 
     preset = PRESETS.get(name)
     chosen, planes = number_format(preset.format if preset else name), preset.planes if preset else 1

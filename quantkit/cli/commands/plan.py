@@ -9,6 +9,7 @@ from quantkit.cli.console import note, print_json, progress, say
 from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
 from quantkit.errors import UsageError
 from quantkit.files import size_text
+from quantkit.quantization.quantize_options import QuantizeOptions
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.model_record import Measured
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 @options.with_fields
 def plan(
     source: options.Source,
-    asked: options.Asked,
+    given: options.QuantizeArguments,
 ) -> None:
     """Show what quantizing would write, without doing it.
 
@@ -30,47 +31,37 @@ def plan(
     """
     from quantkit import quantizing
     from quantkit.quantization.blockwise.block_tasks import needs_data
-    from quantkit.quantization.blockwise.calibration_data import CalibrationOptions
     from quantkit.quantization.stream import peak_bytes
 
-    budget, data = asked.to_budget(), asked.to_calibration()
-    chosen, shard_bytes = asked.to_recipe(budget), asked.shard_bytes
+    asked = given.to_options()
     with progress("measuring") as report:
-        checkpoint, planned = quantizing.plan(
-            source,
-            chosen,
-            max_shard_bytes=shard_bytes,
-            allow_auto_map=asked.allow_auto_map,
-            budget=budget,
-            calibration=data,
-            device=asked.device,
-            progress=report,
-        )
-    if budget is None and data != CalibrationOptions() and not needs_data(planned):
+        checkpoint, planned = quantizing.plan(source, asked, progress=report)
+    without_data = asked.budget is None and not needs_data(planned)
+    if without_data and asked.calibration != QuantizeOptions.calibration:
         raise UsageError(
             "plan takes --calibration, --calibration-samples, --calibration-length and --seed for methods "
             "with data, such as gptq, and for --bits-per-weight and --milliseconds-per-token. Leave them "
             "out, or give one of those."
         )
     memory = gpu_memory_of(checkpoint, planned, asked)
-    if asked.json:
+    if given.json:
         print_json({**plan_dict(planned), **memory_dict(memory)})
         return
     for warning in checkpoint.warnings:
         note(warning)
-    print_plan(planned, every_layer=asked.every_layer)
+    print_plan(planned, every_layer=given.every_layer)
     say(f"peak memory beyond the libraries: about {size_text(peak_bytes(planned))}")
     print_memory(memory)
 
 
-def gpu_memory_of(checkpoint: "Checkpoint", planned: "Plan", asked: options.Asked) -> "GpuMemory | None":
+def gpu_memory_of(checkpoint: "Checkpoint", planned: "Plan", options: QuantizeOptions) -> "GpuMemory | None":
     """What the run that was asked for takes of a GPU; None on a CPU. No GPU need be there if one is named."""
     from quantkit.devices import named_device
     from quantkit.quantization.gpu_memory import gpu_memory
 
-    if named_device(asked.device).type != "cuda":
+    if named_device(options.device).type != "cuda":
         return None
-    return gpu_memory(checkpoint, planned, asked.to_calibration())
+    return gpu_memory(checkpoint, planned, options.calibration)
 
 
 def print_memory(memory: "GpuMemory | None") -> None:

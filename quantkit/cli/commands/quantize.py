@@ -34,7 +34,7 @@ def quantize(
             help="The directory to write; new, empty or, with --resume or --overwrite, an earlier output.",
         ),
     ],
-    asked: options.Asked,
+    given: options.QuantizeArguments,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
     check: Annotated[
@@ -66,8 +66,8 @@ def quantize(
         for warning in checkpoint.warnings:
             note(warning)
         memory[0] = gpu_memory_of(checkpoint, plan, asked)
-        if not asked.json:
-            print_plan(plan, every_layer=asked.every_layer)
+        if not given.json:
+            print_plan(plan, every_layer=given.every_layer)
             print_memory(memory[0])
 
     def advice() -> str | None:
@@ -77,21 +77,12 @@ def quantize(
         return f"finished files are kept. Continue with the same command and --resume{instead}."
 
     with advising(advice), join_ranks() as ranks:
-        budget = asked.to_budget()
-        chosen = asked.to_recipe(budget)
+        asked = given.to_options(resume=resume, overwrite=overwrite, check=check)
         with progress("quantizing", shown=ranks.first) as report:
-            result = quantizing.quantize(
+            result = quantizing.quantize_checkpoint(
                 source,
                 out_directory,
-                recipe=chosen,
-                device=asked.device,
-                resume=resume,
-                overwrite=overwrite,
-                max_shard_bytes=asked.shard_bytes,
-                allow_auto_map=asked.allow_auto_map,
-                calibration=asked.to_calibration(),
-                budget=budget,
-                check=check,
+                asked,
                 progress=report,
                 measuring=lambda done, total, label: report(done, total, f"sensitivity, {label}"),
                 on_plan=show,
@@ -101,7 +92,7 @@ def quantize(
         return
     if result.unchecked is not None:
         note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
-    if asked.json:
+    if given.json:
         planned = plan_dict(result.plan, result.measured)
         print_json({"directory": str(result.directory), **planned, **memory_dict(memory[0])})
         return

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.data.samples import Samples
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.output.work_files import Followed, WorkFiles
@@ -19,7 +20,7 @@ from quantkit.model.blocks import Decoder
 from quantkit.model.distributed import Ranks
 from quantkit.progress import Advance
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
-from quantkit.quantization.blockwise.calibration_data import CalibrationOptions, read_samples
+from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.blockwise.pipeline import compute_dtype, quantize_blocks
 from quantkit.quantization.plan import Plan
 from quantkit.workers import cpu_workers, working

@@ -1,36 +1,18 @@
 """Calibration data for a checkpoint: its own tokenizer's tokens, checked before any work."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from quantkit.calibrate.data.calibration_options import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions
 from quantkit.calibrate.data.documents import Document
-from quantkit.calibrate.data.samples import DEFAULT_LENGTH, DEFAULT_SAMPLES, Samples, check_seed, draw, merge
+from quantkit.calibrate.data.samples import Samples, draw, merge
 from quantkit.calibrate.data.texts import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.files import shown
 from quantkit.model.tokenizer import tokenize, tokenizer
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """What a user asks of calibration data: sources (`NAME[:SAMPLES],...`, the bundled text for None), how
-    many samples of how many tokens.
-    """
-
-    sources: str | None = None
-    samples: int | None = None
-    length: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("samples", self.samples, 1), ("length", self.length, 2)):
-            if value is not None and value < least:
-                raise UsageError(f"calibration {name} is {value}; use at least {least}.")
-        check_seed(self.seed)
 
 
 def sample_shape(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[int, int]:

@@ -21,13 +21,14 @@ from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
+from quantkit.runtime.cache.kv_formats import KV_FORMATS
 
 Parts = dict[str, torch.Tensor]
 
 #: Schemes of keys and values, one row per token and head. docs/accuracy.md shows their cost in accuracy.
 KV_SCHEMES: dict[str, Scheme] = {
-    "int8": scheme("int8", group_size=64),
-    "int4": scheme("int4", group_size=32, zero_point="float"),
+    name: scheme(row.format, group_size=row.group_size, zero_point=row.zero_point)
+    for name, row in KV_FORMATS.items()
 }
 
 

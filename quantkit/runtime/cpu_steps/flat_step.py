@@ -21,8 +21,7 @@ from quantkit.kernels.registry import choose, log_choice
 from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.cuda_graphs.capture import NotCaptured
-from quantkit.runtime.passes.fold_constants import fold_constants, folded_constants
-from quantkit.runtime.passes.patterns import merge_counters
+from quantkit.runtime.passes.fold_constants import fold_constants, folded_constants, merge_counters
 from quantkit.runtime.passes.trace import META, Memory, part, trace
 
 aten = torch.ops.aten

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from quantkit.runtime.passes.patterns import aten
 from quantkit.runtime.passes.trace import META, Memory
 
 aten = torch.ops.aten
@@ -91,3 +92,28 @@ def _is_pure(node: Node, constants: Mapping[Node, Any]) -> bool:
         and not operation._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in operation.tags
     )
+
+
+def merge_counters(graph: Graph, memory: Memory) -> None:
+    """Merge the increments of all cache length counters into one launch at the end of the step."""
+    last: dict[Any, Node] = {}
+    for node in graph.nodes:
+        last.update(dict.fromkeys(memory.read(node), node))
+    by_increment: dict[int, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
+        counter, increment = node.args
+        if node.kwargs:
+            continue
+        if (
+            type(increment) is int
+            and not node.users
+            and all(last[root] is node for root in memory.of(counter))
+        ):
+            by_increment.setdefault(increment, []).append(node)
+    for increment, additions in by_increment.items():
+        with graph.inserting_before(graph.output_node()):
+            counters = [node.args[0] for node in additions]
+            call = graph.call_function(aten._foreach_add_.Scalar, (counters, increment))
+        memory.enter(call, written=frozenset().union(*map(memory.written, additions)))
+        for node in additions:
+            graph.erase_node(node)

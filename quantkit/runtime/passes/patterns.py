@@ -27,7 +27,7 @@ from quantkit.kernels.ops.norm import (
 )
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 from quantkit.kernels.registry import is_verbose
-from quantkit.runtime.passes.fold_constants import fold_constants
+from quantkit.runtime.passes.fold_constants import fold_constants, merge_counters
 from quantkit.runtime.passes.fuse_attention import fuse_head_norms, fuse_rotations
 from quantkit.runtime.passes.fuse_linear import delay_start, fuse_gates, fuse_norms, split_norms
 from quantkit.runtime.passes.fuse_moe import fuse_permutations, fuse_router_norms
@@ -346,31 +346,6 @@ def _launches(graph: Graph, memory: Memory) -> str:
         if node.op == "call_function" and not memory.is_view(node)
     )
     return ", ".join(f"{number} {name}" for name, number in names.most_common())
-
-
-def merge_counters(graph: Graph, memory: Memory) -> None:
-    """Merge the increments of all cache length counters into one launch at the end of the step."""
-    last: dict[Any, Node] = {}
-    for node in graph.nodes:
-        last.update(dict.fromkeys(memory.read(node), node))
-    by_increment: dict[int, list[Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
-        counter, increment = node.args
-        if node.kwargs:
-            continue
-        if (
-            type(increment) is int
-            and not node.users
-            and all(last[root] is node for root in memory.of(counter))
-        ):
-            by_increment.setdefault(increment, []).append(node)
-    for increment, additions in by_increment.items():
-        with graph.inserting_before(graph.output_node()):
-            counters = [node.args[0] for node in additions]
-            call = graph.call_function(aten._foreach_add_.Scalar, (counters, increment))
-        memory.enter(call, written=frozenset().union(*map(memory.written, additions)))
-        for node in additions:
-            graph.erase_node(node)
 
 
 def _is_supported(

@@ -14,7 +14,7 @@ from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
 from quantkit.kernels.gemm.wgmma.wgmma_launch import RESERVED
 from quantkit.kernels.ops.attention import PLANS
-from quantkit.packing.schemes import PRESETS
+from quantkit.packing.presets import PRESETS
 
 pytest.importorskip("triton")
 

@@ -36,7 +36,8 @@ from quantkit.kernels.layouts.fragment_scales import carrying, lowered
 from quantkit.kernels.ops import activation
 from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
 from quantkit.kernels.registry import choose, explain, kernel_named, warn_unfused
-from quantkit.packing.schemes import PRESETS, Scheme, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.zero_points import ZERO_POINTS, plain_storage
 

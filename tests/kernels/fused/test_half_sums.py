@@ -14,7 +14,8 @@ from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile, half_
 from quantkit.kernels.layouts.fragment_layout import build
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, device_features
 from quantkit.kernels.registry import choose, choose_by_rules, log_choice
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
 pytest.importorskip("triton")

@@ -9,7 +9,8 @@ from quantkit import quantize_tensor
 from quantkit.errors import FormatError
 from quantkit.kernels.layouts.fragment_layout import build
 from quantkit.kernels.moe import stacked_weights
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
 from .test_fused import CASES as FUSED_CASES

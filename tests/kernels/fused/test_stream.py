@@ -26,7 +26,8 @@ from quantkit.kernels.ops.norm import (
 )
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
 from quantkit.kernels.registry import choose_by_rules, kernel_named
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
 from .. import ptx

@@ -22,7 +22,8 @@ from quantkit.kernels.tuning import gpu_bench as gpu_module
 from quantkit.kernels.tuning.gpu_bench import CompilePool, GpuBench, _explained, _same_kernel
 from quantkit.kernels.tuning.search import LIMITS, Candidate, Unfit
 from quantkit.kernels.tuning.timing import REST, random_packed
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 
 pytest.importorskip("triton")
 

@@ -28,7 +28,8 @@ from quantkit.kernels.tuning.search import (
     tunable_kernels,
 )
 from quantkit.kernels.tuning.tile_table import Entry, Key
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 
 INT4 = Weight(scheme("int4"), 4096, 4096)
 

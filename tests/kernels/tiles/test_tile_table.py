@@ -30,7 +30,8 @@ from quantkit.kernels.tuning.tile_table import (
     time_of,
     to_json,
 )
-from quantkit.packing.schemes import PRESETS, scheme
+from quantkit.packing.presets import PRESETS
+from quantkit.packing.schemes import scheme
 
 Ask = Callable[..., Problem]
 

@@ -1,0 +1,144 @@
+"""Options of `bench`, with defaults per device. Imports no torch: the command line has the same defaults."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from quantkit.calibrate.data.seeds import check_seed
+from quantkit.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SpeedDefaults(NamedTuple):
+    """Sequences at a time, tokens of a prompt, and tokens that are generated."""
+
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    new_tokens: int
+
+
+class ServeDefaults(NamedTuple):
+    """Requests per second, and the shortest and longest prompt and answer in tokens."""
+
+    rates: tuple[float, ...]
+    prompt_tokens: tuple[int, int]
+    new_tokens: tuple[int, int]
+
+
+#: By device.
+SPEED_DEFAULTS = {
+    "cpu": SpeedDefaults((1, 4), (32, 128, 512), 32),
+    "cuda": SpeedDefaults((1, 8, 64), (128, 1024, 4096), 128),
+}
+SERVE_DEFAULTS = {
+    "cpu": ServeDefaults((0.5, 1.0, 2.0), (16, 256), (8, 64)),
+    "cuda": ServeDefaults((1.0, 4.0, 16.0), (64, 2048), (32, 512)),
+}
+#: How prompts and steps run: as the model's modules do, or as `generate` has them, steps as flat lists on a
+#: CPU, prompts and steps as graphs on a GPU. By device, those that are measured by default.
+EAGER, FLAT, GRAPH = "eager", "flat", "cuda-graph"
+MODES = {"cpu": (EAGER, FLAT), "cuda": (EAGER, GRAPH)}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Sizes to time and how; None is the default of the device."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    batches: tuple[int, ...] | None = None
+    prompts: tuple[int, ...] | None = None
+    new_tokens: int | None = None
+    repeats: int = 5
+    text: str | None = None
+    seed: int = 0
+    modes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        from quantkit.eval.models import dtype_named
+
+        known = dict.fromkeys(mode for modes in MODES.values() for mode in modes)
+        unknown = set(self.modes or ()) - known.keys()
+        if unknown or self.modes == ():
+            given = ", ".join(map(repr, sorted(unknown))) or "none"
+            raise UsageError(f"modes are {', '.join(known)}, not {given}.")
+        numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
+        if min(numbers) < 1 or (self.new_tokens is not None and self.new_tokens < 2):
+            raise UsageError(
+                f"batches {self.batches}, prompts {self.prompts}, repeats {self.repeats}, new tokens "
+                f"{self.new_tokens}: all are at least 1, and new tokens 2, between which there is a time."
+            )
+        check_seed(self.seed)
+        if self.dtype != "auto":
+            dtype_named(self.dtype)
+
+    def on(self, device: "torch.device") -> "Grid":
+        """These settings with the defaults of `device`."""
+        batches, prompts, new_tokens = SPEED_DEFAULTS[device.type]
+        modes = self.modes or MODES[device.type]
+        if not set(modes) <= set(MODES[device.type]):
+            lacking = ", ".join(mode for mode in modes if mode not in MODES[device.type])
+            here = " and ".join(MODES[device.type])
+            raise UsageError(f"a {device.type} has no {lacking}: it runs {here} only.")
+        batches, prompts = self.batches or batches, self.prompts or prompts
+        return Grid(batches, prompts, self.new_tokens or new_tokens, modes)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every batch with every prompt length in every mode, and the tokens that are generated."""
+
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    new_tokens: int
+    modes: tuple[str, ...]
+
+    def within(self, positions: int | None) -> tuple["Grid", tuple[str, ...]]:
+        """The part that a model with so many positions can run, and notes on what it cannot."""
+        if positions is None:
+            return self, ()
+        fitting = tuple(prompt for prompt in self.prompts if prompt + self.new_tokens <= positions)
+        if not fitting:
+            raise UsageError(
+                f"the model has {positions} positions, and the shortest prompt of {min(self.prompts)} with "
+                f"{self.new_tokens} new tokens takes more. Give a smaller --prompt or --new-tokens."
+            )
+        notes = tuple(
+            f"prompts of {prompt} tokens were left out: with {self.new_tokens} new ones they are more than "
+            f"the {positions} positions of the model"
+            for prompt in self.prompts
+            if prompt not in fitting
+        )
+        return replace(self, prompts=fitting), notes
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Requests that arrive; None is the default of the device. Lengths are the smallest and the largest."""
+
+    device: str = BenchOptions.device
+    dtype: str = BenchOptions.dtype
+    rates: tuple[float, ...] | None = None
+    requests: int = 32
+    prompt_tokens: tuple[int, int] | None = None
+    new_tokens: tuple[int, int] | None = None
+    seed: int = BenchOptions.seed
+
+    def __post_init__(self) -> None:
+        from quantkit.eval.models import dtype_named
+
+        if self.requests < 1 or any(not 0 < rate < math.inf for rate in self.rates or ()):
+            raise UsageError(
+                f"{self.requests} requests at rates {self.rates}; use at least 1, and rates above 0 per "
+                "second."
+            )
+        for what, lengths in (("prompts", self.prompt_tokens), ("answers", self.new_tokens)):
+            if lengths is not None and not 1 <= lengths[0] <= lengths[1]:
+                raise UsageError(
+                    f"{what} of {lengths[0]} to {lengths[1]} tokens; use 1 or more, smaller first."
+                )
+        check_seed(self.seed)
+        if self.dtype != "auto":
+            dtype_named(self.dtype)

@@ -1,0 +1,28 @@
+"""Options of calibration data. Imports no torch: the command line takes its defaults from here."""
+
+from dataclasses import dataclass
+
+from quantkit.calibrate.data.seeds import check_seed
+from quantkit.errors import UsageError
+
+#: Samples where neither the options nor a source say how many, and the tokens of one.
+DEFAULT_SAMPLES = 128
+DEFAULT_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Texts to calibrate on: sources (`NAME[:SAMPLES],...`, the bundled text for None), how
+    many samples of how many tokens.
+    """
+
+    sources: str | None = None
+    samples: int | None = None
+    length: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("samples", self.samples, 1), ("length", self.length, 2)):
+            if value is not None and value < least:
+                raise UsageError(f"calibration {name} is {value}; use at least {least}.")
+        check_seed(self.seed)

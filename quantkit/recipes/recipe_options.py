@@ -1,0 +1,94 @@
+"""Options of formats, rounding and rules, and the recipe that they make.
+
+Imports no torch before a recipe is made: the command line has such a record.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from quantkit.packing.packings import PackingName
+    from quantkit.packing.schemes import GroupSize
+    from quantkit.packing.zero_points import ZeroPoint
+    from quantkit.recipes.recipe import Choice, Recipe
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """Formats, rounding and rules: None leaves it to the recipe file `recipe`, and that to `Choice`.
+
+    `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep") come first, then `lm_head` (a format), then
+    the rules of the file, then the default that the other fields make. The model is rotated if `rotate` or
+    the file says so.
+    """
+
+    format: str | None = None
+    method: str | None = None
+    group_size: "GroupSize" = None
+    zero_point: "ZeroPoint | None" = None
+    scale_dtype: str | None = None
+    packing: "PackingName | None" = None
+    recipe: str | Path | None = None
+    lm_head: str | None = None
+    rules: tuple[str, ...] = ()
+    rotate: bool = False
+
+    def to_recipe(self, allocated_by: str | None = None) -> "Recipe":
+        """The recipe of these options.
+
+        `allocated_by` is the option that has formats allocated later to linears without a rule; none may be
+        given for them here. Raises `UsageError` or `FormatError` naming the option.
+        """
+        from quantkit.recipes.recipe import Choice, Recipe, parse_rule, read_recipe
+
+        given: dict[str, Any] = {
+            "format": self.format,
+            "group_size": self.group_size,
+            "method": self.method,
+            "zero_point": self.zero_point,
+            "scale_dtype": self.scale_dtype,
+            "packing": self.packing,
+        }
+        if allocated_by is not None:
+            # A method goes with a budget.
+            _check_left_out({**given, "method": None, "recipe": self.recipe}, allocated_by)
+        default = Choice(**{name: value for name, value in given.items() if value is not None})
+        if self.recipe is not None:
+            from_file = read_recipe(Path(self.recipe), default)
+            _check_agreeing(given, from_file.default, self.recipe)
+        else:
+            from_file = Recipe(default)
+        first = [parse_rule(rule, from_file.default) for rule in self.rules]
+        if self.lm_head is not None:
+            first.append(parse_rule(f"*lm_head={self.lm_head}", Choice(method=from_file.default.method)))
+        return Recipe(from_file.default, (*first, *from_file.rules), self.rotate or from_file.rotate)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_left_out(given: Mapping[str, object], allocated_by: str) -> None:
+    """`UsageError` for the first option that has a value: `allocated_by` decides on it."""
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{allocated_by} chooses the formats, so it does not go with {_option(name)}. Leave "
+                "one out; --formats says what to choose from, and --rule what certain linears get."
+            )
+
+
+def _check_agreeing(given: Mapping[str, object], default: "Choice", recipe: str | Path) -> None:
+    """`UsageError` for the first option whose value is not that of the `default` of a recipe file."""
+    for name, value in given.items():
+        found = getattr(default, name)
+        if value is not None and found != value:
+            raise UsageError(
+                f"{_option(name)} {value} and [default] of recipe {recipe} "
+                f"({'its own' if found is None else found}) differ. "
+                f"Give the {name.replace('_', '-')} in one place."
+            )

@@ -1,0 +1,23 @@
+"""Formats of a KV cache by name. Imports no torch, as `--help` shows them."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quantkit.packing.zero_points import ZeroPoint
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """How a token's keys, and its values, of one head are stored: as a row of a weight in this scheme."""
+
+    format: str
+    group_size: int
+    zero_point: "ZeroPoint" = "none"
+
+
+#: docs/accuracy.md has what each costs.
+KV_FORMATS: dict[str, KvFormat] = {
+    "int8": KvFormat("int8", 64),
+    "int4": KvFormat("int4", 32, "float"),
+}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from quantkit.runtime.passes.patterns import aten
 from quantkit.runtime.passes.trace import META, Memory
 
 aten = torch.ops.aten

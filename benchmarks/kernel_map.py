@@ -24,11 +24,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 BEGIN, END = "<!-- generated: map -->", "<!-- end of generated: map -->"
 #: The letter of each kernel in the map.
 LETTERS = {
-    "fused-stream": "s",
-    "fused-skinny": "k",
-    "fused-narrow": "n",
-    "fused-hopper": "H",
-    "fused-tiled": "t",
+    "fused-gemv": "s",
+    "fused-portable-gemv": "k",
+    "fused-small-m": "n",
+    "fused-wgmma": "H",
+    "fused-portable": "t",
     "dequantize": "D",
 }
 

@@ -1,4 +1,4 @@
-"""How the rules agree with what was measured on the H100 and H200: kernels, and tiles of `fused-hopper`.
+"""How the rules agree with what was measured on the H100 and H200: kernels, and tiles of `fused-wgmma`.
 
     python benchmarks/tile_rules.py            # add --write for tests/golden/tile_rules.json
 
@@ -17,7 +17,7 @@ from statistics import median, quantiles
 
 from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
 from quantkit.kernels.gemm.operands import shape_of
-from quantkit.kernels.gemm.wgmma.wgmma_launch import STEP_US, TILING, HopperTile, tile_time
+from quantkit.kernels.gemm.wgmma.wgmma_launch import STEP_US, TILING, WgmmaTile, tile_time
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import KERNELS, choose, choose_by_rules
 from quantkit.kernels.tuning.store import shipped_tables
@@ -62,11 +62,11 @@ def beyond(gpu: Gpu) -> dict[str, float | None]:
     return {name: one for name, one in kernels_by_rules(gpu).items() if one is None or one > NEAR}
 
 
-def time(problem: Problem, tile: HopperTile) -> float:
+def time(problem: Problem, tile: WgmmaTile) -> float:
     return tile_time(shape_of(problem), problem.m, tile)
 
 
-def parts(measured: Problem, tile: HopperTile, rows_of_x: tuple[int, ...]) -> Iterator[float]:
+def parts(measured: Problem, tile: WgmmaTile, rows_of_x: tuple[int, ...]) -> Iterator[float]:
     """The part of the time of `tile` that a fitted one should take, for each M where it is another one."""
     for m in rows_of_x:
         problem = replace(measured, m=m)
@@ -105,7 +105,7 @@ def main() -> None:
     entries = {
         key: entry
         for key, entry in table.entries.items()
-        if entry.kernel == "fused-hopper" and (entry.tile.m, entry.tile.rows) in STEP_US
+        if entry.kernel == "fused-wgmma" and (entry.tile.m, entry.tile.rows) in STEP_US
     }
     times = quantiles([entry.us / time(asked(key), entry.tile) for key, entry in entries.items()], n=20)
     print(

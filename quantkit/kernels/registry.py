@@ -351,8 +351,8 @@ def log_grouped(
     if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         what = f"{experts} experts, {problem}: grouped {kernel} {tile_text(tile)}{sums_text(problem, tile)}"
-        if kernel in ("fused-skinny", "fused-tiled") and (reason := why_not_narrow()) is not None:
-            what += f"; not fused-narrow: {reason}"
+        if kernel in ("fused-portable-gemv", "fused-portable") and (reason := why_not_narrow()) is not None:
+            what += f"; not fused-small-m: {reason}"
         _say_once(key, what)
 
 

@@ -27,7 +27,7 @@ class Selection:
     refusals: tuple[tuple[str, str], ...]
     #: Reason why experts with such weights run one after the other; None where they run grouped.
     ungrouped: str | None
-    #: Reason why `fused-narrow` does not run such experts, grouped, for few tokens.
+    #: Reason why `fused-small-m` does not run such experts, grouped, for few tokens.
     not_narrow: str | None
 
 

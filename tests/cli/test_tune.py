@@ -13,8 +13,8 @@ import torch
 
 from quantkit.cli.commands import doctor, tune
 from quantkit.kernels import problem
-from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
-from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
 from quantkit.kernels.problem import GPU_FEATURES, Gpu
 from quantkit.kernels.registry import KERNELS, forget_tile_tables
 from quantkit.kernels.tuning import gpu_bench as gpu_module
@@ -22,7 +22,10 @@ from quantkit.kernels.tuning.search import Candidate, Weight
 from quantkit.kernels.tuning.store import user_path, user_table
 
 GPU = Gpu("Test GPU 3000", (9, 0), 130, 227 << 10)
-BEST = {"fused-skinny": SkinnyTile(8, 512, 1, True), "fused-tiled": TiledTile(4, 64, 4, 4, 2)}
+BEST = {
+    "fused-portable-gemv": PortableGemvTile(8, 512, 1, True),
+    "fused-portable": PortableGemmTile(4, 64, 4, 4, 2),
+}
 
 
 class Bench:
@@ -30,10 +33,10 @@ class Bench:
         self.weight = weight
 
     def error(self, candidate: Candidate, m: int) -> float:
-        return 1.0 if candidate.tile == SkinnyTile(4, 256, 1, True) else 0.0
+        return 1.0 if candidate.tile == PortableGemvTile(4, 256, 1, True) else 0.0
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
-        if candidate.tile == SkinnyTile(4, 256, 1, True):
+        if candidate.tile == PortableGemvTile(4, 256, 1, True):
             return 1.0
         return (
             30.0 if candidate.tile is None else 8.0 if candidate.tile == BEST.get(candidate.kernel) else 12.0
@@ -90,9 +93,9 @@ def test_shapes_and_formats(run: Callable[..., Any]) -> None:
     assert done.code == 0
     assert f"12 problems measured, 4 faster than by the rules; wrote {path}\n" in done.out
     assert "gain" in done.out and "1.50x" in done.out
-    assert "fused-skinny warps=8 columns=512 row_tiles=1 ahead=True" in done.out
+    assert "fused-portable-gemv warps=8 columns=512 row_tiles=1 ahead=True" in done.out
     assert (
-        "fused-skinny warps=4 columns=256 row_tiles=1 ahead=True unroll=16 "
+        "fused-portable-gemv warps=4 columns=256 row_tiles=1 ahead=True unroll=16 "
         "present=False together=False is not used: its result is wrong" in done.err
     )
     found = entries()
@@ -102,8 +105,8 @@ def test_shapes_and_formats(run: Callable[..., Any]) -> None:
         for n, k in ((4096, 4096), (64, 256))
     }
     assert {key[3] for key in found} == {1, 4, 64}, "3 rows of x use the entry of 4"
-    assert found["int4 g128 bfloat16", 4096, 4096, 1].tile == BEST["fused-skinny"]
-    assert found["int4 g128 bfloat16", 4096, 4096, 64].tile == BEST["fused-tiled"]
+    assert found["int4 g128 bfloat16", 4096, 4096, 1].tile == BEST["fused-portable-gemv"]
+    assert found["int4 g128 bfloat16", 4096, 4096, 64].tile == BEST["fused-portable"]
 
 
 def test_a_second_run_adds_to_the_table(run: Callable[..., Any]) -> None:
@@ -138,14 +141,14 @@ def test_only_the_kernels_that_are_named_try_more_tiles(run: Callable[..., Any])
             "--m",
             "64",
             "--kernels",
-            "fused-tiled",
+            "fused-portable",
             "--json",
         )
     )
     (entry,) = json.loads(done.out)["measured"]
     tried = [candidate.split()[0] for candidate in entry["measured"]]
-    assert tried.count("fused-hopper") == 1 and tried.count("fused-tiled") > 5
-    assert entry["fastest"]["kernel"].startswith("fused-tiled")
+    assert tried.count("fused-wgmma") == 1 and tried.count("fused-portable") > 5
+    assert entry["fastest"]["kernel"].startswith("fused-portable")
 
 
 def test_weights_without_tiles_are_named(run: Callable[..., Any]) -> None:
@@ -170,10 +173,10 @@ def test_weights_without_tiles_are_named(run: Callable[..., Any]) -> None:
         (("--shapes", "64x64", "--formats", "int4:x"), 2, "'x'"),
         (("--shapes", "64x64", "--kernels", ","), 2, "--kernels is empty"),
         (
-            ("--shapes", "64x64", "--kernels", "fused-tiled,dequantize"),
+            ("--shapes", "64x64", "--kernels", "fused-portable,dequantize"),
             2,
-            "--kernels has dequantize; kernels with tiles are fused-stream, fused-skinny, fused-narrow, "
-            "fused-hopper, fused-tiled.",
+            "--kernels has dequantize; kernels with tiles are fused-gemv, fused-portable-gemv, "
+            "fused-small-m, fused-wgmma, fused-portable.",
         ),
         (("--shapes", "64x64", "--m", "0"), 2, "--m is '0'; it is numbers from 1 to 65536"),
         (("--shapes", "64x64", "--m", "a"), 2, "--m is 'a'"),
@@ -279,7 +282,7 @@ def test_doctor_shows_tables_and_what_they_choose(run: Callable[..., Any], packe
     done = run("doctor", packed, "--m", "1,2", "--reasons")
     assert f"tile table       {user_path(GPU)}: 4 entries, made with triton 3.6.0" in done.out
     assert "scheme                 NxK     activations  M=1" in done.out
-    assert "\nint4 g128 bfloat16, 64x172, bfloat16, M=1: fused-skinny warps=" in done.out
+    assert "\nint4 g128 bfloat16, 64x172, bfloat16, M=1: fused-portable-gemv warps=" in done.out
     assert ", measured 12.0 us\n" in done.out
     report = json.loads(run("doctor", packed, "--m", "1,2", "--json").out)
     assert report["tile_tables"] == [

@@ -404,10 +404,10 @@ def _table(shapes: Sequence[tuple[int, int]], formats: Sequence[str]) -> bytes:
     entries: dict[Key, Entry] = {}
     for name in formats:
         for n, k in shapes:
-            for m, row in ((1, "fused-skinny"), (16, "fused-tiled"), (64, "dequantize")):
+            for m, row in ((1, "fused-portable-gemv"), (16, "fused-portable"), (64, "dequantize")):
                 problem, tiling = _problem(name, m, n, k), kernel_named(row).tiling
                 tile = None if tiling is None else tiling.rule(problem)
-                others = {} if row == "fused-skinny" else {"fused-skinny": 31.5}
+                others = {} if row == "fused-portable-gemv" else {"fused-portable-gemv": 31.5}
                 entries[Key.of(problem)] = Entry(12.5, row, tile, others)
     return to_json(TileTable(GPU, {"quantkit": "0.1.0", "triton": "3.6.0"}, entries), KERNELS)
 

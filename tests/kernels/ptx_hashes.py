@@ -38,7 +38,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DEBUG = re.compile(r"^\s*\.(?:loc|file)\b[^\n]*$|^\s*\.section\s+\.debug_\w+\s*\{.*?^\s*\}", re.M | re.S)
 #: ".reg .b32 %r<123>;", ".reg .pred p, q;"
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
-#: ".visible .entry stream(", ".func (.param .b32 out) helper(", ".extern .shared .align 16 .b8 memory[];"
+#: ".visible .entry decode_gemm(", ".func (.param .b32 out) helper(", ".extern .shared .align 16 .b8 m[];"
 _SYMBOL = re.compile(
     r"\.entry\s+([\w$]+)|\.func\s+(?:\([^)]*\)\s*)?([\w$]+)"
     r"|\.(?:shared|global|const|local)\s+(?:\.align\s+\d+\s+)?(?:\.(?!align)\w+\s+)+([%\w$]+)"

@@ -8,7 +8,7 @@ Every kernel in every format runs, with the tiles of the tests, on odd sizes. Ea
 driver, so that what is read beyond a tensor is not another tensor of torch's pool. Exit status 1 if a tool
 found anything, a test failed, or none ran.
 
-Racecheck takes the table in which Triton tells the warps of `hopper` what each does for raced on: it does not
+Racecheck reports the table in which Triton tells the warps of `wgmma_gemm` what each does: it does not
 count the barrier of all warps after each write to it. Those hazards, and no others, are left out.
 """
 
@@ -133,16 +133,16 @@ def judged(status: int, output: str) -> Part:
 
 
 def of_triton(hazard: str) -> bool:
-    """Whether all accesses of a hazard are to the table of what the warps of `hopper` do.
+    """Whether all accesses of a hazard are to the table of what the warps of `wgmma_gemm` do.
 
     It is accessed where the kernel begins and ends, and where it tells them, by the number of their groups.
     """
-    begin = ("def hopper(", "    if ROWS == ", "        gl.warp_specialize(")
+    begin = ("def wgmma_gemm(", "    if ROWS == ", "        gl.warp_specialize(")
     lines = enumerate(KERNEL.read_text().splitlines(), 1)
     table = {str(number) for number, line in lines if line.startswith(begin)}
     accesses = ACCESS.findall(hazard)
     return bool(accesses) and all(
-        kernel == "hopper" and file == KERNEL.name and line in table for kernel, file, line in accesses
+        kernel == "wgmma_gemm" and file == KERNEL.name and line in table for kernel, file, line in accesses
     )
 
 

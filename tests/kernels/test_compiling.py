@@ -51,7 +51,7 @@ from quantkit.kernels.jit import compile_pool, compile_worker
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.jit.compile_pool import Compilers, compiled_first
 from quantkit.kernels.ops.activation_kernel import gate
-from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.fused_kernels import FRAGMENTS, compile_kernels
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch
 from quantkit.kernels.tuning.timing import random_packed
@@ -300,7 +300,7 @@ knobs.compilation.listener = lambda **known: found.append((known["src"].name, kn
 of, gpu = scheme("int4").for_columns(512), Gpu("Test GPU 3000", (9, 0), 130, 227 << 10)
 layout = FRAGMENTS.build(random_packed(of, 16, 512, torch.device("cpu")), torch.bfloat16)
 problem = Problem(1, 512, 512, of, torch.bfloat16, "cuda", GPU_FEATURES, FRAGMENTS.name, gpu)
-compiled_first(GPU, lambda: compile_kernels("fused-stream", problem, layout, StreamTile()))
+compiled_first(GPU, lambda: compile_kernels("fused-gemv", problem, layout, DecodeTile()))
 assert found == [("stream", True)]
 knobs.compilation.listener = None
 """,

@@ -11,7 +11,7 @@ PTX = """//
 .target sm_90a
 \t// .globl\tstream                  // -- Begin function stream
 .extern .shared .align 16 .b8 global_smem[];
-.visible .entry stream(
+.visible .entry decode_gemm(
 \t.param .u64 .ptr .global .align 1 stream_param_0,
 \t.param .u32 stream_param_1
 )

@@ -6,16 +6,17 @@ from .sanitize import FOUND, KERNEL, judged
 
 LINES = KERNEL.read_text().splitlines()
 DEF, DISPATCH = (
-    next(i + 1 for i, line in enumerate(LINES) if text in line) for text in ("def hopper(", "    if ROWS == ")
+    next(i + 1 for i, line in enumerate(LINES) if text in line)
+    for text in ("def wgmma_gemm(", "    if ROWS == ")
 )
 KNOWN = f"""\
-..========= Error: Race reported between Read access at hopper+0x100 in {KERNEL.name}:{DEF}
-=========     and Write access at hopper+0x58c0 in {KERNEL.name}:{DEF} [276 hazards]
-=========     and Write access at hopper+0x99e0 in {KERNEL.name}:{DISPATCH} [206 hazards]
+..========= Error: Race reported between Read access at wgmma_gemm+0x100 in {KERNEL.name}:{DEF}
+=========     and Write access at wgmma_gemm+0x58c0 in {KERNEL.name}:{DEF} [276 hazards]
+=========     and Write access at wgmma_gemm+0x99e0 in {KERNEL.name}:{DISPATCH} [206 hazards]
 =========
 """
 OTHER = KNOWN.replace(f"{KERNEL.name}:{DISPATCH}", f"{KERNEL.name}:160")
-ELSEWHERE = KNOWN.replace("at hopper+0x58c0", "at tiled+0x58c0")
+ELSEWHERE = KNOWN.replace("at wgmma_gemm+0x58c0", "at tiled+0x58c0")
 
 
 def said(*hazards: str) -> str:

@@ -103,8 +103,9 @@ def _of_experts(ungrouped: str | None, not_narrow: str | None) -> str:
     if ungrouped is not None:
         return f"one after the other: {ungrouped}"
     if not_narrow is not None:
-        return f"grouped, few tokens for each in fused-skinny, not fused-stream or fused-narrow: {not_narrow}"
-    return "grouped, few tokens for each in fused-narrow, or in fused-stream where hardly any has two"
+        others = "not fused-gemv or fused-small-m"
+        return f"grouped, few tokens for each in fused-portable-gemv, {others}: {not_narrow}"
+    return "grouped, few tokens for each in fused-small-m, or in fused-gemv where hardly any has two"
 
 
 def _say_tables(tables: list[dict[str, Any]]) -> None:

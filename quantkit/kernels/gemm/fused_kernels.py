@@ -112,11 +112,11 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
 
 
 _RUNS: dict[str, _Run] = {
-    "fused-stream": decode_launch.run,
-    "fused-skinny": portable_gemv_launch.run,
-    "fused-narrow": small_m_launch.run,
-    "fused-tiled": portable_gemm_launch.run,
-    "fused-hopper": wgmma_launch.run,
+    "fused-gemv": decode_launch.run,
+    "fused-portable-gemv": portable_gemv_launch.run,
+    "fused-small-m": small_m_launch.run,
+    "fused-portable": portable_gemm_launch.run,
+    "fused-wgmma": wgmma_launch.run,
     "dequantize": dequantize_launch.run,
 }
 
@@ -137,9 +137,9 @@ def ungroupable(problem: Problem) -> str | None:
 def expert_block_rows(pairs: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
     """`usual_block_rows`, with as many as the kernels of a forced row take."""
     usual = usual_block_rows(pairs, experts, single_row_ratio)
-    if forced == "fused-stream" and usual == 1:
+    if forced == "fused-gemv" and usual == 1:
         return usual
-    return {"": usual, "fused-tiled": max(usual, 2 * SMALL_BLOCK_ROWS)}.get(forced, SMALL_BLOCK_ROWS)
+    return {"": usual, "fused-portable": max(usual, 2 * SMALL_BLOCK_ROWS)}.get(forced, SMALL_BLOCK_ROWS)
 
 
 @lru_cache(maxsize=4096)
@@ -163,18 +163,18 @@ def group(
     # All segments keep processors busy together.
     every = replace(expert, n=expert.n * grouping.expert_blocks)
     if size > SMALL_BLOCK_ROWS:
-        return "fused-tiled", grouping, replace(portable_gemm_launch.TILING.rule(every), split=1)
-    if forced == "fused-skinny" or not (forced or single_row_ratio):
-        return "fused-skinny", grouping, portable_gemv_launch.TILING.rule(every)
-    row = forced or "fused-narrow"
+        return "fused-portable", grouping, replace(portable_gemm_launch.TILING.rule(every), split=1)
+    if forced == "fused-portable-gemv" or not (forced or single_row_ratio):
+        return "fused-portable-gemv", grouping, portable_gemv_launch.TILING.rule(every)
+    row = forced or "fused-small-m"
     tile: Any = None
-    if forced == "fused-stream" or (not forced and size == 1):
+    if forced == "fused-gemv" or (not forced and size == 1):
         tile = decode_launch.experts_tile(expert, grouping)
     if tile is not None and not forced:
         # What is spread is for kernels that have x in shared memory.
-        return "fused-stream", grouping, tile
+        return "fused-gemv", grouping, tile
     reason = support.why_not_shared(row, problem, matrices, size)
-    if reason is None and forced == "fused-stream" and tile is None:
+    if reason is None and forced == "fused-gemv" and tile is None:
         reason = f"x and sums of {size} pairs take more shared memory than there is"
     if reason is not None:
         raise KernelError(f"{row} cannot run experts of {problem}: {reason}. {_BEFORE_LOADING}")
@@ -183,7 +183,7 @@ def group(
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
     """Why the kernel of a row does not gate y of experts with so many matrices."""
-    if row not in ("fused-stream", "fused-narrow"):
+    if row not in ("fused-gemv", "fused-small-m"):
         return "it gives y as it is"
     if matrices != 2:
         return f"experts have one matrix that gates and one that is gated, not {matrices}"
@@ -221,12 +221,12 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
 
 FUSED_KERNELS = (
     Kernel(
-        name="fused-stream",
+        name="fused-gemv",
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
         devices=("cuda",),
         supports=support.stream_supports,
-        pays=support.stream_pays,
+        pays=support.why_slower_decode,
         layout=FRAGMENTS,
         launch=_launch(decode_launch.run),
         bind=_bind(decode_launch.bind),
@@ -235,23 +235,23 @@ FUSED_KERNELS = (
         no_gate=decode_launch.why_no_gate,
     ),
     Kernel(
-        name="fused-skinny",
+        name="fused-portable-gemv",
         summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",
         devices=("cuda",),
-        supports=support.skinny_supports,
-        pays=support.skinny_pays,
+        supports=support.why_unsupported_portable_gemv,
+        pays=support.why_slower_portable_gemv,
         layout=FRAGMENTS,
         launch=_launch(portable_gemv_launch.run),
         bind=_bind(portable_gemv_launch.bind),
         tiling=portable_gemv_launch.TILING,
     ),
     Kernel(
-        name="fused-narrow",
+        name="fused-small-m",
         summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for up to "
         "32 rows of x",
         devices=("cuda",),
         supports=support.narrow_supports,
-        pays=support.narrow_pays,
+        pays=support.why_slower_small_m,
         layout=FRAGMENTS,
         launch=_launch(small_m_launch.run),
         bind=_bind(small_m_launch.bind),
@@ -260,22 +260,22 @@ FUSED_KERNELS = (
         no_norm=small_m_launch.why_no_norm,
     ),
     Kernel(
-        name="fused-hopper",
+        name="fused-wgmma",
         summary="Gluon, for Hopper: decodes weights in registers while other warps copy and multiply",
         devices=("cuda",),
-        supports=support.hopper_supports,
-        pays=support.hopper_pays,
+        supports=support.why_unsupported_wgmma,
+        pays=support.why_slower_wgmma,
         layout=FRAGMENTS,
         launch=_launch(wgmma_launch.run),
         tiling=wgmma_launch.TILING,
     ),
     Kernel(
-        name="fused-tiled",
+        name="fused-portable",
         summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
         devices=("cuda",),
         supports=support.unmultipliable,
-        pays=support.tiled_pays,
+        pays=support.why_slower_portable_gemm,
         layout=FRAGMENTS,
         launch=_launch(portable_gemm_launch.run),
         bind=_bind(portable_gemm_launch.bind),

@@ -19,27 +19,27 @@ from quantkit.kernels.layouts.fragment_layout import ROWS
 from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
 from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
-#: The most rows of x that `fused-skinny` takes.
+#: The most rows of x that `fused-portable-gemv` takes.
 SKINNY_ROWS = 32
 #: The most scales of a weight, with their padding: they alone are addressed in 32 bits.
 MOST_SCALES = 1 << 30
-#: Weights of so many numbers or fewer have no use for the tiles of `fused-hopper` with few or many rows of x.
+#: Weights of so many numbers or fewer have no use for the tiles of `fused-wgmma` with few or many rows of x.
 SMALL_WEIGHT = 1 << 23
-#: More columns than this are many for `fused-narrow` without `wgmma`. Of the least rows of a weight, or
+#: More columns than this are many for `fused-small-m` without `wgmma`. Of the least rows of a weight, or
 #: fewer, it has too few row tiles, and for more than the most tiles are faster: rows as for `has_few_rows`.
 MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
-#: Of int5 and int7, weights of so many numbers or fewer have nothing faster than `fused-narrow` with 17 to 32
-#: rows of x.
+#: Most numbers of a weight of int5 or int7 that has nothing faster than `fused-small-m` with 17 to 32 rows
+#: of x.
 SMALL_FOR_WIDE_CODES = 1 << 24
-#: Bits of codes for which `fused-stream` is as fast as `fused-narrow` with 5 to 8 rows of x (H100, 10 weights
+#: Bits of codes for which `fused-gemv` is as fast as `fused-small-m` with 5 to 8 rows of x (H100, 10 weights
 #: of 2560 to 27648 rows: with 8 rows the rules take 1.02 times the best tile timed).
 STREAMED_BITS = (2, 5, 7)
-#: From this `idleness` on `fused-stream` divides a weight unevenly.
+#: From this `idleness` on `fused-gemv` divides a weight unevenly.
 UNEVEN = 1.2
-#: Columns of a warp of `fused-stream`, of all its row tiles, up to which it is as fast with 5 to 8 rows of x,
+#: Columns of a warp of `fused-gemv`, of all its row tiles, up to which it is as fast with 5 to 8 rows of x,
 #: if it divides the weight evenly, and unevenly.
 EVEN_COLUMNS, UNEVEN_COLUMNS = 768, 512
-#: The part of its last round of programs from which on `fused-tiled` is as fast as `fused-hopper` (H100, 64
+#: The part of its last round of programs from which on `fused-portable` is as fast as `fused-wgmma` (H100, 64
 #: rows of x, 27648 x 5120, 28672 x 3584 and 28672 x 4096: 0.86 to 1.00 of its time).
 FULL = 0.8
 
@@ -68,8 +68,8 @@ def unmultipliable(problem: Problem) -> str | None:
     return unpackable(problem)
 
 
-def skinny_supports(problem: Problem) -> str | None:
-    """Why `fused-skinny` cannot run a problem."""
+def why_unsupported_portable_gemv(problem: Problem) -> str | None:
+    """Why `fused-portable-gemv` cannot run a problem."""
     if problem.m > SKINNY_ROWS:
         return f"it takes up to {SKINNY_ROWS} rows of x, not {problem.m}"
     return unmultipliable(problem)
@@ -102,8 +102,8 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
 
 
 def _streams(problem: Problem) -> str | None:
-    """Why `fused-stream`, or without room for its x `fused-skinny`, is as fast as `fused-narrow` with up to 8
-    rows of x; None where it is not, as where there is no room for all the warps of `fused-stream`, but for
+    """Why `fused-gemv`, or without room for its x `fused-portable-gemv`, is as fast with up to 8
+    rows of x; None where it is not, as where there is no room for all the warps of `fused-gemv`, but for
     int5 and int7.
     """
     if problem.m <= 2:
@@ -119,27 +119,27 @@ def _streams(problem: Problem) -> str | None:
     reasons = (
         (
             problem.m <= 4 and not (uneven and problem.k > MANY_COLUMNS),
-            "up to M=4 it pays for many columns that `fused-stream` divides unevenly",
+            "up to M=4 it pays for many columns that `fused-gemv` divides unevenly",
         ),
         (
             problem.m > 4 and bits in STREAMED_BITS,
-            f"up to M=8 `fused-stream` is as fast for {bits} bits",
+            f"up to M=8 `fused-gemv` is as fast for {bits} bits",
         ),
         (
             problem.m > 4 and decode_launch.columns_of_warp(problem, tile) <= most,
-            f"up to M=8 `fused-stream` is as fast where warps have up to {most} columns",
+            f"up to M=8 `fused-gemv` is as fast where warps have up to {most} columns",
         ),
     )
     return next((reason for loses, reason in reasons if loses), None)
 
 
 def _shared_by_warps(problem: Problem) -> bool:
-    """Whether `fused-narrow` can run, and pays by its rules."""
-    return narrow_supports(problem) is None and narrow_pays(problem) is None
+    """Whether `fused-small-m` can run, and pays by its rules."""
+    return narrow_supports(problem) is None and why_slower_small_m(problem) is None
 
 
-def stream_pays(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-stream`."""
+def why_slower_decode(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-gemv`."""
     small = (
         has_few_rows(problem.n, processors(problem), LEAST_ROWS)
         and problem.k <= portable_gemv_launch.LONG_ROWS
@@ -147,7 +147,7 @@ def stream_pays(problem: Problem) -> str | None:
     if problem.m > 8 and not small:
         return "from M=9 on each program copies so much x that it is faster only on small weights"
     if _shared_by_warps(problem):
-        return "warps of `fused-narrow` share x, where those of a program copy all of it"
+        return "warps of `fused-small-m` share x, where those of a program copy all of it"
     return None
 
 
@@ -156,17 +156,17 @@ narrow_supports = _shares_x(small_m_launch.MOST_ROWS, small_m_launch.why_no_tile
 
 
 #: What those of the rows for few pairs of experts can run that have x in shared memory. Whether there is room
-#: for that of `fused-stream`, `stream.experts_tile` says.
-_SHARING = {"fused-stream": _shares_x(decode_launch.MOST_ROWS, always), "fused-narrow": narrow_supports}
+#: for that of `fused-gemv`, `stream.experts_tile` says.
+_SHARING = {"fused-gemv": _shares_x(decode_launch.MOST_ROWS, always), "fused-small-m": narrow_supports}
 
 
 def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:
-    """Why `fused-narrow` does not multiply few pairs with experts of so many matrices, one the problem's."""
-    return why_not_shared("fused-narrow", problem, matrices, SMALL_BLOCK_ROWS)
+    """Why `fused-small-m` does not multiply few pairs with experts of so many matrices, one the problem's."""
+    return why_not_shared("fused-small-m", problem, matrices, SMALL_BLOCK_ROWS)
 
 
 def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str | None:
-    """Why `fused-narrow` or `fused-stream` does not multiply segments of up to so many pairs with experts of
+    """Why `fused-small-m` or `fused-gemv` does not multiply segments of up to so many pairs with experts of
     so many matrices, one the problem's.
     """
     if (reason := _SHARING[row](replace(problem, m=pairs, n=problem.n * matrices))) is not None:
@@ -181,7 +181,7 @@ def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str
 
 
 def _lacks_registers(problem: Problem) -> bool:
-    """Whether `fused-narrow` spills codes that have many bits in a unit, of int5 and int7: with more than 16
+    """Whether `fused-small-m` spills codes that have many bits in a unit, of int5 and int7: with more than 16
     rows of x, unless the weight is so small that nothing else is faster, and where it `spills` by the rules.
     """
     if not _has_wide_codes(problem):
@@ -192,7 +192,7 @@ def _lacks_registers(problem: Problem) -> bool:
 
 
 def _has_wide_codes(problem: Problem) -> bool:
-    """Whether it is of int5 or int7, where warps multiply together and `fused-hopper` has tiles."""
+    """Whether it is of int5 or int7, where warps multiply together and `fused-wgmma` has tiles."""
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     return (
         problem.m > 8
@@ -203,7 +203,7 @@ def _has_wide_codes(problem: Problem) -> bool:
 
 
 def _is_late(problem: Problem) -> bool:
-    """Whether 9 to 16 rows of x take `fused-narrow` longer than `fused-hopper`: of int5 and int7 where there
+    """Whether 9 to 16 rows of x take `fused-small-m` longer than `fused-wgmma`: of int5 and int7 where there
     are many rows of the weight, or of int7 more than the programs have that run at once.
     """
     if problem.m > 16 or not _has_wide_codes(problem):
@@ -213,13 +213,13 @@ def _is_late(problem: Problem) -> bool:
     return is_many or not has_few_rows(problem.n, count, MOST_ROWS)
 
 
-def narrow_pays(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-narrow`."""
+def why_slower_small_m(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-small-m`."""
     least, few, most = (
         has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
     )
     has_wgmma = "wgmma" in problem.features
-    # Of so few rows others have too few tiles as well, but for `fused-stream`, where there is room for x.
+    # Of so few rows others have too few tiles as well, but for `fused-gemv`, where there is room for x.
     fewest, left = (5, 32) if has_wgmma else (9, 16)
     is_left = fewest <= problem.m <= left and stream_supports(problem) is not None
     reasons = (
@@ -243,8 +243,8 @@ def narrow_pays(problem: Problem) -> str | None:
     return _streams(problem) if reason is None and problem.m <= 8 else reason
 
 
-def skinny_pays(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-skinny`."""
+def why_slower_portable_gemv(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-portable-gemv`."""
     if "ptx" not in problem.features and looked_up(problem):
         return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
     limit = (
@@ -255,12 +255,12 @@ def skinny_pays(problem: Problem) -> str | None:
     if problem.m > limit:
         return f"tensor cores are busier in tiles from M={limit + 1} on"
     if _shared_by_warps(problem):
-        return "warps of `fused-narrow` share x, where these each load it"
+        return "warps of `fused-small-m` share x, where these each load it"
     return None
 
 
-def hopper_supports(problem: Problem) -> str | None:
-    """Why `fused-hopper` cannot run a problem."""
+def why_unsupported_wgmma(problem: Problem) -> str | None:
+    """Why `fused-wgmma` cannot run a problem."""
     if (reason := unmultipliable(problem)) is not None:
         return reason
     if not {"wgmma", "gluon"} <= problem.features:
@@ -271,7 +271,7 @@ def hopper_supports(problem: Problem) -> str | None:
 
 
 def _decodes_slowly(problem: Problem) -> bool:
-    """Whether `fused-tiled` decodes codes slower than others do: those of long spans or of short groups, and
+    """Whether `fused-portable` decodes codes slower than others: those of long spans or of short groups, and
     those that are looked up.
     """
     shape = shape_of(problem)
@@ -279,7 +279,7 @@ def _decodes_slowly(problem: Problem) -> bool:
 
 
 def _fills_rounds(problem: Problem) -> bool:
-    """Whether `fused-tiled`, of which a multiprocessor runs two programs, is hardly ever idle at its end."""
+    """Whether `fused-portable`, with two programs on a multiprocessor, is hardly ever idle at its end."""
     if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)
@@ -288,8 +288,8 @@ def _fills_rounds(problem: Problem) -> bool:
     return tile.split == 1 and rounds > FULL * math.ceil(rounds)
 
 
-def hopper_pays(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-hopper`."""
+def why_slower_wgmma(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-wgmma`."""
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     reasons = (
         (
@@ -298,7 +298,7 @@ def hopper_pays(problem: Problem) -> str | None:
         ),
         (
             problem.m <= 16 and shape_of(problem).bits < 6 and _fills_rounds(problem),
-            "up to M=16 tiles of `fused-tiled` are as fast for int5 where they leave no multiprocessor idle",
+            "up to M=16 tiles of `fused-portable` are as fast for int5 where no multiprocessor is idle",
         ),
         (
             problem.m <= 32 and is_small,
@@ -306,7 +306,7 @@ def hopper_pays(problem: Problem) -> str | None:
         ),
         (
             32 < problem.m <= 64 and not _decodes_slowly(problem) and _fills_rounds(problem),
-            "up to M=64 tiles of `fused-tiled` are as fast where they leave no multiprocessor idle",
+            "up to M=64 tiles of `fused-portable` are as fast where they leave no multiprocessor idle",
         ),
         (
             problem.m > 1024 and is_small,
@@ -316,8 +316,8 @@ def hopper_pays(problem: Problem) -> str | None:
     return next((reason for loses, reason in reasons if loses), None)
 
 
-def tiled_pays(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-tiled`."""
+def why_slower_portable_gemm(problem: Problem) -> str | None:
+    """Why another kernel is at least as fast as `fused-portable`."""
     shape = shape_of(problem)
     if looked_up(problem):
         return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"

@@ -8,12 +8,12 @@ from quantkit.kernels.layouts.dequant_blocks import decode
 
 
 @gluon.jit
-def wait_for_kernel_before():
+def pdl_wait():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def let_next_start():
+def pdl_launch_dependents():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -50,7 +50,7 @@ def _squares_of(W: int, SIZE: int) -> gl.BlockedLayout:
 
 @gluon.jit
 def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
-    """Sums of squares of BM rows of x [M, K], for `hold_roots` to take when they are there."""
+    """Sums of squares of BM rows of x [M, K], for `stage_rms` to take when they are there."""
     COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     LAYOUT: gl.constexpr = _squares_of(W, SIZE)
@@ -60,7 +60,7 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 
 
 @gluon.jit
-def hold_roots(squares, K: gl.constexpr, EPS: gl.constexpr):
+def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
     """1 / sqrt(mean(x^2) + EPS) of rows of x [BM, K] with such sums of `squares`, in shared memory."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     held = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
@@ -69,7 +69,7 @@ def hold_roots(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 
 @gluon.jit
-def filled(lut, FILL: gl.constexpr):
+def fill_registers(lut, FILL: gl.constexpr):
     """The address that the `TABLE` of an expression takes: that of values, or of a table filled with them."""
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
@@ -77,7 +77,7 @@ def filled(lut, FILL: gl.constexpr):
 
 
 @gluon.constexpr_function
-def codes_of(W: int, C: int) -> gl.DistributedLinearLayout:
+def load_codes(W: int, C: int) -> gl.DistributedLinearLayout:
     """Codes [W row tiles, C spans, 128 pairs]: a warp has a row tile, a thread 16 bytes of each span."""
     spans = [[0, 1 << bit, 0] for bit in range(C.bit_length() - 1)]
     pairs = [[0, 0, 1 << bit] for bit in range(7)]
@@ -86,7 +86,7 @@ def codes_of(W: int, C: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def decoded(
+def dequant_a_fragment(
     words, lut, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
     PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr,
     TILES: gl.constexpr,

@@ -1,6 +1,6 @@
-"""What the warps of `fused-stream` have of row tiles of y, added up and written, and what norms do with that.
+"""What the warps of `fused-gemv` have of row tiles of y, added up and written, and what norms do with that.
 
-`S` is the `Streamed` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
 
 from triton.experimental import gluon
@@ -46,7 +46,7 @@ def load_outputs(values, first, count, M, N, S: gl.constexpr):
 
 
 @gluon.jit
-def write(
+def store_epilogue(
     parts, first, count, scale, factor, bias, y, roots, added, times, total, squares, M, N, order,
     S: gl.constexpr,
 ):  # fmt: skip
@@ -69,20 +69,20 @@ def write(
     out = out.to(y.dtype.element_ty)
     GATE: gl.constexpr = S.gate
     if GATE != "":
-        out, up = _pairs(out, S)
+        out, up = _gate_up_rows(out, S)
         out = gated(out, up, GATE)
-        m, _ = _pairs(m + rows * 0, S)
-        rows, N = _pairs(rows, S)[0], N // 2
+        m, _ = _gate_up_rows(m + rows * 0, S)
+        rows, N = _gate_up_rows(rows, S)[0], N // 2
     at, inside = row_of_y(order, m, M) * N + rows, (m < M) & (rows < N)
     if S.begins:
         whole, out = begun(out, added[0], times[0], S.norm.offset)
         gl.store(total + at, whole, mask=inside)
-        _write_squares(gl.where(rows < N, whole.to(gl.float32), 0.0), squares, first, count, M, N, S)
+        _store_squares(gl.where(rows < N, whole.to(gl.float32), 0.0), squares, first, count, M, N, S)
     gl.store(y + at, out, mask=inside)
 
 
 @gluon.jit
-def _write_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
+def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
     """Add up the squares of the outputs of each row tile."""
     sums = gl.sum(gl.reshape(outputs * outputs, (S.row_tile_room, S.rows, 16)), axis=2)
     LAYOUT: gl.constexpr = sums.type.layout
@@ -107,7 +107,7 @@ def _roots_of_outputs(held, S: gl.constexpr):
 
 
 @gluon.jit
-def _pairs(values, S: gl.constexpr):
+def _gate_up_rows(values, S: gl.constexpr):
     """Those of row tiles that gate others, and of these."""
     values = gl.reshape(values, (S.row_tile_room // 2, 2, S.rows * 16))
     return gl.split(gl.permute(values, (0, 2, 1)))

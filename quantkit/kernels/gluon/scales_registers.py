@@ -1,6 +1,6 @@
 """Scales and zero-points of rows r and r + 8 of a tile, from the words of a lane to where products want them.
 
-Written in Gluon, for kernels whose lane 4 r + t has row r; `S` is the `Streamed` of
+Written in Gluon, for kernels whose lane 4 r + t has row r; `S` is the `DecodeConfig` of
 `quantkit.kernels.gemm.decode.decode_config`.
 """
 

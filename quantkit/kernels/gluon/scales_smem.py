@@ -53,7 +53,7 @@ def _held_as(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
 
 
 @gluon.jit
-def hold_words(
+def stage_scales(
     values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr, HELD: gl.constexpr,
     V: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -85,8 +85,8 @@ def hold_words(
 
 
 @gluon.jit
-def held_words(held, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """The words that `hold_words` has of a block, as `words_of` gives them."""
+def load_staged_scales(held, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
+    """The words that `stage_scales` has of a block, as `words_of` gives them."""
     KIND: gl.constexpr = _held_as(STORED, V)
     if KIND[1] == 1:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -1,16 +1,16 @@
 """Where words of x are in shared memory, and which threads copy them: layouts of `held`.
 
-Sizes are those of `quantkit.kernels.gemm.decode.decode_config.Streamed`, powers of two.
+Sizes are those of `quantkit.kernels.gemm.decode.decode_config.DecodeConfig`, powers of two.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.gemm.decode.decode_config import Streamed
+from quantkit.kernels.gemm.decode.decode_config import DecodeConfig
 
 
 @gluon.constexpr_function
-def stored(SIZES: tuple[int, ...], S: Streamed) -> gl.SharedLinearLayout:
+def stored(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLayout:
     """Where words of `SIZES` are, whose last axes are those of `S.quad_sizes`: one after the other.
 
     Where they are no quads, words of a column n have an order of their own, so that both a word of eight

@@ -8,7 +8,7 @@ from quantkit.kernels.ops.activation_kernel import gated
 
 
 @triton.jit(do_not_specialize=["M"])
-def add_parts(
+def split_k_reduce(
     sums, scale, factor, bias, y, other, norm, total, squares, M, N, order, expert_blocks,
     GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, PARTS: tl.constexpr, MR: tl.constexpr, BEGINS: tl.constexpr, GATE: tl.constexpr,

@@ -13,7 +13,7 @@ x or one of its digits. A piece is as many columns as lanes 4 n to 4 n + 3 have 
                rounded to 2**-23 of the largest in its row among the columns of a warp. Columns n are
                (digit, row of x), so that one product of up to two rows has all their digits.
 
-`S` is the `Streamed` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
 
 from triton.experimental import gluon
@@ -77,7 +77,7 @@ def norm_weights(norm, S: gl.constexpr):
 
 
 @gluon.jit
-def hold(x, other, weights, total, M, order, S: gl.constexpr):
+def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
     """The quads of all pieces in shared memory, [number, words of all warps], and the unit of each row of x,
     [W, rows]; 1 of floats, and none where sums are not weighed.
 
@@ -91,9 +91,9 @@ def hold(x, other, weights, total, M, order, S: gl.constexpr):
         if S.is_normed:
             words = _normed(words, other, weights, total, M, S)
         if S.integers:
-            unit = _hold_digits(words, held, S)
+            unit = _stage_digits(words, held, S)
         else:
-            unit = _hold_floats(words, held, S)
+            unit = _stage_floats(words, held, S)
     else:
         _copy(x, M, order, held, S)
         unit = _ones(S)
@@ -101,7 +101,7 @@ def hold(x, other, weights, total, M, order, S: gl.constexpr):
 
 
 @gluon.jit
-def columns(held, number, S: gl.constexpr):
+def load_b_fragment(held, number, S: gl.constexpr):
     """Quads [W, 32, 4] by their number; lanes have the same ones where there are fewer than eight columns."""
     PARTS: gl.constexpr = 8 // S.bm
     WORDS: gl.constexpr = 1 if S.as_quads else 4
@@ -297,7 +297,7 @@ def _quads(words):
 
 
 @gluon.jit
-def _hold_floats(words, held, S: gl.constexpr):
+def _stage_floats(words, held, S: gl.constexpr):
     """Words of `_own` to shared memory, where `_copy` has them; the unit of x.
 
     For `S.shared_table` they are (e0, e1) of numbers p0 instead of (p0, e1) of e0.
@@ -325,7 +325,7 @@ def _hold_floats(words, held, S: gl.constexpr):
 
 
 @gluon.jit
-def _hold_digits(words, held, S: gl.constexpr):
+def _stage_digits(words, held, S: gl.constexpr):
     """Digits of x to shared memory; the units of x."""
     GROUPS: gl.constexpr = S.column_groups
     TURNS: gl.constexpr = S.room // S.at_once

@@ -1,7 +1,7 @@
 """x in shared memory, which all warps of a program have, and its products with what each has in registers.
 
 Products are `mma` of each warp, done at once, or `wgmma` of four, which are under way until they are ended.
-Written in Gluon, for `narrow`.
+Written in Gluon, for `small_m_gemm`.
 """
 
 from triton.experimental import gluon
@@ -29,7 +29,7 @@ def sums_of(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
 
 
 @gluon.jit
-def copy_x(
+def stage_x_async(
     x, chunks, column, M, order, TOP_K: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
     BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def _wait(product, BM: gl.constexpr):
 
 
 @gluon.jit
-def begin_product(total, q, times, held, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
+def start_mma(total, q, times, held, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
     """A product that is under way, and the scales of its rows.
 
     Its 128 columns are multiplied in two halves, as the weights of all would take twice the registers.
@@ -114,8 +114,8 @@ def begin_product(total, q, times, held, at, A: gl.constexpr, ON_SUMS: gl.conste
 
 
 @gluon.jit
-def end_product(total, begun, ON_SUMS: gl.constexpr):
-    """Sums with a product that `begin_product` began."""
+def wait_mma(total, begun, ON_SUMS: gl.constexpr):
+    """Sums with a product that `start_mma` began."""
     product, times = begun
     found = _wait(product, total.shape[1])
     if ON_SUMS:

@@ -1,4 +1,4 @@
-"""Who does which steps of the tiles of `hopper`, and how the sums of several become those of a tile.
+"""Who does which steps of the tiles of `wgmma_gemm`, and how the sums of several become those of a tile.
 
 Tiles up to FULL are done whole, one by one. The steps of the others, which begin WIDTH after each other, are
 shared out, SHARE to each program (stream-K, arXiv 2301.03598). Who has the last steps of such a tile writes
@@ -13,7 +13,7 @@ from quantkit.kernels.gluon.compat import barrier
 
 
 @gluon.jit
-def all_jobs(M, N, FULL, SHARE, WIDTH, STEPS, ROWS: gl.constexpr, BM: gl.constexpr):
+def work_range(M, N, FULL, SHARE, WIDTH, STEPS, ROWS: gl.constexpr, BM: gl.constexpr):
     """How many whole tiles this program does, how many in all, its share of the others, and what it leaves.
 
     First is the part that it leaves to another program, if there is one, and last the end of a tile of which
@@ -31,7 +31,7 @@ def all_jobs(M, N, FULL, SHARE, WIDTH, STEPS, ROWS: gl.constexpr, BM: gl.constex
 
 
 @gluon.jit
-def job_of(number, whole, begin, end, left, FULL, WIDTH, STEPS):
+def work_tile(number, whole, begin, end, left, FULL, WIDTH, STEPS):
     """The tile of a job, its first step, and the one after its last."""
     is_whole = (number >= left) & (number < whole + left)
     other = gl.where(number < left, (end - 1) // WIDTH, begin // WIDTH)
@@ -48,7 +48,7 @@ def first_of(tile, FULL, SHARE, WIDTH):
 
 
 @gluon.jit
-def leave_share(total, sums, which: gl.constexpr, TOKEN, ROWS: gl.constexpr, BM: gl.constexpr):
+def store_partials(total, sums, which: gl.constexpr, TOKEN, ROWS: gl.constexpr, BM: gl.constexpr):
     """Leave sums to the program that writes the tile."""
     flat = _in_registers_of_threads(total, BM)
     FLAT: gl.constexpr = flat.type.layout
@@ -58,7 +58,7 @@ def leave_share(total, sums, which: gl.constexpr, TOKEN, ROWS: gl.constexpr, BM:
 
 
 @gluon.jit
-def add_shares(
+def fixup(
     total, sums, before, which: gl.constexpr, TOKEN, ROWS: gl.constexpr, BM: gl.constexpr, SUMS: gl.constexpr
 ):
     """Add what programs from `before` on have left, and take back their words: a graph has a token for good.

@@ -283,7 +283,7 @@ def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
     words = torch.empty(shape.row_tiles, shape.spans, shape.tiles, LANES, dtype=torch.int16, device=device)
     reserved = _reserved(number_format, device)
     found = None if reserved is None else torch.zeros(1, dtype=torch.int32, device=device)
-    place, step = place_codes if words.is_cuda else place_codes_by_torch, _rows_at_once(shape)
+    place, step = place_codes if words.is_cuda else repack_codes_reference, _rows_at_once(shape)
     if words.is_cuda and weight.scheme.packing == "bits":
         place_words(words, 0, weight.words, number_format, shape, found)
     else:
@@ -315,7 +315,7 @@ def place_words(
     `stored` are words of rows in the packing "bits", int32 [rows, W]. What is beyond the rows and columns has
     code 0. `found`, int32 [1], becomes 1 if a code stands for no number.
     """
-    _order(words, first, stored, number_format.bits, number_format, shape, found)
+    _repack(words, first, stored, number_format.bits, number_format, shape, found)
 
 
 def place_codes(
@@ -327,10 +327,10 @@ def place_codes(
     found: torch.Tensor | None = None,
 ) -> None:
     """The same from codes, uint8 [rows, K]."""
-    _order(words, first, codes, 8, number_format, shape, found)
+    _repack(words, first, codes, 8, number_format, shape, found)
 
 
-def _order(
+def _repack(
     words: torch.Tensor,
     first: int,
     stored: torch.Tensor,
@@ -341,7 +341,7 @@ def _order(
 ) -> None:
     rows = stored.contiguous().view(torch.uint8)
     reserved = None if found is None else _reserved(number_format, words.device)
-    launch = _order_launch(number_format, shape, bits, len(rows), reserved is not None)
+    launch = _repack_launch(number_format, shape, bits, len(rows), reserved is not None)
     launch(
         rows,
         words,
@@ -356,15 +356,15 @@ def _order(
 
 
 @lru_cache(maxsize=1024)
-def _order_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows: int, check: bool) -> Launch:
-    from quantkit.kernels.layouts.repack_kernel import order_codes
+def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows: int, check: bool) -> Launch:
+    from quantkit.kernels.layouts.repack_kernel import repack_codes
 
     grid = -(-rows // ROWS), -(-shape.spans // SPANS_AT_ONCE)
-    return Launch(order_codes, grid, **order_constants(number_format, shape, bits, check))
+    return Launch(repack_codes, grid, **repack_constants(number_format, shape, bits, check))
 
 
 @lru_cache(maxsize=256)
-def order_constants(
+def repack_constants(
     number_format: NumberFormat, shape: Geometry, bits: int, check: bool = False
 ) -> dict[str, Any]:
     """What the layout builder knows at compile time of codes that are stored in `bits`."""
@@ -385,7 +385,7 @@ def order_constants(
 
 
 def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
-    """What each part of codes that are stored in `bits` has of `field`, as `order_codes` wants it."""
+    """What each part of codes that are stored in `bits` has of `field`, as `repack_codes` wants it."""
     before = 0
     for width in parts(bits):
         first = max(field.first, before)
@@ -396,7 +396,7 @@ def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
         before += width
 
 
-def place_codes_by_torch(
+def repack_codes_reference(
     words: torch.Tensor,
     first: int,
     codes: torch.Tensor,

@@ -24,7 +24,7 @@ def _part(
 
 
 @triton.jit(do_not_specialize=["first", "N", "K", "STRIDE", "SPANS"])
-def order_codes(
+def repack_codes(
     stored, words, reserved, found, first, N, K, STRIDE, SPANS,
     BITS: tl.constexpr, TILES: tl.constexpr, PLANES: tl.constexpr, FIELDS: tl.constexpr,
     CHECK: tl.constexpr, C: tl.constexpr,

@@ -21,7 +21,7 @@ def low_planes(count: int, apart: int) -> tuple[int, ...]:
     return tuple(plane for plane in range(count) if plane // apart % 2 == 0)
 
 
-def unasked(counted: int, table: int) -> int:
+def undeclared_bytes(counted: int, table: int) -> int:
     """Bytes of shared memory to have besides those `counted`, for Triton to ask for more than is usual.
 
     It counts no table that inline PTX has there.

@@ -27,7 +27,7 @@ from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
 
 #: Kernels that multiply with several experts at once.
-GROUPED_KERNELS = ("fused-stream", "fused-narrow", "fused-skinny", "fused-tiled")
+GROUPED_KERNELS = ("fused-gemv", "fused-small-m", "fused-portable-gemv", "fused-portable")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
     if forced and kernel_named(forced).name not in GROUPED_KERNELS:
         return f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time"
     reason = fused_kernels.ungroupable(problem)
-    if reason is None and forced in ("fused-stream", "fused-narrow"):
+    if reason is None and forced in ("fused-gemv", "fused-small-m"):
         return why_not_shared(forced, problem, matrices, SMALL_BLOCK_ROWS)
     return reason
 
@@ -97,7 +97,7 @@ def build_experts_layout(
     # Tensors of inference mode could not be saved for the backward pass of experts that run one by one.
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = stacked_weights.stacked(weights, dtype)
-    shares = forced_kernel() in ("", "fused-stream", "fused-narrow")
+    shares = forced_kernel() in ("", "fused-gemv", "fused-small-m")
     shares = shares and why_not_narrow_experts(problem, matrices) is None
     single_row_ratio = decode_launch.single_row_ratio(problem) if shares else 0
     return ExpertsLayout(
@@ -271,7 +271,7 @@ def _grouped(
 
 
 def _why_not_narrow(problem: Problem, grouping: Grouping) -> str | None:
-    """Return why `fused-narrow` does not run these expert blocks, for the log; None if it is forced."""
+    """Return why `fused-small-m` does not run these expert blocks, for the log; None if it is forced."""
     if grouping.rows > SMALL_BLOCK_ROWS:
         return f"tiles are faster for segments of up to {grouping.rows} pairs"
     reason = why_not_narrow_experts(problem, grouping.matrices)

@@ -8,10 +8,10 @@ import torch
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch, overlap
 from quantkit.kernels.layouts.shared_memory import power_of_two
 
-#: Routed tokens of an expert block: of `fused-narrow` and `fused-skinny`, and the most there are.
+#: Routed tokens of an expert block: of `fused-small-m` and `fused-portable-gemv`, and the most there are.
 SMALL_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
-#: Routed tokens per expert from which `fused-tiled` is used. `TILED_TOKENS` is against `fused-skinny` (H200,
-#: 16 tokens of Mixtral at int4: 215 us instead of 293). `MANY_TOKENS` is against `fused-narrow` (H100, 8 per
+#: Routed tokens per expert from which `fused-portable` is used, against `fused-portable-gemv` (H200,
+#: 16 tokens of Mixtral at int4: 215 us instead of 293). `MANY_TOKENS` is against `fused-small-m` (H100, 8 per
 #: expert: 0.94 of its time at int4, 0.95 at fp8, 1.05 at int3, 1.10 at nvfp4).
 TILED_TOKENS, MANY_TOKENS = 4, 8
 #: Most routed tokens that one program sorts by comparing all with all; the second where counting them takes

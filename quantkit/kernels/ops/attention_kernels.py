@@ -15,7 +15,7 @@ It has the scores and sums of head m, or of heads 2 t and 2 t + 1.
 import triton
 import triton.language as tl
 
-from quantkit.kernels.gluon.prefetch import bring, lines
+from quantkit.kernels.gluon.prefetch import cache_line_offsets, prefetch_l2
 from quantkit.kernels.ops.norm_kernel import normed
 
 #: Turns exp into exp2, which GPUs have.
@@ -68,8 +68,8 @@ def attend(
     first, stride = chunk * STEP, tl.num_programs(1) * STEP
     if PDL and not (ONCE and SETTLED):
         ahead = tl.minimum(first + tl.arange(0, STEP), LENGTH - 1).to(tl.int64)[:, None]
-        bring(k + ahead * k_l + tl.minimum(lines(k, DP), D - 1)[None, :])
-        bring(v + ahead * v_l + tl.minimum(lines(v, VP), V - 1)[None, :])
+        prefetch_l2(k + ahead * k_l + tl.minimum(cache_line_offsets(k, DP), D - 1)[None, :])
+        prefetch_l2(v + ahead * v_l + tl.minimum(cache_line_offsets(v, VP), V - 1)[None, :])
     if PDL and not SETTLED:
         tl.extra.cuda.gdc_wait()
     # Masks are loaded a step ahead, so that no load of keys waits for them.

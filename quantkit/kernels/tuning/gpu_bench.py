@@ -187,16 +187,16 @@ class CompilePool:
 def _same_kernel(problem: Problem, candidate: Candidate) -> Problem:
     """Return the smallest problem that launches the same kernels.
 
-    Triton specializes for 1 and for multiples of 16. `fused-skinny` and `fused-narrow` differ for M up to 8,
-    16 and 32, `fused-stream` for powers of two of M and splits of row tiles. `fused-hopper` differs by
+    Triton specializes for 1 and multiples of 16. `fused-portable-gemv` and `fused-small-m` differ up to M=8,
+    16 and 32, `fused-gemv` for powers of two of M and splits of row tiles. `fused-wgmma` differs by
     whether tiles are split.
     """
-    if candidate.kernel == "fused-stream":
+    if candidate.kernel == "fused-gemv":
         return replace(problem, m=power_of_two(problem.m))
     m = problem.m if problem.m == 1 else 8 if problem.m <= 8 else 16
-    if candidate.kernel in ("fused-skinny", "fused-narrow") and problem.m > 16:
+    if candidate.kernel in ("fused-portable-gemv", "fused-small-m") and problem.m > 16:
         m = 32
-    if candidate.kernel == "fused-hopper":
+    if candidate.kernel == "fused-wgmma":
         return problem
     return replace(problem, m=m, n=16 if problem.n % 16 == 0 else 17)
 

@@ -3,12 +3,12 @@
     {"version": 12,
      "gpu": {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132},
      "made_with": {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
-     "tiles": {"fused-skinny": ["warps", "columns", "row_tiles", "ahead", "unroll", ...], ...},
+     "tiles": {"fused-portable-gemv": ["warps", "columns", "row_tiles", "ahead", "unroll", ...], ...},
      "weights": [
       {"scheme": {...}, "dtype": "bfloat16", "half_sums": false, "shapes": {
-        "4096x14336": {"1": [12.4, "fused-skinny", [4, 256, 1, true, 16, 0, 0, false]],
-                       "32": [19.7, "fused-tiled", [4, 32, 4, 4, 4, false, 1, 0],
-                              {"fused-skinny": 31.5}], ...}}}]}
+        "4096x14336": {"1": [12.4, "fused-portable-gemv", [4, 256, 1, true, 16, 0, 0, false]],
+                       "32": [19.7, "fused-portable", [4, 32, 4, 4, 4, false, 1, 0],
+                              {"fused-portable-gemv": 31.5}], ...}}}]}
 
 A shape is N x K on one line. Its keys are the largest M of a bucket, powers of two. A value is microseconds,
 the kernel, its tile if it has one, and microseconds of the kernels before it in `KERNELS`. Activations have
@@ -30,7 +30,15 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, Kerne
 from quantkit.packing.schemes import Scheme
 
 #: Version of the format and of the kernels: a table of another version does not apply to these kernels.
-VERSION = 12
+VERSION = 13
+#: Names that tables of version 12 have for kernels, and those of today.
+_NAMES_OF_12 = {
+    "fused-stream": "fused-gemv",
+    "fused-narrow": "fused-small-m",
+    "fused-hopper": "fused-wgmma",
+    "fused-tiled": "fused-portable",
+    "fused-skinny": "fused-portable-gemv",
+}
 #: Largest M with a bucket.
 MAX_M = 1 << 16
 #: Largest N and K.
@@ -202,6 +210,8 @@ def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
 
 def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> TileTable:
     version = _get(data, "version", int, "the file")
+    if version == 12:
+        data, version = {**_renamed(data), "version": VERSION}, VERSION
     if version != VERSION:
         raise OtherTable(f"it has version {shown(version)}, these kernels have {VERSION}")
     _only(data, ("version", "gpu", "made_with", "tiles", "weights"), "the file")
@@ -225,6 +235,15 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
                 raise ValueError(f"{problem} occurs twice; expected once")
             entries[key] = _entry(value, problem, kernels)
     return TileTable(gpu, made_with, entries)
+
+
+def _renamed(value: Any) -> Any:
+    """Return JSON of a table of version 12 with the kernel names of today."""
+    if isinstance(value, dict):
+        return {_NAMES_OF_12.get(key, key): _renamed(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_renamed(one) for one in value]
+    return _NAMES_OF_12.get(value, value) if isinstance(value, str) else value
 
 
 def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:

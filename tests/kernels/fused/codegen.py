@@ -28,26 +28,31 @@ from quantkit.kernels.gemm.dequantize import dequantize_launch
 from quantkit.kernels.gemm.dequantize.dequantize_kernel import dequantize
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.gemm.operands import RASTER, Grouping, constants, table_bytes
-from quantkit.kernels.gemm.portable.portable_gemm_kernel import tiled
-from quantkit.kernels.gemm.portable.portable_gemm_launch import HOLD, half_unit, shared_memory, tiled_tile
-from quantkit.kernels.gemm.portable.portable_gemv_kernel import skinny
-from quantkit.kernels.gemm.portable.portable_gemv_launch import rows_of_x, skinny_tile, unrolled
+from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm
+from quantkit.kernels.gemm.portable.portable_gemm_launch import (
+    HOLD,
+    half_unit,
+    portable_gemm_tile,
+    shared_memory,
+)
+from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv
+from quantkit.kernels.gemm.portable.portable_gemv_launch import portable_gemv_tile, rows_of_x, unrolled
 from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.wgmma.wgmma_kernel import hopper
+from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm
 from quantkit.kernels.gemm.wgmma.wgmma_launch import (
     COLUMNS,
     MOST_EVEN,
     PART_ROWS,
     SCRATCH,
-    HopperTile,
+    WgmmaTile,
     constants_of,
     copies,
-    hopper_tile,
-    residence,
+    occupancy,
     stages,
+    wgmma_tile,
 )
-from quantkit.kernels.layouts.fragment_layout import ROWS, geometry, order_constants
-from quantkit.kernels.layouts.repack_kernel import order_codes
+from quantkit.kernels.layouts.fragment_layout import ROWS, geometry, repack_constants
+from quantkit.kernels.layouts.repack_kernel import repack_codes
 from quantkit.kernels.moe import router
 from quantkit.kernels.moe.permute_kernels import (
     combine_experts,
@@ -121,13 +126,13 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         return Source(kernel, {name: known[name] for name in names if name in known}, 4, 3, None)
     if case.kernel == "order":
         check = any(map(math.isnan, row.format.values))
-        return Source(order_codes, order_constants(row.format, shape, row.format.bits, check), 4, 3, None)
+        return Source(repack_codes, repack_constants(row.format, shape, row.format.bits, check), 4, 3, None)
     experts = case.kernel.endswith("experts")
     known = dict(known, HAS_BIAS=not experts, MATRICES=2 if experts else 1, TOP_K=2 if experts else 1)
     if not experts:
         known |= {"order": None, "expert_blocks": None}
     if case.kernel.startswith("skinny") or case.kernel == "present":
-        tile = replace(skinny_tile(shape, case.m), present=case.kernel == "present")
+        tile = replace(portable_gemv_tile(shape, case.m), present=case.kernel == "present")
         known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
         known |= {"BM": rows_of_x(case.m, features), "AHEAD": tile.ahead}
         known |= {
@@ -136,8 +141,8 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
             "TOGETHER": tile.together,
             "PDL": 90 <= case.capability < 942,
         }
-        return Source(skinny, known, tile.warps, 1, None)
-    tile = tiled_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED), features=features)
+        return Source(portable_gemv, known, tile.warps, 1, None)
+    tile = portable_gemm_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED), features=features)
     if experts:
         tile = replace(tile, split=1)
     half = half_unit(N, K, row) if case.kernel == "halves" else None
@@ -145,7 +150,7 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     known |= {"SOME_WHOLE": tile.at_once > 0, "TILES_OF_BLOCK": 1}
     known |= {"WAIT": not amd and tile.chains == 1, "HOLD": HOLD if tile.chains > 1 else None}
     known |= {"STAGES": tile.stages, "RASTER": RASTER, "HALF": half, "PDL": 90 <= case.capability < 942}
-    return Source(tiled, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
+    return Source(portable_gemm, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
 
 
 def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
@@ -250,22 +255,22 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     shape = geometry(N, K, row, dtype)
     asked, _, even = case.kernel.partition(" by ")
     numbers = map(int, asked.split()[1:])
-    tile = HopperTile(*numbers)
+    tile = WgmmaTile(*numbers)
     if asked == "hopper":
-        tile = hopper_tile(shape, case.m, zeros=row.has_zero_point)
+        tile = wgmma_tile(shape, case.m, zeros=row.has_zero_point)
     known = constants_of(N, K, row, dtype, tile)
-    known = {name: value for name, value in known.items() if name in hopper.arg_names}
+    known = {name: value for name, value in known.items() if name in wgmma_gemm.arg_names}
     blocks = stages(tile, table_bytes(row, dtype, copies(tile)))
     known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": blocks}
     known |= {
-        "REGISTERS": residence(tile).multiplying,
+        "REGISTERS": occupancy(tile).multiplying,
         "RASTER": RASTER,
         "TURN": tile.columns,
         "EVEN": int(even or MOST_EVEN),
         "PDL": True,
     }
     types = {
-        **dict.fromkeys(hopper.arg_names, "*bf16"),
+        **dict.fromkeys(wgmma_gemm.arg_names, "*bf16"),
         "x": f"tensordesc<bf16[{min(tile.m, PART_ROWS)},{COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
         "codes": "*i16",
         "scale": "*i8" if shape.scale_kind else "*bf16",
@@ -274,17 +279,17 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "TOKEN": "i64",
         **dict.fromkeys(known, "constexpr"),
     }
-    names = hopper.arg_names
+    names = wgmma_gemm.arg_names
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
     code = GluonASTSource(
-        hopper,
+        wgmma_gemm,
         {name: types[name] for name in names},
         {(names.index(name),): known[name] for name in known},
         aligned,
     )
     bound = 2 * blocks * tile.m * COLUMNS + SCRATCH
-    found = Source(hopper, known, 4, blocks, bound)
-    options = {"num_warps": 4, "launch_pdl": True, "maxnreg": residence(tile).launched}
+    found = Source(wgmma_gemm, known, 4, blocks, bound)
+    options = {"num_warps": 4, "launch_pdl": True, "maxnreg": occupancy(tile).launched}
     return triton.compile(code, target=target, options=options), found
 
 
@@ -301,7 +306,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     k = LONG if "long" in numbers else K
     shape = geometry(N, k, row, dtype)
     *sizes, wgmma = map(int, [one for one in numbers if one.isdecimal()])
-    tile = small_m_launch.NarrowTile(*sizes, bool(wgmma))
+    tile = small_m_launch.SmallMTile(*sizes, bool(wgmma))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     ends, begins = 1e-5 if "end" in numbers else None, 0.0 if "begin" in numbers else None
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
@@ -361,7 +366,7 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     part = next((part for name, part in named.items() if name in numbers), None)
     norm = part and decode_tiles.Norm(part, True, 1e-5, True, 0.0)
     *sizes, integers = map(int, [one for one in numbers if one.isdecimal()])
-    tile = decode_tiles.StreamTile(*sizes, bool(integers))
+    tile = decode_tiles.DecodeTile(*sizes, bool(integers))
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
     launch, _ = decode_launch._launch(

@@ -13,14 +13,20 @@ import pytest
 import torch
 
 from quantkit.kernels.gemm.decode import decode_launch
-from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.dequantize import dequantize_launch
 from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
-from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
-from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
 from quantkit.kernels.jit.launcher import Launch
-from quantkit.kernels.layouts.fragment_layout import ROWS, build, geometry, place_codes_by_torch, place_words
+from quantkit.kernels.layouts.fragment_layout import (
+    ROWS,
+    build,
+    geometry,
+    place_words,
+    repack_codes_reference,
+)
 from quantkit.kernels.moe import permute
 from quantkit.kernels.ops import activation, argmax, attention, kv_append, rope
 from quantkit.kernels.ops.attention import decode_attention, rotated_attention
@@ -106,10 +112,10 @@ def operands(make: Callable[..., PackedTensor], m: int, k: int, dtype: torch.dty
 
 
 RUNS: dict[str, Callable[[Operands], torch.Tensor]] = {
-    "skinny": lambda op: portable_gemv_launch.run(op, SkinnyTile(1, 128, 4), FEATURES),
-    "tiled": lambda op: portable_gemm_launch.run(op, TiledTile(4, 64, stages=2), FEATURES),
+    "skinny": lambda op: portable_gemv_launch.run(op, PortableGemvTile(1, 128, 4), FEATURES),
+    "tiled": lambda op: portable_gemm_launch.run(op, PortableGemmTile(4, 64, stages=2), FEATURES),
     "stream": lambda op: decode_launch.run(
-        op, StreamTile(4, 1, ahead=1), FEATURES or GPU_FEATURES - {"overlap"}
+        op, DecodeTile(4, 1, ahead=1), FEATURES or GPU_FEATURES - {"overlap"}
     ),
 }
 
@@ -159,7 +165,7 @@ def test_the_layout_builder(last_programs: Callable[[], Any]) -> None:
     codes = torch.randint(0, 256, (ROWS, k), dtype=torch.uint8, generator=generator)
     small = geometry(ROWS, k, scheme("int8"), torch.bfloat16)
     expected = torch.empty(1, small.spans, small.tiles, 256, dtype=torch.int16)
-    place_codes_by_torch(expected, 0, codes, number_format, small)
+    repack_codes_reference(expected, 0, codes, number_format, small)
     n = FAR // (k // 2) + ROWS
     words = empty(n // ROWS, *expected.shape[1:], dtype=torch.int16)
     stored = far(scheme("int8").pack(codes).to(DEVICE), n)
@@ -175,7 +181,7 @@ def test_the_last_of_many_experts(
     make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any], name: str, size: int
 ) -> None:
     """Its weights lie beyond 2^31, and so do the outputs of the last pairs."""
-    # `fused-stream` takes no float32.
+    # `fused-gemv` takes no float32.
     op = operands(make_packed, size, 128, torch.bfloat16 if name == "stream" else DTYPE)
     expected = RUNS[name](op)
     experts = FAR // op.layout[0].numel() + 2

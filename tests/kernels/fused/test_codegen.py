@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quantkit.kernels.gemm.decode import decode_launch
-from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.wgmma.wgmma_launch import RESERVED
 from quantkit.kernels.ops.attention import PLANS
 from quantkit.packing.presets import PRESETS
@@ -51,7 +51,7 @@ INSTRUCTIONS = {
     "mxfp4": 3.02,
     "nvfp4": 3.15,
 }
-#: The same in the loop over row tiles of `fused-stream`, with products of integers, and of floats.
+#: The same in the loop over row tiles of `fused-gemv`, with products of integers, and of floats.
 STREAMED = {
     "int8": 0.7,
     "int7": 1.9,
@@ -84,7 +84,7 @@ TABLES = {"book4", "nf4"}
 AMD = 942
 #: The same of the kernel for many rows, at the begin and the end of a tile.
 HOPPER_SPILLS = 20
-#: Formats and tiles of `fused-hopper` with many columns at a time that stand for the others.
+#: Formats and tiles of `fused-wgmma` with many columns at a time that stand for the others.
 SOME_TURNS = (("int4", "64 128 1"), ("int3", "32 128 2"), ("fp6", "128 128 1"))
 
 
@@ -567,7 +567,7 @@ def test_turns_norms_and_gates_stay_in_registers(compiled: Compiled, kernel: str
 )
 def test_more_warps_have_registers(compiled: Compiled, name: str, kernel: str) -> None:
     """Those of the rules, of which two programs are 32 warps, and a few of the table of the H200."""
-    tile = StreamTile(*[int(number) for number in kernel.split() if number.isdecimal()][:4])
+    tile = DecodeTile(*[int(number) for number in kernel.split() if number.isdecimal()][:4])
     (found,) = compiled([(kernel, name, 90, 2)]).values()
     assert found["products"] > 0 and found["spills"] == 0, found
     assert found["registers"] <= decode_launch.thread_registers(tile) < 128, found

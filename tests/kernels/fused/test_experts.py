@@ -16,13 +16,13 @@ import torch
 from quantkit.errors import KernelError
 from quantkit.kernels.gemm import fused_kernels, support
 from quantkit.kernels.gemm.decode import decode_launch
-from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens, max_expert_blocks
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
-from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile, tiled_tile
-from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile, skinny_tile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile, portable_gemm_tile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile, portable_gemv_tile
 from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
 from quantkit.kernels.layouts.fragment_layout import geometry
 from quantkit.kernels.linear import linear_parts
 from quantkit.kernels.moe import grouped_gemm, permute, stacked_weights
@@ -53,10 +53,10 @@ LIMIT = 4e-3
 #: Tokens, of which the interpreter takes long.
 MANY = 40 if DEVICE == "cuda" else 9
 RUNS = {
-    StreamTile: decode_launch.run,
-    SkinnyTile: portable_gemv_launch.run,
-    NarrowTile: small_m_launch.run,
-    TiledTile: portable_gemm_launch.run,
+    DecodeTile: decode_launch.run,
+    PortableGemvTile: portable_gemv_launch.run,
+    SmallMTile: small_m_launch.run,
+    PortableGemmTile: portable_gemm_launch.run,
 }
 FORMATS = ("int4", "int8", "int3", "fp6", "nvfp4", "mxfp4", "nf4")
 
@@ -190,35 +190,35 @@ def run_with(
 
 def tiles(
     made: Experts, features: frozenset[str]
-) -> Iterator[tuple[int, SkinnyTile | NarrowTile | StreamTile | TiledTile]]:
+) -> Iterator[tuple[int, PortableGemvTile | SmallMTile | DecodeTile | PortableGemmTile]]:
     """Pairs of a segment, and a tile for them: those of the rules and others."""
     n, k = made.weights[0][0].shape
     shape = geometry(n, k, made.weights[0][0].scheme, DTYPE)
     asked = Problem(1, n, k, made.weights[0][0].scheme, DTYPE, "cuda", features)
     if support.why_not_narrow_experts(asked, made.layout.matrices) is None:
-        yield 8, NarrowTile(8, 1)
-        yield 16, NarrowTile(8, min(2, shape.steps), 4)
-        yield 1, StreamTile(4, 1, ahead=2)
-        yield 2, StreamTile(4, 1, together=2, ahead=1, integers=decode_launch.why_no_integers(asked) is None)
+        yield 8, SmallMTile(8, 1)
+        yield 16, SmallMTile(8, min(2, shape.steps), 4)
+        yield 1, DecodeTile(4, 1, ahead=2)
+        yield 2, DecodeTile(4, 1, together=2, ahead=1, integers=decode_launch.why_no_integers(asked) is None)
         # The interpreter takes long.
         if DEVICE == "cuda" or shape.bits == 4:
             yield (
                 4,
-                StreamTile(
+                DecodeTile(
                     8, 2, ahead=2, integers=decode_launch.why_no_integers(replace(asked, m=4)) is None
                 ),
             )
-    yield 8, skinny_tile(shape, 8)
+    yield 8, portable_gemv_tile(shape, 8)
     # Several tiles of a segment.
-    yield 32, TiledTile(4, 16, stages=2)
+    yield 32, PortableGemmTile(4, 16, stages=2)
     # The interpreter takes long.
     if DEVICE == "cuda" or shape.bits == 4:
-        yield 16, SkinnyTile(1, max(shape.span, 128), 2, True, 2)
+        yield 16, PortableGemvTile(1, max(shape.span, 128), 2, True, 2)
     if DEVICE == "cuda":
-        yield 32, replace(tiled_tile(shape, 32), split=1)
+        yield 32, replace(portable_gemm_tile(shape, 32), split=1)
     if shape.span <= 128:
         # Fewer pairs than a tile has room for.
-        yield 8, TiledTile(4, 16, stages=2, chains=2)
+        yield 8, PortableGemmTile(4, 16, stages=2, chains=2)
 
 
 def product(made: Experts, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -251,14 +251,14 @@ def test_kernels_multiply_each_pair_with_its_expert(
 @pytest.mark.parametrize(
     ("name", "columns", "tile"),
     [
-        ("int4", 136, NarrowTile(16)),
-        ("int3", 136, NarrowTile(8)),
-        ("nvfp4", 136, NarrowTile(8)),
-        ("int4", 392, NarrowTile(8, 2)),
-        ("nvfp4", 520, NarrowTile(16, 4)),
-        ("int4", 136, StreamTile(4, 1, ahead=1, integers=True)),
-        ("nvfp4", 520, StreamTile(8, 1, together=2, ahead=1)),
-        ("int3", 392, StreamTile(4, 2, ahead=2)),
+        ("int4", 136, SmallMTile(16)),
+        ("int3", 136, SmallMTile(8)),
+        ("nvfp4", 136, SmallMTile(8)),
+        ("int4", 392, SmallMTile(8, 2)),
+        ("nvfp4", 520, SmallMTile(16, 4)),
+        ("int4", 136, DecodeTile(4, 1, ahead=1, integers=True)),
+        ("nvfp4", 520, DecodeTile(8, 1, together=2, ahead=1)),
+        ("int3", 392, DecodeTile(4, 2, ahead=2)),
     ],
 )
 @pytest.mark.sampled(4)
@@ -267,11 +267,11 @@ def test_products_that_are_gated_are_those_gated_next(
     poisoned: None,
     name: str,
     columns: int,
-    tile: NarrowTile | StreamTile,
+    tile: SmallMTile | DecodeTile,
     kind: str,
 ) -> None:
     # The interpreter takes long for pairs one by one.
-    streams = isinstance(tile, StreamTile)
+    streams = isinstance(tile, DecodeTile)
     n, tokens = (48, 3) if streams else (176, 11)
     made = make_experts(name, 4, 2, (n, columns))
     x, index = numbers(tokens, columns), choices(tokens, 2, 4)
@@ -369,7 +369,7 @@ def test_streams_in_float16(
     index[3, 1] = 4
     expected, written = product(made, x, index), (index < 4).reshape(-1)
     for size in (1, 2):
-        y = run_with(made, x, index, size, EVERY, StreamTile(4, 1, 2, 1, name == "int4"))
+        y = run_with(made, x, index, size, EVERY, DecodeTile(4, 1, 2, 1, name == "int4"))
         assert y.dtype == torch.float16 and relative(y[written], expected[written]) < LIMIT
 
 
@@ -539,15 +539,15 @@ def test_why_not() -> None:
 
 def test_a_forced_row_is_kept_or_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     for pairs, forced, row, size in (
-        (1024, "", "fused-tiled", 128),
-        (1024, "fused-skinny", "fused-skinny", 8),
-        (2, "", "fused-skinny", 8),
-        (2, "fused-tiled", "fused-tiled", 16),
+        (1024, "", "fused-portable", 128),
+        (1024, "fused-portable-gemv", "fused-portable-gemv", 8),
+        (2, "", "fused-portable-gemv", 8),
+        (2, "fused-portable", "fused-portable", 16),
     ):
         chosen, grouping, _ = fused_kernels.group(problem(m=pairs), 8, 2, 2, 0, forced)
         assert (chosen, grouping.rows) == (row, size)
     asked = problem()
-    monkeypatch.setenv(FORCE_VARIABLE, "fused-tiled")
+    monkeypatch.setenv(FORCE_VARIABLE, "fused-portable")
     assert why_not_grouped(asked) is None
     monkeypatch.setenv(FORCE_VARIABLE, "unpack")
     assert "QUANTKIT_KERNEL=unpack multiplies with one weight at a time" in str(why_not_grouped(asked))
@@ -565,7 +565,7 @@ def test_segments_grow_with_the_pairs_of_an_expert() -> None:
     assert [usual_block_rows(pairs, 128, 1) for pairs in (1, 128, 129)] == [1, 1, 8]
     assert [usual_block_rows(pairs, 128, 4) for pairs in (32, 33)] == [1, 8]
     assert usual_block_rows(8, 128, 0) == 8
-    # Where `fused-narrow` does not run, `fused-tiled` does earlier.
+    # Where `fused-small-m` does not run, `fused-portable` does earlier.
     assert [usual_block_rows(pairs, 8, 0) for pairs in (31, 32, 64)] == [8, 16, 16]
     for tokens in (1, 64, 4096):
         for name in FORMATS:
@@ -573,49 +573,49 @@ def test_segments_grow_with_the_pairs_of_an_expert() -> None:
                 asked = problem(name, m=2 * tokens, features=features)
                 single_row_ratio = decode_launch.single_row_ratio(asked) if features == GPU_FEATURES else 0
                 row, grouping, tile = fused_kernels.group(asked, 8, 2, 2, single_row_ratio)
-                assert (row == "fused-tiled") == (tokens > 1)
-                assert (row == "fused-stream") == (tokens == 1 and single_row_ratio > 0)
-                assert grouping.rows == (1 if row == "fused-stream" else 8) or tokens > 1
+                assert (row == "fused-portable") == (tokens > 1)
+                assert (row == "fused-gemv") == (tokens == 1 and single_row_ratio > 0)
+                assert grouping.rows == (1 if row == "fused-gemv" else 8) or tokens > 1
                 assert getattr(tile, "split", 1) == 1
 
 
 def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(m=32, features=GPU_FEATURES)
-    for pairs, row, size in ((8, "fused-stream", 1), (64, "fused-stream", 1), (65, "fused-narrow", 8)):
+    for pairs, row, size in ((8, "fused-gemv", 1), (64, "fused-gemv", 1), (65, "fused-small-m", 8)):
         found, grouping, _ = fused_kernels.group(replace(asked, m=pairs), 128, 2, 8, 2)
         assert (found, grouping.rows) == (row, size)
-    assert fused_kernels.group(asked, 128, 2, 8, 0)[0] == "fused-skinny"
+    assert fused_kernels.group(asked, 128, 2, 8, 0)[0] == "fused-portable-gemv"
     for single_row_ratio, size in ((1, 1), (0, 8)):
-        row, grouping, tile = fused_kernels.group(asked, 128, 2, 8, single_row_ratio, "fused-stream")
-        assert (row, grouping.rows) == ("fused-stream", size) and isinstance(tile, StreamTile)
-    with pytest.raises(KernelError, match=r"fused-stream cannot run experts of .* multiples of 16 rows"):
-        fused_kernels.group(replace(asked, n=4104), 128, 2, 8, 0, "fused-stream")
+        row, grouping, tile = fused_kernels.group(asked, 128, 2, 8, single_row_ratio, "fused-gemv")
+        assert (row, grouping.rows) == ("fused-gemv", size) and isinstance(tile, DecodeTile)
+    with pytest.raises(KernelError, match=r"fused-gemv cannot run experts of .* multiples of 16 rows"):
+        fused_kernels.group(replace(asked, n=4104), 128, 2, 8, 0, "fused-gemv")
     # What has no room for it is for the other, in the same segments.
     monkeypatch.setattr(decode_launch, "experts_tile", lambda *given: None)
     found, grouping, _ = fused_kernels.group(asked, 128, 2, 8, 1)
-    assert (found, grouping.rows) == ("fused-narrow", 1)
+    assert (found, grouping.rows) == ("fused-small-m", 1)
 
 
 @pytest.mark.parametrize(
     ("name", "n", "k", "tile"),
     [
-        ("int4", 1536, 2048, StreamTile(4, 4, 2, 1, True)),
-        ("int8", 2048, 768, StreamTile(4, 4, 2, 1, True)),
-        ("int4", 28672, 4096, StreamTile(8, 2, 2, 1, True)),
-        ("nvfp4", 2048, 768, StreamTile(4, 4, 2, 1)),
-        ("nvfp4", 1536, 2048, StreamTile(8, 2, 2, 1)),
-        ("fp6", 4096, 14336, StreamTile(16, 1, 2, 1)),
+        ("int4", 1536, 2048, DecodeTile(4, 4, 2, 1, True)),
+        ("int8", 2048, 768, DecodeTile(4, 4, 2, 1, True)),
+        ("int4", 28672, 4096, DecodeTile(8, 2, 2, 1, True)),
+        ("nvfp4", 2048, 768, DecodeTile(4, 4, 2, 1)),
+        ("nvfp4", 1536, 2048, DecodeTile(8, 2, 2, 1)),
+        ("fp6", 4096, 14336, DecodeTile(16, 1, 2, 1)),
         # Codes of two row tiles would take too many registers.
-        ("int7", 2048, 768, StreamTile(4, 4, 1, 1, True)),
+        ("int7", 2048, 768, DecodeTile(4, 4, 1, 1, True)),
     ],
 )
-def test_tiles_of_single_pairs(name: str, n: int, k: int, tile: StreamTile) -> None:
+def test_tiles_of_single_pairs(name: str, n: int, k: int, tile: DecodeTile) -> None:
     asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES)
     for matrices in (1, 2):
         assert decode_launch.experts_tile(asked, Grouping(8, 128, 1, matrices, 8)) == tile
 
 
-@pytest.mark.parametrize("forced", ["", "fused-stream"])
+@pytest.mark.parametrize("forced", ["", "fused-gemv"])
 def test_streams_of_experts_have_tiles_on_small_gpus(forced: str) -> None:
     """Of one weight alone the tiles of the rules would not fit some of these."""
     for name, processors, (n, k), pairs in itertools.product(
@@ -625,7 +625,7 @@ def test_streams_of_experts_have_tiles_on_small_gpus(forced: str) -> None:
         asked = problem(name, m=pairs, n=n, k=k, features=GPU_FEATURES, gpu=gpu)
         single_row_ratio = decode_launch.single_row_ratio(asked)
         row, grouping, tile = fused_kernels.group(asked, 128, 2, 2, single_row_ratio, forced)
-        assert row == "fused-stream" and isinstance(tile, StreamTile)
+        assert row == "fused-gemv" and isinstance(tile, DecodeTile)
         every = replace(asked, m=grouping.rows, n=2 * n)
         memory = decode_launch.shared_memory(tile, every, "silu", grouping=grouping)
         assert memory * tile.programs <= gpu.shared_memory
@@ -635,15 +635,15 @@ def test_tiles_of_single_pairs_that_take_less_memory() -> None:
     small = Gpu("Test GPU 3000", (9, 0), 130, 90 << 10)
     grouping = Grouping(8, 128, 1, 2, 8)
     for name, n, k, tile in (
-        ("int4", 4096, 24576, StreamTile(16, 1, 2, 1)),
-        ("fp8", 1 << 20, 8192, StreamTile(8, 1, 2, 1)),
+        ("int4", 4096, 24576, DecodeTile(16, 1, 2, 1)),
+        ("fp8", 1 << 20, 8192, DecodeTile(8, 1, 2, 1)),
         ("int4", 4096, 51200, None),
     ):
         asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES, gpu=small)
         assert decode_launch.experts_tile(asked, grouping) == tile
     asked = problem("int4", m=8, n=4096, k=51200, features=GPU_FEATURES, gpu=small)
-    with pytest.raises(KernelError, match=r"fused-stream cannot run experts of .*shared memory"):
-        fused_kernels.group(asked, 128, 2, 8, 1, "fused-stream")
+    with pytest.raises(KernelError, match=r"fused-gemv cannot run experts of .*shared memory"):
+        fused_kernels.group(asked, 128, 2, 8, 1, "fused-gemv")
 
 
 def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
@@ -658,8 +658,8 @@ def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
         found = support.why_not_narrow_experts(problem(**{"features": GPU_FEATURES} | changes), matrices)
         assert found is None if reason is None else reason in str(found)
     asked = problem(n=4104, features=GPU_FEATURES)
-    with pytest.raises(KernelError, match=r"fused-narrow cannot run experts of .* multiples of 16 rows"):
-        fused_kernels.group(asked, 8, 2, 2, 0, "fused-narrow")
+    with pytest.raises(KernelError, match=r"fused-small-m cannot run experts of .* multiples of 16 rows"):
+        fused_kernels.group(asked, 8, 2, 2, 0, "fused-small-m")
 
 
 def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
@@ -681,16 +681,16 @@ def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
     for layouts, single_row_ratio in (((fine, fine), 1), ((fine, slow), 4), ((fine, odd), 0), ((odd,), 0)):
         assert sort_tokens_by_expert(index, *layouts).single_row_ratio == single_row_ratio
     for forced, single_row_ratio in (
-        ("fused-narrow", 1),
-        ("fused-stream", 1),
-        ("fused-skinny", 0),
-        ("fused-tiled", 0),
+        ("fused-small-m", 1),
+        ("fused-gemv", 1),
+        ("fused-portable-gemv", 0),
+        ("fused-portable", 0),
     ):
         monkeypatch.setenv(FORCE_VARIABLE, forced)
         layout = built(16)
         assert layout is not None and layout.single_row_ratio == single_row_ratio
     # What cannot be multiplied as it is forced is not grouped.
-    monkeypatch.setenv(FORCE_VARIABLE, "fused-narrow")
+    monkeypatch.setenv(FORCE_VARIABLE, "fused-small-m")
     assert built(24) is None and built(24, 1) is not None
 
 
@@ -698,13 +698,13 @@ def test_tiles_of_experts() -> None:
     """Parts where all programs run at once, and small programs where many follow each other."""
     mixtral, qwen = problem(m=8, n=28672), problem(m=8, n=1536, k=2048)
     assert [small_m_launch.experts_tile(mixtral, weights) for weights in (2, 5)] == [
-        NarrowTile(16),
-        NarrowTile(8),
+        SmallMTile(16),
+        SmallMTile(8),
     ]
-    assert small_m_launch.experts_tile(replace(mixtral, n=4096, k=14336), 7) == NarrowTile(8, 4)
+    assert small_m_launch.experts_tile(replace(mixtral, n=4096, k=14336), 7) == SmallMTile(8, 4)
     assert [small_m_launch.experts_tile(qwen, weights).parts for weights in (8, 16, 64)] == [2, 1, 1]
     # Parts that run at once are sooner than large programs of which some run alone.
-    assert small_m_launch.experts_tile(replace(qwen, n=1536, k=4096), 8) == NarrowTile(8, 2)
+    assert small_m_launch.experts_tile(replace(qwen, n=1536, k=4096), 8) == SmallMTile(8, 2)
     for asked in (mixtral, qwen, problem(m=8, n=4096, k=14336), problem("nf4", m=8, n=2048, k=768)):
         for weights in (1, 2, 7, 64):
             assert small_m_launch.TILING.why_not(asked, small_m_launch.experts_tile(asked, weights)) is None
@@ -744,8 +744,8 @@ def test_verbose_says_what_runs(
         for _ in range(2):
             experts_linear(numbers(1, 128), sort_tokens_by_expert(index, made.layout), made.layout)
     (record,) = caplog.records
-    slower = "grouped fused-skinny warps=4", "; not fused-narrow: "
-    for part in ("4 experts", *(slower if DEVICE == "cpu" else ["grouped fused-stream warps="])):
+    slower = "grouped fused-portable-gemv warps=4", "; not fused-small-m: "
+    for part in ("4 experts", *(slower if DEVICE == "cpu" else ["grouped fused-gemv warps="])):
         assert part in record.message
 
 

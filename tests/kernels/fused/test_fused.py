@@ -11,16 +11,20 @@ import torch
 
 from quantkit.errors import FormatError
 from quantkit.kernels.gemm.decode import decode_launch
-from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.dequantize import dequantize_launch
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
-from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile, shared_memory, tiled_tile
-from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile, skinny_tile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import (
+    PortableGemmTile,
+    portable_gemm_tile,
+    shared_memory,
+)
+from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile, portable_gemv_tile
 from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
 from quantkit.kernels.gemm.wgmma import wgmma_launch
-from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
+from quantkit.kernels.gemm.wgmma.wgmma_launch import WgmmaTile
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.layouts import fragment_layout
 from quantkit.kernels.layouts.fragment_layout import (
@@ -28,8 +32,8 @@ from quantkit.kernels.layouts.fragment_layout import (
     geometry,
     join,
     place_codes,
-    place_codes_by_torch,
     place_words,
+    repack_codes_reference,
     restore,
 )
 from quantkit.kernels.layouts.fragment_scales import carrying, lowered
@@ -50,7 +54,7 @@ if DEVICE == "cuda":
     found = device_features("cuda")
     RUNS = [(d, some) for some in (found, found - {"ptx"}) for d in (torch.bfloat16, torch.float16)]
 DTYPE, FEATURES = RUNS[0]
-#: What `fused-hopper` runs with.
+#: What `fused-wgmma` runs with.
 HOPPER = next((run for run in RUNS if {"gluon", "wgmma"} <= run[1]), None)
 needs_hopper = pytest.mark.skipif(HOPPER is None, reason="this GPU is not of compute capability 9.0")
 #: Errors against the sum of magnitudes: roundings of the output, and of weights where they take the scales.
@@ -78,28 +82,28 @@ CASES = {
     "int5 fp32": {"group_size": 256, "scale_dtype": torch.float32},
 }
 HOPPER_TILES = (
-    HopperTile(),
-    HopperTile(64, share=True, columns=256),
-    HopperTile(128, ahead=2, share=True),
-    HopperTile(128, rows=192, ahead=2, share=True),
-    HopperTile(256, ahead=2, share=True),
-    HopperTile(16, ahead=2, share=True),
-    HopperTile(32, ahead=2, columns=256),
+    WgmmaTile(),
+    WgmmaTile(64, share=True, columns=256),
+    WgmmaTile(128, ahead=2, share=True),
+    WgmmaTile(128, rows=192, ahead=2, share=True),
+    WgmmaTile(256, ahead=2, share=True),
+    WgmmaTile(16, ahead=2, share=True),
+    WgmmaTile(32, ahead=2, columns=256),
 )
 NARROW_TILES = (
-    NarrowTile(8, parts=2),
-    NarrowTile(16, ahead=4),
-    NarrowTile(8, parts=7, ahead=4),
-    NarrowTile(16, parts=4),
-    NarrowTile(8, parts=2, wgmma=True),
-    NarrowTile(16, ahead=4, wgmma=True),
-    NarrowTile(8, parts=7, wgmma=True),
+    SmallMTile(8, parts=2),
+    SmallMTile(16, ahead=4),
+    SmallMTile(8, parts=7, ahead=4),
+    SmallMTile(16, parts=4),
+    SmallMTile(8, parts=2, wgmma=True),
+    SmallMTile(16, ahead=4, wgmma=True),
+    SmallMTile(8, parts=7, wgmma=True),
 )
 STREAM_TILES = (
-    StreamTile(8, ahead=2, integers=True),
-    StreamTile(8, ahead=2),
-    StreamTile(4, programs=4, together=2, ahead=4, integers=True),
-    StreamTile(16, programs=1, together=2, ahead=8),
+    DecodeTile(8, ahead=2, integers=True),
+    DecodeTile(8, ahead=2),
+    DecodeTile(4, programs=4, together=2, ahead=4, integers=True),
+    DecodeTile(16, programs=1, together=2, ahead=8),
 )
 each_case = pytest.mark.parametrize("case", CASES)
 #: Cases that run in every tile, which takes the interpreter long and the compiler longer: each kind of codes,
@@ -137,16 +141,16 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
     shape, m = op.shape, op.x.shape[0]
     least = max(shape.span, 128)
     found: dict[str, Callable[[], torch.Tensor]] = {
-        "tiled": lambda: portable_gemm_launch.run(op, tiled_tile(shape, m), features),
-        "tiled small": lambda: portable_gemm_launch.run(op, TiledTile(4, 16, stages=2), features),
+        "tiled": lambda: portable_gemm_launch.run(op, portable_gemm_tile(shape, m), features),
+        "tiled small": lambda: portable_gemm_launch.run(op, PortableGemmTile(4, 16, stages=2), features),
     }
     if shape.steps % 2 == 0:
         found["tiled split"] = lambda: portable_gemm_launch.run(
-            op, TiledTile(4, 32, split=2, stages=2), features
+            op, PortableGemmTile(4, 32, split=2, stages=2), features
         )
     if shape.span <= 128:
         found["tiled chains"] = lambda: portable_gemm_launch.run(
-            op, TiledTile(4, 16, stages=2, chains=2), features
+            op, PortableGemmTile(4, 16, stages=2, chains=2), features
         )
     if {"gluon", "wgmma", "ptx"} <= features:
         problem = Problem(m, op.n, op.x.shape[1], op.scheme, op.x.dtype, "cuda", features)
@@ -163,21 +167,23 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
                 if small_m_launch.TILING.why_not(problem, one) is None:
                     found[f"narrow {one}"] = partial(small_m_launch.run, op, one, features)
     if m <= 32:
-        found["skinny"] = lambda: portable_gemv_launch.run(op, skinny_tile(shape, m), features)
+        found["skinny"] = lambda: portable_gemv_launch.run(op, portable_gemv_tile(shape, m), features)
         if op.x.itemsize == 2:
-            present = SkinnyTile(4, least, 1, present=True)
+            present = PortableGemvTile(4, least, 1, present=True)
             found["skinny present"] = lambda: portable_gemv_launch.run(op, present, features)
-        together = SkinnyTile(2, least, 1, together=True)
+        together = PortableGemvTile(2, least, 1, together=True)
         found["skinny together"] = lambda: portable_gemv_launch.run(op, together, features)
-        found["skinny rows"] = lambda: portable_gemv_launch.run(op, SkinnyTile(2, least, 2), features)
+        found["skinny rows"] = lambda: portable_gemv_launch.run(op, PortableGemvTile(2, least, 2), features)
     # The interpreter takes long, and how steps follow each other is the same for any M.
     if m <= (8 if DEVICE == "cpu" else 32):
-        found["skinny ahead"] = lambda: portable_gemv_launch.run(op, SkinnyTile(1, least, 1, True), features)
+        found["skinny ahead"] = lambda: portable_gemv_launch.run(
+            op, PortableGemvTile(1, least, 1, True), features
+        )
         found["skinny loops"] = lambda: portable_gemv_launch.run(
-            op, SkinnyTile(1, least, 1, False, 2), features
+            op, PortableGemvTile(1, least, 1, False, 2), features
         )
         found["skinny ahead loops"] = lambda: portable_gemv_launch.run(
-            op, SkinnyTile(1, least, 1, True, 1), features
+            op, PortableGemvTile(1, least, 1, True, 1), features
         )
     return found
 
@@ -255,7 +261,7 @@ def test_scales_of_whole_steps_multiply_sums(
     monkeypatch.setitem(CASES, f"{name} of sums", options)
     for dtype, features in RUNS:
         op, packed = operands(make_packed, f"{name} of sums", 40, 1030, m, dtype)
-        for tile in (TiledTile(4, 16, stages=2), TiledTile(2, 32, stages=2)):
+        for tile in (PortableGemmTile(4, 16, stages=2), PortableGemmTile(2, 32, stages=2)):
             y = portable_gemm_launch.run(op, tile, features | {"wgmma"} if DEVICE == "cpu" else features)
             assert error(y, op.x, packed, op.bias) < LIMIT[dtype], tile
 
@@ -278,16 +284,18 @@ def test_x_may_begin_and_end_anywhere(
             op, steps = x_at(op), op.shape.steps
             found = [
                 portable_gemv_launch.run(
-                    op, SkinnyTile(2, max(op.shape.span, 128), 1, present=True), features
+                    op, PortableGemvTile(2, max(op.shape.span, 128), 1, present=True), features
                 )
             ]
             for split in (one for one in (1, 2, 4) if steps % one == 0):
-                found.append(portable_gemm_launch.run(op, TiledTile(4, 16, split=split, stages=2), features))
+                found.append(
+                    portable_gemm_launch.run(op, PortableGemmTile(4, 16, split=split, stages=2), features)
+                )
             for y in found:
                 assert error(y, op.x, packed, op.bias) < LIMIT[dtype]
         if HOPPER is not None:
             op, packed = operands(make_packed, name, 40, k, 19, HOPPER[0])
-            y = wgmma_launch.run(x_at(op), HopperTile(64, ahead=2, share=True), HOPPER[1])
+            y = wgmma_launch.run(x_at(op), WgmmaTile(64, ahead=2, share=True), HOPPER[1])
             assert error(y, op.x, packed, op.bias) < LIMIT[HOPPER[0]]
 
 
@@ -334,15 +342,15 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
 @pytest.mark.parametrize(
     "tile",
     [
-        HopperTile(64, 128, 1, True, 256),
-        HopperTile(128, 192, 2, True),
-        HopperTile(128),
-        HopperTile(16, ahead=2),
+        WgmmaTile(64, 128, 1, True, 256),
+        WgmmaTile(128, 192, 2, True),
+        WgmmaTile(128),
+        WgmmaTile(16, ahead=2),
     ],
     ids=str,
 )
 def test_programs_without_work_read_what_is_there(
-    make_packed: Callable[..., PackedTensor], poisoned: None, tile: HopperTile
+    make_packed: Callable[..., PackedTensor], poisoned: None, tile: WgmmaTile
 ) -> None:
     """Eight tiles of rows of x, after which a program without work would begin with row -8 of the tiles."""
     assert HOPPER is not None
@@ -376,8 +384,8 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "tile",
     [
-        *(HopperTile(64, share=True), HopperTile(128, 192, 2, True), HopperTile(256, share=True)),
-        *(HopperTile(16, share=True), HopperTile(32, ahead=2, share=True)),
+        *(WgmmaTile(64, share=True), WgmmaTile(128, 192, 2, True), WgmmaTile(256, share=True)),
+        *(WgmmaTile(16, share=True), WgmmaTile(32, ahead=2, share=True)),
     ],
     ids=str,
 )
@@ -388,7 +396,7 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
     n: int,
     k: int,
     m: int,
-    tile: HopperTile,
+    tile: WgmmaTile,
 ) -> None:
     """Replays follow each other with one token and memory, and another x. On a GPU up to 80 programs have a
     tile.
@@ -431,7 +439,7 @@ def replays(
     monkeypatch: pytest.MonkeyPatch,
     op: Operands,
     xs: tuple[torch.Tensor, torch.Tensor],
-    tile: HopperTile,
+    tile: WgmmaTile,
     features: frozenset[str],
 ) -> Iterator[torch.Tensor]:
     """What a graph with a launch gives for one x and the other, by turns; without a GPU what it would."""
@@ -484,7 +492,7 @@ def test_codes_are_where_the_layout_says(bits: int, group_size: int) -> None:
     shape = geometry(n, k, scheme(name, group_size=group_size), torch.bfloat16)
     codes = torch.randint(0, 2**bits, (n, k), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     packed, by_torch = (torch.full((3, shape.spans, shape.tiles, 256), -1, dtype=torch.int16) for _ in "ab")
-    place_codes_by_torch(by_torch, 1, codes, scheme(name).format, shape)
+    repack_codes_reference(by_torch, 1, codes, scheme(name).format, shape)
     packed = packed.to(DEVICE)
     place_codes(packed, 1, codes.to(DEVICE), scheme(name).format, shape)
     assert torch.equal(packed.cpu(), by_torch)
@@ -530,7 +538,7 @@ def test_all_builders_agree(name: str, k: int) -> None:
         torch.full((4, shape.spans, shape.tiles, 256), -1, dtype=torch.int16, device=d)
         for d in ("cpu", DEVICE, DEVICE)
     ]
-    place_codes_by_torch(found[0], 1, codes, row.format, shape)
+    repack_codes_reference(found[0], 1, codes, row.format, shape)
     place_codes(found[1], 1, codes.to(DEVICE), row.format, shape)
     place_words(found[2], 1, row.pack(codes).to(DEVICE), row.format, shape)
     assert torch.equal(found[0], found[1].cpu())
@@ -603,10 +611,10 @@ def test_joined_weights_multiply_as_each_does(
     for n, one, part in zip(rows, packed, parts, strict=True):
         assert part[0].untyped_storage().data_ptr() == whole[0].untyped_storage().data_ptr()
         op = Operands(x, part, None, one.scheme, n)
-        y = portable_gemv_launch.run(op, skinny_tile(op.shape, m), FEATURES)
+        y = portable_gemv_launch.run(op, portable_gemv_tile(op.shape, m), FEATURES)
         assert error(y, x, one, torch.zeros(n, device=DEVICE)) < LIMIT[x.dtype]
     op = Operands(x, whole, None, packed[0].scheme, sum(rows))
-    y = portable_gemv_launch.run(op, skinny_tile(op.shape, m), FEATURES)
+    y = portable_gemv_launch.run(op, portable_gemv_tile(op.shape, m), FEATURES)
     for one, part in zip(packed, torch.split(y, rows, dim=1), strict=True):
         assert error(part, x, one, torch.zeros(one.shape[0], device=DEVICE)) < LIMIT[x.dtype]
 
@@ -642,10 +650,10 @@ def test_tiles_fit_every_weight() -> None:
                 for m in (1, 8, 9, 32, 33, 64, 128, 500):
                     for shared in (64 << 10, 99 << 10, 163 << 10, 227 << 10):
                         features = frozenset({"triton"}) if shared == 64 << 10 else GPU_FEATURES
-                        chosen = tiled_tile(shape, m, shared, features=features)
+                        chosen = portable_gemm_tile(shape, m, shared, features=features)
                         assert shape.steps % chosen.split == 0
                         assert shared_memory(chosen, shape, features) <= shared
-                    tile = skinny_tile(shape, m)
+                    tile = portable_gemv_tile(shape, m)
                     assert tile.columns % max(shape.span, 128) == 0
 
 
@@ -789,32 +797,32 @@ def test_why_not() -> None:
         found = Problem(scheme=scheme(name, **size), device="cuda", **{"n": 4096, **asked})
         return dict(explain(found))[row]
 
-    assert reason("fused-skinny") is None
-    assert "up to 32 rows of x, not 33" in str(reason("fused-skinny", m=33))
-    assert "bfloat16 or float16 activations" in str(reason("fused-tiled", dtype=torch.float32))
+    assert reason("fused-portable-gemv") is None
+    assert "up to 32 rows of x, not 33" in str(reason("fused-portable-gemv", m=33))
+    assert "bfloat16 or float16 activations" in str(reason("fused-portable", dtype=torch.float32))
     assert reason("dequantize", dtype=torch.float32) is None
     assert "Triton is not installed" in str(reason("dequantize", features=frozenset()))
     assert "multiples of 32 columns, not of 48" in str(reason("dequantize", group_size=48))
     portable = frozenset({"triton"})
     for name in ("int4", "int8", "ternary", "fp6", "mxfp4", "nvfp4"):
-        assert reason("fused-skinny", name, features=portable) is None
-        assert reason("fused-tiled", name, m=64, features=portable) is None
+        assert reason("fused-portable-gemv", name, features=portable) is None
+        assert reason("fused-portable", name, m=64, features=portable) is None
     assert "tensor cores are busier in tiles from M=17 on" in str(
-        reason("fused-skinny", m=20, features=portable)
+        reason("fused-portable-gemv", m=20, features=portable)
     )
     for name in ("nf4", "book4"):
-        assert "look up every value" in str(reason("fused-skinny", name, features=portable))
-        assert "look up every value" in str(reason("fused-tiled", name, m=64, features=portable))
+        assert "look up every value" in str(reason("fused-portable-gemv", name, features=portable))
+        assert "look up every value" in str(reason("fused-portable", name, m=64, features=portable))
         assert reason("dequantize", name, features=portable) is None
-        assert reason("fused-skinny", name) is None and reason("fused-tiled", name, m=64) is None
-    assert "sums of 2" in str(reason("fused-skinny", "binary-residual"))
-    assert "faster from M=257 on" in str(reason("fused-tiled", m=300))
-    assert reason("fused-skinny", k=1 << 20) is None
+        assert reason("fused-portable-gemv", name) is None and reason("fused-portable", name, m=64) is None
+    assert "sums of 2" in str(reason("fused-portable-gemv", "binary-residual"))
+    assert "faster from M=257 on" in str(reason("fused-portable", m=300))
+    assert reason("fused-portable-gemv", k=1 << 20) is None
 
 
 @pytest.mark.parametrize(
     ("row", "m", "dtype"),
-    [("fused-skinny", 3, DTYPE), ("fused-tiled", 20, DTYPE), ("dequantize", 5, torch.float32)],
+    [("fused-portable-gemv", 3, DTYPE), ("fused-portable", 20, DTYPE), ("dequantize", 5, torch.float32)],
 )
 def test_rows_launch_what_they_say(
     make_packed: Callable[..., PackedTensor],
@@ -849,7 +857,7 @@ def test_a_gpu_that_falls_back_says_so_once(
         warn_unfused(problem, choose(problem).kernel)
     (record,) = caplog.records
     assert (
-        "unpack; not fused-stream: it takes groups of 16 or of multiples of 32 columns, not of 48"
+        "unpack; not fused-gemv: it takes groups of 16 or of multiples of 32 columns, not of 48"
         in record.message
     )
     warn_unfused(replace(problem, device="cpu"), kernel_named("unpack"))

@@ -10,7 +10,7 @@ import torch
 from quantkit.kernels import registry as kernel_table
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.portable import portable_gemm_launch
-from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile, half_unit
+from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile, half_unit
 from quantkit.kernels.layouts.fragment_layout import build
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, device_features
 from quantkit.kernels.registry import choose, choose_by_rules, log_choice
@@ -38,7 +38,7 @@ def asked(m: int = 64, gpu: Gpu = GEFORCE, half_sums: bool = True, name: str = "
 def product(x: torch.Tensor, packed: PackedTensor, half_sums: bool) -> torch.Tensor:
     op = Operands(x, build(packed, x.dtype), None, packed.scheme, packed.shape[0])
     return portable_gemm_launch.run(
-        op, TiledTile(4, 16, stages=2, half_sums=half_sums), device_features(DEVICE)
+        op, PortableGemmTile(4, 16, stages=2, half_sums=half_sums), device_features(DEVICE)
     )
 
 
@@ -128,7 +128,7 @@ def test_only_where_torch_is_told_to() -> None:
     assert not portable_gemm_launch.TILING.rule(asked(half_sums=False)).half_sums
     assert not portable_gemm_launch.TILING.rule(asked(gpu=HOPPER)).half_sums, "it brings nothing there"
     assert not portable_gemm_launch.TILING.rule(replace(asked(), gpu=None)).half_sums
-    tile = TiledTile(4, 64, half_sums=True)
+    tile = PortableGemmTile(4, 64, half_sums=True)
     assert portable_gemm_launch.TILING.why_not(asked(), tile) is None
     assert portable_gemm_launch.TILING.why_not(asked(gpu=HOPPER), tile) is None, (
         "whoever measures may find otherwise"

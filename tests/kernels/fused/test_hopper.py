@@ -1,4 +1,4 @@
-"""What the warps of `hopper` wait for is needed: without it there is NaN, or wrong codes, or no end."""
+"""What the warps of `wgmma_gemm` wait for is needed: without it there is NaN, or wrong codes, or no end."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.kernels.gemm.wgmma import wgmma_launch
-from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
+from quantkit.kernels.gemm.wgmma.wgmma_launch import WgmmaTile
 from quantkit.packing.tensor import PackedTensor
 
 from ..conftest import GLUON
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would b
 ORDERS = 8
 #: The second multiplies with 256 columns at a time, the third with the halves of a span of as many.
 CASES = (
-    ("int4", HopperTile(64)),
-    ("int3", HopperTile(128, ahead=2, share=True, columns=256)),
-    ("int3", HopperTile(128, ahead=2, share=True)),
+    ("int4", WgmmaTile(64)),
+    ("int3", WgmmaTile(128, ahead=2, share=True, columns=256)),
+    ("int3", WgmmaTile(128, ahead=2, share=True)),
 )
 KERNEL = "quantkit.kernels.gemm.wgmma.wgmma_kernel"
 FREED = """                    for piece in gl.static_range(EACH):
@@ -70,7 +70,7 @@ LOADS = {
 
 
 def multiply(
-    make_packed: Callable[..., PackedTensor], path: Path, seed: int, name: str, tile: HopperTile
+    make_packed: Callable[..., PackedTensor], path: Path, seed: int, name: str, tile: WgmmaTile
 ) -> float:
     """The error of products of more blocks of x than there is room for, in parts of 5, 8 and 3 steps."""
     assert HOPPER is not None
@@ -94,17 +94,17 @@ def multiply(
     ("name", "tile"),
     [
         *CASES,
-        ("int4", HopperTile(64, 192, 2)),
-        ("int6", HopperTile(64, columns=256)),
-        ("nf4", HopperTile(64)),
-        ("book4", HopperTile(256)),
+        ("int4", WgmmaTile(64, 192, 2)),
+        ("int6", WgmmaTile(64, columns=256)),
+        ("nf4", WgmmaTile(64)),
+        ("book4", WgmmaTile(256)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("seed", range(ORDERS // 2))
 @pytest.mark.sampled(3)
 def test_warps_may_run_in_any_order(
-    make_packed: Callable[..., PackedTensor], seed: int, name: str, tile: HopperTile
+    make_packed: Callable[..., PackedTensor], seed: int, name: str, tile: WgmmaTile
 ) -> None:
     assert HOPPER is not None
     assert multiply(make_packed, GLUON[KERNEL], seed, name, tile) < LIMIT[HOPPER[0]]
@@ -117,7 +117,7 @@ def test_what_is_waited_for_is_needed(
     assert HOPPER is not None
     path = rewritten({KERNEL: GLUON[KERNEL]}, CHANGES[change], tmp_path)[KERNEL]
 
-    def is_wrong(seed: int, name: str, tile: HopperTile) -> bool:
+    def is_wrong(seed: int, name: str, tile: WgmmaTile) -> bool:
         try:
             return not multiply(make_packed, path, seed, name, tile) < LIMIT[HOPPER[0]]
         except InterpreterError as stuck:

@@ -1,4 +1,4 @@
-"""`fused-narrow`: what it waits for is needed, its tiles, and what it refuses."""
+"""`fused-small-m`: what it waits for is needed, its tiles, and what it refuses."""
 
 import sys
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
 from quantkit.kernels.layouts.fragment_layout import build, geometry
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
@@ -38,7 +38,7 @@ CHANGES = {
     "who multiplies does not see what was copied": [("fence_async_shared()", "pass")],
     "the second half is the first again": [("held.index(2 * at + 1)", "held.index(2 * at)")],
     "the last product is not ended": [
-        ("    if WGMMA:\n        total = end_product", "    if False:\n        total = end_product")
+        ("    if WGMMA:\n        total = wait_mma", "    if False:\n        total = wait_mma")
     ],
     "scales are held of two blocks too few": [("BLOCKS, HELD, V, W)", "BLOCKS, HELD - 2, V, W)")],
     "warps without rows write": [
@@ -57,7 +57,7 @@ def problem(m: int = 16, n: int = 4096, k: int = 4096, name: str = "int4") -> Pr
 def multiply(
     make_packed: Callable[..., PackedTensor],
     name: str,
-    tile: NarrowTile,
+    tile: SmallMTile,
     k: int = 1400,
     m: int = 13,
     gpu: Gpu | None = None,
@@ -82,9 +82,9 @@ def test_what_the_kernel_says_is_needed(
             errors = [
                 multiply(make_packed, name, tile, k)
                 for name, tile, k in (
-                    ("int4", NarrowTile(8), 1400),
-                    ("nvfp4", NarrowTile(8, 2), 1408),
-                    ("int4", NarrowTile(8, wgmma=True), 1400),
+                    ("int4", SmallMTile(8), 1400),
+                    ("nvfp4", SmallMTile(8, 2), 1408),
+                    ("int4", SmallMTile(8, wgmma=True), 1400),
                 )
             ]
         except InterpreterError:
@@ -96,12 +96,12 @@ def test_what_the_kernel_says_is_needed(
 
 
 @pytest.mark.parametrize("wgmma", [False, True])
-@pytest.mark.parametrize("tile", [NarrowTile(8), NarrowTile(16, 2, 4), NarrowTile(8, 7, 4)], ids=str)
+@pytest.mark.parametrize("tile", [SmallMTile(8), SmallMTile(16, 2, 4), SmallMTile(8, 7, 4)], ids=str)
 @pytest.mark.parametrize(("k", "m"), [(2560, 9), (2184, 8)])
 def test_chunks_of_a_loop_are_those_of_a_line(
     make_packed: Callable[..., PackedTensor],
     poisoned: None,
-    tile: NarrowTile,
+    tile: SmallMTile,
     wgmma: bool,
     k: int,
     m: int,
@@ -114,9 +114,9 @@ def test_chunks_of_a_loop_are_those_of_a_line(
         assert multiply(make_packed, name, tile, k, m) < LIMIT[RUN[0]], name
 
 
-@pytest.mark.parametrize("tile", [NarrowTile(8), NarrowTile(16, 2, 4), NarrowTile(8, 2, wgmma=True)], ids=str)
+@pytest.mark.parametrize("tile", [SmallMTile(8), SmallMTile(16, 2, 4), SmallMTile(8, 2, wgmma=True)], ids=str)
 def test_a_loop_without_room_for_scales_loads_them(
-    make_packed: Callable[..., PackedTensor], poisoned: None, tile: NarrowTile
+    make_packed: Callable[..., PackedTensor], poisoned: None, tile: SmallMTile
 ) -> None:
     assert RUN is not None
     if tile.wgmma and "wgmma" not in RUN[1]:
@@ -148,7 +148,7 @@ def test_bytes_of_scales_are_those_of_the_layout(
             continue
         packed = make_packed(name, (16, 2048), group_size=group, zero_point=zero, scale_dtype=stored)
         _, scales, zeros, *_ = build(packed, dtype)
-        shape, tile = geometry(16, 2048, packed.scheme, dtype), NarrowTile(8)
+        shape, tile = geometry(16, 2048, packed.scheme, dtype), SmallMTile(8)
         # All blocks of its one row tile.
         assert small_m_launch.value_bytes(tile, shape, packed.scheme) == 8 * (scales.nbytes + zeros.nbytes)
 
@@ -160,7 +160,7 @@ def test_x_may_begin_anywhere(make_packed: Callable[..., PackedTensor], first: i
     op, packed = operands(make_packed, "int4", 40, 256, 12, dtype)
     memory = torch.zeros(12 * 256 + 8, dtype=dtype, device=DEVICE)
     x = memory[first : first + 12 * 256].view(12, 256).copy_(op.x)
-    y = small_m_launch.run(replace(op, x=x), NarrowTile(8), features)
+    y = small_m_launch.run(replace(op, x=x), SmallMTile(8), features)
     assert error(y, x, packed, op.bias) < LIMIT[dtype]
 
 
@@ -180,16 +180,16 @@ def test_products_that_are_gated_are_those_gated_next(
     assert RUN is not None
     dtype, features = RUN
     op, _ = operands(make_packed, name, n, k, m, dtype)
-    assert is_gated(partial(small_m_launch.run, tile=NarrowTile(warps), features=features), op, kind)
+    assert is_gated(partial(small_m_launch.run, tile=SmallMTile(warps), features=features), op, kind)
 
 
 def test_y_is_gated_where_that_pays() -> None:
-    row = kernel_named("fused-narrow")
-    assert row.no_gate(problem(), NarrowTile()) is None
+    row = kernel_named("fused-small-m")
+    assert row.no_gate(problem(), SmallMTile()) is None
     for text, (one, tile) in {
-        "halves of 4112 rows": (problem(n=4112), NarrowTile()),
-        "below M=9": (problem(8), NarrowTile()),
-        "added up in a launch of their own": (problem(), NarrowTile(8, 8)),
+        "halves of 4112 rows": (problem(n=4112), SmallMTile()),
+        "below M=9": (problem(8), SmallMTile()),
+        "added up in a launch of their own": (problem(), SmallMTile(8, 8)),
     }.items():
         reason = row.no_gate(one, tile)
         assert reason is not None and text in reason, reason
@@ -200,7 +200,7 @@ def test_programs_run_at_once_where_each_warp_has_rows_at_most() -> None:
     for name, (n, parts) in sizes.items():
         shape = geometry(n, 4096, scheme(name), torch.bfloat16)
         for warps in small_m_launch.VALUES["warps"]:
-            tile = NarrowTile(warps, parts)
+            tile = SmallMTile(warps, parts)
             mine = small_m_launch.row_tiles(tile, shape, H200_PROCESSORS)
             programs = -(-shape.row_tiles // mine) * parts
             assert mine == warps or programs * warps <= H200_PROCESSORS * small_m_launch.RESIDENT_WARPS
@@ -216,7 +216,7 @@ def test_rules_divide_the_columns_where_x_has_no_room() -> None:
 
 
 def test_refusals_say_what_is_in_the_way() -> None:
-    row = kernel_named("fused-narrow")
+    row = kernel_named("fused-small-m")
     said = {
         "up to 32 rows of x, not 33": problem(m=33),
         "some begin between them": problem(k=4100),
@@ -228,18 +228,18 @@ def test_refusals_say_what_is_in_the_way() -> None:
         reason = row.supports(one)
         assert reason is not None and text in reason, reason
     assert row.supports(problem()) is None
-    assert "one of 4, 8, 16, not 2" in str(small_m_launch.TILING.why_not(problem(), NarrowTile(2)))
+    assert "one of 4, 8, 16, not 2" in str(small_m_launch.TILING.why_not(problem(), SmallMTile(2)))
     assert "there are no 8 parts of 5 units" in str(
-        small_m_launch.TILING.why_not(problem(k=640), NarrowTile(8, 8))
+        small_m_launch.TILING.why_not(problem(k=640), SmallMTile(8, 8))
     )
-    reason = str(small_m_launch.TILING.why_not(problem(name="nf4"), NarrowTile(8)))
+    reason = str(small_m_launch.TILING.why_not(problem(name="nf4"), SmallMTile(8)))
     assert "x and the values of codes take 163840 bytes of shared memory in 1 parts" in reason
-    assert small_m_launch.TILING.why_not(problem(name="nf4"), NarrowTile(16)) is None
+    assert small_m_launch.TILING.why_not(problem(name="nf4"), SmallMTile(16)) is None
 
 
 def test_codes_of_many_bits_have_straight_code() -> None:
     shapes = {name: geometry(4096, 2048, scheme(name), torch.bfloat16) for name in ("int4", "int7")}
-    assert {name: small_m_launch.is_loop(NarrowTile(), shape) for name, shape in shapes.items()} == {
+    assert {name: small_m_launch.is_loop(SmallMTile(), shape) for name, shape in shapes.items()} == {
         "int4": True,
         "int7": False,
     }
@@ -250,22 +250,22 @@ def test_without_wgmma_products_wait_for_each_other() -> None:
     before = replace(problem(), features=GPU_FEATURES - {"wgmma"})
     assert not small_m_launch.TILING.rule(before).wgmma and not small_m_launch.TILING.rule(problem(8)).wgmma
     assert small_m_launch.TILING.rule(problem(9)).wgmma
-    assert "compute capability 9" in str(small_m_launch.TILING.why_not(before, NarrowTile(wgmma=True)))
+    assert "compute capability 9" in str(small_m_launch.TILING.why_not(before, SmallMTile(wgmma=True)))
 
 
 def test_scales_are_held_where_there_is_room() -> None:
-    shape, tile = geometry(37888, 3584, scheme("nvfp4"), torch.bfloat16), NarrowTile(8)
+    shape, tile = geometry(37888, 3584, scheme("nvfp4"), torch.bfloat16), SmallMTile(8)
     assert not small_m_launch.room(tile, shape, 16, scheme("nvfp4"), HOPPER_SHARED).holds
     assert small_m_launch.room(tile, shape, 8, scheme("nvfp4"), HOPPER_SHARED).holds
-    small = small_m_launch.room(NarrowTile(16, 4), shape, 8, scheme("nvfp4"), HOPPER_SHARED)
-    assert not small.holds and not small_m_launch.is_loop(NarrowTile(16, 4), shape)
+    small = small_m_launch.room(SmallMTile(16, 4), shape, 8, scheme("nvfp4"), HOPPER_SHARED)
+    assert not small.holds and not small_m_launch.is_loop(SmallMTile(16, 4), shape)
 
 
 def test_where_scales_are_bytes_one_program_of_idle_warps_is_sooner() -> None:
     rules = {
         name: small_m_launch.TILING.rule(problem(16, 5120, 5120, name=name)) for name in ("int4", "mxfp4")
     }
-    assert rules == {"int4": NarrowTile(8, 4, wgmma=True), "mxfp4": NarrowTile(16, 4, wgmma=True)}
+    assert rules == {"int4": SmallMTile(8, 4, wgmma=True), "mxfp4": SmallMTile(16, 4, wgmma=True)}
 
 
 @pytest.mark.parametrize("name", ["nf4", "book4"])
@@ -277,8 +277,8 @@ def test_a_table_of_values_has_room_that_is_asked_for(
     assert RUN is not None
     table, shape = shared_bytes(), geometry(100, k, scheme(name), RUN[0])
     room, tile = (
-        partial(small_m_launch.room, NarrowTile(8), shape, 16, scheme(name), HOPPER_SHARED, table=table),
-        NarrowTile(8),
+        partial(small_m_launch.room, SmallMTile(8), shape, 16, scheme(name), HOPPER_SHARED, table=table),
+        SmallMTile(8),
     )
     has, values = room(), small_m_launch.value_bytes(tile, shape, scheme(name))
     assert has == small_m_launch.Room(
@@ -288,4 +288,4 @@ def test_a_table_of_values_has_room_that_is_asked_for(
     roots = small_m_launch.root_bytes(16)
     with_roots = room(roots=roots).nbytes + roots
     assert with_roots + table <= USUAL_SHARED or with_roots > USUAL_SHARED
-    assert multiply(make_packed, name, NarrowTile(8), k) < LIMIT[RUN[0]]
+    assert multiply(make_packed, name, SmallMTile(8), k) < LIMIT[RUN[0]]

@@ -1,4 +1,4 @@
-"""The tiles that programs of `hopper` share out: who has which steps, who writes them, who waits for whom."""
+"""Stream-K of `wgmma_gemm`: which program has which steps, writes partial sums, and waits."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -40,10 +40,10 @@ def jobs(
 ) -> list[tuple[int, int, int]]:
     """What a program does, by the kernel's code: each tile, its first step, and the one after its last."""
     full, share, width = given
-    whole, count, begin, end, left = in_python(kernel.all_jobs, program, programs)(
+    whole, count, begin, end, left = in_python(kernel.work_range, program, programs)(
         tiles, 1, full, share, width, steps, ROWS=1, BM=1
     )
-    job = in_python(kernel.job_of, program, programs)
+    job = in_python(kernel.work_tile, program, programs)
     return [job(number, whole, begin, end, left, full, width, steps) for number in range(count)]
 
 

@@ -11,10 +11,10 @@ import torch
 from quantkit.kernels import linear, linear_fused
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.decode.decode_config import Norm
-from quantkit.kernels.gemm.decode.decode_tiles import StreamTile, streamed
+from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile, decode_config
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.small_m import small_m_launch
-from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.ops.norm import (
@@ -39,7 +39,7 @@ Run = Callable[[Operands], torch.Tensor]
 def ending(op: Operands, features: frozenset[str]) -> Iterator[Run]:
     """The kernels that end norms, in some tiles."""
     if {"gluon", "ptx"} <= features:
-        for narrow_tile in (NarrowTile(8, 2), NarrowTile(16, 1)):
+        for narrow_tile in (SmallMTile(8, 2), SmallMTile(16, 1)):
             yield partial(small_m_launch.run, tile=narrow_tile, features=features)
         yield from streams(op, features)
 
@@ -47,12 +47,12 @@ def ending(op: Operands, features: frozenset[str]) -> Iterator[Run]:
 def beginning(op: Operands, features: frozenset[str]) -> Iterator[Run]:
     """The kernels that begin norms, in some tiles."""
     if {"gluon", "ptx"} <= features:
-        yield partial(small_m_launch.run, tile=NarrowTile(8, 4), features=features)
+        yield partial(small_m_launch.run, tile=SmallMTile(8, 4), features=features)
         yield from streams(op, features)
 
 
 def streams(op: Operands, features: frozenset[str]) -> Iterator[Run]:
-    tiles = [StreamTile(8, 2, 1, 2), StreamTile(4, 1, 2, 1)]
+    tiles = [DecodeTile(8, 2, 1, 2), DecodeTile(4, 1, 2, 1)]
     integers = len(op.x) <= 4 and not op.scheme.has_zero_point and as_bytes(op.scheme.format) is not None
     for tile in tiles + ([replace(tile, integers=True) for tile in tiles] if integers else []):
         yield partial(decode_launch.run, tile=tile, features=features)
@@ -117,7 +117,7 @@ def test_gates_are_of_ended_norms(make_packed: Callable[..., PackedTensor], pois
         op, _ = operands(make_packed, "int4", 160, 640, m, dtype)
         ended = replace(op, normed=Normed("end", eps=EPS, squares=sums_of_squares(op.x.float())))
         runs = [
-            partial(small_m_launch.run, tile=NarrowTile(16, 1), features=features),
+            partial(small_m_launch.run, tile=SmallMTile(16, 1), features=features),
             *streams(op, features),
         ]
         for run in runs if {"gluon", "ptx"} <= features else []:
@@ -132,8 +132,8 @@ def test_a_norm_between_two_products(
     dtype, features = RUNS[-1] if DEVICE == "cpu" else RUNS[0]
     first, _ = operands(make_packed, "int4", 256, 640, m, dtype)
     second, packed = operands(make_packed, "int4", 96, 256, m, dtype)
-    row = kernel_named("fused-stream" if m == 1 else "fused-narrow")
-    tile: Any = StreamTile(4, 1, 1, 2) if m == 1 else NarrowTile(8, 2)
+    row = kernel_named("fused-gemv" if m == 1 else "fused-small-m")
+    tile: Any = DecodeTile(4, 1, 1, 2) if m == 1 else SmallMTile(8, 2)
 
     def launch(x: Any, weight: Any, layout: Any, bias: Any, **normed: Any) -> torch.Tensor:
         op = Operands(x, layout, bias, weight.scheme, weight.shape[0], **normed)
@@ -169,29 +169,29 @@ def test_roots_that_are_powers_of_two_change_no_digit(
 
 
 def test_what_does_not_begin_or_end_norms_says_why() -> None:
-    shared, few = kernel_named("fused-narrow"), kernel_named("fused-stream")
+    shared, few = kernel_named("fused-small-m"), kernel_named("fused-gemv")
     full = replace(problem(16), gpu=replace(H200, name="smaller", shared_memory=128 << 10))
-    assert shared.tiling is not None and shared.tiling.why_not(full, NarrowTile(16, 1)) is None
-    assert shared.no_norm(problem(16), NarrowTile(8, 8), "begin") is None
-    assert shared.no_norm(problem(16), NarrowTile(16, 1), "end") is None
+    assert shared.tiling is not None and shared.tiling.why_not(full, SmallMTile(16, 1)) is None
+    assert shared.no_norm(problem(16), SmallMTile(8, 8), "begin") is None
+    assert shared.no_norm(problem(16), SmallMTile(16, 1), "end") is None
     for text, reason in {
-        "no parts are added up": shared.no_norm(problem(16), NarrowTile(16, 1), "begin"),
-        "it copies x as it is": shared.no_norm(problem(16), NarrowTile(16, 1), "whole"),
-        "x takes 131136 bytes": shared.no_norm(full, NarrowTile(16, 1), "end"),
-        "as fast from M=3 on": few.no_norm(problem(3), StreamTile(16, 1), "end"),
-        "gives y, as it is": kernel_named("fused-skinny").no_norm(problem(8), None, "begin"),
+        "no parts are added up": shared.no_norm(problem(16), SmallMTile(16, 1), "begin"),
+        "it copies x as it is": shared.no_norm(problem(16), SmallMTile(16, 1), "whole"),
+        "x takes 131136 bytes": shared.no_norm(full, SmallMTile(16, 1), "end"),
+        "as fast from M=3 on": few.no_norm(problem(3), DecodeTile(16, 1), "end"),
+        "gives y, as it is": kernel_named("fused-portable-gemv").no_norm(problem(8), None, "begin"),
     }.items():
         assert reason is not None and text in reason, reason
-    assert few.no_norm(problem(2), StreamTile(), "end") is None
-    assert few.no_norm(problem(8), StreamTile(16, 1), "begin") is None
+    assert few.no_norm(problem(2), DecodeTile(), "end") is None
+    assert few.no_norm(problem(8), DecodeTile(16, 1), "begin") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_only_bfloat16_has_room_for_what_has_no_root_yet(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    row = kernel_named("fused-narrow")
-    chosen = Chosen(row, NarrowTile(8, 8), None, row.launch)
+    row = kernel_named("fused-small-m")
+    chosen = Chosen(row, SmallMTile(8, 8), None, row.launch)
     monkeypatch.setattr(linear_fused, "choose", lambda _: chosen)
     monkeypatch.setattr(Problem, "on", lambda device, *of: problem())
     token = scheme("int4").token
@@ -201,8 +201,8 @@ def test_only_bfloat16_has_room_for_what_has_no_root_yet(
 
 
 def test_roots_count_where_a_table_needs_room_that_is_asked_for() -> None:
-    """x, sums and the table of nf4 take all that a program has unasked."""
-    of = (1, 65536, 4096, scheme("nf4").for_columns(4096), torch.bfloat16, False, StreamTile(8, 2), True, 132)
-    assert streamed(*of).shared_memory == USUAL_SHARED
-    ended = streamed(*of, Norm("end", False, EPS, True, 0.0))
+    """x, sums and the table of nf4 take all that a program has undeclared_bytes."""
+    of = (1, 65536, 4096, scheme("nf4").for_columns(4096), torch.bfloat16, False, DecodeTile(8, 2), True, 132)
+    assert decode_config(*of).shared_memory == USUAL_SHARED
+    ended = decode_config(*of, Norm("end", False, EPS, True, 0.0))
     assert ended.counted_memory > USUAL_SHARED and ended.shared_memory >= USUAL_SHARED + shared_bytes()

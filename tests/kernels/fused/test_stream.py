@@ -1,4 +1,4 @@
-"""`fused-stream`: integers and digits, what it waits for and says, its tiles, and what it refuses."""
+"""`fused-gemv`: integers and digits, what it waits for and says, its tiles, and what it refuses."""
 
 import itertools
 import sys
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quantkit.kernels.gemm.decode import decode_launch, decode_tiles
-from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
+from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.layouts.dequant_expressions import placement, planes
@@ -80,14 +80,14 @@ def problem(m: int = 1, n: int = 4096, k: int = 4096, name: str = "int4") -> Pro
     return Problem(m, n, k, scheme(name).for_columns(k), torch.bfloat16, "cuda", GPU_FEATURES, None, H200)
 
 
-def tiles(op: Operands, features: frozenset[str]) -> list[StreamTile]:
+def tiles(op: Operands, features: frozenset[str]) -> list[DecodeTile]:
     """Tiles of each kind, and those that fit."""
     m, k = op.x.shape
     asked = Problem(m, op.n, k, op.scheme, op.x.dtype, "cuda", features)
     all_of_them = [
-        StreamTile(8, 2, 1, 4),
-        StreamTile(4, 4, 2, 2),
-        *([StreamTile(16, 1, 2, 7), StreamTile(8, 1, 1, 1)] if DEVICE == "cuda" else []),
+        DecodeTile(8, 2, 1, 4),
+        DecodeTile(4, 4, 2, 2),
+        *([DecodeTile(16, 1, 2, 7), DecodeTile(8, 1, 1, 1)] if DEVICE == "cuda" else []),
     ]
     kinds = [replace(tile, integers=kind) for kind in (True, False) for tile in all_of_them]
     return [tile for tile in kinds if decode_launch.TILING.why_not(asked, tile) is None]
@@ -155,7 +155,7 @@ def test_digits_are_x_to_a_part_of_the_largest(
     op = Operands(x.to(DEVICE, RUN[0]), build(packed, RUN[0]), None, packed.scheme, 16)
     weight = packed.dequantize().double()
     expected = op.x.double() @ weight.T
-    y = decode_launch.run(op, StreamTile(8, integers=True), RUN[1]).double()
+    y = decode_launch.run(op, DecodeTile(8, integers=True), RUN[1]).double()
     unit = op.x.double().abs().amax(1, keepdim=True) * 2.0**-23
     rounding = expected.abs() * 2.0**-8 + (unit if spread > 14 else 0) * weight.abs().sum(1)
     assert ((y - expected).abs() <= rounding + 1e-30).all()
@@ -169,7 +169,7 @@ def test_what_is_no_number_stays_in_its_row(
 ) -> None:
     assert RUN is not None
     op, _ = operands(make_packed, "int4", 32, 256, 3, RUN[0])
-    tile = StreamTile(8, integers=integers)
+    tile = DecodeTile(8, integers=integers)
     clean = decode_launch.run(op, tile, RUN[1])
     op.x[2, 77] = value
     y = decode_launch.run(op, tile, RUN[1])
@@ -186,7 +186,7 @@ def test_digits_have_units_for_every_float(make_packed: Callable[..., PackedTens
     x = torch.zeros(1, 256, device=DEVICE, dtype=torch.bfloat16)
     x[0, 3] = value
     op = Operands(x, build(packed, torch.bfloat16), None, packed.scheme, 16)
-    y = decode_launch.run(op, StreamTile(8, integers=True), RUN[1])
+    y = decode_launch.run(op, DecodeTile(8, integers=True), RUN[1])
     expected = (x.double() @ packed.dequantize().double().T).to(torch.bfloat16)
     # Below 2^-118 x is rounded to multiples of that.
     assert ((y.double() - expected.double()).abs() <= (2.0**-115 if value < 1e-30 else 0.0)).all()
@@ -268,13 +268,13 @@ def test_formats_without_bytes_are_multiplied_as_floats() -> None:
     assert set(INTEGERS) == {f"int{bits}" for bits in range(2, 9)} | {"ternary", "binary"}
     for name in ("fp8", "nf4", "mxfp4"):
         assert not decode_launch.TILING.rule(problem(name=name)).integers
-        reason = decode_launch.TILING.why_not(problem(name=name), StreamTile(integers=True))
+        reason = decode_launch.TILING.why_not(problem(name=name), DecodeTile(integers=True))
         assert reason is not None and "no bytes in proportion" in reason
     for m, name in ((5, "up to 4 rows"), (1, "zero-points")):
         asked = problem(m)
         if m == 1:
             asked = replace(asked, scheme=scheme("int4", zero_point="integer").for_columns(4096))
-        reason = decode_launch.TILING.why_not(asked, StreamTile(integers=True))
+        reason = decode_launch.TILING.why_not(asked, DecodeTile(integers=True))
         assert reason is not None and name in reason
 
 
@@ -289,8 +289,8 @@ def test_x_is_read_where_it_was_written(warps: int) -> None:
             if m > 2 and integers:
                 continue
             asked = scheme(name).for_columns(k)
-            tile = StreamTile(warps, 1, 1, 1, integers)
-            known = decode_tiles.streamed(m, 64, k, asked, torch.bfloat16, False, tile, False, 4)
+            tile = DecodeTile(warps, 1, 1, 1, integers)
+            known = decode_tiles.decode_config(m, 64, k, asked, torch.bfloat16, False, tile, False, 4)
             sizes = [known.digit_sizes] if integers else [known.float_sizes] if m <= 8 else []
             sizes += [] if integers or known.as_quads else [known.copied_sizes]
             bases = stored(known.quad_sizes, known).offset_bases
@@ -322,7 +322,7 @@ def test_what_the_kernel_says_is_needed(
     assert RUN is not None
     module, old, new = CHANGES[change]
     modules = interpreted(GLUON | rewritten({module: GLUON[module]}, [(old, new)], tmp_path))
-    tile = StreamTile(4, 1, 2, 2)
+    tile = DecodeTile(4, 1, 2, 2)
     with pytest.MonkeyPatch.context() as patched:
         for name in (HELD, VALUES, KERNEL):
             patched.setitem(sys.modules, name, modules[name])
@@ -356,7 +356,7 @@ def test_x_may_begin_anywhere(make_packed: Callable[..., PackedTensor], first: i
     memory = torch.zeros(2 * 256 + 8, dtype=dtype, device=DEVICE)
     x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
     for integers in (True, False):
-        y = decode_launch.run(replace(op, x=x), StreamTile(integers=integers), features)
+        y = decode_launch.run(replace(op, x=x), DecodeTile(integers=integers), features)
         assert error(y, x, packed, op.bias) < LIMIT[dtype]
 
 
@@ -367,10 +367,10 @@ def test_a_turn_has_whole_rings() -> None:
         asked = problem(m, n, k, name)
         shape = decode_launch.shape_of(asked)
         for values in itertools.product(*decode_launch.VALUES.values()):
-            tile = StreamTile(*values)
+            tile = DecodeTile(*values)
             if decode_launch.TILING.why_not(asked, tile) is not None:
                 continue
-            found = decode_tiles.streamed(
+            found = decode_tiles.decode_config(
                 m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS
             )
             assert found.once or found.units % found.ahead == 0
@@ -401,21 +401,21 @@ def test_rules_have_all_warps_where_they_fit() -> None:
         for gpu in (None, small):
             asked = replace(problem(m, n, k, name), gpu=gpu)
             tile = decode_launch.TILING.rule(asked)
-            fits = decode_launch.TILING.why_not(asked, StreamTile(16, 1, ahead=1)) is None
+            fits = decode_launch.TILING.why_not(asked, DecodeTile(16, 1, ahead=1)) is None
             assert not fits or tile.warps * tile.programs >= 16, (asked, tile)
     # Without room for them warps that share x do it, if there are more rows of x than two.
     for asked, row in (
-        (replace(problem(2, 128256, 5120, "int8"), gpu=small), "fused-stream"),
-        (problem(4, 128256, 4096, "nf4"), "fused-narrow"),
+        (replace(problem(2, 128256, 5120, "int8"), gpu=small), "fused-gemv"),
+        (problem(4, 128256, 4096, "nf4"), "fused-small-m"),
     ):
-        assert decode_launch.TILING.why_not(asked, StreamTile(16, 1, ahead=1)) is not None
-        assert decode_launch.TILING.rule(asked) == StreamTile(8, 1, ahead=4 if asked.m == 2 else 2)
+        assert decode_launch.TILING.why_not(asked, DecodeTile(16, 1, ahead=1)) is not None
+        assert decode_launch.TILING.rule(asked) == DecodeTile(8, 1, ahead=4 if asked.m == 2 else 2)
         assert choose_by_rules(asked).kernel.name == row
 
 
 def test_threads_of_more_warps_have_fewer_registers() -> None:
     tiles = [(4, 1), (8, 2), (16, 1), (8, 3), (8, 4), (16, 2)]
-    assert [decode_launch.thread_registers(StreamTile(*tile)) for tile in tiles] == [
+    assert [decode_launch.thread_registers(DecodeTile(*tile)) for tile in tiles] == [
         128,
         128,
         128,
@@ -424,15 +424,15 @@ def test_threads_of_more_warps_have_fewer_registers() -> None:
         64,
     ]
     for tile in tiles:
-        assert 32 * tile[0] * tile[1] * decode_launch.thread_registers(StreamTile(*tile)) <= 1 << 16
-    assert "has 32 such warps at once" in str(decode_launch.TILING.why_not(problem(), StreamTile(16, 3)))
+        assert 32 * tile[0] * tile[1] * decode_launch.thread_registers(DecodeTile(*tile)) <= 1 << 16
+    assert "has 32 such warps at once" in str(decode_launch.TILING.why_not(problem(), DecodeTile(16, 3)))
     # Numbers of x of a norm: a quarter of the registers.
-    assert decode_launch.why_no_norm(problem(4), StreamTile(16, 1), "whole") is None
-    assert "has registers for 16" in str(decode_launch.why_no_norm(problem(4), StreamTile(16, 2), "whole"))
+    assert decode_launch.why_no_norm(problem(4), DecodeTile(16, 1), "whole") is None
+    assert "has registers for 16" in str(decode_launch.why_no_norm(problem(4), DecodeTile(16, 2), "whole"))
 
 
 def test_refusals_say_what_is_in_the_way() -> None:
-    row = kernel_named("fused-stream")
+    row = kernel_named("fused-gemv")
     said = {
         "up to 16 rows of x, not 17": problem(17),
         "values of nf4 in shared memory are for up to 8 rows of x": problem(9, name="nf4"),
@@ -447,11 +447,11 @@ def test_refusals_say_what_is_in_the_way() -> None:
         assert reason is not None and text in reason, reason
     assert row.supports(problem()) is None and row.supports(problem(16)) is None
     assert row.pays(problem(8)) is None and "from M=9 on" in str(row.pays(problem(9)))
-    # Of small weights, which have too few row tiles for `fused-narrow`.
+    # Of small weights, which have too few row tiles for `fused-small-m`.
     assert row.pays(problem(16, n=1024)) is None and "from M=9 on" in str(
         row.pays(problem(16, n=1024, k=9216))
     )
-    tile = StreamTile(16, 1)
+    tile = DecodeTile(16, 1)
     assert "up to 8 rows of x, not for 9" in str(decode_launch.why_no_norm(problem(9, k=512), tile, "whole"))
     assert decode_launch.why_no_norm(problem(8, k=512), tile, "whole") is None
 
@@ -480,7 +480,7 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
     total = torch.full_like(op.x, float("nan"))
     added = op.x + other if adds else op.x
     normed = Normed("whole", kind, 1e-5, weight, other if adds else None, total if adds else None)
-    tile = StreamTile(4, 2, 2, 2, integers)
+    tile = DecodeTile(4, 2, 2, 2, integers)
     y = decode_launch.run(replace(op, normed=normed), tile, features)
     assert error(y, NORM_REFERENCES[kind](added, weight, 1e-5), packed, op.bias) < LIMIT[dtype]
     assert DEVICE == "cpu" or torch.equal(y, decode_launch.run(replace(op, normed=normed), tile, features))
@@ -489,13 +489,14 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
 
 
 def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:
-    row = kernel_named("fused-stream")
-    assert row.no_norm(problem(1), StreamTile(), "whole") is None
-    assert row.no_norm(problem(3), StreamTile(16, 1), "whole") is None
-    reason = row.no_norm(problem(3), StreamTile(), "whole")
+    row = kernel_named("fused-gemv")
+    assert row.no_norm(problem(1), DecodeTile(), "whole") is None
+    assert row.no_norm(problem(3), DecodeTile(16, 1), "whole") is None
+    reason = row.no_norm(problem(3), DecodeTile(), "whole")
     assert reason is not None and "64 numbers of x" in reason
     assert (
-        kernel_named("fused-skinny").no_norm(problem(1), None, "whole") == "it takes x, and gives y, as it is"
+        kernel_named("fused-portable-gemv").no_norm(problem(1), None, "whole")
+        == "it takes x, and gives y, as it is"
     )
 
 
@@ -517,7 +518,7 @@ def test_products_that_are_gated_are_those_gated_next(
     assert RUN is not None
     dtype, features = RUN
     op, _ = operands(make_packed, name, n, k, m, dtype)
-    for tile in (StreamTile(8, 2, 1, 4, integers), StreamTile(8, 1, 2, 1, integers)):
+    for tile in (DecodeTile(8, 2, 1, 4, integers), DecodeTile(8, 1, 2, 1, integers)):
         assert is_gated(partial(decode_launch.run, tile=tile, features=features), op, "silu", "gelu"), tile
 
 
@@ -527,18 +528,18 @@ def test_norms_and_gates_are_taken_together(make_packed: Callable[..., PackedTen
     dtype, features = RUN
     op, _ = operands(make_packed, "int4", 160, 640, 2, dtype)
     normed = replace(op, normed=Normed("whole", "llama", 1e-5, torch.randn(640, dtype=dtype, device=DEVICE)))
-    run = partial(decode_launch.run, tile=StreamTile(4, 2, 1, 2, True), features=features)
+    run = partial(decode_launch.run, tile=DecodeTile(4, 2, 1, 2, True), features=features)
     assert is_gated(run, normed, "silu")
 
 
 def test_y_is_gated_where_that_pays() -> None:
-    row, small = kernel_named("fused-stream"), replace(H200, name="small", shared_memory=4 << 10)
-    assert row.no_gate(problem(2), StreamTile()) is None
+    row, small = kernel_named("fused-gemv"), replace(H200, name="small", shared_memory=4 << 10)
+    assert row.no_gate(problem(2), DecodeTile()) is None
     for text, one in {
         "halves of 4112 rows": problem(n=4112),
         "as fast from M=3": problem(3),
         "x and sums of pairs take": replace(problem(), gpu=small),
     }.items():
-        reason = row.no_gate(one, StreamTile())
+        reason = row.no_gate(one, DecodeTile())
         assert reason is not None and text in reason, reason
-    assert kernel_named("fused-skinny").no_gate(problem(1), None) == "it gives y as it is"
+    assert kernel_named("fused-portable-gemv").no_gate(problem(1), None) == "it gives y as it is"

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
-from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
 from quantkit.kernels.problem import Problem, TileError
 from quantkit.kernels.tuning import gpu_bench as gpu_module
 from quantkit.kernels.tuning.gpu_bench import CompilePool, GpuBench, _explained, _same_kernel
@@ -51,16 +51,22 @@ def test_random_weights_are_numbers_of_every_scheme(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tile", [SkinnyTile(2, 128), SkinnyTile(2, 256, 2, True), TiledTile(4, 16, stages=2), None], ids=str
+    "tile",
+    [PortableGemvTile(2, 128), PortableGemvTile(2, 256, 2, True), PortableGemmTile(4, 16, stages=2), None],
+    ids=str,
 )
 def test_a_bench_tells_right_from_wrong(
-    tile: SkinnyTile | TiledTile | None, monkeypatch: pytest.MonkeyPatch
+    tile: PortableGemvTile | PortableGemmTile | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU in float32, which takes the least time."""
     monkeypatch.setattr(gpu_module, "copies", lambda nbytes: 2)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    row = {SkinnyTile: "fused-skinny", TiledTile: "fused-tiled", type(None): "dequantize"}[type(tile)]
+    row = {
+        PortableGemvTile: "fused-portable-gemv",
+        PortableGemmTile: "fused-portable",
+        type(None): "dequantize",
+    }[type(tile)]
     dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
     bench = GpuBench(
         random_packed(scheme("int4", zero_point="integer", group_size=64), 40, 256, DEVICE), dtype
@@ -93,13 +99,14 @@ def test_a_bench_rests_before_products_that_draw_much_power(monkeypatch: pytest.
 
 def test_lack_of_room_is_a_reason_and_other_errors_end_the_search() -> None:
     packed = random_packed(scheme("int4"), 16, 128, DEVICE)
-    candidate = Candidate("fused-skinny", SkinnyTile())
+    candidate = Candidate("fused-portable-gemv", PortableGemvTile())
     for error in (TileError("too large"), torch.OutOfMemoryError("too large")):
         with pytest.raises(Unfit, match="too large"), _explained(candidate, packed, 1):
             raise error
     with (
         pytest.raises(
-            KernelError, match=r"fused-skinny warps=4 .* failed for int4 .* M=3: misaligned address.*kept"
+            KernelError,
+            match=r"fused-portable-gemv warps=4 .* failed for int4 .* M=3: misaligned address.*kept",
         ),
         _explained(candidate, packed, 3),
     ):
@@ -107,7 +114,10 @@ def test_lack_of_room_is_a_reason_and_other_errors_end_the_search() -> None:
 
 
 def test_problems_with_the_same_kernels_compile_once(ask: Ask) -> None:
-    skinny, tiled = Candidate("fused-skinny", SkinnyTile()), Candidate("fused-tiled", TiledTile(4, 64))
+    skinny, tiled = (
+        Candidate("fused-portable-gemv", PortableGemvTile()),
+        Candidate("fused-portable", PortableGemmTile(4, 64)),
+    )
     assert [_same_kernel(ask(m=m), skinny).m for m in (1, 2, 4, 8, 16, 32)] == [1, 8, 8, 8, 16, 32]
     assert [_same_kernel(ask(m=m), tiled).m for m in (1, 8, 16, 64, 1024)] == [1, 8, 16, 16, 16]
     assert [_same_kernel(ask(n=n), tiled).n for n in (4096, 1024, 1000)] == [16, 16, 17]
@@ -115,8 +125,8 @@ def test_problems_with_the_same_kernels_compile_once(ask: Ask) -> None:
 
 def test_candidates_compile_without_a_gpu(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    good = Candidate("fused-skinny", SkinnyTile(4, 512, 1, True))
-    bad = Candidate("fused-skinny", SkinnyTile(3, 512, 1, True))
+    good = Candidate("fused-portable-gemv", PortableGemvTile(4, 512, 1, True))
+    bad = Candidate("fused-portable-gemv", PortableGemvTile(3, 512, 1, True))
     with CompilePool(1, H200) as pool:
         waits = [pool.submit(ask(m=m), good) for m in (2, 8)]
         worse = pool.submit(ask(), bad)
@@ -134,12 +144,12 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from quantkit.kernels.gemm import fused_kernels
-from quantkit.kernels.gemm.wgmma.wgmma_launch import HopperTile
-from quantkit.kernels.gemm.small_m.small_m_launch import NarrowTile
+from quantkit.kernels.gemm.wgmma.wgmma_launch import WgmmaTile
+from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
 from quantkit.kernels.gemm.operands import Operands
-from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
-from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
-from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
+from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.tuning.timing import random_packed
 from quantkit.kernels.problem import GPU_FEATURES, Problem
@@ -157,18 +167,18 @@ def recorded(self, *arguments):
 
 Launch.__call__ = recorded
 cases = (
-    ("fused-skinny", SkinnyTile(), 4, 64),
-    ("fused-tiled", TiledTile(4, 64, 4), 64, 64),
+    ("fused-portable-gemv", PortableGemvTile(), 4, 64),
+    ("fused-portable", PortableGemmTile(4, 64, 4), 64, 64),
     # A full round of 132 programs is not split, one more is.
-    ("fused-tiled", TiledTile(4, 64, 2, at_once=1), 64, 133 * 64),
-    ("fused-narrow", NarrowTile(8, 2), 16, 4096),
-    ("fused-narrow", NarrowTile(16, 1), 5, 96),
-    ("fused-stream", StreamTile(8, 2, 1, 2, True), 1, 4096),
-    ("fused-stream", StreamTile(8, 2, 2, 2), 3, 96),
-    ("fused-stream", StreamTile(16, 1, 1, 1), 8, 9 * 132 * 16),
-    ("fused-hopper", HopperTile(64, share=True), 64, 4096),
+    ("fused-portable", PortableGemmTile(4, 64, 2, at_once=1), 64, 133 * 64),
+    ("fused-small-m", SmallMTile(8, 2), 16, 4096),
+    ("fused-small-m", SmallMTile(16, 1), 5, 96),
+    ("fused-gemv", DecodeTile(8, 2, 1, 2, True), 1, 4096),
+    ("fused-gemv", DecodeTile(8, 2, 2, 2), 3, 96),
+    ("fused-gemv", DecodeTile(16, 1, 1, 1), 8, 9 * 132 * 16),
+    ("fused-wgmma", WgmmaTile(64, share=True), 64, 4096),
     # Nothing is left to share.
-    ("fused-hopper", HopperTile(64, share=True), 64, 132 * 128),
+    ("fused-wgmma", WgmmaTile(64, share=True), 64, 132 * 128),
 )
 for row, tile, m, n in cases[int(sys.argv[1]) :: 2]:
     hashes.clear()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.kernels.gemm.decode.decode_tiles import StreamTile
-from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
-from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
+from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import choose_by_rules, kernel_named
 from quantkit.kernels.tuning.search import (
@@ -120,7 +120,7 @@ def test_candidates_are_legal_and_few(gpu: Gpu, name: str, shape: tuple[int, int
 
 def test_neighbours_differ_in_one_field(gpu: Gpu) -> None:
     problem = INT4.problem(64, gpu, GPU_FEATURES)
-    row = kernel_named("fused-tiled")
+    row = kernel_named("fused-portable")
     tile = row.tiling.rule(problem)
     found = [one.tile for one in neighbours(problem, row, tile)]
     assert all(distance(one, tile) == 1 for one in found)
@@ -130,8 +130,8 @@ def test_neighbours_differ_in_one_field(gpu: Gpu) -> None:
 
 def test_the_best_is_found_pass_by_pass(gpu: Gpu) -> None:
     ruled = choose_by_rules(INT4.problem(1, gpu, GPU_FEATURES))
-    assert ruled.tile == StreamTile(8, 2, 1, 4, True)
-    goal = Candidate("fused-stream", StreamTile(8, 2, 1, 2, False))
+    assert ruled.tile == DecodeTile(8, 2, 1, 4, True)
+    goal = Candidate("fused-gemv", DecodeTile(8, 2, 1, 2, False))
     for passes, far in ((0, 2), (1, 1), (2, 0), (9, 0)):
         *_, (one,) = run(gpu, FakeBench(best_is(goal)), passes=passes)
         assert distance(one.entry().tile, goal.tile) == far
@@ -140,35 +140,35 @@ def test_the_best_is_found_pass_by_pass(gpu: Gpu) -> None:
 
 def test_rows_that_are_not_searched_keep_their_tiles_and_may_win(gpu: Gpu) -> None:
     ruled = Candidate(
-        "fused-tiled", kernel_named("fused-tiled").tiling.rule(INT4.problem(64, gpu, GPU_FEATURES))
+        "fused-portable", kernel_named("fused-portable").tiling.rule(INT4.problem(64, gpu, GPU_FEATURES))
     )
     bench = FakeBench(best_is(ruled))
-    setting = Setting(gpu, GPU_FEATURES, bench.open, FakeCompiler(), 2, searched=frozenset({"fused-hopper"}))
+    setting = Setting(gpu, GPU_FEATURES, bench.open, FakeCompiler(), 2, searched=frozenset({"fused-wgmma"}))
     *_, (one,) = search((INT4,), (64,), {}, setting)
     tried = [candidate.kernel for candidate in one.coarse]
-    assert tried.count("fused-tiled") == 1 and tried.count("fused-hopper") > 2
-    assert (one.entry().kernel, one.entry().tile) == ("fused-tiled", ruled.tile)
+    assert tried.count("fused-portable") == 1 and tried.count("fused-wgmma") > 2
+    assert (one.entry().kernel, one.entry().tile) == ("fused-portable", ruled.tile)
 
 
 def test_a_search_begins_where_the_table_is(gpu: Gpu) -> None:
-    goal = Candidate("fused-skinny", SkinnyTile(8, 256, 1, False))
-    known = {Key.of(INT4.problem(1, gpu, GPU_FEATURES)): Entry(1.0, "fused-skinny", goal.tile)}
+    goal = Candidate("fused-portable-gemv", PortableGemvTile(8, 256, 1, False))
+    known = {Key.of(INT4.problem(1, gpu, GPU_FEATURES)): Entry(1.0, "fused-portable-gemv", goal.tile)}
     ((one,),) = run(gpu, FakeBench(best_is(goal)), known=known, passes=0)
     assert one.entry().tile == goal.tile
     assert one.entry().us == 10.0, "measured again, not believed"
 
 
 def test_another_row_wins_with_the_times_of_those_before_it(gpu: Gpu) -> None:
-    goal = Candidate("fused-tiled", TiledTile(4, 16, 4, 4, 2))
+    goal = Candidate("fused-portable", PortableGemmTile(4, 16, 4, 4, 2))
     *_, (one,) = run(gpu, FakeBench(best_is(goal, 7.0)), ms=(16,))
     entry = one.entry()
-    assert (entry.kernel, entry.tile, entry.us) == ("fused-tiled", goal.tile, 7.0)
-    others = {"fused-stream": 14.0, "fused-skinny": 14.0, "fused-narrow": 14.0, "fused-hopper": 14.0}
+    assert (entry.kernel, entry.tile, entry.us) == ("fused-portable", goal.tile, 7.0)
+    others = {"fused-gemv": 14.0, "fused-portable-gemv": 14.0, "fused-small-m": 14.0, "fused-wgmma": 14.0}
     assert entry.others == others, "no later row, and none of other devices"
 
 
 def test_few_replays_first_and_many_for_the_best(gpu: Gpu) -> None:
-    goal = Candidate("fused-skinny", SkinnyTile(4, 512, 1, False))
+    goal = Candidate("fused-portable-gemv", PortableGemvTile(4, 512, 1, False))
     bench = FakeBench(best_is(goal))
     *_, (one,) = run(gpu, bench)
     coarse = [candidate for candidate, _, replays in bench.asked if replays == COARSE]
@@ -188,14 +188,14 @@ def test_noise_is_no_reason_to_differ_from_the_rules(gpu: Gpu) -> None:
 
 def test_hopeless_rows_are_left_alone(gpu: Gpu) -> None:
     for slow, tried in ((HOPELESS * 10 - 1, True), (HOPELESS * 10 + 1, False)):
-        bench = FakeBench(lambda one, m, slow=slow: slow if one.kernel == "fused-tiled" else 10.0)
+        bench = FakeBench(lambda one, m, slow=slow: slow if one.kernel == "fused-portable" else 10.0)
         *_, (one,) = run(gpu, bench, ms=(16,))
-        assert (sum(c.kernel == "fused-tiled" for c in one.coarse) > 1) is tried
+        assert (sum(c.kernel == "fused-portable" for c in one.coarse) > 1) is tried
 
 
 @pytest.mark.parametrize("error", [0.1, float("nan"), float("inf")])
 def test_what_computes_something_wrong_never_wins(gpu: Gpu, error: float) -> None:
-    goal = Candidate("fused-skinny", SkinnyTile(4, 512, 1, False))
+    goal = Candidate("fused-portable-gemv", PortableGemvTile(4, 512, 1, False))
     bench = FakeBench(best_is(goal, 1.0), lambda one: error if one == goal else LIMITS[torch.bfloat16])
     *_, (one,) = run(gpu, bench)
     assert one.entry().tile != goal.tile
@@ -214,16 +214,16 @@ def test_not_even_the_choice_of_the_rules_may_be_wrong(gpu: Gpu) -> None:
 
 def test_what_does_not_fit_or_compile_is_skipped(gpu: Gpu) -> None:
     def us(one: Candidate, m: int) -> float:
-        if one.kernel == "fused-skinny" and one.tile.columns == 256:
+        if one.kernel == "fused-portable-gemv" and one.tile.columns == 256:
             raise Unfit("out of resource: registers")
         return 1.0
 
-    compiler = FakeCompiler(lambda one: "the compiler crashed" if one.kernel == "fused-tiled" else None)
+    compiler = FakeCompiler(lambda one: "the compiler crashed" if one.kernel == "fused-portable" else None)
     *_, (one,) = run(gpu, FakeBench(us), compiler=compiler)
     reasons = set(one.rejected.values())
     assert reasons == {"out of resource: registers", "the compiler crashed"}
     assert not one.wrong
-    rows = {"fused-stream", "fused-skinny", "fused-narrow", "fused-hopper", "dequantize"}
+    rows = {"fused-gemv", "fused-portable-gemv", "fused-small-m", "fused-wgmma", "dequantize"}
     assert {candidate.kernel for candidate in one.coarse} == rows
 
 
@@ -248,7 +248,7 @@ def test_what_tiles_cannot_compute_is_left_out(gpu: Gpu) -> None:
 
 def test_each_pass_yields_each_weight_so_that_it_can_be_stored(gpu: Gpu) -> None:
     weights = (INT4, Weight(scheme("int8"), 4096, 4096))
-    bench = FakeBench(best_is(Candidate("fused-skinny", SkinnyTile(8, 256, 1, False))))
+    bench = FakeBench(best_is(Candidate("fused-portable-gemv", PortableGemvTile(8, 256, 1, False))))
     calls: list[tuple[int, int, int]] = []
     found = run(
         gpu,

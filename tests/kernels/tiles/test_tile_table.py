@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError, OutputError, UsageError
-from quantkit.kernels.gemm.portable.portable_gemm_launch import TiledTile
-from quantkit.kernels.gemm.portable.portable_gemv_launch import SkinnyTile
+from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile
+from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
 from quantkit.kernels.problem import Gpu, Problem
 from quantkit.kernels.registry import KERNELS
 from quantkit.kernels.tuning import store
@@ -35,9 +35,9 @@ from quantkit.packing.schemes import scheme
 
 Ask = Callable[..., Problem]
 
-SKINNY = Entry(5.43, "fused-skinny", SkinnyTile(4, 512, 1, True))
-TILED = Entry(12.0, "fused-tiled", TiledTile(4, 64, 4, 4, 4), {"fused-skinny": 20.25})
-DENSE = Entry(57.5, "dequantize", None, {"fused-tiled": 60.0})
+SKINNY = Entry(5.43, "fused-portable-gemv", PortableGemvTile(4, 512, 1, True))
+TILED = Entry(12.0, "fused-portable", PortableGemmTile(4, 64, 4, 4, 4), {"fused-portable-gemv": 20.25})
+DENSE = Entry(57.5, "dequantize", None, {"fused-portable": 60.0})
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_weight_is_a_line(table: TileTable, ask: Ask) -> None:
     different = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
     assert len(different) == 1
     assert different[0][0].startswith(
-        '"4096x4096": {"1": [5.43, "fused-skinny", [4, 512, 1, true, 16, false, false]], "64": [12.0'
+        '"4096x4096": {"1": [5.43, "fused-portable-gemv", [4, 512, 1, true, 16, false, false]], "64": [12.0'
     )
     empty = replace(table, entries={})
     assert from_json(to_json(empty, KERNELS), table.gpu, KERNELS) == empty
@@ -130,7 +130,7 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         (damage(lambda data: data.update(gpu=3)), "'gpu' of the file is 3; expected an object"),
         (damage(lambda data: data["gpu"].update(more=3)), "'gpu' has the keys"),
         (damage(lambda data: data.update(made_with={"torch": 2})), "'made_with' is"),
-        (damage(lambda data: data["tiles"]["fused-tiled"].pop()), "'tiles' is .*; expected .*stages"),
+        (damage(lambda data: data["tiles"]["fused-portable"].pop()), "'tiles' is .*; expected .*stages"),
         (damage(lambda data: data["weights"].append(3)), "'weights' has 3"),
         (damage(lambda data: data["weights"][0].update(n=1)), "a weight has the keys"),
         (damage(lambda data: data["weights"][0].update(dtype="int8")), "the dtype of fp4-e2m1 .* is 'int8'"),
@@ -161,28 +161,28 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         (entry([]), r"is \[\]; expected \[microseconds, row"),
         (
             entry([1.0, "fused-wide"]),
-            "names the row 'fused-wide'; known are fused-stream, fused-skinny, .*unpack",
+            "names the row 'fused-wide'; known are fused-gemv, fused-portable-gemv, .*unpack",
         ),
         (entry([1.0, "torch-int4"]), "names the row 'torch-int4'"),
-        (entry([1.0, ["fused-skinny"]]), "names the row"),
-        (entry([1.0, "fused-skinny"]), "has the tile None; expected warps, columns, row_tiles, ahead"),
-        (entry([1.0, "fused-skinny", [4, 512, 1]]), "has the tile"),
-        (entry([1.0, "fused-skinny", [4, 512, 1, 1]]), "has the tile"),
-        (entry([1.0, "fused-skinny", [4, 512, True, True]]), "has the tile"),
-        (entry([1.0, "fused-skinny", [4, 512.0, 1, True]]), "has the tile"),
+        (entry([1.0, ["fused-portable-gemv"]]), "names the row"),
+        (entry([1.0, "fused-portable-gemv"]), "has the tile None; expected warps, columns, row_tiles, ahead"),
+        (entry([1.0, "fused-portable-gemv", [4, 512, 1]]), "has the tile"),
+        (entry([1.0, "fused-portable-gemv", [4, 512, 1, 1]]), "has the tile"),
+        (entry([1.0, "fused-portable-gemv", [4, 512, True, True]]), "has the tile"),
+        (entry([1.0, "fused-portable-gemv", [4, 512.0, 1, True]]), "has the tile"),
         (
-            entry([1.0, "fused-skinny", [3, 512, 1, True, 16, False, False]]),
+            entry([1.0, "fused-portable-gemv", [3, 512, 1, True, 16, False, False]]),
             "cannot be: warps is one of 2, 4, 8, not 3",
         ),
         (
-            entry([1.0, "fused-skinny", [4, 1 << 40, 1, True, 16, False, False]]),
+            entry([1.0, "fused-portable-gemv", [4, 1 << 40, 1, True, 16, False, False]]),
             "cannot be: columns is one of",
         ),
         (
-            entry([1.0, "fused-skinny", [4, 512, 1, True, 16, False, False]], "64"),
+            entry([1.0, "fused-portable-gemv", [4, 512, 1, True, 16, False, False]], "64"),
             "cannot be: it takes up to 32 rows of x, not 64",
         ),
-        (entry([1.0, "fused-tiled", [4, 16, 1, 4, 99, False, 1, 0]]), "cannot be: stages is one of"),
+        (entry([1.0, "fused-portable", [4, 16, 1, 4, 99, False, 1, 0]]), "cannot be: stages is one of"),
         (entry([1.0, "dequantize", [1]]), r"has \[\[1\]\] at its end"),
         (entry([1.0, "dequantize", {}, 3]), "at its end"),
         (entry([0, "dequantize"]), "has 0; expected microseconds"),
@@ -190,7 +190,7 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         (entry([float("nan"), "dequantize"]), "has nan; expected microseconds"),
         (entry([float("inf"), "dequantize"]), "has inf; expected microseconds"),
         (entry([1.0, "dequantize", {"fused": 1.0}]), "names the row 'fused'"),
-        (entry([1.0, "dequantize", {"fused-tiled": "1"}]), "has '1'; expected microseconds"),
+        (entry([1.0, "dequantize", {"fused-portable": "1"}]), "has '1'; expected microseconds"),
         (entry([1.0, "dequantize"], "3"), "M is '3'; expected a power of two"),
         (entry([1.0, "dequantize"], "01"), "M is '01'"),
         (entry([1.0, "dequantize"], "-1"), "M is '-1'"),
@@ -215,7 +215,9 @@ def test_damage_is_refused_in_words(
 
 
 def test_steps_must_be_divided_by_the_split(gpu: Gpu, ask: Ask) -> None:
-    table = TileTable(gpu, {}, {Key.of(ask(m=64, k=384)): Entry(1.0, "fused-tiled", TiledTile(4, 64, 4))})
+    table = TileTable(
+        gpu, {}, {Key.of(ask(m=64, k=384)): Entry(1.0, "fused-portable", PortableGemmTile(4, 64, 4))}
+    )
     with pytest.raises(KernelError, match="3 steps are not divided by a split of 4"):
         from_json(to_json(table, KERNELS), gpu, KERNELS)
 
@@ -245,11 +247,11 @@ def test_no_change_of_one_value_gets_through_as_another_error(table: TileTable, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 12"),
+        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 13"),
         # As they were before there was another row.
         (
-            damage(lambda data: (data.update(version=3), data["tiles"].pop("fused-hopper"))),
-            "it has version 3, these kernels have 12",
+            damage(lambda data: (data.update(version=3), data["tiles"].pop("fused-wgmma"))),
+            "it has version 3, these kernels have 13",
         ),
         (
             damage(lambda data: data["gpu"].update(name="Other")),
@@ -456,3 +458,20 @@ def test_a_cache_that_is_no_directory(table: TileTable, gpu: Gpu, cache: Path) -
     assert stored_tables(gpu, KERNELS) == ()
     with pytest.raises(OutputError, match=r"cannot write the tile table .*Make its directory writable"):
         save(table, KERNELS)
+
+
+def test_a_table_of_version_12_is_read_with_the_kernel_names_of_today(gpu: Gpu, ask: Ask) -> None:
+    """Entries are those of the same table of today, also times of other kernels."""
+    entry = Entry(2.0, "fused-portable", PortableGemmTile(4, 16), {"fused-portable-gemv": 3.0})
+    data = to_json(TileTable(gpu, {}, {Key.of(ask(m=16)): entry}), KERNELS).decode()
+    old = data.replace('"version": 13', '"version": 12')
+    for name, before in (
+        ("fused-portable-gemv", "fused-skinny"),
+        ("fused-portable", "fused-tiled"),
+        ("fused-small-m", "fused-narrow"),
+        ("fused-wgmma", "fused-hopper"),
+        ("fused-gemv", "fused-stream"),
+    ):
+        old = old.replace(f'"{name}"', f'"{before}"')
+    assert old.count("fused-tiled") == 2 and "fused-portable" not in old
+    assert from_json(old.encode(), gpu, KERNELS).entries == {Key.of(ask(m=16)): entry}

@@ -1,4 +1,4 @@
-"""What `fused-stream` knows at compile time. Processes that only compile import it: it has no torch."""
+"""What `fused-gemv` knows at compile time. Processes that only compile import it: it has no torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from quantkit.kernels.layouts.shared_memory import (
     planes_apart,
     power_of_two,
     shared_bytes,
-    unasked,
+    undeclared_bytes,
 )
 
 #: Columns of operand B of a product, and the most rows of x that it multiplies with.
@@ -29,7 +29,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Streamed:
+class DecodeConfig:
     """What the kernel knows at compile time: the weight, how codes become operands, and how work is shared.
 
     Products are those of `product` columns; two of them have a quad of x, a `piece` of columns.
@@ -230,7 +230,7 @@ class Streamed:
     @property
     def spare_rows(self) -> int:
         """Rows without x, allocated so that Triton asks for the table that it does not count."""
-        return -(-unasked(self._needed, self.shared_table * shared_bytes()) // (4 * self.row_words))
+        return -(-undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.row_words))
 
     @property
     def _needed(self) -> int:

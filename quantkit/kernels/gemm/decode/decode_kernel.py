@@ -10,23 +10,23 @@ Products are those of 16-bit floats, or of 8-bit integers and the digits of x
 instructions. Written in Gluon, which says what each lane has: the tensors of the loop are quads [W warps, 32
 lanes, 4 registers], or words [W, 32].
 
-`S` is the `Streamed` of `quantkit.kernels.gemm.decode.decode_config`: all that is known at compile time.
+`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`: all that is known at compile time.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.gluon.dequant_fragment import (
-    filled,
-    hold_roots,
-    let_next_start,
+    fill_registers,
     load_squares,
+    pdl_launch_dependents,
+    pdl_wait,
     row_tile_of,
-    wait_for_kernel_before,
+    stage_rms,
 )
-from quantkit.kernels.gluon.epilogue import load_outputs, write
+from quantkit.kernels.gluon.epilogue import load_outputs, store_epilogue
 from quantkit.kernels.gluon.scales_registers import for_operand, for_sums, of_rows, words_of
-from quantkit.kernels.gluon.stage_x_per_warp import columns, hold, norm_weights, pair, quads_of
+from quantkit.kernels.gluon.stage_x_per_warp import load_b_fragment, norm_weights, pair, quads_of, stage_x
 from quantkit.kernels.layouts.dequant_blocks import expert_block, of_matrix
 
 #: Products: operand A is a quad, B a half of one.
@@ -44,7 +44,7 @@ _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 
 @gluon.jit(do_not_specialize=["M", "EACH", "MORE"])
-def stream(
+def decode_gemm(
     x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, EACH, MORE, order,
     expert_blocks, S: gl.constexpr,
 ):  # fmt: skip
@@ -61,17 +61,17 @@ def stream(
     AHEAD: gl.constexpr = S.ahead
     FILL: gl.constexpr = S.fill
     if S.overlap and expert_blocks is None:
-        let_next_start()
+        pdl_launch_dependents()
     program = gl.program_id(0)
     if expert_blocks is not None:
         if S.overlap and not S.chained:
             # The kernel before this one may have written the segments.
-            wait_for_kernel_before()
+            pdl_wait()
         expert, its_first, M = expert_block(expert_blocks, program, S.chained)
         if S.overlap and S.chained:
             # If no segment has pairs, some program has to have waited before all end.
             if (M == 0) & (program == 0):
-                wait_for_kernel_before()
+                pdl_wait()
         if M == 0:
             return
         codes, scale, zero, factor, lut = of_matrix(
@@ -89,17 +89,17 @@ def stream(
     table = lut
     if S.table is not None:
         # No tensor in truth: each lane of a warp has its own.
-        table = gl.inline_asm_elementwise(S.table, "=r,l", [filled(lut, FILL)], gl.int32, True, 1)
+        table = gl.inline_asm_elementwise(S.table, "=r,l", [fill_registers(lut, FILL)], gl.int32, True, 1)
     of_norm = norm_weights(norm, S)
     times = ()
     if S.begins:
         times = (load_outputs(norm, first, count, 1, N, S),)
     if S.overlap and (expert_blocks is None or S.chained):
         # Only x, and what norms are of, is written by kernels before this one.
-        wait_for_kernel_before()
+        pdl_wait()
     if S.overlap and expert_blocks is not None:
         # A chained kernel reads the segments at once, as this one has waited.
-        let_next_start()
+        pdl_launch_dependents()
     of_x = ()
     if S.ends:
         of_x = (load_squares(squares, M, S.k, S.rows, S.warps),)
@@ -110,9 +110,9 @@ def stream(
         spare = gl.allocate_shared_memory(
             gl.int32, [S.spare_rows, S.row_words], gl.SwizzledSharedLayout(1, 1, 1, [0])
         )
-    held, unit_of_x = hold(x, other, of_norm, total, M, order, S)
+    held, unit_of_x = stage_x(x, other, of_norm, total, M, order, S)
     if S.ends:
-        of_x = (hold_roots(of_x[0], S.k, S.norm.eps),)
+        of_x = (stage_rms(of_x[0], S.k, S.norm.eps),)
     weights = ()
     if S.weighed:
         weights = _weights(unit_of_x, S)
@@ -124,7 +124,9 @@ def stream(
     else:
         for turn in range((count + S.together - 1) // S.together):
             ring = _turn(given, ring, turn * S.together, table, held, weights, parts, scale, zero, S)
-    write(parts, first, count, scale, factor, bias, y, of_x, added, times, total, squares, M, N, order, S)
+    store_epilogue(
+        parts, first, count, scale, factor, bias, y, of_x, added, times, total, squares, M, N, order, S
+    )
     if S.spare_rows:
         # Nobody reads it, but Triton gives back what is not used to the end.
         spare._keep_alive()
@@ -284,7 +286,9 @@ def _multiply(totals, loaded, table, held, unit: gl.constexpr, scale, zero, S: g
             made = _decoded(loaded, S.products[number].span, table, S)
         x = ()
         for group in gl.static_range(GROUPS):
-            x = x + (columns(held, (unit * S.unit_pieces + number // 2) * S.column_groups + group, S),)
+            x = x + (
+                load_b_fragment(held, (unit * S.unit_pieces + number // 2) * S.column_groups + group, S),
+            )
         after = ()
         ended = ()
         for one in gl.static_range(TOGETHER):

@@ -1,4 +1,4 @@
-"""`fused-stream`: the rules for its tiles, those worth measuring, and its launch."""
+"""`fused-gemv`: the rules for its tiles, those worth measuring, and its launch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,11 +9,11 @@ import torch
 from quantkit.kernels.gemm.bound import BIAS, Bound, X, Y
 from quantkit.kernels.gemm.decode.decode_config import COLUMNS, Norm
 from quantkit.kernels.gemm.decode.decode_tiles import (
-    Share,
-    StreamTile,
+    DecodeTile,
+    RowTiles,
     ahead,
+    decode_config,
     share,
-    streamed,
     together,
     units,
 )
@@ -80,12 +80,12 @@ def unit_registers(problem: Problem) -> int:
     return codes + shape.unit // 128 * words
 
 
-def thread_registers(tile: StreamTile) -> int:
+def thread_registers(tile: DecodeTile) -> int:
     """Those that a thread has, a multiple of 8."""
     return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.programs) // 8 * 8)
 
 
-def ahead_in_registers(problem: Problem, tile: StreamTile) -> int:
+def ahead_in_registers(problem: Problem, tile: DecodeTile) -> int:
     """How many units there are registers for, beside those that are made of the codes of a span."""
     planes = shape_of(problem).planes
     made = 4 * (planes // 2 if tile.integers else planes)
@@ -93,7 +93,7 @@ def ahead_in_registers(problem: Problem, tile: StreamTile) -> int:
 
 
 def shared_memory(
-    tile: StreamTile,
+    tile: DecodeTile,
     problem: Problem,
     gate: str = "",
     norm: Norm | None = None,
@@ -102,7 +102,9 @@ def shared_memory(
     """Bytes of shared memory of a program."""
     m, n, k, scheme, dtype = problem.m, problem.n, problem.k, problem.scheme, problem.dtype
     count = processors(problem)
-    return streamed(m, n, k, scheme, dtype, False, tile, False, count, norm, gate, grouping).shared_memory
+    return decode_config(
+        m, n, k, scheme, dtype, False, tile, False, count, norm, gate, grouping
+    ).shared_memory
 
 
 def why_no_integers(problem: Problem) -> str | None:
@@ -116,14 +118,14 @@ def why_no_integers(problem: Problem) -> str | None:
     return None
 
 
-def _rule(problem: Problem) -> StreamTile:
+def _rule(problem: Problem) -> DecodeTile:
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).steps < RESIDENT_WARPS
     integers = problem.m <= (1 if long else FEW_OF_X) and why_no_integers(problem) is None
     # Codes that could be bytes leave registers for more units, whether they become bytes or not.
     wide = integers or (not few and as_bytes(problem.scheme.format) is not None)
-    one, two = StreamTile(RESIDENT_WARPS, 1, ahead=2), StreamTile(ahead=4 if wide else 2)
-    many = StreamTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, ahead=1)
+    one, two = DecodeTile(RESIDENT_WARPS, 1, ahead=2), DecodeTile(ahead=4 if wide else 2)
+    many = DecodeTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, ahead=1)
     if long or not (few or _copies_twice(problem, one, two)):
         tile = one
     elif _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (short or integers):
@@ -148,21 +150,21 @@ def single_row_ratio(problem: Problem) -> int:
     return 1 if why_no_integers(replace(problem, m=1)) is None else 4
 
 
-def experts_tile(problem: Problem, grouping: Grouping) -> StreamTile | None:
+def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
     """The tile for segments of the pairs of experts, each a weight `problem`; None where none fits.
 
     Of one pair each; others have that of a single weight. On an H100 it takes 0.895 of the time of
-    `fused-narrow` by the geometric mean of 70 products.
+    `fused-small-m` by the geometric mean of 70 products.
     """
     integers, steps = why_no_integers(problem) is None, shape_of(problem).steps
     if problem.m > 1:
         tile = _rule(problem)
     elif problem.k > LONG_ROWS:
-        tile = StreamTile(16, 1, together=2, ahead=1, integers=integers)
+        tile = DecodeTile(16, 1, together=2, ahead=1, integers=integers)
     elif steps <= (SHORT_STEPS if integers else SHORT_STEPS // 2):
-        tile = StreamTile(4, 4, together=2, ahead=1, integers=integers)
+        tile = DecodeTile(4, 4, together=2, ahead=1, integers=integers)
     else:
-        tile = StreamTile(8, 2, together=2, ahead=1, integers=integers)
+        tile = DecodeTile(8, 2, together=2, ahead=1, integers=integers)
     # Whether y is gated is decided later.
     gate = "silu" if grouping.matrices == 2 else ""
     for changes in ({}, {"integers": False}, {"integers": False, "programs": 1}):
@@ -174,24 +176,24 @@ def experts_tile(problem: Problem, grouping: Grouping) -> StreamTile | None:
     return None
 
 
-def _copies_twice(problem: Problem, one: StreamTile, two: StreamTile) -> bool:
+def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
     """Whether a multiprocessor has two programs, which copy all of x each, rather than one."""
     even = idleness(problem, two) <= AS_EVEN * idleness(problem, one)
     return problem.m * problem.k <= COPIED_TWICE and even
 
 
-def _row_tiles(problem: Problem, tile: StreamTile) -> int:
+def _row_tiles(problem: Problem, tile: DecodeTile) -> int:
     """The most that a program has."""
     return share(tile, shape_of(problem), processors(problem)).row_tiles
 
 
-def columns_of_warp(problem: Problem, tile: StreamTile) -> int:
+def columns_of_warp(problem: Problem, tile: DecodeTile) -> int:
     """The most columns that a warp has, of all its row tiles."""
     shape = shape_of(problem)
     return _row_tiles(problem, tile) * units(tile, shape) * shape.unit
 
 
-def idleness(problem: Problem, tile: StreamTile) -> float:
+def idleness(problem: Problem, tile: DecodeTile) -> float:
     """How many times as many columns as the average the warp with the most has: 1 where none is ever idle."""
     shape = shape_of(problem)
     warps = processors(problem) * tile.programs * tile.warps
@@ -205,7 +207,7 @@ def _is_straight(problem: Problem) -> bool:
     return straight and not scheme.has_zero_point and shape.span <= 128
 
 
-def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
+def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
     """Why a part of a norm cannot be done: each program computes a whole one for itself."""
     if part == "begin":
         return None
@@ -220,7 +222,7 @@ def why_no_norm(problem: Problem, tile: StreamTile, part: str) -> str | None:
     return None
 
 
-def _why_no_end(problem: Problem, tile: StreamTile) -> str | None:
+def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
     # Whether y is gated too was decided before.
@@ -232,7 +234,7 @@ def _why_no_end(problem: Problem, tile: StreamTile) -> str | None:
     return None
 
 
-def why_no_gate(problem: Problem, tile: StreamTile) -> str | None:
+def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
     """Why y cannot be gated, for which programs have pairs of row tiles."""
     if (reason := no_pairs(problem)) is not None:
         return reason
@@ -249,7 +251,7 @@ def why_no_tile(problem: Problem) -> str | None:
     return _why_not(problem, _rule(problem))
 
 
-def _why_not(problem: Problem, tile: StreamTile) -> str | None:
+def _why_not(problem: Problem, tile: DecodeTile) -> str | None:
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.integers and (reason := why_no_integers(problem)) is not None:
@@ -264,11 +266,11 @@ def _why_not(problem: Problem, tile: StreamTile) -> str | None:
     return None
 
 
-def _has_table(problem: Problem, tile: StreamTile) -> bool:
+def _has_table(problem: Problem, tile: DecodeTile) -> bool:
     return not tile.integers and table_bytes(problem.scheme, problem.dtype) > 0
 
 
-def _loses(problem: Problem, tile: StreamTile) -> str | None:
+def _loses(problem: Problem, tile: DecodeTile) -> str | None:
     shape = shape_of(problem)
     shared_out = share(tile, shape, processors(problem))
     found, both = ahead(tile, shape, shared_out), together(tile, shared_out)
@@ -287,7 +289,7 @@ def _loses(problem: Problem, tile: StreamTile) -> str | None:
     return next((reason for loses, reason in reasons if loses), None)
 
 
-TILING = Tiling(StreamTile, VALUES, _rule, _why_not, _loses)
+TILING = Tiling(DecodeTile, VALUES, _rule, _why_not, _loses)
 
 
 @lru_cache(maxsize=4096)
@@ -298,19 +300,19 @@ def _launch(
     scheme: Scheme,
     dtype: torch.dtype,
     bias: bool,
-    tile: StreamTile,
+    tile: DecodeTile,
     features: frozenset[str],
     multiprocessors: int,
     norm: Norm | None = None,
     gate: str = "",
     grouping: Grouping | None = None,
-) -> tuple[Launch, Share]:
+) -> tuple[Launch, RowTiles]:
     """The launch, and how row tiles are shared out."""
-    from quantkit.kernels.gemm.decode.decode_kernel import stream as kernel
+    from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
     overlaps = options.pop("PDL")
-    known = streamed(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate, grouping)
+    known = decode_config(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate, grouping)
     shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), grouping)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
     pairs = {"order": None, "expert_blocks": None} if grouping is None else {}
@@ -325,7 +327,7 @@ def _launch(
     ), shared_out
 
 
-def bind(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> Bound:
+def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
     """The product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs that copy asynchronously."""
     m, k = op.x.shape
     n, has_bias, count, grouping = op.n, op.bias is not None, op.multiprocessors, op.grouping
@@ -342,6 +344,6 @@ def bind(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset())
     return bound(op, (launch, (X, *op.of_norm(X), *op.layout, BIAS, Y, *sizes, *op.grouped)))
 
 
-def run(op: Operands, tile: StreamTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+def run(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """What `bind` binds, for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

@@ -1,11 +1,11 @@
-"""Tiles of `fused-stream`, how row tiles are shared out, and what the kernel then knows at compile time."""
+"""Tiles of `fused-gemv`, how row tiles are shared out, and what the kernel then knows at compile time."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from quantkit.kernels.gemm.decode.decode_config import Norm, Streamed
+from quantkit.kernels.gemm.decode.decode_config import DecodeConfig, Norm
 from quantkit.kernels.gemm.operands import Grouping
 from quantkit.kernels.layouts.dequant_ptx import expression, shared_table
 from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
@@ -18,7 +18,7 @@ MOST_ROW_TILES = 64
 
 
 @dataclass(frozen=True)
-class StreamTile:
+class DecodeTile:
     """Warps of a program, programs of a multiprocessor at once, row tiles that are multiplied with what is
     loaded of x, and how many units of columns codes are loaded ahead at most; and whether products are those
     of integers.
@@ -31,13 +31,13 @@ class StreamTile:
     integers: bool = False
 
 
-def units(tile: StreamTile, shape: Geometry) -> int:
+def units(tile: DecodeTile, shape: Geometry) -> int:
     """Units of each warp."""
     return -(-shape.steps // tile.warps)
 
 
 @dataclass(frozen=True)
-class Share:
+class RowTiles:
     """Each of so many programs has `each` times `step` row tiles, and the first `more` have `step` more."""
 
     programs: int
@@ -52,12 +52,12 @@ class Share:
 
 
 def share(
-    tile: StreamTile,
+    tile: DecodeTile,
     shape: Geometry,
     multiprocessors: int,
     gated: bool = False,
     grouping: Grouping | None = None,
-) -> Share:
+) -> RowTiles:
     """Row tiles shared out among as many programs as run at once; in pairs if they are `gated`.
 
     Programs i and i + `multiprocessors` have the same multiprocessor, so that the first of them have more. Of
@@ -69,20 +69,20 @@ def share(
         at_once //= grouping.usual
         least = -(-shape.row_tiles * grouping.rows // MOST_ROW_TILES)
     programs = min(count, max(least, at_once))
-    return Share(programs, *divmod(count, programs), step)
+    return RowTiles(programs, *divmod(count, programs), step)
 
 
-def together(tile: StreamTile, found: Share) -> int:
+def together(tile: DecodeTile, found: RowTiles) -> int:
     """Row tiles of a turn: no more than there are."""
     return min(tile.together, found.row_tiles)
 
 
-def is_once(tile: StreamTile, found: Share) -> bool:
+def is_once(tile: DecodeTile, found: RowTiles) -> bool:
     """Whether a program has the row tiles of one turn."""
     return found.row_tiles <= tile.together
 
 
-def ahead(tile: StreamTile, shape: Geometry, found: Share) -> int:
+def ahead(tile: DecodeTile, shape: Geometry, found: RowTiles) -> int:
     """Units that codes are loaded ahead: of several turns as many as divide those of each, so that units have
     registers of their own.
     """
@@ -94,20 +94,20 @@ def ahead(tile: StreamTile, shape: Geometry, found: Share) -> int:
 
 
 @lru_cache(maxsize=4096)
-def streamed(
+def decode_config(
     m: int,
     n: int,
     k: int,
     scheme: Scheme,
     dtype: torch.dtype,
     bias: bool,
-    tile: StreamTile,
+    tile: DecodeTile,
     overlaps: bool,
     multiprocessors: int,
     norm: Norm | None = None,
     gate: str = "",
     grouping: Grouping | None = None,
-) -> Streamed:
+) -> DecodeConfig:
     """What the kernel knows of a product and its tile."""
     shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
     shared_out = share(tile, shape, multiprocessors, bool(gate), grouping)
@@ -124,7 +124,7 @@ def streamed(
     if found.table is not None:
         # Two lanes of 16 bits have two of what the lane of the warp holds, a register has one.
         constraints = constraints.removesuffix(",r")
-    return Streamed(
+    return DecodeConfig(
         k=k,
         spans=shape.spans,
         tiles=shape.tiles,

@@ -27,7 +27,7 @@ from quantkit.kernels.layouts.dequant_blocks import (
 
 
 @triton.jit(do_not_specialize=["M", "FULL"])
-def tiled(
+def portable_gemm(
     x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, order, expert_blocks,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,

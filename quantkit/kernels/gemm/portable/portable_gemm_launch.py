@@ -1,4 +1,4 @@
-"""`fused-tiled`: its tiles, the rules for them, those worth measuring, and its launches."""
+"""`fused-portable`: its tiles, the rules for them, those worth measuring, and its launches."""
 
 import math
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 @dataclass(frozen=True)
-class TiledTile:
+class PortableGemmTile:
     """Row tiles of a chain and rows of x of a program, parts of the columns, warps, stages of the pipeline.
 
     With `half_sums`, the products of a step, 128 columns or a span, are summed in float16, and added up in
@@ -77,13 +77,13 @@ class TiledTile:
         return ROWS * self.row_tiles * self.chains
 
 
-def tiled_tile(
+def portable_gemm_tile(
     shape: Geometry,
     m: int,
     shared: int = HOPPER_SHARED,
     multiprocessors: int = H200_PROCESSORS,
     features: frozenset[str] = GPU_FEATURES,
-) -> TiledTile:
+) -> PortableGemmTile:
     """The tile for m rows of x on a GPU with so many bytes of shared memory for a program.
 
     Weights with few rows are split by columns to keep all processors busy.
@@ -91,13 +91,13 @@ def tiled_tile(
     few = has_few_rows(shape.n, multiprocessors)
     if m <= 64:
         columns = 16 if m <= 16 else 32 if m <= 32 else 64
-        tile, most = TiledTile(4 if few else 8, columns, stages=4), 2 * multiprocessors
+        tile, most = PortableGemmTile(4 if few else 8, columns, stages=4), 2 * multiprocessors
     elif "wgmma" in features and shape.span <= 128:
         return _two_chains(shape, m, shared, multiprocessors, features)
     elif shape.span > 128 and not few:
-        tile, most = TiledTile(8, 128, warps=8), 0
+        tile, most = PortableGemmTile(8, 128, warps=8), 0
     else:
-        tile, most = TiledTile(4, 128), multiprocessors
+        tile, most = PortableGemmTile(4, 128), multiprocessors
     tile = _in_memory(tile, shape, shared, features)
     split = (replace(tile, split=parts) for parts in (4, 2, 1) if shape.steps % parts == 0)
     return next(one for one in split if one.split == 1 or programs(one, shape, m) <= most)
@@ -105,9 +105,9 @@ def tiled_tile(
 
 def _two_chains(
     shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]
-) -> TiledTile:
+) -> PortableGemmTile:
     """The largest of two tiles, and the fewest parts of the columns, that give most processors a program."""
-    tiles = [TiledTile(warps, 128, 1, warps, 3, chains=2) for warps in (8, 4)]
+    tiles = [PortableGemmTile(warps, 128, 1, warps, 3, chains=2) for warps in (8, 4)]
     tiles = [_in_memory(tile, shape, shared, features) for tile in tiles]
     parts = [parts for parts in (1, 2, 4) if shape.steps % parts == 0]
     found = [replace(tile, split=split) for split in parts for tile in tiles]
@@ -115,7 +115,9 @@ def _two_chains(
     return next(busy, found[-1])
 
 
-def _in_memory(tile: TiledTile, shape: Geometry, shared: int, features: frozenset[str]) -> TiledTile:
+def _in_memory(
+    tile: PortableGemmTile, shape: Geometry, shared: int, features: frozenset[str]
+) -> PortableGemmTile:
     """`tile` with fewer stages, and then rows of x, until it fits; of 4 row tiles where those do not help."""
     if shared_memory(replace(tile, stages=2, m=16), shape, features) > shared:
         tile = replace(tile, row_tiles=4)
@@ -126,8 +128,8 @@ def _in_memory(tile: TiledTile, shape: Geometry, shared: int, features: frozense
     return tile
 
 
-def shared_memory(tile: TiledTile, shape: Geometry, features: frozenset[str] = GPU_FEATURES) -> int:
-    """Bytes of shared memory that a program of `fused-tiled` takes at most: its operands, in every stage.
+def shared_memory(tile: PortableGemmTile, shape: Geometry, features: frozenset[str] = GPU_FEATURES) -> int:
+    """Bytes of shared memory that a program of `fused-portable` takes at most: its operands, in every stage.
 
     Fragments are in the order of NVIDIA's tensor cores. For others the weights of a step may pass through
     shared memory once they are decoded, while the last stage is in registers.
@@ -139,12 +141,12 @@ def shared_memory(tile: TiledTile, shape: Geometry, features: frozenset[str] = G
     return stage * tile.stages if "ptx" in features else stage * (tile.stages - 1) + 2 * weights
 
 
-def programs(tile: TiledTile, shape: Geometry, m: int) -> int:
-    """Programs of a launch of `fused-tiled` for m rows of x."""
+def programs(tile: PortableGemmTile, shape: Geometry, m: int) -> int:
+    """Programs of a launch of `fused-portable` for m rows of x."""
     return -(-shape.n // tile.rows) * -(-m // tile.m) * tile.split
 
 
-def _why_not(problem: Problem, tile: TiledTile) -> str | None:
+def _why_not(problem: Problem, tile: PortableGemmTile) -> str | None:
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.half_sums and not problem.half_sums:
@@ -157,7 +159,7 @@ def _why_not(problem: Problem, tile: TiledTile) -> str | None:
     return None
 
 
-def _loses(problem: Problem, tile: TiledTile) -> str | None:
+def _loses(problem: Problem, tile: PortableGemmTile) -> str | None:
     shape, m, split = shape_of(problem), problem.m, tile.split > 1
     sums, shared = tile.rows * tile.m // (32 * tile.warps), shared_memory(tile, shape, problem.features)
     tiles, at_once = programs(tile, shape, m) // tile.split, tile.at_once * processors(problem)
@@ -176,8 +178,8 @@ def _loses(problem: Problem, tile: TiledTile) -> str | None:
     return next((reason for loses, reason in reasons if loses), None)
 
 
-def _rule(problem: Problem) -> TiledTile:
-    tile = tiled_tile(
+def _rule(problem: Problem) -> PortableGemmTile:
+    tile = portable_gemm_tile(
         shape_of(problem), problem.m, program_memory(problem), processors(problem), problem.features
     )
     # AMD has a 12.0 too.
@@ -185,12 +187,12 @@ def _rule(problem: Problem) -> TiledTile:
     return replace(tile, half_sums=problem.half_sums and fast)
 
 
-TILING = Tiling(TiledTile, VALUES, _rule, _why_not, _loses)
+TILING = Tiling(PortableGemmTile, VALUES, _rule, _why_not, _loses)
 
 
 @dataclass(frozen=True)
 class _Launches:
-    """The launches of `tiled`, and the sizes of what they write; `m` is what the kernel is told of x.
+    """The launches of `portable_gemm`, and the sizes of what they write; `m` is what the kernel is told of x.
 
     `combine` adds up what `rest` tiles, those split by columns, have of each part; None where none is split.
     """
@@ -214,7 +216,7 @@ def half_unit(n: int, k: int, scheme: Scheme) -> float:
     return 2.0 ** -math.ceil(math.log2(largest))
 
 
-def whole_tiles(tile: TiledTile, tiles: int, multiprocessors: int) -> int:
+def whole_tiles(tile: PortableGemmTile, tiles: int, multiprocessors: int) -> int:
     """How many of so many tiles are not split by columns: full rounds of all multiprocessors."""
     if tile.split == 1:
         return tiles
@@ -230,13 +232,13 @@ def _launches(
     scheme: Scheme,
     dtype: torch.dtype,
     bias: bool,
-    tile: TiledTile,
+    tile: PortableGemmTile,
     features: frozenset[str],
     multiprocessors: int,
     grouping: Grouping | None,
 ) -> _Launches:
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import combine
-    from quantkit.kernels.gemm.portable.portable_gemm_kernel import tiled as kernel
+    from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm as kernel
 
     shape = geometry(n, k, scheme, dtype)
     assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
@@ -286,7 +288,7 @@ def _launches(
     return _Launches(main, last, m, full, rest)
 
 
-def bind(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -> Bound:
+def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
     """The product y [m, n] for any m; with pairs, y [P, matrices * n]."""
     m, k = op.x.shape
     launches = _launches(
@@ -311,6 +313,6 @@ def bind(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) 
     return bound(op, main, last, prepare=whole_rows, sums=sums)
 
 
-def run(op: Operands, tile: TiledTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+def run(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """What `bind` binds, for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

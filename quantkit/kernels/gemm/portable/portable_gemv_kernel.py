@@ -25,7 +25,7 @@ from quantkit.kernels.layouts.dequant_blocks import (
 
 
 @triton.jit
-def skinny(
+def portable_gemv(
     x, codes, scale, zero, factor, lut, bias, y, M, N, order, expert_blocks,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,

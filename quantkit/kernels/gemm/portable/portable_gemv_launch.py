@@ -1,4 +1,4 @@
-"""`fused-skinny`: its tiles, the rules for them, those worth measuring, and its launch."""
+"""`fused-portable-gemv`: its tiles, the rules for them, those worth measuring, and its launch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 @dataclass(frozen=True)
-class SkinnyTile:
+class PortableGemvTile:
     """Warps that divide the columns, columns of each per step, row tiles, whether loads run ahead, and how
     many steps are unrolled at most: the instruction cache holds only so many.
 
@@ -63,10 +63,10 @@ class SkinnyTile:
     together: bool = False
 
 
-def skinny_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> SkinnyTile:
+def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> PortableGemvTile:
     """The tile for m rows of x: as many bytes in flight as the registers hold."""
     if shape.k > VERY_LONG_ROWS:
-        return SkinnyTile(columns=max(256, shape.span), unroll=4)
+        return PortableGemvTile(columns=max(256, shape.span), unroll=4)
     whole = shape.dot == 128 and shape.group >= 128
     long = has_few_rows(shape.n, multiprocessors) and shape.k > LONG_ROWS
     columns = 512 if m <= 8 and whole and not long else 256
@@ -78,15 +78,15 @@ def skinny_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS)
     else:
         # With more rows of x, registers would be spilled.
         ahead = whole and m <= 8 and long and shape.bits < 8
-    return SkinnyTile(warps=8 if long and not whole else 4, columns=max(columns, least), ahead=ahead)
+    return PortableGemvTile(warps=8 if long and not whole else 4, columns=max(columns, least), ahead=ahead)
 
 
-def steps(tile: SkinnyTile, shape: Geometry) -> int:
+def steps(tile: PortableGemvTile, shape: Geometry) -> int:
     """Steps that a warp takes over the columns."""
     return -(-shape.spans * shape.span // (tile.warps * tile.columns))
 
 
-def unrolled(tile: SkinnyTile, shape: Geometry) -> int:
+def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
     """How many of its steps are unrolled: all, or what leaves the fewest of the last loop without columns."""
     count = steps(tile, shape)
     if count <= tile.unroll:
@@ -95,11 +95,11 @@ def unrolled(tile: SkinnyTile, shape: Geometry) -> int:
 
 
 def rows_of_x(m: int, features: frozenset[str]) -> int:
-    """Rows of x in a product of `fused-skinny`, of m there are: NVIDIA's tensor cores take 8, others 16."""
+    """Rows of x in a product of `fused-portable-gemv`, of m: NVIDIA's tensor cores take 8, others 16."""
     return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
 
 
-def _why_not(problem: Problem, tile: SkinnyTile) -> str | None:
+def _why_not(problem: Problem, tile: PortableGemvTile) -> str | None:
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -108,7 +108,7 @@ def _why_not(problem: Problem, tile: SkinnyTile) -> str | None:
     return None
 
 
-def _loses(problem: Problem, tile: SkinnyTile) -> str | None:
+def _loses(problem: Problem, tile: PortableGemvTile) -> str | None:
     shape = shape_of(problem)
     codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.ahead else 1)
     sums = tile.columns // shape.dot * tile.row_tiles * ROWS * rows_of_x(problem.m, problem.features) // 32
@@ -127,9 +127,9 @@ def _loses(problem: Problem, tile: SkinnyTile) -> str | None:
 
 
 TILING = Tiling(
-    SkinnyTile,
+    PortableGemvTile,
     VALUES,
-    lambda problem: skinny_tile(shape_of(problem), problem.m, processors(problem)),
+    lambda problem: portable_gemv_tile(shape_of(problem), problem.m, processors(problem)),
     _why_not,
     _loses,
 )
@@ -143,11 +143,11 @@ def _launch(
     scheme: Scheme,
     dtype: torch.dtype,
     bias: bool,
-    tile: SkinnyTile,
+    tile: PortableGemvTile,
     features: frozenset[str],
     grouping: Grouping | None,
 ) -> Launch:
-    from quantkit.kernels.gemm.portable.portable_gemv_kernel import skinny as kernel
+    from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv as kernel
 
     shape = geometry(n, k, scheme, dtype)
     programs = -(-shape.row_tiles // tile.row_tiles)
@@ -172,7 +172,7 @@ def _launch(
     )
 
 
-def bind(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> Bound:
+def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
     """The product y [m, n] for m up to 32; with pairs, y [P, matrices * n] for segments of up to 32."""
     m, k = op.x.shape
     m = m if op.grouping is None else op.grouping.rows
@@ -180,6 +180,6 @@ def bind(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset())
     return bound(op, (launch, (X, *op.layout, BIAS, Y, m, op.n, *op.grouped)), prepare=as_it_is)
 
 
-def run(op: Operands, tile: SkinnyTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+def run(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """What `bind` binds, for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

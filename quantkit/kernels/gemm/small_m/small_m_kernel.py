@@ -17,22 +17,22 @@ from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.gluon.compat import reinterpret
 from quantkit.kernels.gluon.dequant_fragment import (
-    codes_of,
-    decoded,
-    filled,
-    hold_roots,
-    let_next_start,
+    dequant_a_fragment,
+    fill_registers,
+    load_codes,
     load_squares,
+    pdl_launch_dependents,
+    pdl_wait,
     row_tile_of,
     row_tile_of_warp,
+    stage_rms,
     unit_columns,
-    wait_for_kernel_before,
 )
 from quantkit.kernels.gluon.scales_smem import (
-    held_words,
-    hold_words,
+    load_staged_scales,
     places_of,
     scales_of,
+    stage_scales,
     values_of,
     words_of,
 )
@@ -40,18 +40,18 @@ from quantkit.kernels.gluon.stage_x_shared import (
     ROWS_FOR_MMA,
     ROWS_FOR_WGMMA,
     added,
-    begin_product,
-    copy_x,
-    end_product,
+    stage_x_async,
+    start_mma,
     sums_of,
     wait_for_x,
+    wait_mma,
 )
 from quantkit.kernels.layouts.dequant_blocks import expert_block, finish, of_matrix, row_of_y
 from quantkit.kernels.ops.activation_kernel import gated
 
 
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
-def narrow(
+def small_m_gemm(
     x, squares, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES, order, expert_blocks,
     K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
@@ -80,21 +80,21 @@ def narrow(
     C: gl.constexpr = UNIT // (16 * PLANES)
     CHUNKS: gl.constexpr = UNITS // CHUNK
     LAST_UNIT: gl.constexpr = SPANS // C - 1
-    CODES: gl.constexpr = codes_of(W, C)
+    CODES: gl.constexpr = load_codes(W, C)
     STORED: gl.constexpr = scale.dtype.element_ty
     ZERO: gl.constexpr = zero.dtype.element_ty
     if PDL and expert_blocks is None:
-        let_next_start()
+        pdl_launch_dependents()
     program = gl.program_id(0)
     if expert_blocks is not None:
         if PDL and not CHAINED:
             # The kernel before this one may have written the segments.
-            wait_for_kernel_before()
+            pdl_wait()
         expert, its_first, M = expert_block(expert_blocks, program, CHAINED)
         if PDL and CHAINED:
             # If no segment has pairs, some program has to have waited before all end.
             if (M == 0) & (program == 0):
-                wait_for_kernel_before()
+                pdl_wait()
         if M == 0:
             return
         codes, scale, zero, factor, lut = of_matrix(
@@ -126,9 +126,9 @@ def narrow(
     block = gl.minimum(begin * UNIT // PER_BLOCK, BLOCKS - 1)
     scales, zeros = scale, zero
     if HELD and GROUPS > 1:
-        scales = hold_words(scale, first, last, ROW_TILES, N, GATE != "", block, BLOCKS, HELD, V, W)
+        scales = stage_scales(scale, first, last, ROW_TILES, N, GATE != "", block, BLOCKS, HELD, V, W)
     if HELD and HAS_ZERO:
-        zeros = hold_words(zero, first, last, ROW_TILES, N, GATE != "", block, BLOCKS, HELD, V, W)
+        zeros = stage_scales(zero, first, last, ROW_TILES, N, GATE != "", block, BLOCKS, HELD, V, W)
     if EVEN:
         block_at += block * 8
     given = (words_at, there, block_at, scales, zeros, begin, block, end)
@@ -140,13 +140,13 @@ def narrow(
         values = _values(
             given, 0, CHUNK, PIECES, GROUPS, PER_BLOCK, BLOCKS, V, STORED, ZERO, HAS_ZERO, EVEN, HELD, W
         )
-    given = given + (filled(lut, FILL),)
+    given = given + (fill_registers(lut, FILL),)
     if PDL and (expert_blocks is None or CHAINED):
         # Only x, and sums of its squares, are written by kernels before this one.
-        wait_for_kernel_before()
+        pdl_wait()
     if PDL and expert_blocks is not None:
         # A chained kernel, or one that adds up parts, reads the segments at once, as this one has waited.
-        let_next_start()
+        pdl_launch_dependents()
     if ENDS is not None:
         of_norm = load_squares(squares, M, K, BM, W)
     WIDE: gl.constexpr = 64 if WGMMA else 128
@@ -155,9 +155,9 @@ def narrow(
     chunks = gl.allocate_shared_memory(DTYPE, [CHUNKS, EACH * BM, WIDE], OF_X)
     if SPARE:
         spare = gl.allocate_shared_memory(DTYPE, [SPARE, EACH * BM, WIDE], OF_X)
-    copy_x(x, chunks, begin * UNIT, M, order, TOP_K, K, EACH, BM, CHUNKS, W, WIDE)
+    stage_x_async(x, chunks, begin * UNIT, M, order, TOP_K, K, EACH, BM, CHUNKS, W, WIDE)
     if ENDS is not None:
-        held_roots = hold_roots(of_norm, K, ENDS)
+        held_roots = stage_rms(of_norm, K, ENDS)
     held = reinterpret(chunks, DTYPE, [UNITS * UNIT // WIDE, BM, WIDE], OF_X)
     SUMS: gl.constexpr = sums_of(W, BM, WGMMA)
     total = gl.zeros([16 * W, BM], gl.float32, SUMS)
@@ -277,7 +277,7 @@ def _words(
 ):  # fmt: skip
     """Words of a block, from shared memory if they are HELD there."""
     if HELD:
-        words = held_words(values, block, STORED, V, W)
+        words = load_staged_scales(values, block, STORED, V, W)
     else:
         words = words_of(values, block_at + block * 8, V, W)
     return words
@@ -312,7 +312,9 @@ def _multiply(
         _keep_order()
     end, lut = given[7], given[8]
     for unit in gl.static_range(CHUNK):
-        pieces = decoded(units[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, C, PIECES, TILES)
+        pieces = dequant_a_fragment(
+            units[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, C, PIECES, TILES
+        )
         following = units[0]
         if not IS_LAST or unit + AHEAD < CHUNK:
             after = gl.minimum(number + unit + AHEAD, end)
@@ -347,12 +349,12 @@ def _multiply(
             if WGMMA:
                 # While these weights were decoded, those before them were multiplied.
                 if unit + piece > 0:
-                    total = end_product(total, begun, ON_SUMS)  # noqa: F821
-                begun = begin_product(total, q, times, held, at, A, ON_SUMS)
+                    total = wait_mma(total, begun, ON_SUMS)  # noqa: F821
+                begun = start_mma(total, q, times, held, at, A, ON_SUMS)
             else:
                 total = added(total, q, times, held.index(at), A, ON_SUMS)
     if WGMMA:
-        total = end_product(total, begun, ON_SUMS)
+        total = wait_mma(total, begun, ON_SUMS)
     return total, units, values
 
 

@@ -1,4 +1,4 @@
-"""`fused-narrow`: its tiles, the rules for them, those worth measuring, and its launches."""
+"""`fused-small-m`: its tiles, the rules for them, those worth measuring, and its launches."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from quantkit.kernels.gemm.operands import (
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry, value_sizes
-from quantkit.kernels.layouts.shared_memory import power_of_two, unasked
+from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_bytes
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
@@ -56,7 +56,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 @dataclass(frozen=True)
-class NarrowTile:
+class SmallMTile:
     """Warps of a program, parts that the columns are divided into, and units that codes are loaded ahead.
 
     With `wgmma` four warps multiply at once, which decode what comes next meanwhile.
@@ -69,7 +69,7 @@ class NarrowTile:
 
 
 #: The tiles that rules choose among: fewer parts first, and larger programs.
-_RULED = [NarrowTile(warps, parts) for parts in VALUES["parts"] for warps in (16, 8)]
+_RULED = [SmallMTile(warps, parts) for parts in VALUES["parts"] for warps in (16, 8)]
 #: From so many rows of x on rules have warps multiply together. H100, 4096 x 4096, 16 rows: int4 6.0 us, not
 #: 6.7.
 LEAST_WGMMA = 9
@@ -90,20 +90,20 @@ def is_wide(shape: Geometry) -> bool:
     return shape.unit * shape.bits > LOOP_BITS
 
 
-def is_loop(tile: NarrowTile, shape: Geometry) -> bool:
+def is_loop(tile: SmallMTile, shape: Geometry) -> bool:
     """Whether the products of a part are a loop."""
     columns = -(-shape.steps // tile.parts) * shape.unit
     return columns > (2 * UNROLLED if is_wide(shape) else UNROLLED)
 
 
-def spills(tile: NarrowTile, shape: Geometry) -> bool:
+def spills(tile: SmallMTile, shape: Geometry) -> bool:
     """Whether warps that multiply together lack registers for codes: those of int7 in loops, of int5 where
     these are of a part.
     """
     return tile.wgmma and is_wide(shape) and is_loop(tile, shape) and (tile.parts > 1 or shape.bits > 6)
 
 
-def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
+def units(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
     """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter.
 
     Loops of `wgmma` with two units ahead have 256 columns as well, where these are two units, so that what is
@@ -115,7 +115,7 @@ def units(tile: NarrowTile, shape: Geometry) -> tuple[int, int]:
     return -(-found // chunk) * chunk, chunk
 
 
-def is_even(tile: NarrowTile, shape: Geometry) -> bool:
+def is_even(tile: SmallMTile, shape: Geometry) -> bool:
     """Whether all parts have as many units, and whole blocks of scales."""
     count, _ = units(tile, shape)
     return (
@@ -126,13 +126,13 @@ def is_even(tile: NarrowTile, shape: Geometry) -> bool:
     )
 
 
-def blocks_held(tile: NarrowTile, shape: Geometry) -> int:
+def blocks_held(tile: SmallMTile, shape: Geometry) -> int:
     """Blocks of scales that a part may have a column of."""
     columns = units(tile, shape)[0] * shape.unit
     return -(-columns // shape.per_block) + (1 if tile.parts > 1 and columns % shape.per_block else 0)
 
 
-def value_bytes(tile: NarrowTile, shape: Geometry, scheme: Scheme) -> int:
+def value_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int:
     """Bytes of the scales and zero-points of a program in shared memory."""
     return (
         tile.warps
@@ -156,7 +156,7 @@ class Room:
 
 
 def room(
-    tile: NarrowTile,
+    tile: SmallMTile,
     shape: Geometry,
     m: int,
     scheme: Scheme,
@@ -172,7 +172,7 @@ def room(
     size, mine = 2 * chunk * shape.unit * rows_of_x(m), count // chunk
 
     def found(held: int) -> Room:
-        spare = -(-unasked(mine * size + held + roots, table) // size)
+        spare = -(-undeclared_bytes(mine * size + held + roots, table) // size)
         return Room(spare, held > 0, (mine + spare) * size + held)
 
     held = value_bytes(tile, shape, scheme) if is_loop(tile, shape) else 0
@@ -180,13 +180,13 @@ def room(
     return able if able.nbytes + table + roots <= _share(tile, memory) else found(0)
 
 
-def _share(tile: NarrowTile, memory: int) -> int:
+def _share(tile: SmallMTile, memory: int) -> int:
     """Bytes of shared memory of a program."""
     return memory * tile.warps // RESIDENT_WARPS
 
 
 def row_tiles(
-    tile: NarrowTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
+    tile: SmallMTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
 ) -> int:
     """Row tiles of a program: as few as it takes for all programs of so many weights to run at once, up to
     one for each warp; if they are `gated`, pairs.
@@ -200,13 +200,13 @@ def row_tiles(
     return next((count for count in counts if programs(count) <= at_once), tile.warps)
 
 
-def rounds(tile: NarrowTile, shape: Geometry, multiprocessors: int) -> float:
+def rounds(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
     """How many times as many programs there are as run at once."""
     programs = -(-shape.row_tiles // row_tiles(tile, shape, multiprocessors)) * tile.parts
     return programs * tile.warps / (multiprocessors * RESIDENT_WARPS)
 
 
-def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int, lone: float = LONE) -> tuple[float, float]:
+def _time(tile: SmallMTile, shape: Geometry, multiprocessors: int, lone: float = LONE) -> tuple[float, float]:
     """How long programs take, in units of a warp, and what tells tiles apart that take as long.
 
     One of two takes `lone` of it where there is no other on its multiprocessor in the last round.
@@ -223,12 +223,12 @@ def _time(tile: NarrowTile, shape: Geometry, multiprocessors: int, lone: float =
     return length, -tile.warps if shape.scale_kind and shape.bits == 4 else tile.warps - mine
 
 
-def _rule(problem: Problem) -> NarrowTile:
+def _rule(problem: Problem) -> SmallMTile:
     shape, count = shape_of(problem), processors(problem)
     return min(_able(problem) or _RULED[-1:], key=lambda tile: _time(tile, shape, count))
 
 
-def _able(problem: Problem) -> list[NarrowTile]:
+def _able(problem: Problem) -> list[SmallMTile]:
     """Those of the rules that can run a problem."""
     wgmma = problem.m >= LEAST_WGMMA and "wgmma" in problem.features
     ruled = [replace(tile, wgmma=wgmma) for tile in _RULED]
@@ -236,7 +236,7 @@ def _able(problem: Problem) -> list[NarrowTile]:
     return [tile for tile in able if not spills(tile, shape_of(problem))] or able
 
 
-def experts_tile(problem: Problem, weights: int) -> NarrowTile:
+def experts_tile(problem: Problem, weights: int) -> SmallMTile:
     """The tile for so many weights at once, each that of `problem`, of which some tile fits.
 
     Where programs run one after the other, some begin while others end: parts only cost then, and from a
@@ -253,7 +253,7 @@ def experts_tile(problem: Problem, weights: int) -> NarrowTile:
     return best
 
 
-def why_no_gate(problem: Problem, tile: NarrowTile) -> str | None:
+def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
     """Why y cannot be gated, for which a program has whole sums of pairs of row tiles."""
     if tile.parts > 1:
         return "sums of parts are added up in a launch of their own"
@@ -262,7 +262,7 @@ def why_no_gate(problem: Problem, tile: NarrowTile) -> str | None:
     return no_pairs(problem)
 
 
-def why_no_norm(problem: Problem, tile: NarrowTile, part: str) -> str | None:
+def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
     """Why a part of a norm cannot be done: what adds up parts of sums begins it, and x is copied as it is."""
     if part == "whole":
         return "it copies x as it is"
@@ -276,7 +276,7 @@ def why_no_tile(problem: Problem) -> str | None:
     return _why_not(problem, _rule(problem))
 
 
-def _why_not(problem: Problem, tile: NarrowTile) -> str | None:
+def _why_not(problem: Problem, tile: SmallMTile) -> str | None:
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -289,7 +289,7 @@ def _why_not(problem: Problem, tile: NarrowTile) -> str | None:
     return None
 
 
-def _too_much(problem: Problem, tile: NarrowTile, roots: int = 0) -> str | None:
+def _too_much(problem: Problem, tile: SmallMTile, roots: int = 0) -> str | None:
     """Why a program cannot have x in shared memory, besides so many bytes of roots."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
     x = room(tile, shape_of(problem), problem.m, problem.scheme, memory, table, roots).nbytes
@@ -300,10 +300,10 @@ def _too_much(problem: Problem, tile: NarrowTile, roots: int = 0) -> str | None:
     return f"{what} {needed} bytes of shared memory in {tile.parts} parts, of {most} that there are"
 
 
-def _loses(problem: Problem, tile: NarrowTile) -> str | None:
+def _loses(problem: Problem, tile: SmallMTile) -> str | None:
     shape, count = shape_of(problem), processors(problem)
     busy = row_tiles(tile, shape, count) * RESIDENT_WARPS // tile.warps
-    more = row_tiles(NarrowTile(tile.warps, 1), shape, count) * RESIDENT_WARPS // tile.warps
+    more = row_tiles(SmallMTile(tile.warps, 1), shape, count) * RESIDENT_WARPS // tile.warps
     reasons = (
         (2 * busy < RESIDENT_WARPS and tile.parts < 8, "more parts would keep more warps busy"),
         (tile.parts > 1 and more == RESIDENT_WARPS, "without parts all warps are busy"),
@@ -311,7 +311,7 @@ def _loses(problem: Problem, tile: NarrowTile) -> str | None:
     return next((reason for loses, reason in reasons if loses), None)
 
 
-TILING = Tiling(NarrowTile, VALUES, _rule, _why_not, _loses)
+TILING = Tiling(SmallMTile, VALUES, _rule, _why_not, _loses)
 
 
 @lru_cache(maxsize=4096)
@@ -322,7 +322,7 @@ def _launches(
     scheme: Scheme,
     dtype: torch.dtype,
     bias: bool,
-    tile: NarrowTile,
+    tile: SmallMTile,
     features: frozenset[str],
     multiprocessors: int,
     memory: int,
@@ -332,8 +332,8 @@ def _launches(
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
     """The kernel's, that which adds parts up, and the row tiles of a program."""
-    from quantkit.kernels.gemm.small_m.small_m_kernel import narrow as kernel
-    from quantkit.kernels.gluon.split_k_reduce import add_parts
+    from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
+    from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
 
     shape = geometry(n, k, scheme, dtype)
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
@@ -375,10 +375,10 @@ def _launches(
     # Parts of segments have had what comes after the last column.
     after = known if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
     last = Launch(
-        add_parts,
+        split_k_reduce,
         (shape.row_tiles // (2 if gate else 1), rows // ADDED, *expert_blocks),
         **{name: after[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
-        **{name: value for name, value in known_of(grouping).items() if name in add_parts.arg_names},
+        **{name: value for name, value in known_of(grouping).items() if name in split_k_reduce.arg_names},
         HAS_BIAS=bias,
         BM=rows,
         PARTS=tile.parts,
@@ -391,7 +391,7 @@ def _launches(
     return main, last, mine
 
 
-def bind(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) -> Bound:
+def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
     """The product y [m, n] for m up to 32, on NVIDIA GPUs that copy to shared memory asynchronously."""
     m, k = op.x.shape
     has_bias, count, grouping = op.bias is not None, op.multiprocessors, op.grouping
@@ -423,6 +423,6 @@ def bind(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset())
     return bound(op, first, second, sums=(expert_blocks, tile.parts, -(-n // ROWS), rows_of_x(m), ROWS))
 
 
-def run(op: Operands, tile: NarrowTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+def run(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """What `bind` binds, for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

@@ -6,7 +6,7 @@ and multiply. While one of them decodes, the tensor cores have the products of a
 tile after the other. Tiles that are left when there are none for some programs may be shared out by columns
 (`shares`).
 
-Written in Gluon, as Triton itself has no way to say which warps do what. `tiled` is its portable twin.
+Written in Gluon, as Triton itself cannot say which warps do what. `portable_gemm` is its portable twin.
 """
 
 from triton.experimental import gluon
@@ -16,20 +16,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from quantkit.kernels.gemm.portable.portable_gemm_kernel import place
 from quantkit.kernels.gluon.compat import tma_load
 from quantkit.kernels.gluon.dequant_fragment import (
-    codes_of,
-    decoded,
-    filled,
-    let_next_start,
+    dequant_a_fragment,
+    fill_registers,
+    load_codes,
+    pdl_launch_dependents,
+    pdl_wait,
     unit_columns,
-    wait_for_kernel_before,
 )
 from quantkit.kernels.gluon.scales_smem import places_of, scales_of, values_of, words_of
-from quantkit.kernels.gluon.stream_k import add_shares, all_jobs, first_of, job_of, leave_share
+from quantkit.kernels.gluon.stream_k import first_of, fixup, store_partials, work_range, work_tile
 from quantkit.kernels.layouts.dequant_blocks import finish
 
 
 @gluon.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS", "TOKEN"])
-def hopper(
+def wgmma_gemm(
     x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
@@ -54,7 +54,7 @@ def hopper(
         mbarrier.init(ready.index(stage), count=BM // PART)
         mbarrier.init(free.index(stage), count=ROWS // 64)
     given = (
-        held, ready, free, codes, scale, zero, factor, filled(lut, FILL), bias, y, sums,
+        held, ready, free, codes, scale, zero, factor, fill_registers(lut, FILL), bias, y, sums,
         M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
     # What is written out again could not be put together: constants stay such in the call itself only.
@@ -104,17 +104,17 @@ def _copy(
     Parts without a row of x are left as they are, and become no output.
     """
     if PDL:
-        let_next_start()
-        wait_for_kernel_before()
+        pdl_launch_dependents()
+        pdl_wait()
     PART: gl.constexpr = x.block_shape[0]
     UNIT: gl.constexpr = unit_columns(PLANES, TURN)
     BLOCKS_OF_STEP: gl.constexpr = 2 * UNIT // 128
     steps = gl.cdiv(SPANS * (16 * PLANES), 2 * UNIT)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end, left = all_jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
+    whole, jobs, begin, end, left = work_range(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
     count = 0
     for number in range(jobs):
-        tile, first, last = job_of(number, whole, begin, end, left, FULL, WIDTH, steps)
+        tile, first, last = work_tile(number, whole, begin, end, left, FULL, WIDTH, steps)
         pm, _ = place(tile, columns, rows, RASTER)
         for block in range(first * BLOCKS_OF_STEP, last * BLOCKS_OF_STEP):
             stage = count % STAGES
@@ -156,8 +156,8 @@ def _multiply(
     last_unit = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end, left = all_jobs(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
-    tile, first, last = job_of(0, whole, begin, end, left, FULL, WIDTH, steps)
+    whole, jobs, begin, end, left = work_range(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
+    tile, first, last = work_tile(0, whole, begin, end, left, FULL, WIDTH, steps)
     # A program without a job loads what one would begin with all the same.
     pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
     words_at, values_at, units = _begin(
@@ -199,7 +199,7 @@ def _multiply(
         is_written, is_added = last == steps, first > 0
         before = first_of(tile, FULL, SHARE, WIDTH)
         # What the next tile begins with is on its way while this one is written.
-        tile, first, last = job_of(
+        tile, first, last = work_tile(
             gl.minimum(number + 1, jobs - 1), whole, begin, end, left, FULL, WIDTH, steps
         )
         pm, pn = place(tile, columns, rows, RASTER)
@@ -209,16 +209,16 @@ def _multiply(
         )  # fmt: skip
         if PDL:
             # The kernel before may still read what lies where this one writes.
-            wait_for_kernel_before()
+            pdl_wait()
         if is_written:
             if is_added:
-                total = add_shares(total, sums, before, which, TOKEN, ROWS, BM, SUMS)
+                total = fixup(total, sums, before, which, TOKEN, ROWS, BM, SUMS)
             _store(
                 total, y, row, m, M, N, scale, factor, bias,
                 BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, SUMS, EVEN,
             )  # fmt: skip
         else:
-            leave_share(total, sums, which, TOKEN, ROWS, BM)
+            store_partials(total, sums, which, TOKEN, ROWS, BM)
 
 
 @gluon.constexpr_function
@@ -238,7 +238,9 @@ def _weights(
     words, s, z = unit
     THESE: gl.constexpr = _of_turn(ASM, turn)
     OPERANDS: gl.constexpr = _of_turn(CONSTRAINTS, turn)
-    pieces = decoded(words, lut, THESE, OPERANDS, TABLE, FIELDS, PLANES // TURNS, DTYPE, 4, C, EACH, TILES)
+    pieces = dequant_a_fragment(
+        words, lut, THESE, OPERANDS, TABLE, FIELDS, PLANES // TURNS, DTYPE, 4, C, EACH, TILES
+    )
     weights = ()
     for piece in gl.static_range(EACH):
         q = gl.convert_layout(gl.reshape(pieces[piece], (64, V, 128 // V)), WEIGHTS, assert_trivial=True)
@@ -277,7 +279,7 @@ def _addresses(
     first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS,
 ):  # fmt: skip
     """Where the codes of four row tiles from `first` on begin, and the words of their scales."""
-    CODES: gl.constexpr = codes_of(4, C)
+    CODES: gl.constexpr = load_codes(4, C)
     last = (N + 15) // 16 - 1
     tile = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), last)
     tile = gl.expand_dims(gl.expand_dims(tile, 1), 2).to(gl.int64)

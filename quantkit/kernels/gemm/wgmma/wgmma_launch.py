@@ -1,4 +1,4 @@
-"""`fused-hopper`: its tiles, the rules for them, those worth measuring, and its launches."""
+"""`fused-wgmma`: its tiles, the rules for them, those worth measuring, and its launches."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from quantkit.kernels.gemm.operands import (
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.dequant_ptx import expression
 from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
-from quantkit.kernels.layouts.shared_memory import COPIES, unasked
+from quantkit.kernels.layouts.shared_memory import COPIES, undeclared_bytes
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
@@ -87,7 +87,7 @@ _LAUNCHES = count(1, 2)
 
 
 @dataclass(frozen=True)
-class HopperTile:
+class WgmmaTile:
     """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
     Codes are on their way while so many units are multiplied. Where some programs would be idle at the end,
@@ -103,7 +103,7 @@ class HopperTile:
 
 
 @dataclass(frozen=True)
-class Residence:
+class Occupancy:
     """How many programs are on a multiprocessor at once, and the registers of their threads.
 
     A thread is launched with so many at most, None for as many as there are. One that multiplies gets others
@@ -115,31 +115,31 @@ class Residence:
     multiplying: int
 
 
-def residence(tile: HopperTile) -> Residence:
+def occupancy(tile: WgmmaTile) -> Occupancy:
     """That of a tile."""
     if tile.m <= FEW_OF_X and tile.rows == 128 and tile.columns == COLUMNS:
-        return Residence(2, 80, 104)
-    return Residence(1, None, 240 if tile.rows == 128 else 160)
+        return Occupancy(2, 80, 104)
+    return Occupancy(1, None, 240 if tile.rows == 128 else 160)
 
 
-def stages(tile: HopperTile, table: int = 0) -> int:
+def stages(tile: WgmmaTile, table: int = 0) -> int:
     """Blocks of x in shared memory: as many as there is room for beside a table of so many bytes, up to what
     memory takes to answer, or to what has Triton ask for room for the table.
     """
-    mine, block = (HOPPER_SHARED + RESERVED) // residence(tile).programs - RESERVED, 2 * tile.m * COLUMNS
+    mine, block = (HOPPER_SHARED + RESERVED) // occupancy(tile).programs - RESERVED, 2 * tile.m * COLUMNS
     found = min(STAGES, (mine - table - SCRATCH) // block)
-    return found + -(-unasked(found * block, table) // block)
+    return found + -(-undeclared_bytes(found * block, table) // block)
 
 
-def copies(tile: HopperTile) -> int:
+def copies(tile: WgmmaTile) -> int:
     """Of a table of values in shared memory: as many as leave room for a third block of x, and none for two
     programs, whose threads lack the registers.
     """
-    return 0 if residence(tile).programs > 1 else 16 if tile.m == 256 else COPIES
+    return 0 if occupancy(tile).programs > 1 else 16 if tile.m == 256 else COPIES
 
 
-def step_columns(shape: Geometry, tile: HopperTile) -> int:
-    """Columns of a step of `hopper`: twice what it loads at a time."""
+def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
+    """Columns of a step of `wgmma_gemm`: twice what it loads at a time."""
     return 2 * max(tile.columns, shape.span)
 
 
@@ -173,42 +173,42 @@ def parts_added(steps: int, share: int, width: int) -> float:
     return -(-steps // share) - (1.0 if are_apart(share, width) else 0.5)
 
 
-def step_us(shape: Geometry, tile: HopperTile) -> float:
+def step_us(shape: Geometry, tile: WgmmaTile) -> float:
     """Microseconds of a step."""
     return _of_tile(STEP_US, tile) * step_columns(shape, tile) / 256
 
 
-def part_us(tile: HopperTile) -> float:
+def part_us(tile: WgmmaTile) -> float:
     """Microseconds that a part of a tile takes to be added."""
     return _of_tile(PART_US, tile)
 
 
-def _of_tile(us: Mapping[tuple[int, int], float], tile: HopperTile) -> float:
+def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
     """What is known of a tile, or of one with 128 rows of the weight or 32 of x."""
     found = us.get((tile.m, tile.rows))
     return us[max(tile.m, FEW_OF_X), 128] * tile.rows / 128 if found is None else found
 
 
-def shares_of(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int) -> tuple[int, int, int, int]:
+def shares_of(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int) -> tuple[int, int, int, int]:
     """The steps of a tile, and `shares` of those for m rows of x; all are whole if the tile has no share."""
     columns = shape.spans * shape.span
     tiles, steps = -(-shape.n // tile.rows) * -(-m // tile.m), -(-columns // step_columns(shape, tile))
     if not tile.share:
         return steps, tiles, 0, steps
-    programs = multiprocessors * residence(tile).programs
+    programs = multiprocessors * occupancy(tile).programs
     return steps, *shares(tiles, steps, programs, part_us(tile) / step_us(shape, tile))
 
 
-def tile_time(shape: Geometry, m: int, tile: HopperTile, multiprocessors: int = H200_PROCESSORS) -> float:
+def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H200_PROCESSORS) -> float:
     """Microseconds for m rows of x by what a step of each tile in `STEP_US` was measured to take."""
     steps, full, share, width = shares_of(shape, m, tile, multiprocessors)
-    resident = residence(tile).programs
+    resident = occupancy(tile).programs
     mine = -(-full // (multiprocessors * resident)) * steps + share
     sums = part_us(tile) * parts_added(steps, share, width) if share else 0.0
     return mine * resident * step_us(shape, tile) + AROUND_US + sums
 
 
-def registers(shape: Geometry, tile: HopperTile, zeros: bool) -> int:
+def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
     """About how many registers a thread that multiplies has for sums, weights, codes and their scales and
     zero-points, of which those in use take two each, for two rows.
     """
@@ -218,14 +218,14 @@ def registers(shape: Geometry, tile: HopperTile, zeros: bool) -> int:
     return tile.m // 2 + used + tile.ahead * loaded
 
 
-def has_registers(shape: Geometry, tile: HopperTile, zeros: bool) -> bool:
+def has_registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> bool:
     """Whether there are as many."""
-    return registers(shape, tile, zeros) + SPARE <= residence(tile).multiplying
+    return registers(shape, tile, zeros) + SPARE <= occupancy(tile).multiplying
 
 
-def hopper_tile(
+def wgmma_tile(
     shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS, *, zeros: bool = False
-) -> HopperTile:
+) -> WgmmaTile:
     """The tile for m rows of x that should be fastest, by `tile_time`, of a weight with or without zeros."""
     sizes = [_paced(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)]
     able = [tile for tile in sizes if has_registers(shape, tile, zeros)]
@@ -237,12 +237,12 @@ def hopper_tile(
     return min([*(able or sizes), *shared], key=lambda tile: tile_time(shape, m, tile, multiprocessors))
 
 
-def _paced(shape: Geometry, m: int, rows: int, zeros: bool) -> HopperTile:
+def _paced(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
     """The tile of a size that loads and multiplies as was measured to be fastest, if it has the registers."""
     early, late, least = (
-        HopperTile(m, rows, 2, columns=TWO_BLOCKS),
-        HopperTile(m, rows, 1, columns=TWO_BLOCKS),
-        HopperTile(m, rows, 1),
+        WgmmaTile(m, rows, 2, columns=TWO_BLOCKS),
+        WgmmaTile(m, rows, 1, columns=TWO_BLOCKS),
+        WgmmaTile(m, rows, 1),
     )
     tiles = [replace(least, ahead=2)]
     if m * rows > 128 * 128:
@@ -253,7 +253,7 @@ def _paced(shape: Geometry, m: int, rows: int, zeros: bool) -> HopperTile:
     return next((tile for tile in tiles if has_registers(shape, tile, zeros)), least)
 
 
-def _why_not(problem: Problem, tile: HopperTile) -> str | None:
+def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.rows != 128 and tile.m > 128:
@@ -265,7 +265,7 @@ def _why_not(problem: Problem, tile: HopperTile) -> str | None:
     return None
 
 
-def _loses(problem: Problem, tile: HopperTile) -> str | None:
+def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
     reasons = (
         (problem.m <= 32 < tile.m, f"it multiplies {tile.m} rows of x"),
         (tile.m <= 32 and problem.m > 2 * tile.m, f"it decodes each weight for {tile.m} rows of x"),
@@ -279,23 +279,23 @@ def _loses(problem: Problem, tile: HopperTile) -> str | None:
             "no tile is left that is sooner in parts",
         ),
         (
-            residence(tile).programs > 1
-            and registers(shape_of(problem), tile, _has_zeros(problem)) > residence(tile).multiplying,
+            occupancy(tile).programs > 1
+            and registers(shape_of(problem), tile, _has_zeros(problem)) > occupancy(tile).multiplying,
             "two programs on a multiprocessor lack registers for its codes",
         ),
     )
     return next((reason for loses, reason in reasons if loses), None)
 
 
-def _rule(problem: Problem) -> HopperTile:
-    return hopper_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
+def _rule(problem: Problem) -> WgmmaTile:
+    return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 
 def _has_zeros(problem: Problem) -> bool:
     return problem.scheme.has_zero_point
 
 
-def _fitted(problem: Problem, tile: HopperTile, measured: Problem) -> HopperTile:
+def _fitted(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
     """The tile of the rules where that should be sooner, by how much longer or less long each takes than for
     `measured`.
 
@@ -303,10 +303,10 @@ def _fitted(problem: Problem, tile: HopperTile, measured: Problem) -> HopperTile
     tells sizes from each other better than tiles.
     """
 
-    def time(asked: Problem, one: HopperTile) -> float:
+    def time(asked: Problem, one: WgmmaTile) -> float:
         return tile_time(shape_of(asked), asked.m, one, processors(asked))
 
-    if (tile.m, tile.rows) not in STEP_US or residence(tile).programs > 1:
+    if (tile.m, tile.rows) not in STEP_US or occupancy(tile).programs > 1:
         return tile
     ruled = _rule(problem)
     if (ruled.m, ruled.rows) == (tile.m, tile.rows):
@@ -316,12 +316,12 @@ def _fitted(problem: Problem, tile: HopperTile, measured: Problem) -> HopperTile
     return ruled if theirs < FITS * time(problem, tile) / time(measured, tile) else tile
 
 
-TILING = Tiling(HopperTile, VALUES, _rule, _why_not, _loses, _fitted)
+TILING = Tiling(WgmmaTile, VALUES, _rule, _why_not, _loses, _fitted)
 
 
 @dataclass(frozen=True)
 class _Launches:
-    """The launches of `hopper`, the layout of what is in shared memory, and who has which steps.
+    """The launches of `wgmma_gemm`, the layout of what is in shared memory, and who has which steps.
 
     `shares` are those of the function. Parts of tiles take `sums` numbers, with what programs say of them. A
     weight has so many `spans` and `blocks`.
@@ -343,17 +343,17 @@ def _launches(
     scheme: Scheme,
     dtype: torch.dtype,
     bias: bool,
-    tile: HopperTile,
+    tile: WgmmaTile,
     features: frozenset[str],
     multiprocessors: int,
 ) -> _Launches:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from quantkit.kernels.gemm.wgmma.wgmma_kernel import hopper as kernel
+    from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm as kernel
 
     shape = geometry(n, k, scheme, dtype)
     known = constants_of(n, k, scheme, dtype, tile)
-    resident = residence(tile)
+    resident = occupancy(tile)
     most = multiprocessors * resident.programs
     _, full, share, width = shares_of(shape, m, tile, multiprocessors)
     programs = most if share else min(most, full)
@@ -385,8 +385,8 @@ def _launches(
     )
 
 
-def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: HopperTile) -> dict[str, Any]:
-    """What `hopper` knows of a weight at compile time, the same for every K."""
+def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
+    """What `wgmma_gemm` knows of a weight at compile time, the same for every K."""
     shape = geometry(n, k, scheme, dtype)
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
     # The scale of a whole row takes its place in the only block there is.
@@ -398,7 +398,7 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Hoppe
     return {name: value for name, value in known.items() if name not in ("SPANS", "BLOCKS")}
 
 
-def _by_turns(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: HopperTile) -> dict[str, Any]:
+def _by_turns(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
     """The expression of each part of a span that is longer than what is multiplied at a time."""
     name, each = str(dtype).removeprefix("torch."), shape.planes * tile.columns // shape.span
     parts = [
@@ -411,7 +411,7 @@ def _by_turns(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: HopperT
     }
 
 
-def run(op: Operands, tile: HopperTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
+def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
     """y [m, n] for any m, on GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -80,7 +80,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (gpu_memory, "GPU_GRID_WEIGHTS", SHRUNK**2),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) // by)
-    chunk, grid = quantize_with_hessian.GPU_CHUNK_WEIGHTS // SHRUNK**2, quantize_with_hessian._grid
+    chunk, grid = quantize_with_hessian.GPU_CHUNK_WEIGHTS // SHRUNK**2, quantize_with_hessian._scale_zero
     for module in (quantize_with_hessian, layer_quantizer, gpu_memory):
         monkeypatch.setattr(module, "chunk_rows", lambda columns, _: max(1, chunk // columns))
 
@@ -90,7 +90,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         zeros = [zero for _, zero in found if zero is not None]
         return torch.cat([scale for scale, _ in found]), torch.cat(zeros) if zeros else None
 
-    monkeypatch.setattr(quantize_with_hessian, "_grid", in_parts)
+    monkeypatch.setattr(quantize_with_hessian, "_scale_zero", in_parts)
     monkeypatch.setattr(
         awq,
         "measured_at_once",

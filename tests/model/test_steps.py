@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quantkit.calibrate import methods
+from quantkit.calibrate import methods, summaries
 from quantkit.calibrate.hessian import Hessian, gram
 from quantkit.calibrate.linear_stats import LinearStats, Need
 from quantkit.calibrate.methods import METHODS, Method
@@ -48,8 +48,9 @@ class Ldlq(Rounding):
 
 @pytest.fixture
 def ldlq(monkeypatch: pytest.MonkeyPatch) -> Method:
-    row = Method("ldlq", "as gptq, slowly", METHODS["gptq"].scale_search, Ldlq())
+    row = Method("ldlq", METHODS["gptq"].scale_search, Ldlq())
     monkeypatch.setitem(methods.METHODS, "ldlq", row)
+    monkeypatch.setitem(summaries.SUMMARIES, "ldlq", summaries.Summary("slow", "as gptq, slowly"))
     return row
 
 
@@ -79,7 +80,7 @@ def test_a_rounding_to_other_than_the_nearest_needs_data():
         needs: Set[Need] = frozenset()
 
     with pytest.raises(AssertionError, match="nearest"):
-        Method("blind", "", METHODS["mse"].scale_search, Blind())
+        Method("blind", METHODS["mse"].scale_search, Blind())
 
 
 @pytest.mark.parametrize("method", METHODS)

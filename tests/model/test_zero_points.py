@@ -137,7 +137,7 @@ def test_fused_kernels_refuse_by_the_reason_of_the_row(monkeypatch: pytest.Monke
         fused = {row.name for row in KERNELS if "cuda" in row.devices} - {"unpack"}
         assert refused == (fused if name == "byte" else set())
         if name == "byte":
-            assert choose(problem).row.name == "unpack"
+            assert choose(problem).kernel.name == "unpack"
 
 
 def test_a_model_is_quantized_loaded_cast_and_run(kind: ZeroPointType, tmp_path: Path) -> None:

@@ -188,30 +188,37 @@ def load() -> list[str]:
 
 
 def versions() -> list[str]:
-    """Triton 3.9 beside 3.6 on an H200."""
-    old, new = (Run.load(RESULTS / f"h200-triton-{one}.json") for one in ("3.6", "3.9"))
-    before = {(row.format, row.shape, row.m): row.us for row in old.rows}
-    ratios = {
-        (row.format, row.shape, row.m): row.us / before[row.format, row.shape, row.m] for row in new.rows
-    }
-    slower = sorted((key for key in ratios if ratios[key] > SLOWER), key=ratios.__getitem__, reverse=True)
-    cells = [["H200", "M", "3.6", "3.9", "ratio"]]
-    cells += [
-        [f"{f}, {shape}", str(m), f"{before[f, shape, m]:.1f}", f"{before[f, shape, m] * r:.1f}", f"{r:.2f}"]
-        for f, shape, m in slower
-        if (r := ratios[f, shape, m]) >= LISTED
-    ]
-    return [
-        "### Triton 3.9 beside 3.6",
-        paragraph(
-            f"The median of {len(ratios)} products takes {median(ratios.values()):.3f} times as long with",
-            "3.9;",
-            f"{len(slower)} take more than {SLOWER:.2f} times as long. The table lists those from",
-            f"{LISTED:.2f} on.",
-            source("h200-triton-3.6", "h200-triton-3.9"),
-        ),
-        grid(cells),
-    ]
+    """Triton 3.9 beside 3.6: all products on an H200, and those with other tiles since on an H100."""
+    parts = ["### Triton 3.9 beside 3.6"]
+    for gpu in ("H200", "H100"):
+        names = [f"{gpu.lower()}-triton-{one}" for one in ("3.6", "3.9")]
+        old, new = (Run.load(RESULTS / f"{name}.json") for name in names)
+        before = {(row.format, row.shape, row.m): row.us for row in old.rows}
+        ratios = {(x.format, x.shape, x.m): x.us / before[x.format, x.shape, x.m] for x in new.rows}
+        slower = sorted((key for key in ratios if ratios[key] > SLOWER), key=ratios.__getitem__, reverse=True)
+        cells = [[gpu, "M", "3.6", "3.9", "ratio"]]
+        cells += [
+            [
+                f"{f}, {shape}",
+                str(m),
+                f"{before[f, shape, m]:.1f}",
+                f"{before[f, shape, m] * r:.1f}",
+                f"{r:.2f}",
+            ]
+            for f, shape, m in slower
+            if (r := ratios[f, shape, m]) >= LISTED
+        ]
+        parts += [
+            paragraph(
+                f"{gpu}: the median of {len(ratios)} products takes {median(ratios.values()):.3f} times as",
+                "long with 3.9;",
+                f"{len(slower)} take more than {SLOWER:.2f} times as long. The table lists those from",
+                f"{LISTED:.2f} on.",
+                source(*names),
+            ),
+            grid(cells),
+        ]
+    return parts
 
 
 WAYS = {

@@ -294,7 +294,7 @@ def factorize(hessian: torch.Tensor) -> CholeskyFactor | None:
     H = L D L^T from the last column to round to the first, in float64, of which the lower triangle is in
     memory. A feature that is always zero couples with none, and is rounded to nearest.
     """
-    # Stable, so that equal hessian keep one order everywhere.
+    # Stable, so that equal diagonal entries keep one order everywhere.
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     backwards = order.flip(0)
     for damping in DAMPINGS:

@@ -8,7 +8,8 @@ do (`note`), and does its work in one function:
     Rounding      apply(rows, stats)      codes
     Refinement    start(weight, packed)   codes that gradients of a block's outputs move
 
-A new rounding is a subclass of `Rounding` in a module of its own and a row of `METHODS`.
+A new rounding is a subclass of `Rounding` in a module of its own, a row of `METHODS`, and its words in
+`summaries.py`.
 """
 
 from abc import ABC, abstractmethod

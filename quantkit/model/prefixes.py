@@ -44,7 +44,7 @@ def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
 
 
 def wrapper(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the parts that hide the names of the model, by regex that finds them; empty without wrapper."""
+    """Return the wrapper prefixes in tensor names, by the regex that removes each; empty without wrapper."""
     unwrapped = _without_wrapper(checkpoint)
     return {} if unwrapped is None else unwrapped[2]
 

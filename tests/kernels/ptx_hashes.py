@@ -25,11 +25,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-# Before Triton is imported. PTX is compiled anew, as its cache does not know of all that this reads.
+# Before Triton is imported; a process of pytest keeps its interpreter and its cache. PTX is compiled anew, as
+# the cache does not know of all that this reads.
 if __name__ in ("__main__", "__mp_main__"):
-    # Before Triton is imported; processes of pytest keep its interpreter.
     os.environ.pop("TRITON_INTERPRET", None)
-os.environ |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"}
+    os.environ |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_ALWAYS_COMPILE": "1"}
 
 #: A name in PTX that does not continue the name of an instruction ("mov.b32").
 _NAME = re.compile(r"(?<![\w.$%])[%$A-Za-z_][\w$]*")

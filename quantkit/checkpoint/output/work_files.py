@@ -11,7 +11,7 @@ from quantkit.checkpoint.tensors import TensorSpec
 
 
 class WorkFile(Protocol):
-    """A file that is filled; see `checkpoint.shard.ShardFile`."""
+    """A file that is filled; see `checkpoint.output.shard_file.ShardFile`."""
 
     detail: dict[str, Any]
 
@@ -19,7 +19,7 @@ class WorkFile(Protocol):
 
 
 class WorkFiles(Protocol):
-    """The files of a run; see `checkpoint.writer.OutputDirectory`."""
+    """The files of a run; see `checkpoint.output.directory.OutputDirectory`."""
 
     path: Path
 

@@ -181,8 +181,10 @@ def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str
 
 
 def _lacks_registers(problem: Problem) -> bool:
-    """Whether `fused-small-m` spills codes that have many bits in a unit, of int5 and int7: with more than 16
-    rows of x, unless the weight is so small that nothing else is faster, and where it `spills` by the rules.
+    """Return True if `fused-small-m` runs out of registers for an int5 or int7 weight.
+
+    Above 16 rows of x: always, unless the weight is so small that nothing else is faster. Up to 16 rows:
+    where the tile of the rules `spills`.
     """
     if not _has_wide_codes(problem):
         return False

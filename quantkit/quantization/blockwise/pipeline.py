@@ -181,7 +181,7 @@ class _Output:
             self._report(task.source.nbytes, one.line(matrix if name in self._todo.parts else task.module))
 
     def close(self, covered: Mapping[str, Coverage]) -> None:
-        """Complete what the manifest says, with the tokens of experts by module."""
+        """Put errors, notes and the tokens of experts, by module, into the work file for the manifest."""
         notes = {module: [] if note is None else [note] for module, (_, note) in covered.items()}
         for module, text in _not_done(self._todo):
             if text not in notes.setdefault(module, []):
@@ -411,7 +411,7 @@ class _Worker:
             part.of(block.module.get_parameter(part.parameter), len(weight)).copy_(weight)
 
     def _suspends(self, block: Block, states: States) -> bool:
-        """Whether what suspended passes hold fits: hidden states twice, and twice the widest input."""
+        """Return True if free memory holds all suspended passes: twice hidden state and widest input a token."""
         shapes = [tuple(p.shape) for _, p in block.module.named_parameters() if p.dim() == 2]
         tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in states.hidden)
         widest = max((max(shape) for shape in shapes), default=0)

@@ -76,7 +76,10 @@ def learn_rounding(
 
 
 def _draws(seed: str, count: int) -> Iterator[list[int]]:
-    """Which of `count` micro-batches each step sees, ascending: all in turn, in a new order each time."""
+    """Yield the micro-batches of each step, sorted, of `count`; each round has a new random order.
+
+    Every micro-batch is drawn once before any is drawn again.
+    """
     generator, waiting = random.Random(seed), list[int]()
     for _ in range(STEPS):
         if len(waiting) < min(AT_ONCE, count):

@@ -229,7 +229,7 @@ class DecodeConfig:
 
     @property
     def spare_rows(self) -> int:
-        """Rows without x, allocated so that Triton asks for the table that it does not count."""
+        """Dummy rows, so that Triton requests the shared memory of the table that inline PTX puts there."""
         return -(-undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.row_words))
 
     @property

@@ -3,8 +3,8 @@
 One warp has x copied to shared memory, by the tensor memory accelerator, as far ahead as there is room. Two
 or three groups of four warps have 64 rows of the weight each: they decode them in registers, as operand A,
 and multiply. While one of them decodes, the tensor cores have the products of another. A program takes one
-tile after the other. Tiles that are left when there are none for some programs may be shared out by columns
-(`shares`).
+tile after the other. Tiles that are left when there are none for some programs may be shared out by columns:
+stream-K, `gluon/stream_k.py`.
 
 Written in Gluon, as Triton itself cannot say which warps do what. `portable_gemm` is its portable twin.
 """
@@ -44,7 +44,7 @@ def wgmma_gemm(
     span where that is longer. Codes are loaded AHEAD units before they are decoded, one or two. TURN columns,
     128 or 256, are decoded and multiplied at a time, with an expression for each turn of a unit. N is a
     multiple of EVEN, up to 8. GROUPS only says whether there are several. `sums` and the integers but M, N,
-    SPANS and BLOCKS are for `shares`.
+    SPANS and BLOCKS are for stream-K (`gluon/stream_k.py`).
     """
     PART: gl.constexpr = x.block_shape[0]
     held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)

@@ -314,7 +314,7 @@ def _score(
     partial: Partial | None,
     progress: Progress | None,
 ) -> None:
-    """Score missing batches: blocks of batches outside, models inside, so that the reference runs once each."""
+    """Score missing batches: blocks of batches outside, models inside, so the reference runs once."""
     blocks = range(max(len(run.blocks) for run in runs))
     wanted = [sorted({batch for run in runs for batch in run.missing(block)}) for block in blocks]
     total = sum(_windows(run.missing(block)) for run in runs for block in blocks)

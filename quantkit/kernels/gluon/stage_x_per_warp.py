@@ -230,7 +230,7 @@ def _own(x, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _normed(words, other, weights, total, M, S: gl.constexpr):
-    """Return the RMSNorm of x, of which this warp has `words`; with `other`, that of x + other, stored in `total`.
+    """Return the RMSNorm of x, of which this warp has `words`; with `other`, of x + other, kept in `total`.
 
     Numbers are rounded where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
     """

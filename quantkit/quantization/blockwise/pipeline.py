@@ -411,7 +411,7 @@ class _Worker:
             part.of(block.module.get_parameter(part.parameter), len(weight)).copy_(weight)
 
     def _suspends(self, block: Block, states: States) -> bool:
-        """Return True if free memory holds all suspended passes: twice hidden state and widest input a token."""
+        """Return True if free memory holds suspended passes: twice hidden state and widest input a token."""
         shapes = [tuple(p.shape) for _, p in block.module.named_parameters() if p.dim() == 2]
         tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in states.hidden)
         widest = max((max(shape) for shape in shapes), default=0)

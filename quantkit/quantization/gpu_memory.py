@@ -91,7 +91,8 @@ def calibrated_bytes(
     tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
     if not needs_of(tasks):
         return 0
-    hidden, widest = _hidden_size(checkpoint), max(max(task.source.shape) for task in tasks)
+    widest = max(max(task.source.shape) for task in tasks)
+    hidden = _hidden_size(checkpoint, widest)
     refines = any(_refines(task) for task in tasks)
     twice = 1 + bool(OF_ORIGINAL & needs_of(tasks))
     experts = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
@@ -185,7 +186,7 @@ def _sensitivity_bytes(checkpoint: Checkpoint, planned: Plan, length: int) -> in
     """What measuring takes: a block or the head in float32, the sums of two passes, and a pass back."""
     tasks, stored = _packing(planned), _stored_bytes(checkpoint, 4)
     widest = max(max(task.source.shape) for task in tasks)
-    back = 4 * min(BATCH * length, TOKENS) * (BACK[0] * _hidden_size(checkpoint) + BACK[1] * widest)
+    back = 4 * min(BATCH * length, TOKENS) * (BACK[0] * _hidden_size(checkpoint, widest) + BACK[1] * widest)
     peaks = [2 * stored.get("", 0) + 24 * LOGITS]
     for prefix, of_block in _blocks(tasks).items():
         each = 4 if needs_of(of_block) else 2
@@ -236,6 +237,7 @@ def _stored_bytes(checkpoint: Checkpoint, itemsize: int) -> dict[str, int]:
     return found
 
 
-def _hidden_size(checkpoint: Checkpoint) -> int:
+def _hidden_size(checkpoint: Checkpoint, widest: int) -> int:
+    """Return the hidden size of config.json, or `widest`, which no hidden size exceeds, where it has none."""
     config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
-    return next((config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config), 0)
+    return next((config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config), widest)

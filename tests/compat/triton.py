@@ -3,9 +3,10 @@
     python tests/compat/triton.py                           all tested versions, a preset of each kind
     python tests/compat/triton.py --versions 3.9 --all      one version, every preset
 
-Checks that each kernel compiles, fits in shared memory, and waits for its products before it overwrites
-their operands, and runs the tests of compiling and launching. Each version is installed into a directory of
-its own, kept in --environments for the next run; everything else comes from the environment that runs this. Exit status 1 if any version failed.
+Checks that each kernel compiles, fits in shared memory, and waits for its products before it overwrites their
+operands, and runs the tests of compiling and launching. Each version is installed into a directory of its
+own, kept in --environments for the next run; everything else comes from the environment that runs this. Exit
+status 1 if any version failed.
 """
 
 import argparse

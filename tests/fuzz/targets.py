@@ -430,7 +430,7 @@ def _check_table(case: bytes, directory: Path) -> None:
     for key, entry in table.entries.items():
         row = kernel_named(entry.kernel)
         problem = Problem(
-            key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, GPU, key.half_sums
+            key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, GPU, key.fp16_accumulation
         )
         assert 0 < entry.us < math.inf
         if row.tiling is not None:

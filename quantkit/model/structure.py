@@ -19,8 +19,10 @@ from quantkit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import nn
 
-#: Last name component of routers: tiny, and a wrong choice of expert costs more than the bytes saved.
-ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
+#: Reason of linears that choose experts: tiny, and a wrong choice costs more than the bytes saved.
+ROUTER = "a router: it chooses experts and is tiny"
+#: Reason of linears with one output, such as those that weigh shared experts.
+ONE_OUTPUT = "it has one output: packing it saves next to nothing"
 
 #: Last name component of linears whose weight the model reads directly: time steps of Mamba, indexers of
 #: sparse attention, the router of LongCat. All are small.
@@ -155,11 +157,13 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
     from torch import nn
 
     from quantkit.model.names import model_names
+    from quantkit.model.routers import choosing_linears
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
     head_read = head if head is not None and reads_weight(type(model).forward, head) else None
     decoder = _decoder_prefix(model, modules)
+    choosing = choosing_linears(model)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
 
     gathered: dict[str, list[str]] = {}
@@ -174,7 +178,8 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
             reason = _why_dense_experts(module, leaf, decoder, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and isinstance(module, nn.Linear):
-            reason = READ if owner == head_read else _why_dense_linear(module, owner, decoder, head)
+            read, routes = owner == head_read, owner in choosing
+            reason = READ if read else ROUTER if routes else _why_dense_linear(module, owner, decoder, head)
             _sort_in(stored, owner, reason, gathered, dense)
         else:
             dense[stored] = _kind_of_dense(module, leaf)
@@ -293,14 +298,14 @@ def _check_complete(
         )
 
 
-def _why_dense_linear(module: "nn.Module", name: str, decoder: str, head: str | None) -> str | None:
+def _why_dense_linear(module: "nn.Linear", name: str, decoder: str, head: str | None) -> str | None:
     from quantkit.model.architectures import why_not_packable
 
     if name != head:
         if not name.startswith(decoder):
             return "a linear outside the decoder"
-        if name.rpartition(".")[2] in ROUTER_NAMES:
-            return "a router: it chooses experts and is tiny"
+        if module.out_features == 1:
+            return ONE_OUTPUT
         if name.rpartition(".")[2] in READ_NAMES:
             return READ
     return why_not_packable(module)
@@ -327,7 +332,7 @@ def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
     if "Norm" in kind:
         return "a norm"
     if "Router" in kind or "Gate" in kind:
-        return "a router: it chooses experts and is tiny"
+        return ROUTER
     if leaf == "bias":
         return "a bias"
     return f"{leaf!r} of a {kind}, which is not a linear"

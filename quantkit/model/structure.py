@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model.split_experts import Cut, cuts_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +63,8 @@ class Structure:
     tied lm_head takes its weights. `unpackable` are linears and fused experts that are always dense, by
     module name, with their stored names without `.weight`; readers of the output must be told about them.
     `tied_head` is set if the file has a tied weight as lm_head only: (its stored name, name of the embedding
-    in the model).
+    in the model). `cuts` are the matrices of experts that are stored in one tensor for all, by the name that
+    each gets, with `.weight`.
     """
 
     linears: Mapping[str, Linear]
@@ -71,6 +73,7 @@ class Structure:
     tied: bool
     unpackable: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tied_head: tuple[str, str] | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:
@@ -156,7 +159,8 @@ def _unknown_model(config: Mapping[str, Any], directory: Path, error: Exception)
 def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
     from torch import nn
 
-    from quantkit.model.names import model_names
+    from quantkit.model.experts import spec_of
+    from quantkit.model.names import renamed
     from quantkit.model.routers import choosing_linears
 
     modules = dict(model.named_modules())
@@ -168,8 +172,18 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
 
     gathered: dict[str, list[str]] = {}
     dense: dict[str, str] = {}
-    names = model_names(model, checkpoint.tensors)
+    places = dict(renamed(model, checkpoint.tensors))
+    names = {stored: (place.parameter, place.is_fused) for stored, place in places.items()}
+    cuts = cuts_of(
+        {name: module for name, module in modules.items() if name.startswith(decoder)},
+        checkpoint.tensors,
+        places,
+    )
+    whole = {cut.source.name for cut in cuts.values()}
     for stored, (parameter, fused) in names.items():
+        if stored in whole:
+            dense[stored] = REARRANGED
+            continue
         owner, _, leaf = parameter.rpartition(".")
         module = modules.get(owner)
         if parameter not in parameters and not fused:
@@ -187,7 +201,11 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
             _check_shape(stored, checkpoint.tensors[stored].shape, parameters[parameter])
 
     linears = {
-        name: _linear(name, tuple(stored), checkpoint, parameters, head) for name, stored in gathered.items()
+        name: _linear(
+            *(name, tuple(stored), checkpoint, parameters, head),
+            name not in modules and spec_of(modules[name.rpartition(".")[0]]).transposed,
+        )
+        for name, stored in gathered.items()
     }
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     if REARRANGED not in dense.values():
@@ -203,7 +221,8 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
     tied_head = None
     if tied and embedding is None and stored_head is not None:
         tied_head = stored_head, f"{_input_name(model, modules)}.weight"
-    return Structure(linears, dense, embedding, tied, _unpackable(modules, linears, names), tied_head)
+    unpackable = _unpackable(modules, linears, names)
+    return Structure(linears, dense, embedding, tied, unpackable, tied_head, cuts)
 
 
 def _unpackable(
@@ -211,7 +230,7 @@ def _unpackable(
 ) -> dict[str, tuple[str, ...]]:
     from torch import nn
 
-    from quantkit.model.architectures import DOWN, GATE_UP, is_fused_experts
+    from quantkit.model.experts import DOWN, GATE_UP, UP, is_fused_experts
 
     stored: dict[str, list[str]] = {}
     for name, (parameter, _) in names.items():
@@ -221,7 +240,7 @@ def _unpackable(
         if isinstance(module, nn.Linear):
             candidates[name] = stored.get(f"{name}.weight", [name])
         elif is_fused_experts(module):
-            for leaf in (GATE_UP, DOWN):
+            for leaf in {GATE_UP, UP, DOWN} & set(module._parameters):
                 candidates[f"{name}.{leaf}"] = stored.get(f"{name}.{leaf}", [])
     return {name: tuple(of) for name, of in candidates.items() if name not in linears}
 
@@ -243,15 +262,17 @@ def _linear(
     checkpoint: Checkpoint,
     parameters: Mapping[str, tuple[int, ...]],
     head: str | None,
+    transposed: bool,
 ) -> Linear:
-    from quantkit.model.architectures import GATE_UP
+    from quantkit.model.experts import MATRICES
 
     expected = parameters.get(f"{name}.weight")
     if expected is None:
         kind: Kind = "experts"
         # A fused parameter is [E, halves * N, K]; its stored matrices are [N, K] each.
-        experts, rows, columns = parameters[name]
-        halves = 2 if name.endswith(f".{GATE_UP}") else 1
+        experts, *sizes = parameters[name]
+        rows, columns = reversed(sizes) if transposed else sizes
+        halves = len(MATRICES[name.rpartition(".")[2]])
         expected = (rows // halves, columns)
         if len(stored) != halves * experts:
             raise CheckpointError(
@@ -312,9 +333,10 @@ def _why_dense_linear(module: "nn.Linear", name: str, decoder: str, head: str | 
 
 
 def _why_dense_experts(module: "nn.Module | None", leaf: str, decoder: str, owner: str) -> str | None:
-    from quantkit.model.architectures import DOWN, GATE_UP, is_fused_experts, why_not_packable
+    from quantkit.model.architectures import why_not_packable
+    from quantkit.model.experts import MATRICES, is_fused_experts
 
-    if module is None or not is_fused_experts(module) or leaf not in (GATE_UP, DOWN):
+    if module is None or not is_fused_experts(module) or leaf not in MATRICES:
         return REARRANGED
     if not owner.startswith(decoder):
         return "experts outside the decoder"

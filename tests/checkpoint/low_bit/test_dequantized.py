@@ -107,8 +107,8 @@ def test_float8_without_scales_is_refused_with_that_reason(tmp_path: Path) -> No
     one = fp8_blocks(8, 8)
     codes = one.parts["m.weight"]
     told = (
-        ": the checkpoint is quantized already: tensor 'm.weight' is F8_E4M3 and has no scales, without which "
-        "its numbers are not the weights; expected plain weights, or scales. Start from the original "
+        ": the checkpoint is quantized already: tensor 'm.weight' is F8_E4M3 and has no scales, without "
+        "which its numbers are not the weights; expected plain weights, or scales. Start from the original "
         "checkpoint."
     )
     assert refusal(tmp_path, {"m.weight": codes}) == told

@@ -21,11 +21,12 @@ import torch
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.data.samples import Samples
 from quantkit.checkpoint.hub.repository import locate, resolve
+from quantkit.checkpoint.low_bit.dequantized import dequantized
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.output.journal import read_journal
-from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint, check_not_quantized
+from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.memory import enough_memory, free_memory, say_if_short
@@ -80,8 +81,7 @@ class QuantizeResult:
 
 def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
     """The source as the recipe wants it, refused if it cannot be quantized, and its structure."""
-    checkpoint = Checkpoint.open(directory, allow_auto_map=allow_auto_map)
-    check_not_quantized(checkpoint)
+    checkpoint = dequantized(Checkpoint.open(directory, allow_auto_map=allow_auto_map))
     checkpoint, structure = read_names(checkpoint)
     checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:

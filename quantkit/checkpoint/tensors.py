@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,18 @@ class TensorSpec:
         return self.elements * self.torch_dtype.itemsize
 
 
+class Read(Protocol):
+    """Rows `[start, stop)` of a tensor in a file; of a matrix also only its `columns` [first, last)."""
+
+    def __call__(
+        self,
+        tensor: "StoredTensor",
+        start: int = 0,
+        stop: int | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class StoredTensor(TensorSpec):
     """A tensor in a file: its bytes are `file[offset : offset + nbytes]`.
@@ -49,3 +62,7 @@ class StoredTensor(TensorSpec):
     def location(self) -> tuple[Path, int, int]:
         """Where its bytes are: two tensors may be made of the same."""
         return self.file, self.offset, self.nbytes
+
+    def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
+        """Rows `[start, stop)` along the first dimension, from what `read` gives of files."""
+        return read(self, start, stop)

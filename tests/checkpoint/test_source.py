@@ -268,7 +268,7 @@ UNPICKLE = "quantkit never unpickles weights. Convert them with transformers: "
         ((), "no weights", "Download the weights as well."),
         (("pytorch_model.bin",), "pytorch_model.bin", UNPICKLE),
         (("model.pt", "model.gguf"), "model.gguf, model.pt", UNPICKLE),
-        (("model.gguf",), "model.gguf", "Use the safetensors checkpoint that the GGUF file was"),
+        (("model.gguf",), "model.gguf", "Give the path of the GGUF file itself"),
         ((ONE, TWO), f"{ONE}, {TWO}", f"Download {INDEX_NAME} as well."),
     ],
 )
@@ -479,7 +479,7 @@ def io_error(*_: object) -> int:
 @pytest.mark.parametrize(
     ("preadv", "expected"),
     [
-        (lambda *_: 0, r"expected 48 bytes of tensor 'a', got 0: the file was truncated\. Download"),
+        (lambda *_: 0, r"expected 48 bytes from byte \d+, got 0: the file was truncated\. Download"),
         (io_error, r"cannot be read \(Input/output error\); expected 48 bytes from byte \d+\. Check"),
     ],
 )

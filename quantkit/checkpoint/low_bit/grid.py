@@ -5,8 +5,8 @@ some rows. Both say the same thing of a weight, with g the group of column k:
 
     scale = scales[n, g]                     or scales[n, g] / global_scale[n]
     w     = scale * format.values[code]      without zero-points
-    w     = scale * (code - zeros[n, g])     with zero-points; the format is an int format
-    w     = scale * code + biases[n, g]      with biases; the format is an int format
+    w     = scale * (code - zeros[n, g])     with zero-points
+    w     = scale * code + biases[n, g]      with biases
 
 The last operation is a product with `factor`, where it is not 1.
 """
@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from quantkit.packing.formats import IntFormat, NumberFormat
+from quantkit.packing.formats import NumberFormat
 
 InPlace = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -81,10 +81,8 @@ class StoredGrid:
 
     def values(self) -> torch.Tensor:
         """The weights, float32 [R, K]; each operation of the module docstring rounds once."""
-        number_format = self.spec.format
-        values = number_format.decode(self.codes)
-        if self.spec.affine != "none" and isinstance(number_format, IntFormat):
-            values.add_(number_format.offset)
+        affine = self.spec.affine != "none"
+        values = self.codes.float() if affine else self.spec.format.decode(self.codes)
         if self.zeros is not None:
             self._by_group(values, self.zeros, torch.Tensor.sub_)
         scales = self.scales.float()

@@ -74,8 +74,13 @@ class StoredTensor(TensorSpec):
         return read(self, start, stop)
 
     @property
+    def stored_as(self) -> str | None:
+        """The low-bit format of its bytes, in words; None for a tensor of plain numbers."""
+        return None
+
+    @property
     def grid_spec(self) -> GridSpec | None:
-        """The grid that the weights are stored on; None for a tensor of plain numbers."""
+        """The grid that the weights are stored on; None for plain numbers, and for scales of scales."""
         return None
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:

@@ -29,6 +29,11 @@ class GgufRows(StoredTensor):
     added: float = 0.0
 
     @property
+    def stored_as(self) -> str | None:
+        """The name of the block type, as `Q4_K`; None for plain numbers."""
+        return self.block_type.name if self.block_type.dtype is None else None
+
+    @property
     def grid_spec(self) -> GridSpec | None:
         """The grid of the weights; None for numbers and for blocks with scales of scales."""
         grid = self.block_type.grid

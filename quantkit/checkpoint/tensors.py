@@ -67,11 +67,16 @@ class StoredTensor(TensorSpec):
     @property
     def location(self) -> tuple[Path, int, int]:
         """Where its bytes are: two tensors may be made of the same."""
-        return self.file, self.offset, self.nbytes
+        return self.file, self.offset, self.stored_bytes
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
         """Rows `[start, stop)` along the first dimension, from what `read` gives of files."""
         return read(self, start, stop)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that it takes in files."""
+        return self.nbytes
 
     @property
     def stored_as(self) -> str | None:

@@ -29,6 +29,11 @@ class GgufRows(StoredTensor):
     added: float = 0.0
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of all rows in the file."""
+        return self.shape[0] * self.row_bytes
+
+    @property
     def stored_as(self) -> str | None:
         """The name of the block type, as `Q4_K`; None for plain numbers."""
         return self.block_type.name if self.block_type.dtype is None else None

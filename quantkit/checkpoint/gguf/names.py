@@ -47,6 +47,7 @@ _SHARED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")},
 }
+_HEAD_SIZE = {"attention.key_length": "head_dim"}
 _EXPERT_SIZE = {"expert_feed_forward_length": "moe_intermediate_size"}
 _GEMMA = {
     **_DENSE,
@@ -61,7 +62,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _DENSE, permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
     ),
     "qwen2": Architecture(_DENSE),
-    "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}),
+    "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}, config=_HEAD_SIZE),
     "qwen2moe": Architecture(
         {**_ATTENTION, **_SHARED, "ffn_gate_inp": "mlp.gate"},
         _EXPERTS,

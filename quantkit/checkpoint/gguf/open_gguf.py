@@ -145,6 +145,8 @@ def _left_out(header: GgufHeader) -> dict[str, int]:
     """Values of config.json that transformers' conversion leaves at their defaults."""
     prefix = header.get(ARCHITECTURE_KEY, str)
     found = {key: header.get(f"{prefix}.{name}", int) for name, key in architecture(header).config.items()}
+    if (embedding := header.tensors.get("token_embd.weight")) is not None:
+        found["vocab_size"] = embedding.shape[0]
     return {key: value for key, value in found.items() if value is not None}
 
 

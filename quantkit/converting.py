@@ -13,7 +13,7 @@ import torch
 from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
-from quantkit.checkpoint.open_source import open_source
+from quantkit.checkpoint.open_source import exactly, open_source
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.memory import enough_memory
@@ -94,7 +94,7 @@ def convert(
 
 def plan(directory: Path, options: ConvertOptions = ConvertOptions()) -> tuple[Checkpoint, Plan]:
     """The source in `directory`, or in a file, and what converting it would write. Reads headers only."""
-    checkpoint = open_source(directory, allow_auto_map=options.allow_auto_map)
+    checkpoint = exactly(open_source(directory, allow_auto_map=options.allow_auto_map))
     checkpoint, structure = read_names(checkpoint)
     checkpoint = check_side_files(checkpoint)
     fates = kept_fates(checkpoint, structure)

@@ -26,7 +26,7 @@ from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.open_source import open_source
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.output.journal import read_journal
-from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint, check_not_quantized
+from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.memory import enough_memory, free_memory, say_if_short
@@ -82,7 +82,6 @@ class QuantizeResult:
 def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
     """The source as the recipe wants it, refused if it cannot be quantized, and its structure."""
     checkpoint = open_source(directory, allow_auto_map=allow_auto_map)
-    check_not_quantized(checkpoint)
     checkpoint, structure = read_names(checkpoint)
     checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:

@@ -17,7 +17,7 @@ from quantkit.checkpoint.output.atomic_write import is_inside
 from quantkit.checkpoint.safetensors_header import read_header, read_json
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.stamp import FileStamp
-from quantkit.checkpoint.tensors import Columns, StoredTensor
+from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.files import open_regular, os_error_text, shown
 
@@ -43,10 +43,6 @@ _WEIGHTS_REMEDIES = {
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _UNPICKLE),
     ".gguf": "Give the path of the GGUF file itself, as in `quantkit convert MODEL.gguf OUT`",
 }
-
-# Traces of quantization in checkpoints whose config.json does not tell.
-_QUANTIZED_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-_QUANTIZED_TENSORS = {".qweight": "gptq or awq", ".weight_packed": "compressed-tensors"}
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,11 @@ class Checkpoint:
         return tensor.values(self.read_stored, start, stop)
 
     def read_stored(
-        self, tensor: StoredTensor, start: int = 0, stop: int | None = None, columns: Columns = None
+        self,
+        tensor: StoredTensor,
+        start: int = 0,
+        stop: int | None = None,
+        columns: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """`Read` of the tensors in files; raises as `read` does."""
         if self.headers_only:
@@ -198,40 +198,6 @@ class Checkpoint:
         """`CheckpointError` if config, index, a shard or a side file has changed since they were opened."""
         for path, stamp in self.stamps.items():
             stamp.check(path)
-
-
-def check_not_quantized(checkpoint: Checkpoint) -> None:
-    """`CheckpointError`, with the method's name, for a checkpoint that is quantized already."""
-    config = checkpoint.config
-    # Multimodal models keep it in the config of one part.
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    found = [
-        f"{key} of {CONFIG_NAME} has quant_method {shown(_quant_method(part[key]))}"
-        for part in parts
-        for key in ("quantization_config", "compression_config")
-        if part.get(key)
-    ]
-    found += [
-        f"{path.name} belongs to {_QUANTIZED_FILES[path.name]}"
-        for path in checkpoint.side_files
-        if path.name in _QUANTIZED_FILES
-    ]
-    found += [
-        f"tensor {name!r} belongs to {method}"
-        for suffix, method in _QUANTIZED_TENSORS.items()
-        for name in checkpoint.tensors
-        if name.endswith(suffix)
-    ]
-    if found:
-        _fail(
-            checkpoint.directory,
-            f"the checkpoint is quantized already: {found[0]}; expected plain weights",
-            "Start from the original checkpoint, or dequantize this one first",
-        )
-
-
-def _quant_method(value: object) -> object:
-    return value.get("quant_method") if isinstance(value, dict) else value
 
 
 def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any], list[str]]:

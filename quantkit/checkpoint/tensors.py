@@ -36,10 +36,6 @@ class TensorSpec:
         return self.elements * self.torch_dtype.itemsize
 
 
-#: The first column and the one after the last; None for all.
-Columns = tuple[int, int] | None
-
-
 class Read(Protocol):
     """Rows `[start, stop)` of a tensor in a file; of a matrix also only its `columns` [first, last)."""
 
@@ -48,7 +44,7 @@ class Read(Protocol):
         tensor: "StoredTensor",
         start: int = 0,
         stop: int | None = None,
-        columns: Columns = None,
+        columns: tuple[int, int] | None = None,
     ) -> torch.Tensor: ...
 
 

@@ -8,7 +8,7 @@ import torch
 
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.hub.repository import resolve
-from quantkit.checkpoint.open_source import open_source
+from quantkit.checkpoint.open_source import exactly, open_source
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
@@ -37,7 +37,7 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
     `source` is a checkpoint directory, a GGUF file or a hub id, as `convert` takes. Raises `CheckpointError`
     for one that cannot be read.
     """
-    checkpoint, structure = read_names(open_source(resolve(source)))
+    checkpoint, structure = read_names(exactly(open_source(resolve(source))))
     packed = Checkpoint.open(directory)
     config = QuantizationConfig.from_dict(packed.config.get("quantization_config", {}))
     modules = {f"{one}.weight": name for name, linear in structure.linears.items() for one in linear.stored}

@@ -14,7 +14,7 @@ from quantkit.checkpoint.gguf.names import ARCHITECTURES
 from quantkit.checkpoint.gguf.open_gguf import gguf_file, open_gguf
 from quantkit.checkpoint.gguf.rows import GgufRows
 from quantkit.checkpoint.open_source import open_source
-from quantkit.checkpoint.tensors import Columns, StoredTensor
+from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.model.prefixes import read_names
 
@@ -37,7 +37,7 @@ def rows_of(kind: BlockType, rows: int, blocks: int, **more: Any) -> tuple[GgufR
     expected = gguf.dequantize(data, gguf.GGMLQuantizationType(kind.number))
 
     def read(
-        tensor: StoredTensor, start: int = 0, stop: int | None = None, columns: Columns = None
+        tensor: StoredTensor, start: int = 0, stop: int | None = None, columns: tuple[int, int] | None = None
     ) -> torch.Tensor:
         assert (tensor.dtype, tensor.shape) == ("U8", data.shape)
         return torch.from_numpy(data)[start:stop].clone()

@@ -33,7 +33,7 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
     }
     if refused:
         name, reason = next(iter(refused.items()))
-        more = f", and {len(refused) - 1} more linears" if len(refused) > 1 else ""
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise CheckpointError(
             f"{name!r}{more} cannot be converted exactly: {reason}. `quantkit quantize` reads the same "
             "source and rounds to a format of your choice."

@@ -90,7 +90,12 @@ def write_gguf(
     for name, weights in of_llama_cpp(arch, model):
         kind = BY_NAME[types(name, tuple(weights.shape))]
         number = gguf.GGMLQuantizationType(kind.number)
-        writer.add_tensor(name, gguf.quantize(weights.numpy(), number), raw_dtype=number)
+        try:
+            data = gguf.quantize(weights.numpy(), number)
+        except NotImplementedError:
+            # The package only reads K-quants.
+            data = random_blocks(kind, weights.shape[0], weights.shape[1] // kind.elements)
+        writer.add_tensor(name, data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

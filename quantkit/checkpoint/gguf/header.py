@@ -86,15 +86,6 @@ class GgufHeader:
         return value
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether `path` is a regular file that begins like a GGUF file."""
-    try:
-        with open_regular(path) as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
 def read_gguf_header(path: Path) -> GgufHeader:
     """Metadata and tensors of a GGUF file. Reads no data.
 

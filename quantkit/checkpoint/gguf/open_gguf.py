@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
-from quantkit.checkpoint.gguf.header import GgufHeader, is_gguf, read_gguf_header
+from quantkit.checkpoint.gguf.header import GgufHeader, read_gguf_header
 from quantkit.checkpoint.gguf.names import ARCHITECTURE_KEY, ROTARY, Named, architecture, named
 from quantkit.checkpoint.gguf.rows import GgufRows, gguf_package
 from quantkit.checkpoint.manifest import pretty_json
@@ -36,7 +36,7 @@ def gguf_file(source: Path) -> Path | None:
     `CheckpointError` for a directory with several and no safetensors.
     """
     if source.is_file():
-        return source if is_gguf(source) else None
+        return source
     try:
         entries = sorted(source.iterdir())
     except OSError:

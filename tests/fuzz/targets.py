@@ -204,6 +204,7 @@ _CUSTOM = (
     scheme("ternary", group_size=16, packing="radix"),
     scheme("int8", group_size="tensor"),
     scheme("int3", group_size=8, zero_point="float", scale_dtype=torch.float8_e4m3fn),
+    scheme("int4", group_size=32, zero_point="minimum", scale_dtype=torch.float16),
 )
 _SCHEMES = (*(scheme(name) for name in PRESETS), *_CUSTOM)
 

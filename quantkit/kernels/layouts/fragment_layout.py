@@ -185,7 +185,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
 
-    zero_point = weight.zero_points()
+    zero_point = weight.zeros_in_codes()
     zero = codes.new_empty(0)
     if zero_point is not None:
         lowest = weight.scheme.format.values[0]

@@ -1,4 +1,12 @@
-"""What `fused-gemv` knows at compile time. Processes that only compile import it: it has no torch."""
+"""Compile-time configuration of `fused-gemv`. Free of torch, as processes that only compile import it.
+
+Units of K in the kernel, from small to large, and x in shared memory:
+
+    MMA        16 columns of floats, 32 of int8 (`mma_k`)
+    MMA pair   2 MMAs: their B operands are one 16-byte load per lane, a vec4
+    k_step     128 columns, or a span where that is longer: what a warp dequantizes at a time
+    x          vec4s [padded MMA pairs * column groups, W warps, lanes]
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +19,15 @@ from quantkit.kernels.layouts.shared_memory import (
     undeclared_bytes,
 )
 
-#: Columns of operand B of a product, and the most rows of x that it multiplies with.
+#: Columns of operand B of an MMA (n8): rows of x that one MMA multiplies with, at most.
 COLUMNS = 8
 
 
 @dataclass(frozen=True)
 class Norm:
-    """The part of a norm that is done: of a sum if it `adds`; whether numbers are rounded before they are
-    multiplied with weights, and what is added to these.
+    """Fused RMSNorm: its part ("whole", "begin" or "end"), and whether a residual is added (`adds`).
+
+    With `rounded`, x / rms(x) is rounded to x's dtype before it is multiplied with weight + `offset`.
     """
 
     part: str
@@ -30,9 +39,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What the kernel knows at compile time: the weight, how codes become operands, and how work is shared.
+    """What `decode_gemm` knows at compile time: weight layout, dequantization PTX, and division of work.
 
-    Products are those of `mma_k` columns; two of them have a quad of x, a `mma_pair` of columns.
+    Fields without a comment are those of `Geometry` (`quantkit.kernels.layouts.fragment_layout`), or of the
+    `Expression` that dequantizes (`quantkit.kernels.layouts.dequant_ptx`).
     """
 
     k: int
@@ -50,15 +60,15 @@ class DecodeConfig:
     has_factor: bool
     has_bias: bool
     norm: Norm | None
-    #: What gates the rows of the second half, of `quantkit.kernels.ops.activation.gate`; "" for nothing.
+    #: Activation of the gate, of `quantkit.kernels.ops.activation.gate`; "" for none.
     gate: str
-    #: Matrices of an expert, and pairs of each row of x.
+    #: Matrices of an expert, and experts of a token.
     matrices: int
     top_k: int
     chained: bool
     dtype_name: str
     int8_mma: bool
-    #: What a byte counts, of integers.
+    #: Value of a weight per unit of its int8 byte.
     byte_scale: float
     asm: str
     constraints: str
@@ -67,42 +77,45 @@ class DecodeConfig:
     warps: int
     #: Rows of x, a power of two.
     rows: int
-    #: Row tiles that there is shared memory for, a power of two.
+    #: Row tiles of the partial sums in shared memory, a power of two.
     padded_row_tiles: int
     k_steps_per_warp: int
     tiles_per_iter: int
-    #: Whether there is but one turn.
+    #: True if all row tiles of a program are one iteration.
     single_iter: bool
     prefetch: int
     overlap: bool
 
     def __hash__(self) -> int:
-        # Part of what Triton looks a kernel up by.
+        # Triton looks compiled kernels up by it.
         return hash((self.k, self.asm, self.rows, self.padded_row_tiles))
 
     @property
     def norms_x(self) -> bool:
-        """Whether x becomes a norm."""
+        """Return True if x is replaced by its RMSNorm."""
         return self._does("whole")
 
     @property
     def begins_norm(self) -> bool:
-        """Whether a norm of y is begun."""
+        """Return True if the epilogue begins an RMSNorm: residual add, sums of squares."""
         return self._does("begin")
 
     @property
     def ends_norm(self) -> bool:
-        """Whether the norm that x was begun to become is ended."""
+        """Return True if x is a begun RMSNorm, whose sums are divided by the RMS."""
         return self._does("end")
 
     @property
     def as_vec4(self) -> bool:
-        """Whether x is in shared memory as quads, as words have columns that lie 16 apart."""
+        """Return True if x is stored as vec4s per lane, as a word multiplies columns 16 apart.
+
+        Otherwise rows of x lie as in memory, and `ldmatrix` makes the vec4s.
+        """
         return self.shared_table or (self.int8_mma and self.plane_distance == 1)
 
     @property
     def shared_table(self) -> bool:
-        """Whether the expression is that of `ptx.shared_table`."""
+        """Return True if dequantization looks values up in a table in shared memory."""
         return self.fill is not None
 
     def _does(self, part: str) -> bool:
@@ -110,133 +123,133 @@ class DecodeConfig:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of x."""
+        """Return Triton's dtype of x."""
         import triton.language as tl
 
         return {"bfloat16": tl.bfloat16, "float16": tl.float16}[self.dtype_name]
 
     @property
     def row_tiles_per_output(self) -> int:
-        """Row tiles that a program has one or none of."""
+        """Row tiles of W per 16 columns of y: 2 with a gate (gate and up), else 1."""
         return 2 if self.gate else 1
 
     @property
     def k_step(self) -> int:
-        """Columns of a unit."""
+        """Columns of a k_step."""
         return max(128, 16 * self.planes)
 
     @property
     def vec4s_per_step(self) -> int:
-        """Quads that a lane has of the codes of a unit."""
+        """16-byte loads of a lane for the codes of a k_step."""
         return self.k_step // (16 * self.planes) * self.tiles
 
     @property
     def total_k_steps(self) -> int:
-        """Units of all warps together."""
+        """k_steps of all columns of W."""
         return self.spans * 16 * self.planes // self.k_step
 
     @property
     def scales_sums(self) -> bool:
-        """Whether each dot has a scale that multiplies its sums."""
+        """Return True if scales multiply the sums of each dot, rather than weights or whole rows."""
         return self.groups > 1 and not self.on_weights
 
     @property
     def int32_sums(self) -> bool:
-        """Whether sums are integers to the end."""
+        """Return True if accumulators stay int32 to the last column."""
         return self.int8_mma and not self.scales_sums
 
     @property
     def mma_k(self) -> int:
-        """Columns of a product."""
+        """Columns of one MMA."""
         return 32 if self.int8_mma else 16
 
     @property
     def mma_pairs_per_step(self) -> int:
-        """Pieces of a unit."""
+        """MMA pairs of a k_step."""
         return self.k_step // (2 * self.mma_k)
 
     @property
     def mma_pairs(self) -> int:
-        """Pieces of each warp."""
+        """MMA pairs of a warp."""
         return self.k_steps_per_warp * self.mma_pairs_per_step
 
     @property
     def mma_pairs_per_pass(self) -> int:
-        """Pieces that the lanes of a warp have at a time, each four of every row of x."""
+        """MMA pairs whose x a warp stages in one pass: 4 lanes per pair and row of x."""
         return max(1, COLUMNS // self.rows)
 
     @property
     def padded_mma_pairs(self) -> int:
-        """Pieces of each warp that there is shared memory for: whole turns of a warp, or a power of two."""
-        turns = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
-        return turns if self.int8_mma else power_of_two(turns)
+        """MMA pairs of a warp in shared memory: whole passes for digits, else a power of two."""
+        whole_passes = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
+        return whole_passes if self.int8_mma else power_of_two(whole_passes)
 
     @property
     def columns_per_digit(self) -> int:
-        """Columns of operand B for one digit, or for the rows of x that a group of them has."""
+        """Columns of operand B for one digit of x, or for the rows of x of a group; at least 2."""
         return max(2, self.rows_per_group)
 
     @property
     def rows_per_group(self) -> int:
-        """Rows of x that a group of columns of operand B has."""
+        """Rows of x in a group of 8 columns of operand B."""
         return min(COLUMNS, self.rows)
 
     @property
     def has_column_weights(self) -> bool:
-        """Whether columns of operand B may count differently: as digits, or once where there are copies."""
+        """Return True if columns of operand B differ in weight: digits, or copies that count once."""
         return self.int8_mma or self.rows <= COLUMNS
 
     @property
     def column_groups(self) -> int:
-        """Groups of `COLUMNS` columns of operand B: of digits, or of rows of x."""
+        """Groups of 8 columns of operand B: for digits, or for rows of x."""
         return self.columns_per_digit // 2 if self.int8_mma else max(1, self.rows // COLUMNS)
 
     @property
     def stored_vec4s(self) -> int:
-        """Quads of a lane t in shared memory, for a group of columns of a piece."""
+        """vec4s in shared memory of a lane t, for one MMA pair and column group."""
         return (8 // self.columns_per_digit if self.int8_mma else 1) * self.rows_per_group
 
     @property
     def vec4_shape(self) -> tuple[int, ...]:
-        """Words in shared memory that are a quad of each lane: columns n, words and t in either order."""
+        """Shape of the vec4s of one MMA pair and column group: words and lanes t last, in either order."""
         return self.warps, self.stored_vec4s // self.rows_per_group, self.rows_per_group, 4, 4
 
     @property
     def x_shape(self) -> tuple[int, ...]:
-        """All of them, of floats."""
+        """Shape of all of x in shared memory, as 16-bit floats."""
         return self.padded_mma_pairs * self.column_groups, *self.vec4_shape
 
     @property
     def float_shape(self) -> tuple[int, ...]:
-        """Those of a turn of floats."""
+        """Shape of the x of one pass, as 16-bit floats."""
         return self.mma_pairs_per_pass, self.warps, 1, self.rows, 4, 4
 
     @property
     def digit_shape(self) -> tuple[int, ...]:
-        """Those of a turn of digits: groups of columns, and the digits of a group."""
+        """Shape of the x of one pass, as digits: column groups, and the digits of a group."""
         groups = self.column_groups
         return self.mma_pairs_per_pass, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
 
     @property
     def smem_rows(self) -> int:
-        """Rows of `smem_row_words` that hold the quads of x."""
+        """Rows of `smem_row_words` words that hold x."""
         return self.padded_mma_pairs * self.column_groups
 
     @property
     def smem_row_words(self) -> int:
-        """Words of a row of shared memory: a quad of each lane of all warps."""
+        """32-bit words of a row of shared memory: one vec4 per lane of all warps."""
         return self.warps * self.stored_vec4s * 16
 
     @property
     def padding_rows(self) -> int:
-        """Dummy rows, so that Triton requests the shared memory of the table that inline PTX puts there."""
+        """Rows that Triton allocates in place of the lookup table, which only inline PTX knows of."""
         return -(
             -undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.smem_row_words)
         )
 
     @property
     def _needed(self) -> int:
-        """Bytes of shared memory for x, what warps have of each row tile, and roots of rows of x."""
+        """Bytes of shared memory for x, the partial sums of each row tile, and the RMS of rows of x."""
         x = 4 * self.smem_rows * self.smem_row_words
         return (
             x + self.warps * self.padded_row_tiles * self.rows * 64 + (4 * self.rows if self.ends_norm else 0)
@@ -244,44 +257,44 @@ class DecodeConfig:
 
     @property
     def declared_bytes(self) -> int:
-        """Bytes of shared memory that Triton counts, with those of `padding_rows`."""
+        """Bytes of shared memory that Triton counts, with `padding_rows`."""
         return self._needed + 4 * self.padding_rows * self.smem_row_words
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory, the table among them."""
+        """Bytes of shared memory, with the lookup table."""
         return self.declared_bytes + self.shared_table * shared_bytes()
 
     @property
     def plane_distance(self) -> int:
-        """How far apart planes are whose codes become bytes of one register."""
+        """Distance of the two planes whose codes become bytes of one register."""
         return planes_apart(self.planes, self.dot)
 
     @property
     def dequant_registers(self) -> int:
-        """Registers that are made of one of each part."""
+        """Registers that the PTX makes of one register of each part of a span."""
         return self.planes // 2 if self.int8_mma else self.planes
 
     @property
     def dequant_types(self) -> tuple[Any, ...]:
-        """Their types."""
+        """Triton dtypes of these registers."""
         import triton.language as tl
 
         return (tl.int32,) * self.dequant_registers
 
     @property
     def mmas(self) -> tuple["Mma", ...]:
-        """The products of a unit."""
+        """The MMAs of a k_step, in order."""
         return tuple(map(self._mma_of, range(self.k_step // self.mma_k)))
 
     def _mma_of(self, number: int) -> "Mma":
-        # Of floats two products are a run of 32 columns, of integers a piece of two runs.
+        # Two MMAs of floats are a run of 32 columns; two of int8 are two runs.
         runs = self.planes // 2
         if not self.int8_mma or self.plane_distance == 1:
             run = number if self.int8_mma else number // 2
             plane = 2 * (run % runs) + (0 if self.int8_mma else number % 2)
         else:
-            # Runs so far apart have planes that share registers.
+            # Planes of runs `distance` apart share registers.
             distance, mma_pair = self.plane_distance // 2, number // 2
             run = mma_pair // distance * self.plane_distance + mma_pair % distance
             plane = 2 * (run % runs) + number % 2
@@ -293,8 +306,9 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Mma:
-    """Where a product of a unit has its operand A, and the scale of that: the span, which of the registers
-    made of its codes, which 128 columns, and which value of their block.
+    """Operand A of an MMA of a k_step: its `span`, and the `register` made of the codes of that.
+
+    `subtile` counts its 128 columns, and `value` is its scale in their block.
     """
 
     span: int

@@ -1,14 +1,21 @@
-"""y = x W^T for up to 16 rows of x: codes stream through registers past an x that stays in shared memory.
+"""Decode GEMM for M <= 16: y [M, N] = x [M, K] W^T, with K sliced over the warps of a program.
 
-The warps of a program share its row tiles and divide the columns among themselves: each has the x of its own
-columns in shared memory, and loads codes some units of columns ahead, of one row tile after the other, or of
-two that are multiplied with what is loaded of x once. What warps have of a row tile goes to shared memory,
-too, and is added up once all have read their last code.
+The warps of a program share its row tiles, 16 rows of W each, and divide the columns:
 
-Products are those of 16-bit floats, or of 8-bit integers and the digits of x
-(`quantkit.kernels.gluon.stage_x_per_warp`), which are exact, and for which codes take a third of the
-instructions. Written in Gluon, which says what each lane has: the tensors of the loop are quads [W warps, 32
-lanes, 4 registers], or words [W, 32].
+                  warp 0            warp 1           ...   warp W - 1
+    columns       k_steps_per_warp  k_steps_per_warp ...   k_steps_per_warp k_steps
+    x             own columns, staged in shared memory once
+    codes         global memory -> registers, `S.prefetch` k_steps early -> dequantize -> mma
+    row tile 0    partial sums      partial sums     ...   partial sums       float32, shared memory
+    row tile 1    ...                                                         the epilogue adds over warps
+
+No warp waits for another between staging x and the last code. With `S.tiles_per_iter` 2, two row tiles are
+multiplied with each B fragment that is loaded.
+
+MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x
+(`quantkit.kernels.gluon.stage_x_per_warp`). Sums of int8 are exact, and dequantizing takes a third of the
+instructions. Written in Gluon, where a thread's values have names: a vec4 is [W warps, 32 lanes, 4
+registers], a word [W, 32].
 
 `S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`: all that is known at compile time.
 """
@@ -34,7 +41,7 @@ from quantkit.kernels.gluon.scales_registers import (
 from quantkit.kernels.gluon.stage_x_per_warp import load_b_fragment, norm_weights, pack2, stage_x, vec4_layout
 from quantkit.kernels.layouts.dequant_blocks import load_expert_block, select_matrix
 
-#: Products: operand A is a quad, B a half of one.
+#: MMA instructions: A is 4 registers, B two of a vec4, C and D 4 registers.
 _MMA_INT8 = gl.constexpr("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ")
 _MMA_BF16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ")
 _MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ")
@@ -53,16 +60,21 @@ def decode_gemm(
     x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, REMAINDER,
     order, expert_blocks, S: gl.constexpr,
 ):  # fmt: skip
-    """A program has ROW_TILES row tiles, the first REMAINDER programs have one more, and each of its warps
-    `S.k_steps_per_warp` units of their columns. With `S.gate` these are pairs of row tiles, of what gates and
-    what is gated.
+    """Compute y [M, N] = x [M, K] W^T for the row tiles of a program. Grid: ([expert blocks,] programs).
 
-    A turn is that of `S.tiles_per_iter` row tiles. Codes are loaded `S.prefetch` units before they are
-    multiplied; where there are several turns, those of a turn are a multiple of that: units have registers of
-    their own. `other`, `norm`, `total` and `squares` are those of the part of a norm that is done
-    (`quantkit.kernels.problem.Normed`); `norm` are its weights. With `expert_blocks`, rows of x and y are
-    those of the routed tokens of a block (`quantkit.kernels.moe.permute_kernels`), and the weight is the
-    `S.matrices` matrices of its expert, whose rows are those of one.
+    A program has ROW_TILES row tiles, the first REMAINDER programs one more. With `S.gate` it has as many
+    gate tiles and as many up tiles, and y is [M, N / 2]. Codes are loaded `S.prefetch` k_steps before their
+    MMA. With several iterations, `S.prefetch` divides the k_steps of one, so that each loaded k_step keeps
+    its registers.
+
+        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
+        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        factor [matrices] float32      scale of the whole tensor
+        other, norm, total, squares    tensors of an RMSNorm (`quantkit.kernels.problem.Normed`); norm: weight
+        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+
+    With `expert_blocks`, rows of x and y are the routed tokens of one block, and W is the `S.matrices`
+    matrices of its expert, one above the other.
     """
     PREFETCH: gl.constexpr = S.prefetch
     FILL: gl.constexpr = S.fill
@@ -71,11 +83,11 @@ def decode_gemm(
     program = gl.program_id(0)
     if expert_blocks is not None:
         if S.overlap and not S.chained:
-            # The kernel before this one may have written the segments.
+            # The kernel before this one may have written `expert_blocks`.
             pdl_wait()
         expert, its_first, M = load_expert_block(expert_blocks, program, S.chained)
         if S.overlap and S.chained:
-            # If no segment has pairs, some program has to have waited before all end.
+            # Without routed tokens one program still waits, so that the next kernel starts after the last.
             if (M == 0) & (program == 0):
                 pdl_wait()
         if M == 0:
@@ -96,17 +108,17 @@ def decode_gemm(
         ring = ring + (_load_iteration(pointers, first * 0, number, S),)
     table = lut
     if S.table is not None:
-        # No tensor in truth: each lane of a warp has its own.
+        # Declared as a scalar, but each lane of a warp holds its own entry.
         table = gl.inline_asm_elementwise(S.table, "=r,l", [fill_table(lut, FILL)], gl.int32, True, 1)
     of_norm = norm_weights(norm, S)
     multiplier = ()
     if S.begins_norm:
         multiplier = (load_outputs(norm, first, count, 1, N, S),)
     if S.overlap and (expert_blocks is None or S.chained):
-        # Only x, and what norms are of, is written by kernels before this one.
+        # Earlier kernels write x and the tensors of norms, and nothing that is read above.
         pdl_wait()
     if S.overlap and expert_blocks is not None:
-        # A chained kernel reads the segments at once, as this one has waited.
+        # A chained kernel may read `expert_blocks` at once, as this one has waited for their writer.
         pdl_launch_dependents()
     rms = ()
     if S.ends_norm:
@@ -138,13 +150,13 @@ def decode_gemm(
         partials, first, count, scale, factor, bias, y, rms, added, multiplier, total, squares, M, N, order, S
     )
     if S.padding_rows:
-        # Nobody reads it, but Triton gives back what is not used to the end.
+        # Never read. Triton frees what is not used to the end, and would then request too little.
         spare._keep_alive()
 
 
 @gluon.jit
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
-    """What warps have of the row tiles of a turn, to shared memory; the units that are loaded after those."""
+    """Store partial sums of the row tiles from `row_tile` on; return the ring of loaded k_steps."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
     totals = ()
@@ -157,7 +169,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
             ring = ring + (_load_iteration(pointers, row_tile, k_step + S.prefetch, S),)
         totals = _multiply(totals, loaded, table, x_smem, k_step, scale, zero, S)
     for number in gl.static_range(TILES_PER_ITER):
-        # Beyond the last row tile nobody reads what is written.
+        # Row tiles past the last overwrite the padding, which is never read.
         partials.index(gl.minimum(row_tile + number, S.padded_row_tiles - 1)).store(
             _reduce_columns(totals[number], weights, S)
         )
@@ -166,7 +178,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
 @gluon.jit
 def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
-    """Sums of each group of columns to begin with."""
+    """Return an accumulator of zeros, DTYPE [W, 32, 4], for each group of 8 columns of operand B."""
     GROUPS: gl.constexpr = S.column_groups
     sums = ()
     for _ in gl.static_range(GROUPS):
@@ -176,7 +188,7 @@ def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _tail(ring):
-    """The units of a ring after its first."""
+    """Return the loaded k_steps of `ring` after its first."""
     tail = ()
     for number in gl.static_range(1, len(ring)):
         tail = tail + (ring[number],)
@@ -185,8 +197,10 @@ def _tail(ring):
 
 @gluon.jit
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
-    """Where the quads [W, 32, 4] of warps begin; scales, zero-points, and the place of their words [W, 32];
-    the first unit of each warp, how many row tiles the program has, and all rows.
+    """Return pointers to the first codes of each warp, and what loads of later k_steps need.
+
+    The tuple is: codes [W, 32, 4] int32; scales; zero-points; offset of their words [W, 32]; first k_step of
+    each warp [W, 1]; row tiles of the program; N.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -202,8 +216,8 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """A unit of each warp, of all row tiles of a turn that begins with `row_tile`, or of a later one, where
-    `number` is as many as a turn has or more.
+    """Load k_step `number` of each warp for the row tiles of an iteration, from `row_tile` on. From
+    `S.k_steps_per_warp` on, `number` means a k_step of the next iteration.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -215,9 +229,8 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Quads of a unit of each warp, and for each 128 columns the words of scales and of zero-points.
-
-    What is beyond the last row tile of the program or the last column is not read.
+    """Load the codes [W, 32, 4] int32 of one k_step of a row tile, and words [W, 32, ...] of scales and
+    zero-points per 128 columns. Loads past the last row tile or column are masked.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -241,7 +254,7 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Operand A less zero-points v, times scales v where those are on weights."""
+    """Return A, 16-bit floats in [W, 32, 4] int32, minus zero-point `v`, times scale `v` if on weights."""
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
     )
@@ -259,7 +272,7 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_registers(words, S: gl.constexpr):
-    """The registers that the expression makes of a register of each part."""
+    """Run the dequantization PTX on `words`, [W, 32, 4] int32 per register of a span."""
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
     else:
@@ -269,7 +282,7 @@ def _dequant_registers(words, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """What the codes of a span become, of each row tile."""
+    """Return the operand A registers of a span, a tuple of [W, 32, 4] int32 for each row tile."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     TILES: gl.constexpr = S.tiles
     dequant_registers = ()
@@ -285,7 +298,7 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
 @gluon.jit
 def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Add the products of a unit, of each row tile of a turn."""
+    """Add the MMAs of a k_step to `totals`, [W, 32, 4] int32 or float32 per row tile and column group."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     MMAS: gl.constexpr = S.k_step // S.mma_k
     GROUPS: gl.constexpr = S.column_groups
@@ -311,14 +324,9 @@ def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, 
             a = dequant_registers[one][S.mmas[number].register]
             if not S.int8_mma:
                 a = _scaled(
-                    a,
-                    s[S.mmas[number].subtile],
-                    z[S.mmas[number].subtile],
-                    S.mmas[number].value,
-                    scale,
-                    zero,
-                    S,
-                )
+                    a, s[S.mmas[number].subtile], z[S.mmas[number].subtile], S.mmas[number].value,
+                    scale, zero, S,
+                )  # fmt: skip
             acc = _mma_groups(a, x, acc, number % 2, S)
             next_sums = next_sums + (acc,)
             if S.scales_sums and (number + 1) * S.mma_k % S.dot == 0:
@@ -336,7 +344,7 @@ def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, 
 
 @gluon.jit
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """`sums` plus the products of operand A with a half of the quads of x, for each group of columns."""
+    """Return `sums` [W, 32, 4] plus the MMA of A with half HALF of each vec4 in `x`, per column group."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -346,7 +354,7 @@ def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """`total` plus the sums of a dot times the scales of rows, for each group of columns."""
+    """Return `total` plus `sums` times `scales`, all [W, 32, 4], per group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -356,7 +364,7 @@ def _with_scales(total, sums, scales, S: gl.constexpr):
 
 @gluon.jit
 def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """`sums` plus the product of operand A with a half of the quads of x."""
+    """Return `sums` [W, 32, 4] plus one MMA: A a vec4 [W, 32, 4] int32, B half HALF of the vec4 `b`."""
     if S.int8_mma:
         dequant_registers = gl.inline_asm_elementwise(
             _MMA_INT8 + _OPERANDS[HALF], "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, sums], gl.int32,
@@ -372,12 +380,14 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _column_weights(x_scale, S: gl.constexpr):
-    """What sums [W, 32, (row // 8, column)] of each group of columns count in y: digits, and nothing but the
-    first of what is there several times.
+    """Return the weight in y of accumulator columns, float32 [W, 32, 4] per group of operand B columns.
+
+    Digits d2, d1, d0 of x weigh 65536, 256 and 1, times `x_scale` [W, rows of x] and the byte scale. Of
+    columns that are copies of each other, only the first has a weight.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
-    # Of sums: r, column // bm, column % bm // 2, row // 8, column % 2.
+    # Axes of an accumulator: r, column // bm, column % bm // 2, row // 8, column % 2.
     SUMS: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 2, 2],
         [1, 8, 8 // S.columns_per_digit, S.columns_per_digit // 2, 1, 1],
@@ -411,7 +421,7 @@ def _column_weights(x_scale, S: gl.constexpr):
 
 @gluon.jit
 def _reduce_columns(total, weights, S: gl.constexpr):
-    """Sums of each warp, row of x and row of a tile, [W * rows * 16]."""
+    """Return partial sums float32 [W * rows * 16] (warp, row of x, row of the tile) of `total`."""
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:
         # r, column // 2, row // 8, column % 2, and group.

@@ -1,4 +1,4 @@
-"""Tiles of `fused-gemv`, how row tiles are shared out, and what the kernel then knows at compile time."""
+"""Tiles of `fused-gemv`: division of row tiles among programs, and the compile-time configuration."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,15 +13,19 @@ from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
 from quantkit.kernels.layouts.shared_memory import planes_apart, power_of_two
 from quantkit.packing.schemes import Scheme
 
-#: Row tiles of a program, times rows of x, that are added up without spilling registers.
+#: Row tiles of a program times rows of x that the epilogue adds up without register spills.
 MOST_ROW_TILES = 64
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Warps of a program, programs of a multiprocessor at once, row tiles that are multiplied with what is
-    loaded of x, and how many units of columns codes are loaded ahead at most; and whether products are those
-    of integers.
+    """Tile of `fused-gemv`.
+
+    warps           warps of a program, which divide the columns
+    occupancy       programs per multiprocessor
+    tiles_per_iter  row tiles that are multiplied with each B fragment that is loaded
+    prefetch        k_steps that codes are loaded early, at most
+    int8_mma        multiply int8 codes with the int8 digits of x
     """
 
     warps: int = 8
@@ -32,14 +36,13 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Units of each warp."""
+    """Return the k_steps of each warp."""
     return -(-shape.k_steps // tile.warps)
 
 
 @dataclass(frozen=True)
 class RowTileSchedule:
-    """Each of so many programs has `per_program` times `row_tiles_per_output` row tiles, and the first
-    `remainder` have `row_tiles_per_output` more."""
+    """Row tiles of each program, in units of `row_tiles_per_output`; the first `remainder` have one more."""
 
     programs: int
     per_program: int
@@ -48,7 +51,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """The most that a program has."""
+        """The most row tiles of a program."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -59,37 +62,35 @@ def schedule_row_tiles(
     gated: bool = False,
     grouping: Grouping | None = None,
 ) -> RowTileSchedule:
-    """Row tiles shared out among as many programs as run at once; in pairs if they are `gated`.
+    """Divide the row tiles of a weight among as many programs as run at once, in pairs if they are `gated`.
 
-    Programs i and i + `multiprocessors` have the same multiprocessor, so that the first of them have more. Of
-    a `grouping` it is those of one segment, and so many that none has more than it can add up.
+    Programs i and i + `multiprocessors` share a multiprocessor, so the first ones get the remainder. With a
+    `grouping` it is the row tiles of one expert block; then no program gets more than fit its registers.
     """
     row_tiles_per_output = 2 if gated else 1
-    count, mma_pairs_per_pass, least = (
-        shape.row_tiles // row_tiles_per_output,
-        multiprocessors * tile.occupancy,
-        1,
-    )
+    count, least = shape.row_tiles // row_tiles_per_output, 1
+    resident = multiprocessors * tile.occupancy
     if grouping is not None:
-        mma_pairs_per_pass //= grouping.usual
+        resident //= grouping.usual
         least = -(-shape.row_tiles * grouping.rows // MOST_ROW_TILES)
-    programs = min(count, max(least, mma_pairs_per_pass))
+    programs = min(count, max(least, resident))
     return RowTileSchedule(programs, *divmod(count, programs), row_tiles_per_output)
 
 
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
-    """Row tiles of a turn: no more than there are."""
+    """Return the row tiles of an iteration, at most those of a program."""
     return min(tile.tiles_per_iter, found.row_tiles)
 
 
 def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
-    """Whether a program has the row tiles of one turn."""
+    """Return True if a program has the row tiles of one iteration."""
     return found.row_tiles <= tile.tiles_per_iter
 
 
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
-    """Units that codes are loaded ahead: of several turns as many as divide those of each, so that units have
-    registers of their own.
+    """Return the k_steps that codes are loaded early.
+
+    With several iterations it divides the k_steps of one, so that each loaded k_step keeps its registers.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)
@@ -113,7 +114,11 @@ def decode_config(
     gate: str = "",
     grouping: Grouping | None = None,
 ) -> DecodeConfig:
-    """What the kernel knows of a product and its tile."""
+    """Return the compile-time configuration for x [m, k] and a weight [n, k] in `scheme`, with activations of
+    `dtype`.
+
+    `overlaps` allows PDL. `gate` is the activation of the gate, "" for none.
+    """
     shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
     schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)
     carried, byte_scale = shape.carried != 1.0, 1.0
@@ -130,7 +135,7 @@ def decode_config(
     assert found is not None
     constraints = found.constraints
     if found.table is not None:
-        # Two lanes of 16 bits have two of what the lane of the warp holds, a register has one.
+        # The table is one register; the constraints were for two 16-bit lanes.
         constraints = constraints.removesuffix(",r")
     return DecodeConfig(
         k=k,

@@ -1,15 +1,16 @@
-"""y = x W^T for some rows of x, up to 32: warps have 16 rows of the weight each, and one x in shared memory.
+"""Small-M GEMM for M <= 32, with optional split-K: y [M, N] = x [M, K] W^T; warps share x in shared memory.
 
-Each warp decodes its own codes, which it loads some units of columns ahead, as operand A, and multiplies them
-with x as all warps have it. Nothing is added up between warps, and after x has come nobody waits for another,
-but for three that multiply with it. Where a weight has few rows its columns are divided into parts, whose
-sums `quantkit.kernels.gluon.split_k_reduce` adds up.
+Each warp of a program owns a row tile, 16 rows of W, and all columns of the program's split:
 
-With `expert_blocks`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
-`quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose rows are those of
-one.
+    shared memory   x [M, K / SPLIT_K], copied by cp.async in chunks
+    warp 0          row tile 0: codes -> registers, PREFETCH k_steps early -> dequantize -> mma or wgmma
+    warp 1          row tile 1: ...
+    SPLIT_K > 1     float32 sums go to `sums`, which `gluon/split_k_reduce.py` adds up in a second launch
 
-Written in Gluon, as Triton itself has no way to say that warps share operand B but no operand A.
+Warps add nothing up among each other. After x has arrived none waits for another, except that the four warps
+of a `wgmma` start it together.
+
+Written in Gluon, as plain Triton cannot let warps share operand B and keep an operand A of their own.
 """
 
 from triton.experimental import gluon
@@ -68,16 +69,28 @@ def small_m_gemm(
     ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, WGMMA: gl.constexpr, TOP_K: gl.constexpr,
     MATRICES: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A program has ROW_TILES row tiles, up to one for each of its W warps, and K_STEPS units of columns.
+    """Compute y [M, N] = x [M, K] W^T for the row tiles and the split of a program.
 
-    x comes in chunks of CHUNK units, zeros beyond K, for which shared memory has room, and for PADDING_CHUNKS
-    more. Codes are loaded PREFETCH units before they are decoded. With ROLLED chunks after the first are one
-    loop, which waits for all of x; without, there is code for each. Scales of STAGED_BLOCKS blocks come to
-    shared memory with the first chunk; if STAGED_BLOCKS is 0, each warp loads them a chunk ahead. Parts are
-    ALIGNED_SPLITS if they have as many units each, and whole blocks of scales: offsets in them are constants
-    then. With WGMMA warps decode while what they decoded before is multiplied. Where there are several
-    SPLIT_K, `sums` is float32 [SPLIT_K, row tiles, BM, 16], for each segment. With GATE row tiles are pairs
-    of what gates and what is gated. With NORM_EPS, its eps, the norm that x was begun to become is ended.
+    Grid: ([expert blocks,] programs * SPLIT_K). A program has ROW_TILES row tiles, up to one for each of its
+    W warps, and K_STEPS k_steps of columns, with zeros for x beyond K.
+
+        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
+        squares [M, K / 16] float32    sums of squares of a begun RMSNorm, with NORM_EPS
+        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        sums float32                   [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
+        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+
+        CHUNK            k_steps of x that are copied and waited for together
+        PADDING_CHUNKS   chunks allocated in place of the lookup table, which Triton does not count
+        PREFETCH         k_steps that codes are loaded early: 2 or 4
+        ROLLED           chunks after the first are a loop that waits for all of x; else all are unrolled
+        STAGED_BLOCKS    scale blocks copied to shared memory with the first chunk; 0: loaded a chunk early
+        ALIGNED_SPLITS   splits have equal k_steps and whole scale blocks: offsets are constants
+        WGMMA            dequantize while the tensor cores multiply with the fragment before
+        GATE             activation; row tiles alternate between gate and up, and y is [M, N / 2]
+
+    With `expert_blocks`, rows of x and y are routed tokens, row p // TOP_K of x for token p. W is the
+    MATRICES matrices of the block's expert, one above the other.
     """
     K_STEP: gl.constexpr = k_step_columns(PLANES)
     SUBTILES: gl.constexpr = K_STEP // 128
@@ -92,11 +105,11 @@ def small_m_gemm(
     program = gl.program_id(0)
     if expert_blocks is not None:
         if PDL and not CHAINED:
-            # The kernel before this one may have written the segments.
+            # The kernel before this one may have written `expert_blocks`.
             pdl_wait()
         expert, its_first, M = load_expert_block(expert_blocks, program, CHAINED)
         if PDL and CHAINED:
-            # If no segment has pairs, some program has to have waited before all end.
+            # Without routed tokens one program still waits, so that the next kernel starts after the last.
             if (M == 0) & (program == 0):
                 pdl_wait()
         if M == 0:
@@ -119,9 +132,9 @@ def small_m_gemm(
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
     words_at = codes.to(gl.pointer_type(gl.int32), bitcast=True) + lane
     words_at += (tile * SPANS + begin * C + span) * (TILES * 128)
-    # Warps without rows load nothing.
+    # Warps without a row tile load nothing.
     mask = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
-    # No part loads what another has.
+    # A split loads no columns of another.
     end = K_STEPS - 1 if ALIGNED_SPLITS else gl.minimum(K_STEPS - 1, LAST_UNIT - begin)
     tile = gl.arange(0, W, gl.SliceLayout(1, scale_words_layout(W, 1)))
     tile = row_tile_of_warp(tile, first, last, ROW_TILES, N, GATE != "")
@@ -161,10 +174,10 @@ def small_m_gemm(
         )
     pointers = pointers + (fill_table(lut, FILL),)
     if PDL and (expert_blocks is None or CHAINED):
-        # Only x, and sums of its squares, are written by kernels before this one.
+        # Earlier kernels write x and `squares`, and nothing that is read above.
         pdl_wait()
     if PDL and expert_blocks is not None:
-        # A chained kernel, or one that adds up parts, reads the segments at once, as this one has waited.
+        # A chained kernel or `split_k_reduce` may read `expert_blocks` now, as this one has waited.
         pdl_launch_dependents()
     if NORM_EPS is not None:
         squares_x = load_squares(squares, M, K, BM, W)
@@ -223,7 +236,7 @@ def small_m_gemm(
         out = total.to(y.dtype.element_ty)
         _store_gated(out, first, last, y, M, N, ROW_TILES, order, GATE, W, BM)
     if PADDING_CHUNKS:
-        # Nobody reads it, but Triton gives back what is not used to the end.
+        # Never read. Triton frees what is not used to the end, and would then request too little.
         padding._keep_alive()
 
 
@@ -231,7 +244,7 @@ def small_m_gemm(
 def _store_gated(
     out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
-    """Write y [M, N / 2] of what gates and what is gated, row tile after row tile [16 W, BM]."""
+    """Store y [M, N / 2], gate and up combined. `out` is [16 W, BM], gate and up row tiles in turns."""
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
     x, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
@@ -249,7 +262,7 @@ def _store_gated(
 
 @gluon.constexpr_function
 def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
-    """[16 W, BM]: a thread has a row of every second row tile, and that of the next one."""
+    """Return a layout of [16 W, BM] in which a thread has a row of a gate tile and that of its up tile."""
     rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -259,7 +272,7 @@ def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _load_codes(pointers, k_step, TILES: gl.constexpr, C: gl.constexpr):
-    """Codes of a unit."""
+    """Load the codes of a k_step, a tuple of TILES [W, C, 128] int32."""
     words_at, mask = pointers[0], pointers[1]
     words = ()
     for t in gl.static_range(TILES):
@@ -273,7 +286,9 @@ def _load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Words of scales and zero-points for the pieces of COUNT units; 0 for what there is none of."""
+    """Load words [W, 8, ...] of scales and zero-points for each 128 columns of COUNT k_steps; 0 where there
+    are none.
+    """
     scales_at, scales, zeros, begin, first_block = (
         pointers[2],
         pointers[3],
@@ -287,7 +302,7 @@ def _load_scales(
         if ALIGNED_SPLITS:
             block = (k_step * SUBTILES + subtile) * 128 // PER_BLOCK
         else:
-            # Beyond the last column x is zero, by whatever weights.
+            # Past the last column x is zero, so any scale will do.
             block = gl.minimum(((begin + k_step) * SUBTILES + subtile) * 128 // PER_BLOCK, BLOCKS - 1)
             if STAGED_BLOCKS:
                 block -= first_block
@@ -303,7 +318,7 @@ def _load_scale_words(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Words of a block, from shared memory if they are STAGED_BLOCKS there."""
+    """Load the scale words of block `block`, from shared memory if STAGED_BLOCKS, else from `values`."""
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
     else:
@@ -321,12 +336,16 @@ def _multiply(
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of the units of a chunk, from `number` on; `ring` and `values` become those after."""
+    """Add the MMAs of a chunk to `total` float32 [16 W, BM], from k_step `number` on.
+
+    Returns the sums, the ring of loaded codes, and the scales of the next chunk. IS_LAST skips loads past the
+    end.
+    """
     SUBTILES: gl.constexpr = k_step_columns(PLANES) // 128
     C: gl.constexpr = k_step_columns(PLANES) // (16 * PLANES)
     ACC: gl.constexpr = accumulator_layout(W, BM, WGMMA)
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    # Weights [16 W rows, V groups, their columns] where operand A has them.
+    # Weights [16 W rows, V groups, columns of a group] in the layout of operand A.
     like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
     ON_SUMS: gl.constexpr = GROUPS > 1 and not ON_WEIGHTS and V == 1
@@ -377,7 +396,7 @@ def _multiply(
             q = gl.reshape(q, (16 * W, 128))
             at = (number + k_step) * SUBTILES + subtile
             if WGMMA:
-                # While these weights were decoded, those before them were multiplied.
+                # The MMA before ran while these weights were dequantized.
                 if k_step + subtile > 0:
                     total = wait_mma(total, pending, ON_SUMS)  # noqa: F821
                 pending = start_mma(total, q, row_scales, x_smem, at, A, ON_SUMS)
@@ -390,7 +409,7 @@ def _multiply(
 
 @gluon.jit
 def _keep_order():
-    """What is loaded above is asked for before anything below: ptxas would put it off until it is needed."""
+    """Keep loads above ahead of code below, which ptxas would otherwise delay until their use."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

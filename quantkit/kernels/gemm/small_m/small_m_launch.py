@@ -1,4 +1,4 @@
-"""`fused-small-m`: its tiles, the rules for them, those worth measuring, and its launches."""
+"""Tile rule, tile search space and launches of `fused-small-m`."""
 
 import math
 from collections.abc import Mapping
@@ -27,26 +27,26 @@ from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_byte
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: The most rows of x.
+#: Largest M.
 MOST_ROWS = 32
-#: The fewest rows of x with which y is gated. With 16 a layer of Llama-3 8B takes 78.0 us instead of 80.0
-#: (H200, int4); 5 to 8 were not tried.
+#: Smallest M with a gate in the epilogue. H200, a layer of Llama-3 8B, int4, M=16: 78.0 us instead of 80.0;
+#: M=5 to 8 were not measured.
 LEAST_GATED = 9
-#: Warps that a multiprocessor has, in one program or two: each of their threads may have 128 registers.
+#: Warps of a multiprocessor, in one program or two, with 128 registers per thread.
 RESIDENT_WARPS = 16
-#: Rows of x that a program adds up parts of, for one row tile.
+#: Rows of x per program of `split_k_reduce`.
 REDUCED_ROWS = 8
-#: Of experts: the most columns of a part, and rounds of large programs up to which those are the faster ones.
+#: Experts: most columns of a split, and most waves up to which 16 warps are faster than 8.
 SPLIT_COLUMNS, FEW_WAVES = 4096, 2
-#: Up to so many columns of a part there is code for all; more takes longer to come than a loop. Twice as many
-#: of those whose codes have more than so many bits in a unit: a loop has no registers for two such units.
+#: Most columns of a split that are unrolled: longer code is fetched slower than a loop runs. Twice as many
+#: with more than LOOP_BITS code bits per row of a k_step, as a loop lacks registers for two such k_steps.
 UNROLLED, LOOP_BITS = 1024, 1024
-#: What it takes a program to begin, and a launch to add parts up, in units of a warp.
+#: Predicted time to start a program, and of the launch of `split_k_reduce`, in k_steps of a warp.
 PROLOGUE_STEPS, REDUCE_STEPS = 4, 3
-#: How long a program takes alone, of two that a multiprocessor has room for. H100, 37888 x 3584, 8 rows of x:
-#: int3 takes 24.8 us in programs of 8 warps, of which some are alone, 29.9 in programs of 16.
+#: Time of a program alone on a multiprocessor, relative to two that share it. H100, 37888 x 3584, M=8, int3:
+#: 24.8 us in programs of 8 warps, of which some are alone, 29.9 us in programs of 16.
 ALONE = 2 / 3
-#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+#: Values of each field of a tile that the kernel was tested with. To add a candidate, add its number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
     "split_k": (1, 2, 4, 7, 8),
@@ -57,9 +57,12 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class SmallMTile:
-    """Warps of a program, parts that the columns are divided into, and units that codes are loaded ahead.
+    """Tile of `fused-small-m`.
 
-    With `wgmma` four warps multiply at once, which decode what comes next meanwhile.
+    warps     warps of a program, each with a row tile
+    split_k   programs that divide the columns of a row tile
+    prefetch  k_steps that codes are loaded early
+    wgmma     multiply with `wgmma`, asynchronous, instead of `mma`
     """
 
     warps: int = 16
@@ -68,38 +71,35 @@ class SmallMTile:
     wgmma: bool = False
 
 
-#: The tiles that rules choose among: fewer parts first, and larger programs.
+#: Tiles that the rule chooses from: fewer splits first, then larger programs.
 _CANDIDATES = [SmallMTile(warps, split_k) for split_k in VALUES["split_k"] for warps in (16, 8)]
-#: From so many rows of x on rules have warps multiply together. H100, 4096 x 4096, 16 rows: int4 6.0 us, not
-#: 6.7.
+#: Smallest M at which the rule takes `wgmma`. H100, 4096 x 4096, M=16, int4: 6.0 us instead of 6.7.
 LEAST_WGMMA = 9
 
 
 def rows_of_x(m: int) -> int:
-    """Rows of x in a product, of m there are."""
+    """Return M padded to 8, 16 or 32: columns of the accumulators."""
     return next(size for size in (8, 16, MOST_ROWS) if size >= m)
 
 
 def rms_bytes(m: int) -> int:
-    """Bytes of shared memory that roots of rows of x take, where a norm is ended."""
+    """Return the bytes of shared memory for the RMS of rows of x, where a norm is ended."""
     return 4 * rows_of_x(m)
 
 
 def has_wide_codes(shape: Geometry) -> bool:
-    """Whether a loop has no registers for the codes of two units: those of int5 and int7."""
+    """Return True for int5 and int7: the codes of two k_steps do not fit the registers of a loop."""
     return shape.k_step * shape.bits > LOOP_BITS
 
 
 def is_rolled(tile: SmallMTile, shape: Geometry) -> bool:
-    """Whether the products of a part are a loop."""
+    """Return True if the chunks of x are a loop, False if they are unrolled."""
     columns = -(-shape.k_steps // tile.split_k) * shape.k_step
     return columns > (2 * UNROLLED if has_wide_codes(shape) else UNROLLED)
 
 
 def spills(tile: SmallMTile, shape: Geometry) -> bool:
-    """Whether warps that multiply together lack registers for codes: those of int7 in loops, of int5 where
-    these are of a part.
-    """
+    """Return True if `wgmma` lacks registers for codes: int7 in loops, and int5 with split-K."""
     return (
         tile.wgmma
         and has_wide_codes(shape)
@@ -109,10 +109,10 @@ def spills(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
-    """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter.
+    """Return the k_steps of a split, and those of a chunk of x.
 
-    Loops of `wgmma` with two units ahead have 256 columns as well, where these are two units, so that what is
-    loaded next is in its place: with 32 rows of x registers are spilled otherwise.
+    A chunk has 512 columns, or 256 where that leaves a shorter split. Loops of `wgmma` with prefetch 2 have
+    256 too, where a k_step has 128: with 32 rows of x they spill registers otherwise.
     """
     found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
     is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)
@@ -121,7 +121,7 @@ def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
 
 
 def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
-    """Whether all parts have as many units, and whole blocks of scales."""
+    """Return True if all splits have equal k_steps and whole blocks of scales."""
     count, _ = k_steps(tile, shape)
     return (
         tile.split_k * count == shape.k_steps
@@ -132,13 +132,13 @@ def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def staged_scale_blocks(tile: SmallMTile, shape: Geometry) -> int:
-    """Blocks of scales that a part may have a column of."""
+    """Return the scale blocks that the columns of a split touch."""
     columns = k_steps(tile, shape)[0] * shape.k_step
     return -(-columns // shape.per_block) + (1 if tile.split_k > 1 and columns % shape.per_block else 0)
 
 
 def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int:
-    """Bytes of the scales and zero-points of a program in shared memory."""
+    """Return the bytes of shared memory for the scales and zero-points of a program."""
     return (
         tile.warps
         * ROWS
@@ -150,9 +150,9 @@ def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int
 
 @dataclass(frozen=True)
 class SharedMemoryPlan:
-    """Shared memory of a program: chunks besides those of x, whether scales are there too, the bytes of all.
+    """Shared memory of a program: `nbytes` in all, and whether it `stages_scales`.
 
-    The spare chunks make up for the bytes of a table, which Triton does not count.
+    `padding_chunks` make Triton request the bytes of the lookup table, which it does not count.
     """
 
     padding_chunks: int
@@ -169,9 +169,10 @@ def plan_shared_memory(
     table: int = 0,
     rms: int = 0,
 ) -> SharedMemoryPlan:
-    """That of a program, of the `memory` of its GPU, beside so many bytes of a table and of roots.
+    """Plan the shared memory of a program, on a GPU where one program may have `memory` bytes.
 
-    Scales are held where products are a loop: loads of them would be waited for with those of codes.
+    `table` and `rms` are further bytes, of the lookup table and of the RMS. Scales are staged where chunks
+    are a loop and they fit: loads in the loop would be waited for with those of codes.
     """
     count, chunk = k_steps(tile, shape)
     size, program_tiles = 2 * chunk * shape.k_step * rows_of_x(m), count // chunk
@@ -186,15 +187,17 @@ def plan_shared_memory(
 
 
 def _memory_budget(tile: SmallMTile, memory: int) -> int:
-    """Bytes of shared memory of a program."""
+    """Return the bytes of shared memory that a program may have."""
     return memory * tile.warps // RESIDENT_WARPS
 
 
 def row_tiles(
     tile: SmallMTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
 ) -> int:
-    """Row tiles of a program: as few as it takes for all programs of so many weights to run at once, up to
-    one for each warp; if they are `gated`, pairs.
+    """Return the row tiles of a program: the fewest with which all programs run at once, at most one per
+    warp.
+
+    `weights` counts weights of a launch (experts). With `gated` row tiles come in pairs.
     """
     resident, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
 
@@ -206,7 +209,7 @@ def row_tiles(
 
 
 def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
-    """How many times as many programs there are as run at once."""
+    """Return the waves of programs: their number over those that run at once."""
     programs = -(-shape.row_tiles // row_tiles(tile, shape, multiprocessors)) * tile.split_k
     return programs * tile.warps / (multiprocessors * RESIDENT_WARPS)
 
@@ -214,12 +217,11 @@ def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
 def _predicted_time(
     tile: SmallMTile, shape: Geometry, multiprocessors: int, alone: float = ALONE
 ) -> tuple[float, float]:
-    """How long programs take, in units of a warp, and what tells tiles apart that take as long.
+    """Return the predicted time in k_steps of a warp, and a tie-breaker.
 
-    One of two takes `alone` of it where there is no other on its multiprocessor in the last round.
-
-    It is how many warps are idle; but of e2m1 with scales that are bytes two programs with idle warps take up
-    to 1.3 times as long as one on an H100, for a reason that is not known.
+    A program that is alone on its multiprocessor in the last wave takes `alone` times as long. The
+    tie-breaker is the number of idle warps. For fp4-e2m1 with 8-bit scales it prefers more warps: on an H100
+    two programs with idle warps take up to 1.3 times as long as one; the cause is unknown.
     """
     program_tiles = row_tiles(tile, shape, multiprocessors)
     done, last = divmod(waves(tile, shape, multiprocessors), 1.0)
@@ -231,6 +233,7 @@ def _predicted_time(
 
 
 def _rule(problem: Problem) -> SmallMTile:
+    """Return the tile where none was measured: the valid one with the smallest predicted time."""
     shape, count = shape_of(problem), processors(problem)
     return min(
         _valid_tiles(problem) or _CANDIDATES[-1:], key=lambda tile: _predicted_time(tile, shape, count)
@@ -238,7 +241,7 @@ def _rule(problem: Problem) -> SmallMTile:
 
 
 def _valid_tiles(problem: Problem) -> list[SmallMTile]:
-    """Those of the rules that can run a problem."""
+    """Return the candidates of the rule that can run a problem; those that spill only if all do."""
     wgmma = problem.m >= LEAST_WGMMA and "wgmma" in problem.features
     candidates = [replace(tile, wgmma=wgmma) for tile in _CANDIDATES]
     valid = [tile for tile in candidates if _why_not(problem, tile) is None]
@@ -246,11 +249,11 @@ def _valid_tiles(problem: Problem) -> list[SmallMTile]:
 
 
 def experts_tile(problem: Problem, weights: int) -> SmallMTile:
-    """The tile for so many weights at once, each that of `problem`, of which some tile fits.
+    """Return the tile for `weights` experts at once, each as `problem`; some tile must fit.
 
-    Where programs run one after the other, some begin while others end: parts only cost then, and from a
-    third round on so do large programs. H100, int4: two parts of gate and up take 1.02 to 1.27 of the time of
-    one, and 8 warps 0.93 to 0.99 of that of 16 from a third round on.
+    With more than one wave, split-K only costs, and from the third wave on so do large programs. H100, int4:
+    split-K 2 takes 1.02 to 1.27 of the time of 1 for gate and up, and 8 warps 0.93 to 0.99 of 16 from the
+    third wave on.
     """
     every, count = replace(problem, n=problem.n * weights), processors(problem)
     shape, valid = shape_of(every), _valid_tiles(every)
@@ -263,7 +266,7 @@ def experts_tile(problem: Problem, weights: int) -> SmallMTile:
 
 
 def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
-    """Why y cannot be gated, for which a program has whole sums of pairs of row tiles."""
+    """Return why the kernel cannot gate y; None if it can. It needs whole sums of gate and up tiles."""
     if tile.split_k > 1:
         return "sums of parts are added up in a launch of their own"
     if problem.m < LEAST_GATED:
@@ -272,7 +275,7 @@ def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
-    """Why a part of a norm cannot be done: what adds up parts of sums begins it, and x is copied as it is."""
+    """Return why the kernel cannot do `part` of an RMSNorm; None if it can. `split_k_reduce` begins norms."""
     if part == "whole":
         return "it copies x as it is"
     if part == "begin":
@@ -281,11 +284,12 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Why no tile fits the GPU."""
+    """Return why no tile fits the GPU; None if one does."""
     return _why_not(problem, _rule(problem))
 
 
 def _why_not(problem: Problem, tile: SmallMTile) -> str | None:
+    """Return why the kernel cannot run `tile`; None if it can."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -299,7 +303,7 @@ def _why_not(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | None:
-    """Why a program cannot have x in shared memory, besides so many bytes of roots."""
+    """Return why shared memory cannot hold x and `rms` bytes for the RMS; None if it can."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
     x = plan_shared_memory(tile, shape_of(problem), problem.m, problem.scheme, memory, table, rms).nbytes
     needed, most = x + table + rms, _memory_budget(tile, memory)
@@ -310,6 +314,7 @@ def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | No
 
 
 def _loses(problem: Problem, tile: SmallMTile) -> str | None:
+    """Return why `tile` is not worth measuring; None if it is."""
     shape, count = shape_of(problem), processors(problem)
     busy = row_tiles(tile, shape, count) * RESIDENT_WARPS // tile.warps
     more = row_tiles(SmallMTile(tile.warps, 1), shape, count) * RESIDENT_WARPS // tile.warps
@@ -340,7 +345,7 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """The kernel's, that which adds parts up, and the row tiles of a program."""
+    """Return the launch of the GEMM, that of `split_k_reduce` (None without), and row tiles per program."""
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
 
@@ -348,7 +353,7 @@ def _launches(
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = k_steps(tile, shape)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
-    # Where there are parts, what adds them up gates.
+    # With split-K, `split_k_reduce` gates.
     gates = gate if tile.split_k == 1 else ""
     program_tiles = row_tiles(
         tile, shape, multiprocessors, bool(gates), 1 if grouping is None else grouping.usual
@@ -358,7 +363,7 @@ def _launches(
     has = plan_shared_memory(tile, shape, m, scheme, memory, table_bytes(scheme, dtype), rms)
     main = Launch(
         kernel,
-        # Segments of an expert run next to each other, and share its weights in the cache.
+        # Blocks of an expert run next to each other, and share its weights in L2.
         (*expert_blocks, -(-shape.row_tiles // program_tiles) * tile.split_k),
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
@@ -383,7 +388,7 @@ def _launches(
     )
     if tile.split_k == 1:
         return main, None, program_tiles
-    # Parts of segments have had what comes after the last column.
+    # Splits of expert blocks were scaled by the GEMM.
     after = known if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
     last = Launch(
         split_k_reduce,
@@ -403,7 +408,9 @@ def _launches(
 
 
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
-    """The product y [m, n] for m up to 32, on NVIDIA GPUs that copy to shared memory asynchronously."""
+    """Return the launches for x [m, k], m <= 32, to be called with x and bias; y is [m, n]. For sm_80 and
+    later.
+    """
     m, k = op.x.shape
     has_bias, count, grouping = op.bias is not None, op.multiprocessors, op.grouping
     n, expert_blocks = op.n, 1
@@ -435,5 +442,5 @@ def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset())
 
 
 def run(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """What `bind` binds, for these operands."""
+    """Return y [m, n] for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

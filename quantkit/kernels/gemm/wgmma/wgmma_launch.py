@@ -1,4 +1,4 @@
-"""`fused-wgmma`: its tiles, the rules for them, those worth measuring, and its launches."""
+"""Tile rule, tile search space and launch of `fused-wgmma`."""
 
 import math
 from collections.abc import Mapping
@@ -46,19 +46,17 @@ from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: Warps that a program begins with, and of a group.
+#: Warps of a consumer, and of a program at its start.
 WARPS = 4
-#: Rows of x that are copied at a time, at most. Those past the last one of x take twice as long as others.
+#: Most rows of a TMA box. Rows past the last one of x take twice as long as others.
 TMA_ROWS = 64
-#: Numbers of 16 bits that a thread writes at once, if rows of y are multiples of them.
+#: Most 16-bit values that a thread stores at once, where they divide N.
 MAX_STORE_VECTOR = 8
-#: A tile that was measured for another problem makes way for one that should take less than this part of its
-#: time.
+#: A tile measured for another problem is replaced by one with a predicted time below this part of its own.
 FITS = 0.9
-#: Bytes of x that stay in the cache. Programs that each have the same of the last tiles are at different
-#: steps, and read x from there.
+#: Most bytes of x that stay in L2, where programs with parts of two tiles, at different steps, read it.
 CACHED = 32 << 20
-#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+#: Values of each field of a tile that the kernel was tested with. To add a candidate, add its number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "block_m": (16, 32, 64, 128, 256),
     "block_n": (128, 192),
@@ -66,16 +64,15 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "stream_k": (False, True),
     "block_k": (COLUMNS, TWO_BLOCKS),
 }
-#: Tokens of one launch and the next are so far apart: by 2^64 divided by the golden ratio.
+#: Distance of the tokens of consecutive launches: 2^64 over the golden ratio.
 TOKENS_APART = 0x9E3779B97F4A7C15
-_LAUNCHES = count(1, 2)
 _LAUNCHES = count(1, 2)
 
 
 def wgmma_tile(
     shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS, *, zeros: bool = False
 ) -> WgmmaTile:
-    """The tile for m rows of x that should be fastest, by `tile_time`, of a weight with or without zeros."""
+    """Return the tile with the smallest `tile_time` for m rows of x; `zeros`: W has zero-points."""
     sizes = [
         _tile_of_size(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)
     ]
@@ -90,7 +87,7 @@ def wgmma_tile(
 
 
 def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
-    """The tile of a size that loads and multiplies as was measured to be fastest, if it has the registers."""
+    """Return the tile of a size with the fastest prefetch and block_k that fit its registers."""
     prefetch_two, prefetch_one, least = (
         WgmmaTile(m, rows, 2, block_k=TWO_BLOCKS),
         WgmmaTile(m, rows, 1, block_k=TWO_BLOCKS),
@@ -98,7 +95,7 @@ def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
     )
     tiles = [replace(least, prefetch=2)]
     if m * rows > 128 * 128:
-        # Of a span that is multiplied in turns, codes are in registers anyway.
+        # A span longer than block_k keeps its codes in registers anyway.
         tiles = tiles if rows == 128 and shape.span > COLUMNS else []
     elif shape.spans * shape.span % TWO_BLOCKS == 0:
         tiles = [*([prefetch_two] if shape.bits == 8 or m <= FEW_OF_X else []), prefetch_one, *tiles]
@@ -106,6 +103,7 @@ def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
 
 
 def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
+    """Return why the kernel cannot run `tile`; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.block_n != 128 and tile.block_m > 128:
@@ -118,6 +116,7 @@ def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
+    """Return why `tile` is not worth measuring; None if it is."""
     reasons = (
         (problem.m <= 32 < tile.block_m, f"it multiplies {tile.block_m} rows of x"),
         (
@@ -143,6 +142,7 @@ def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _rule(problem: Problem) -> WgmmaTile:
+    """Return the tile for `problem` where none was measured."""
     return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 
@@ -151,11 +151,10 @@ def _has_zeros(problem: Problem) -> bool:
 
 
 def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
-    """The tile of the rules where that should be sooner, by how much longer or less long each takes than for
-    `measured`.
+    """Return the tile of the rule where it should be faster than `tile`, which was measured for `measured`.
 
-    For that the tile of the rules takes as long as the measured one at least, whatever `tile_time` says: it
-    tells sizes from each other better than tiles.
+    Both times grow from `measured` to `problem` as `tile_time` says. At `measured`, the tile of the rule
+    counts as no faster than the measured one: `tile_time` predicts how times grow better than it ranks tiles.
     """
 
     def time(asked: Problem, one: WgmmaTile) -> float:
@@ -176,10 +175,9 @@ TILING = Tiling(WgmmaTile, VALUES, _rule, _why_not, _loses, _adapt)
 
 @dataclass(frozen=True)
 class _Launches:
-    """The launches of `wgmma_gemm`, the layout of what is in shared memory, and who has which steps.
+    """Launch of `wgmma_gemm`, shared-memory `layout` of x, and `stream_k_schedule`.
 
-    `stream_k_schedule` are those of the function. Parts of tiles take `sums` numbers, with what programs say
-    of them. A weight has so many `spans` and `blocks`.
+    `sums` counts the float32 of partial sums and flags. `spans` and `blocks` are those of W.
     """
 
     kernel: Launch
@@ -202,6 +200,7 @@ def _launches(
     features: frozenset[str],
     multiprocessors: int,
 ) -> _Launches:
+    """Return the launch for x [m, k] and W [n, k]; it does not depend on x beyond m."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm as kernel
@@ -235,16 +234,16 @@ def _launches(
         (whole_tiles, steps_per_program, tile_stride),
         shape.spans,
         shape.blocks,
-        # A word of 64 bits for each group of warps.
+        # A 64-bit flag for each consumer.
         programs * (tile.block_n * tile.block_m + tile.block_n // 64 * 2) if steps_per_program else 0,
     )
 
 
 def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """What `wgmma_gemm` knows of a weight at compile time, the same for every K."""
+    """Return the constexprs of `wgmma_gemm` for a weight [n, k]; they are the same for every K."""
     shape = geometry(n, k, scheme, dtype)
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
-    # The scale of a whole row takes its place in the only block there is.
+    # One scale per row is loaded as a block of its own.
     known |= {"GROUPS": 1, "PER_BLOCK": COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
     if shape.span > tile.block_k:
         known |= _by_blocks(shape, scheme, dtype, tile)
@@ -254,7 +253,7 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Wgmma
 
 
 def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """The expression of each part of a span that is longer than what is multiplied at a time."""
+    """Return ASM and CONSTRAINTS for each block_k of a span that is longer than block_k."""
     name, each = str(dtype).removeprefix("torch."), shape.planes * tile.block_k // shape.span
     parts = [
         expression(scheme.format, name, bare=shape.carried != 1.0, some=(first, first + each))
@@ -267,13 +266,13 @@ def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaT
 
 
 def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for any m, on GPUs of compute capability 9."""
+    """Return y [m, n] for any m. For GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     m, k = op.x.shape
     has_bias, programs = op.bias is not None, op.multiprocessors
     launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
-    # A block has no more columns than x.
+    # A TMA box has no more columns than x.
     y, x = empty(op, *output_size(op)), whole_rows(op.x, COLUMNS)
     blocks = TensorDescriptor(
         x, list(x.shape), list(x.stride()), [min(tile.block_m, TMA_ROWS), COLUMNS], launches.layout
@@ -295,9 +294,9 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
 
 
 def launch_token() -> int:
-    """A number that no other launch of this process has, and that no memory has but by chance.
+    """Return a number that no other launch of this process has, and memory only by chance.
 
-    By it programs of a launch tell each other, in memory that nobody has cleared, that something is there. It
-    is odd, as `Launch` looks kernels up by whether integers are multiples of 16.
+    Programs of a launch flag partial sums with it, in memory that was never cleared. It is odd, as `Launch`
+    caches kernels by whether integers are multiples of 16.
     """
     return (next(_LAUNCHES) * TOKENS_APART) % (1 << 63) | 1 << 62

@@ -7,19 +7,18 @@ from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.layouts.fragment_layout import Geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, undeclared_bytes
 
-#: Bytes of shared memory for all but blocks of x: barriers, and outputs on their way to other threads.
+#: Bytes of shared memory beside the buffers of x: barriers, and the layout conversion of outputs.
 SCRATCH = 8 << 10
-#: Columns of a block of x, and of what is multiplied at a time, unless a tile says otherwise.
+#: Columns of a buffer of x, and the two values of `block_k`.
 COLUMNS, TWO_BLOCKS = 128, 256
-#: Blocks of x in shared memory, each of the rows of a tile, unless there is room for fewer only.
+#: Most buffers of x in shared memory, each [block_m, 128].
 STAGES = 8
-#: Bytes of shared memory that a multiprocessor keeps for each program.
+#: Bytes of shared memory that the GPU reserves per program.
 RESERVED = 1 << 10
-#: With up to so many rows of x there are registers for two programs on a multiprocessor, with 128 rows of the
-#: weight and as many columns at a time, or for codes that are on their way early.
+#: Largest block_m with registers for two programs per multiprocessor (block_n and block_k 128), or for a
+#: prefetch of two k_steps.
 FEW_OF_X = 32
-#: Rows of x and of the weight that rules choose from, with the microseconds of 256 columns on an H100, at the
-#: pace of the rules.
+#: (block_m, block_n) that the rule chooses from: microseconds per 256 columns on an H100, with its prefetch.
 STEP_US: Mapping[tuple[int, int], float] = {
     (32, 128): 1.1,
     (64, 128): 1.1,
@@ -27,24 +26,25 @@ STEP_US: Mapping[tuple[int, int], float] = {
     (128, 192): 2.15,
     (256, 128): 2.6,
 }
-#: Those that it takes to add what another program has of such a tile. With these, tiles of the rules take
-#: 1.010 of the time of the best of eight (H100, 81 problems).
+#: Microseconds to add the partial sums of one program to such a tile. With these, tiles of the rule take
+#: 1.010 times the best of eight (H100, 81 problems).
 FIXUP_US = dict(zip(STEP_US, (0.2, 0.3, 1.5, 3.5, 4.0), strict=True))
-#: Microseconds of what surrounds all steps.
+#: Microseconds of a launch beside its steps.
 OVERHEAD_US = 3.0
-#: Registers of a thread that `registers` does not count. 14 do for Triton 3.6; 3.9 spills up to 514 then in a
-#: loop: int7 with 1024 rows of x takes 1.47 times as long as by the tile that 24 lead to (an H100).
+#: Registers of a thread that `registers` does not count. 14 suffice for Triton 3.6. With 14, Triton 3.9
+#: spills up to 514: int7 at M=1024 takes 1.47 times as long as with the tile that 24 lead to (H100).
 REGISTER_MARGIN = 24
 
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
+    """Tile of `fused-wgmma`.
 
-    Codes are on their way while so many units are multiplied. Where some programs would be idle at the end,
-    they may have a `steps_per_program` of the steps of the tiles left. So many `columns` are decoded, and
-    multiplied before the next are: few take few registers, many keep the tensor cores busy with few rows of
-    x.
+    block_m   rows of x of a program
+    block_n   rows of W: 64 per consumer
+    prefetch  k_steps that codes are loaded early
+    stream_k  share the tiles of the last wave by columns
+    block_k   columns dequantized, then multiplied: 128 take few registers, 256 suit small M
     """
 
     block_m: int = 128
@@ -56,10 +56,10 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class LaunchBounds:
-    """How many programs are on a multiprocessor at once, and the registers of their threads.
+    """Programs per multiprocessor (`occupancy`), and registers of a thread.
 
-    A thread is launched with so many at most, None for as many as there are. One that multiplies gets others
-    then, as one that copies keeps 24.
+    `max_registers` are those at launch, None for no limit. Consumers then take `mma_registers`; the producer
+    keeps 24.
     """
 
     occupancy: int
@@ -68,15 +68,17 @@ class LaunchBounds:
 
 
 def launch_bounds(tile: WgmmaTile) -> LaunchBounds:
-    """That of a tile."""
+    """Return the launch bounds of a tile."""
     if tile.block_m <= FEW_OF_X and tile.block_n == 128 and tile.block_k == COLUMNS:
         return LaunchBounds(2, 80, 104)
     return LaunchBounds(1, None, 240 if tile.block_n == 128 else 160)
 
 
 def stages(tile: WgmmaTile, table: int = 0) -> int:
-    """Blocks of x in shared memory: as many as there is room for beside a table of so many bytes, up to what
-    memory takes to answer, or to what has Triton ask for room for the table.
+    """Return the buffers of x in shared memory, beside a lookup table of `table` bytes.
+
+    As many as fit, up to `STAGES`, which hide memory latency. More are added where Triton has to request the
+    bytes of the table too.
     """
     mine = (HOPPER_SHARED + RESERVED) // launch_bounds(tile).occupancy - RESERVED
     block = 2 * tile.block_m * COLUMNS
@@ -85,23 +87,26 @@ def stages(tile: WgmmaTile, table: int = 0) -> int:
 
 
 def copies(tile: WgmmaTile) -> int:
-    """Of a table of values in shared memory: as many as leave room for a third block of x, and none for two
-    programs, whose threads lack the registers.
+    """Return the copies of the lookup table in shared memory, against bank conflicts.
+
+    As many as leave a third buffer of x; 0 for two programs per multiprocessor, which lack the registers.
     """
     return 0 if launch_bounds(tile).occupancy > 1 else 16 if tile.block_m == 256 else COPIES
 
 
 def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
-    """Columns of a step of `wgmma_gemm`: twice what it loads at a time."""
+    """Return the columns of a step: two k_steps."""
     return 2 * max(tile.block_k, shape.span)
 
 
 def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float) -> tuple[int, int, int]:
-    """How many of `tiles` are done whole, and for the others the steps of a program and from tile to tile.
+    """Return (whole tiles, steps per program, tile stride) of `tiles` with `steps` each, for `programs`
+    programs.
 
-    Each of the latter is divided among as many programs, unless it is sooner to give all programs the same,
-    some of which have parts of two tiles then. To add a part takes as long as `fixup_steps`, so that a tile
-    may have fewer than there are programs for.
+    The tiles of the last wave, `tiles` % `programs`, are shared out: tile i begins at i * stride, and each
+    program takes the next steps. Either each tile has programs of its own, or all programs get the same
+    number of steps and some have parts of two tiles. The faster one is chosen; adding one part costs
+    `fixup_steps` steps.
     """
     others = tiles % programs
     if others == 0:
@@ -121,30 +126,31 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
 
 
 def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
-    """Whether programs have parts of one tile each, by what `stream_k_schedule` gives."""
+    """Return True if no program of a `stream_k_schedule` has parts of two tiles."""
     return steps_per_program > 0 and tile_stride % steps_per_program == 0
 
 
 def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> float:
-    """How many parts who writes a tile adds on average, by what `stream_k_schedule` gives: if programs have
-    parts of two tiles, about half of the tiles have one more.
+    """Return the average number of partial sums that are added to a shared tile.
+
+    If programs have parts of two tiles, about half of the tiles have one more.
     """
     single = splits_single_tiles(steps_per_program, tile_stride)
     return -(-steps // steps_per_program) - (1.0 if single else 0.5)
 
 
 def step_us(shape: Geometry, tile: WgmmaTile) -> float:
-    """Microseconds of a step."""
+    """Return the microseconds of a step."""
     return _of_tile(STEP_US, tile) * step_columns(shape, tile) / 256
 
 
 def fixup_us(tile: WgmmaTile) -> float:
-    """Microseconds that a part of a tile takes to be added."""
+    """Return the microseconds to add the partial sums of one program."""
     return _of_tile(FIXUP_US, tile)
 
 
 def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
-    """What is known of a tile, or of one with 128 rows of the weight or 32 of x."""
+    """Return the time of a tile; one that was not measured scales that of 128 rows of W or 32 of x."""
     found = us.get((tile.block_m, tile.block_n))
     return us[max(tile.block_m, FEW_OF_X), 128] * tile.block_n / 128 if found is None else found
 
@@ -163,7 +169,7 @@ def tile_schedule(
 
 
 def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H200_PROCESSORS) -> float:
-    """Microseconds for m rows of x by what a step of each tile in `STEP_US` was measured to take."""
+    """Return the predicted microseconds for m rows of x, from measured times per step (`STEP_US`)."""
     steps, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
     resident = launch_bounds(tile).occupancy
     mine = -(-whole_tiles // (multiprocessors * resident)) * steps + steps_per_program
@@ -172,8 +178,9 @@ def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H
 
 
 def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
-    """About how many registers a thread that multiplies has for sums, weights, codes and their scales and
-    zero-points, of which those in use take two each, for two rows.
+    """Return about how many registers a consumer thread needs: accumulators, weights, and prefetched codes.
+
+    Scales and zero-points in use take two registers each, for two rows.
     """
     unit, values = max(tile.block_k, shape.span), (shape.groups > 1) + zeros
     loaded = unit * shape.bits // 64 + values * max(1, unit // shape.group)
@@ -182,5 +189,5 @@ def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
 
 
 def has_registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> bool:
-    """Whether there are as many."""
+    """Return True if a consumer thread has that many."""
     return registers(shape, tile, zeros) + REGISTER_MARGIN <= launch_bounds(tile).mma_registers

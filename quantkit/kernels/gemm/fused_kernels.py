@@ -1,4 +1,4 @@
-"""The fused kernels as rows of the kernel table, and how they launch."""
+"""The fused kernels as entries of the registry, and how they are launched."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ from quantkit.packing.tensor import PackedTensor
 
 
 def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """`layout.build` on the device that has the weight."""
+    """Return `fragment_layout.build` of `weight`, on the device that has it."""
     if weight.device.type != "cuda":
         return build(weight, dtype, count)
     with torch.cuda.device(weight.device):
@@ -46,12 +46,12 @@ FRAGMENTS = Layout("fragments", build_fragments, join, restore)
 
 
 _BEFORE_LOADING = "Set QUANTKIT_KERNEL, if at all, before the model is loaded."
-#: Computes y of operands on a device with some features, in a tile where its row has tiles.
+#: Computes y from operands, a tile (None for kernels without) and device features.
 _Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _Run) -> Callable[..., torch.Tensor]:
-    """`run` as rows launch: with x's device the current one; `prepared` are those fields of `Operands`."""
+    """Wrap `run` as `Kernel.launch`; `prepared` are further fields of `Operands`."""
 
     def launched(
         x: torch.Tensor,
@@ -70,7 +70,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """`bind` as rows do it; see `Kernel.bind`."""
+    """Wrap `bind` as `Kernel.bind`."""
 
     def bound(
         x: torch.Tensor,
@@ -86,11 +86,12 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
 
 
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
+    """Run a kernel on the device of x; raises `TileError` if the tile is too large for the GPU."""
     device = operands.x.device
     try:
         return on_device(device, lambda features: run(operands, tile, features))
     except Exception as error:
-        # Triton's, which is not imported before it is needed.
+        # An exception of Triton, which is not imported before it is needed.
         if type(error).__name__ != "OutOfResources":
             raise
         raise TileError(
@@ -103,7 +104,7 @@ _Result = TypeVar("_Result")
 
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """`run` with what `device` can do, while it is the current one."""
+    """Call `run` with the features of `device`, while it is the current device."""
     features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
@@ -122,7 +123,7 @@ _RUNS: dict[str, _Run] = {
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Why no grouped kernels multiply with experts that have such weights; see `grouped`."""
+    """Return why no grouped kernel multiplies with such experts; None if one does."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
@@ -135,7 +136,7 @@ def why_not_groupable(problem: Problem) -> str | None:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
-    """`usual_block_rows`, with as many as the kernels of a forced row take."""
+    """Return the most routed tokens of an expert block, for the kernel of `forced`, if any."""
     usual = usual_block_rows(routed, experts, single_row_ratio)
     if forced == "fused-gemv" and usual == 1:
         return usual
@@ -152,15 +153,15 @@ def group(
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
-    """The row that multiplies m pairs with their experts, how it groups them, and the tile of the rules.
+    """Return (kernel, grouping, tile) for a grouped GEMM of problem.m routed tokens.
 
     `problem` is that of one matrix; `single_row_ratio` is that of `usual_block_rows`. Tile tables have no
-    part in it: they were measured with one weight.
+    part in it: they were measured with single weights.
     """
     size = expert_block_rows(problem.m, experts, single_row_ratio, forced)
     grouping = Grouping(problem.m, experts, size, matrices, top_k, chained)
     expert = replace(problem, m=size, n=problem.n * matrices)
-    # All segments keep processors busy together.
+    # All expert blocks together keep the multiprocessors busy.
     every = replace(expert, n=expert.n * grouping.expert_blocks)
     if size > SMALL_BLOCK_ROWS:
         return "fused-portable", grouping, replace(portable_gemm_launch.TILING.rule(every), split_k=1)
@@ -171,7 +172,7 @@ def group(
     if forced == "fused-gemv" or (not forced and size == 1):
         tile = decode_launch.experts_tile(expert, grouping)
     if tile is not None and not forced:
-        # What is spread is for kernels that have x in shared memory.
+        # Blocks of one routed token need a kernel with x in shared memory.
         return "fused-gemv", grouping, tile
     reason = support.why_not_experts(row, problem, matrices, size)
     if reason is None and forced == "fused-gemv" and tile is None:
@@ -182,7 +183,7 @@ def group(
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
-    """Why the kernel of a row does not gate y of experts with so many matrices."""
+    """Return why kernel `row` cannot gate y of experts with `matrices` matrices; None if it can."""
     if row not in ("fused-gemv", "fused-small-m"):
         return "it gives y as it is"
     if matrices != 2:
@@ -200,16 +201,17 @@ def grouped(
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """y [P, matrices * n] of pairs, by the kernel of `row`; those without an expert are not written.
+    """Return y [P, matrices * n] of P routed tokens by kernel `row`; rows of tokens without an expert are
+    undefined.
 
-    `layout` is from `stacks.stacked`. With the kind of a `gate`, y [P, n] are the gated columns, where
-    `why_no_gated_experts` has no reason. Nothing waits for the device.
+    `x` is [T or P, K], `layout` from `stacked_weights.stacked`. With `gate`, y is [P, n], where
+    `why_no_gated_experts` is None. Nothing waits for the GPU.
     """
     return _started(_RUNS[row], Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
 
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
-    """Compile what `row` launches for `problem`, into Triton's cache, without a GPU to run it.
+    """Compile what `row` launches for `problem` into Triton's cache, without a GPU.
 
     `layout` has the dtypes of the weight's, on any device. The target is that of Triton's active driver.
     """

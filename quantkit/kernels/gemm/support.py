@@ -1,6 +1,7 @@
-"""What the fused kernels take, and where they pay: the verdicts of their rows.
+"""Support and speed of the fused kernels: why one cannot run a problem, and why another is as fast.
 
-Where they pay was measured on an H200 and an H100; other GPUs use the same rules.
+A function returns a reason, or None. Speed was measured on an H200 and an H100; other GPUs use the same
+limits.
 """
 
 import math
@@ -19,33 +20,32 @@ from quantkit.kernels.layouts.fragment_layout import ROWS
 from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
 from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
-#: The most rows of x that `fused-portable-gemv` takes.
+#: Largest M of `fused-portable-gemv`.
 GEMV_ROWS = 32
-#: The most scales of a weight, with their padding: they alone are addressed in 32 bits.
+#: Most scales of a weight, with padding: their offsets are 32-bit.
 MOST_SCALES = 1 << 30
-#: Weights of so many numbers or fewer have no use for the tiles of `fused-wgmma` with few or many rows of x.
+#: Most values of a weight that is too small for `fused-wgmma` at M <= 32 and M > 1024.
 SMALL_WEIGHT = 1 << 23
-#: More columns than this are many for `fused-small-m` without `wgmma`. Of the least rows of a weight, or
-#: fewer, it has too few row tiles, and for more than the most tiles are faster: rows as for `has_few_rows`.
+#: `fused-small-m`: largest K at M > 16 without `wgmma`; N up to which it has too few row tiles; and N above
+#: which larger tiles are faster. N is that of an H200, as for `has_few_rows`.
 MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
-#: Most numbers of a weight of int5 or int7 that has nothing faster than `fused-small-m` with 17 to 32 rows
-#: of x.
+#: Most values of an int5 or int7 weight for which `fused-small-m` is the fastest at M = 17 to 32.
 SMALL_FOR_WIDE_CODES = 1 << 24
-#: Bits of codes for which `fused-gemv` is as fast as `fused-small-m` with 5 to 8 rows of x (H100, 10 weights
-#: of 2560 to 27648 rows: with 8 rows the rules take 1.02 times the best tile timed).
+#: Code bits for which `fused-gemv` is as fast as `fused-small-m` at M = 5 to 8 (H100, 10 weights of 2560 to
+#: 27648 rows, M = 8: the rule takes 1.02 times the best tile timed).
 DECODE_BITS = (2, 5, 7)
-#: From this `imbalance` on `fused-gemv` divides a weight unevenly.
+#: `imbalance` above which `fused-gemv` divides a weight unevenly.
 UNEVEN = 1.2
-#: Columns of a warp of `fused-gemv`, of all its row tiles, up to which it is as fast with 5 to 8 rows of x,
-#: if it divides the weight evenly, and unevenly.
+#: Most columns of a warp of `fused-gemv`, summed over row tiles, with which it is as fast at M = 5 to 8: if
+#: it divides the weight evenly, and unevenly.
 EVEN_COLUMNS, UNEVEN_COLUMNS = 768, 512
-#: The part of its last round of programs from which on `fused-portable` is as fast as `fused-wgmma` (H100, 64
-#: rows of x, 27648 x 5120, 28672 x 3584 and 28672 x 4096: 0.86 to 1.00 of its time).
+#: Filled part of all waves from which on `fused-portable` is as fast as `fused-wgmma` (H100, M = 64,
+#: 27648 x 5120, 28672 x 3584 and 28672 x 4096: 0.86 to 1.00 of its time).
 FULL = 0.8
 
 
 def why_no_layout(problem: Problem) -> str | None:
-    """Why the fragment layout cannot hold a weight."""
+    """Return why the fragment layout cannot hold W; None if it can."""
     if "triton" not in problem.features:
         return "Triton is not installed"
     if problem.scheme.planes > 1:
@@ -62,28 +62,28 @@ def why_no_layout(problem: Problem) -> str | None:
 
 
 def why_no_fused_kernel(problem: Problem) -> str | None:
-    """Why no fused kernel multiplies with a weight; they all do with float16 and bfloat16."""
+    """Return why no fused kernel multiplies with W; None if they do, in float16 and bfloat16."""
     if problem.dtype == torch.float32:
         return "it multiplies bfloat16 or float16 activations; cast x to one of them"
     return why_no_layout(problem)
 
 
 def why_unsupported_portable_gemv(problem: Problem) -> str | None:
-    """Why `fused-portable-gemv` cannot run a problem."""
+    """Return why `fused-portable-gemv` cannot run a problem; None if it can."""
     if problem.m > GEMV_ROWS:
         return f"it takes up to {GEMV_ROWS} rows of x, not {problem.m}"
     return why_no_fused_kernel(problem)
 
 
 def looked_up(problem: Problem) -> bool:
-    """Whether the values of a format are looked up in memory rather than computed."""
+    """Return True if dequantization looks a format's values up in global memory."""
     if "ptx" in problem.features:
         return expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None
     return portable(problem.scheme.format)[0].looked_up
 
 
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
-    """What a row says whose programs have up to so many rows of x in shared memory."""
+    """Return the support check of a kernel with up to `most` rows of x in shared memory."""
 
     def supports(problem: Problem) -> str | None:
         if problem.m > most:
@@ -102,9 +102,10 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
 
 
 def _why_decode_is_as_fast(problem: Problem) -> str | None:
-    """Why `fused-gemv`, or without room for its x `fused-portable-gemv`, is as fast with up to 8
-    rows of x; None where it is not, as where there is no room for all the warps of `fused-gemv`, but for
-    int5 and int7.
+    """Return why `fused-gemv`, or `fused-portable-gemv` where its x does not fit, is as fast at M <= 8.
+
+    None where `fused-small-m` is faster: there also if shared memory limits the warps of `fused-gemv`, except
+    for int5 and int7.
     """
     if problem.m <= 2:
         return "up to M=2 it was not seen to be faster"
@@ -134,12 +135,12 @@ def _why_decode_is_as_fast(problem: Problem) -> str | None:
 
 
 def _small_m_is_faster(problem: Problem) -> bool:
-    """Whether `fused-small-m` can run, and pays by its rules."""
+    """Return True if `fused-small-m` supports a problem and no reason says that it is slower."""
     return why_unsupported_small_m(problem) is None and why_slower_small_m(problem) is None
 
 
 def why_slower_decode(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-gemv`."""
+    """Return why another kernel is at least as fast as `fused-gemv`; None if it is the fastest."""
     small = (
         has_few_rows(problem.n, processors(problem), LEAST_ROWS)
         and problem.k <= portable_gemv_launch.LONG_ROWS
@@ -155,8 +156,8 @@ why_unsupported_decode = _stages_x(decode_launch.MOST_ROWS, decode_launch.why_no
 why_unsupported_small_m = _stages_x(small_m_launch.MOST_ROWS, small_m_launch.why_no_tile)
 
 
-#: What those of the rows for few pairs of experts can run that have x in shared memory. Whether there is room
-#: for that of `fused-gemv`, `stream.experts_tile` says.
+#: Support checks of the kernels for small expert blocks. Whether x of `fused-gemv` fits is checked by
+#: `decode_launch.experts_tile`.
 _STAGE_X = {
     "fused-gemv": _stages_x(decode_launch.MOST_ROWS, always),
     "fused-small-m": why_unsupported_small_m,
@@ -164,15 +165,18 @@ _STAGE_X = {
 
 
 def why_not_small_m_experts(problem: Problem, matrices: int) -> str | None:
-    """Why `fused-small-m` does not multiply few pairs with experts of so many matrices, one the problem's."""
+    """Return why `fused-small-m` cannot run small expert blocks; None if it can. `problem` is one of an
+    expert's `matrices`.
+    """
     return why_not_experts("fused-small-m", problem, matrices, SMALL_BLOCK_ROWS)
 
 
-def why_not_experts(row: str, problem: Problem, matrices: int, pairs: int) -> str | None:
-    """Why `fused-small-m` or `fused-gemv` does not multiply segments of up to so many pairs with experts of
-    so many matrices, one the problem's.
+def why_not_experts(row: str, problem: Problem, matrices: int, rows: int) -> str | None:
+    """Return why kernel `row` cannot run expert blocks of up to `rows` routed tokens; None if it can.
+
+    `row` is `fused-small-m` or `fused-gemv`, `problem` one of the `matrices` of an expert.
     """
-    if (reason := _STAGE_X[row](replace(problem, m=pairs, n=problem.n * matrices))) is not None:
+    if (reason := _STAGE_X[row](replace(problem, m=rows, n=problem.n * matrices))) is not None:
         return reason
     if matrices > 1 and problem.n % ROWS:
         return (
@@ -186,8 +190,8 @@ def why_not_experts(row: str, problem: Problem, matrices: int, pairs: int) -> st
 def _spills_codes(problem: Problem) -> bool:
     """Return True if `fused-small-m` runs out of registers for an int5 or int7 weight.
 
-    Above 16 rows of x: always, unless the weight is so small that nothing else is faster. Up to 16 rows:
-    where the tile of the rules `spills`.
+    For M > 16: always, unless the weight is so small that nothing else is faster. For M <= 16: where the tile
+    of the rule `spills`.
     """
     if not _has_wide_codes(problem):
         return False
@@ -197,7 +201,7 @@ def _spills_codes(problem: Problem) -> bool:
 
 
 def _has_wide_codes(problem: Problem) -> bool:
-    """Whether it is of int5 or int7, where warps multiply together and `fused-wgmma` has tiles."""
+    """Return True for int5 and int7 at M > 8 on Hopper, unless W is too small for `fused-wgmma`."""
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     return (
         problem.m > 8
@@ -208,8 +212,9 @@ def _has_wide_codes(problem: Problem) -> bool:
 
 
 def _wgmma_is_faster(problem: Problem) -> bool:
-    """Whether 9 to 16 rows of x take `fused-small-m` longer than `fused-wgmma`: of int5 and int7 where there
-    are many rows of the weight, or of int7 more than the programs have that run at once.
+    """Return True if `fused-wgmma` is faster than `fused-small-m` at M = 9 to 16.
+
+    For int5 and int7 with many rows, and int7 with more than one wave of programs.
     """
     if problem.m > 16 or not _has_wide_codes(problem):
         return False
@@ -219,12 +224,12 @@ def _wgmma_is_faster(problem: Problem) -> bool:
 
 
 def why_slower_small_m(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-small-m`."""
+    """Return why another kernel is at least as fast as `fused-small-m`; None if it is the fastest."""
     least, few, most = (
         has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
     )
     has_wgmma = "wgmma" in problem.features
-    # Of so few rows others have too few tiles as well, but for `fused-gemv`, where there is room for x.
+    # With so few rows others have too few tiles as well, except `fused-gemv` where its x fits.
     fewest, left = (5, 32) if has_wgmma else (9, 16)
     is_left = fewest <= problem.m <= left and why_unsupported_decode(problem) is not None
     reasons = (
@@ -252,7 +257,7 @@ def why_slower_small_m(problem: Problem) -> str | None:
 
 
 def why_slower_portable_gemv(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-portable-gemv`."""
+    """Return why another kernel is at least as fast as `fused-portable-gemv`."""
     if "ptx" not in problem.features and looked_up(problem):
         return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
     limit = (
@@ -268,7 +273,7 @@ def why_slower_portable_gemv(problem: Problem) -> str | None:
 
 
 def why_unsupported_wgmma(problem: Problem) -> str | None:
-    """Why `fused-wgmma` cannot run a problem."""
+    """Return why `fused-wgmma` cannot run a problem; None if it can."""
     if (reason := why_no_fused_kernel(problem)) is not None:
         return reason
     if not {"wgmma", "gluon"} <= problem.features:
@@ -279,15 +284,15 @@ def why_unsupported_wgmma(problem: Problem) -> str | None:
 
 
 def _dequantizes_slowly(problem: Problem) -> bool:
-    """Whether `fused-portable` decodes codes slower than others: those of long spans or of short groups, and
-    those that are looked up.
+    """Return True if `fused-portable` dequantizes slower than others: spans above 128, groups below 64,
+    lookup tables.
     """
     shape = shape_of(problem)
     return shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _fills_waves(problem: Problem) -> bool:
-    """Whether `fused-portable`, with two programs on a multiprocessor, is hardly ever idle at its end."""
+    """Return True if `fused-portable`, two programs per multiprocessor, is hardly idle in its last wave."""
     if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)
@@ -297,7 +302,7 @@ def _fills_waves(problem: Problem) -> bool:
 
 
 def why_slower_wgmma(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-wgmma`."""
+    """Return why another kernel is at least as fast as `fused-wgmma`; None if it is the fastest."""
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     reasons = (
         (
@@ -325,7 +330,7 @@ def why_slower_wgmma(problem: Problem) -> str | None:
 
 
 def why_slower_portable_gemm(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-portable`."""
+    """Return why another kernel is at least as fast as `fused-portable`."""
     shape = shape_of(problem)
     if looked_up(problem):
         return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"

@@ -4,7 +4,6 @@ Where they pay was measured on an H200 and an H100; other GPUs use the same rule
 """
 
 import math
-from dataclasses import replace
 
 import torch
 
@@ -15,8 +14,6 @@ from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_l
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.layouts.dequant_expressions import portable
 from quantkit.kernels.layouts.dequant_ptx import expression
-from quantkit.kernels.layouts.fragment_layout import ROWS
-from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
 from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
 #: The most rows of x that `fused-portable-gemv` takes.
@@ -153,31 +150,8 @@ def why_slower_decode(problem: Problem) -> str | None:
 
 stream_supports = _shares_x(decode_launch.MOST_ROWS, decode_launch.why_no_tile)
 narrow_supports = _shares_x(small_m_launch.MOST_ROWS, small_m_launch.why_no_tile)
-
-
-#: What those of the rows for few pairs of experts can run that have x in shared memory. Whether there is room
-#: for that of `fused-gemv`, `stream.experts_tile` says.
-_SHARING = {"fused-gemv": _shares_x(decode_launch.MOST_ROWS, always), "fused-small-m": narrow_supports}
-
-
-def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:
-    """Why `fused-small-m` does not multiply few pairs with experts of so many matrices, one the problem's."""
-    return why_not_shared("fused-small-m", problem, matrices, SMALL_BLOCK_ROWS)
-
-
-def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str | None:
-    """Why `fused-small-m` or `fused-gemv` does not multiply segments of up to so many pairs with experts of
-    so many matrices, one the problem's.
-    """
-    if (reason := _SHARING[row](replace(problem, m=pairs, n=problem.n * matrices))) is not None:
-        return reason
-    if matrices > 1 and problem.n % ROWS:
-        return (
-            f"matrices of an expert lie next to each other for multiples of {ROWS} rows, not for {problem.n}"
-        )
-    if problem.scheme.is_fitted:
-        return "each matrix has values of its own, of which a program has one table"
-    return None
+#: `fused-gemv` for expert blocks. `decode_launch.experts_tile` says whether there is room for x.
+stream_supports_experts = _shares_x(decode_launch.MOST_ROWS, always)
 
 
 def _lacks_registers(problem: Problem) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels.gemm import fused_kernels, support
+from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens, max_expert_blocks
@@ -92,7 +92,7 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
         tensors = stacked_weights.stacked(every, DTYPE)
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
-        shares = support.why_not_narrow_experts(asked, matrices) is None
+        shares = fused_kernels.why_not_shared(asked, matrices) is None
         single_row_ratio = decode_launch.single_row_ratio(asked) if shares else 0
         layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, single_row_ratio)
         return Experts(weights, layout)
@@ -195,7 +195,7 @@ def tiles(
     n, k = made.weights[0][0].shape
     shape = geometry(n, k, made.weights[0][0].scheme, DTYPE)
     asked = Problem(1, n, k, made.weights[0][0].scheme, DTYPE, "cuda", features)
-    if support.why_not_narrow_experts(asked, made.layout.matrices) is None:
+    if fused_kernels.why_not_shared(asked, made.layout.matrices) is None:
         yield 8, SmallMTile(8, 1)
         yield 16, SmallMTile(8, min(2, shape.steps), 4)
         yield 1, DecodeTile(4, 1, ahead=2)
@@ -591,7 +591,13 @@ def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.M
     with pytest.raises(KernelError, match=r"fused-gemv cannot run experts of .* multiples of 16 rows"):
         fused_kernels.group(replace(asked, n=4104), 128, 2, 8, 0, "fused-gemv")
     # What has no room for it is for the other, in the same segments.
-    monkeypatch.setattr(decode_launch, "experts_tile", lambda *given: None)
+    kernels = [
+        replace(kernel, grouped=kernel.grouped and replace(kernel.grouped, tile=lambda *_: None))
+        if kernel.name == "fused-gemv"
+        else kernel
+        for kernel in fused_kernels.FUSED_KERNELS
+    ]
+    monkeypatch.setattr(fused_kernels, "FUSED_KERNELS", kernels)
     found, grouping, _ = fused_kernels.group(asked, 128, 2, 8, 1)
     assert (found, grouping.rows) == ("fused-small-m", 1)
 
@@ -655,7 +661,7 @@ def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
         ({"features": frozenset({"triton"})}, 1, "from compute capability 8.0 on"),
         ({"name": "book4"}, 1, "values of its own"),
     ):
-        found = support.why_not_narrow_experts(problem(**{"features": GPU_FEATURES} | changes), matrices)
+        found = fused_kernels.why_not_shared(problem(**{"features": GPU_FEATURES} | changes), matrices)
         assert found is None if reason is None else reason in str(found)
     asked = problem(n=4104, features=GPU_FEATURES)
     with pytest.raises(KernelError, match=r"fused-small-m cannot run experts of .* multiples of 16 rows"):

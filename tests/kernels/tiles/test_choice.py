@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.cli.commands.doctor import _of_experts
 from quantkit.errors import KernelError
 from quantkit.kernels import registry as kernel_table
 from quantkit.kernels.gemm.decode import decode_launch
@@ -32,7 +31,7 @@ from quantkit.kernels.registry import (
     kernel_named,
     log_choice,
 )
-from quantkit.kernels.report import selection_of
+from quantkit.kernels.report import experts_text, selection_of
 from quantkit.kernels.tuning import store
 from quantkit.kernels.tuning.store import file_name, shipped_tables
 from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable, from_json, to_json
@@ -121,17 +120,17 @@ def test_it_is_said_what_runs_experts_with_few_tokens(ask: Ask) -> None:
     ):
         found = selection_of(asked)
         assert found.ungrouped is None
-        said = _of_experts(found.ungrouped, found.not_narrow)
+        said = experts_text(found.ungrouped, found.not_narrow)
         start, end = said.split("grouped, few tokens for each in ")
         assert not start
         if refused is None:
             assert found.not_narrow is None
-            assert end == "fused-small-m, or in fused-gemv where hardly any has two"
+            assert end == "fused-gemv or fused-small-m"
         else:
             assert refused in str(found.not_narrow)
             assert end == f"fused-portable-gemv, not fused-gemv or fused-small-m: {found.not_narrow}"
     found = selection_of(ask(dtype=torch.float32))
-    assert _of_experts(found.ungrouped, found.not_narrow).startswith("one after the other: it multiplies")
+    assert experts_text(found.ungrouped, found.not_narrow).startswith("one after the other: it multiplies")
 
 
 def test_weights_that_were_not_measured_are_left_to_the_rules(ask: Ask, store_table: Store) -> None:

@@ -219,7 +219,7 @@ def test_ranks_record_steps_where_all_can(models, tmp_path):
             told: list[str] = []
             warning = SimpleNamespace(warning=lambda text, *of: told.append(text % of))
             patch.setattr(decode, "logger", warning)
-            patch.setattr(tensor_parallel, "RECORDED", "cpu:gloo")
+            patch.setattr(tensor_parallel, "CAPTURED", "cpu:gloo")
             model = AutoModelForCausalLM.from_pretrained(models["llama int4"].packed, tp_plan="auto").eval()
             expected = model.generate(PROMPT, **GENERATE, disable_compile=True)
             for _ in range(2):
@@ -239,7 +239,7 @@ def test_ranks_record_steps_where_all_can(models, tmp_path):
                 patch.setattr(capture, "capture", refused)
             assert torch.equal(model.generate(PROMPT[:1], **GENERATE_ONE), expected[:1])
             (reason,) = graphed.refused
-            assert reason == ("it is late" if rank else "another rank could not record its share")
+            assert reason == ("it is late" if rank else "another rank could not capture its share")
             assert len(graphed._graphs) == 2
             torch.distributed.destroy_process_group()
             assert not graphed._graphs

@@ -50,8 +50,7 @@ def rms_norm(
     """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, over the rows of `x` [..., N].
 
     `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`. `weight` is read before PDL's wait.
-    With PDL the next kernel may start while kernels before this one still run; if `late`, only after those
-    have ended.
+    With `late` the next kernel may start only after the kernels before this one have ended; else earlier.
     """
     return _launch_norm(x, None, weight, eps, kind, late)[1]
 

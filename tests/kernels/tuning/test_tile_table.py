@@ -475,3 +475,12 @@ def test_a_table_of_version_12_is_read_with_the_kernel_names_of_today(gpu: Gpu, 
         old = old.replace(f'"{name}"', f'"{before}"')
     assert old.count("fused-tiled") == 2 and "fused-portable" not in old
     assert from_json(old.encode(), gpu, KERNELS).entries == {Key.of(ask(m=16)): entry}
+
+
+def test_a_table_from_before_a_kernel_was_added_is_read(table: TileTable, gpu: Gpu) -> None:
+    """A new kernel is a row of `KERNELS`, and no edit of tables."""
+    older = [kernel for kernel in KERNELS if kernel.name != "fused-wgmma"]
+    assert from_json(to_json(table, older), gpu, KERNELS) == table
+    without = damage(lambda data: data["tiles"].pop("fused-portable"))
+    with pytest.raises(KernelError, match="names the row 'fused-portable'; known are fused-gemv"):
+        from_json(without(to_json(table, KERNELS)), gpu, KERNELS)

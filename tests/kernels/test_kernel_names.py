@@ -21,7 +21,7 @@ def spelled(source: str) -> Iterator[tuple[int, str]]:
     given = {
         id(part)
         for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("Kernel", "Layout")
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("Kernel", "Layout", "_fused")
         for part in (*call.args[:1], *(word.value for word in call.keywords if word.arg == "name"))
     }
     for node in ast.walk(tree):

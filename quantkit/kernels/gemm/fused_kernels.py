@@ -290,18 +290,29 @@ def _by_power_of_two(problem: Problem) -> Problem:
     return replace(problem, m=power_of_two(problem.m))
 
 
+def _fused(
+    run: _Run, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **row: Any
+) -> Kernel:
+    """Return a kernel of GPUs that reads the fragment layout; `row` has its other fields."""
+    return Kernel(
+        devices=("cuda",),
+        layout=FRAGMENTS,
+        run=run,
+        launch=_launch(run),
+        bind=None if bind is None else _bind(bind),
+        **row,
+    )
+
+
 FUSED_KERNELS: tuple[Kernel, ...] = (
-    Kernel(
+    _fused(
         name="fused-gemv",
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
-        devices=("cuda",),
         supports=support.stream_supports,
         pays=support.why_slower_decode,
-        layout=FRAGMENTS,
-        launch=_launch(decode_launch.run),
         run=decode_launch.run,
-        bind=_bind(decode_launch.bind),
+        bind=decode_launch.bind,
         tiling=decode_launch.TILING,
         grouped=GroupedTiling(
             block_rows=(1, 1),
@@ -315,16 +326,13 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         no_gate=decode_launch.why_no_gate,
         representative=_by_power_of_two,
     ),
-    Kernel(
+    _fused(
         name="fused-portable-gemv",
         summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",
-        devices=("cuda",),
         supports=support.why_unsupported_portable_gemv,
         pays=support.why_slower_portable_gemv,
-        layout=FRAGMENTS,
-        launch=_launch(portable_gemv_launch.run),
         run=portable_gemv_launch.run,
-        bind=_bind(portable_gemv_launch.bind),
+        bind=portable_gemv_launch.bind,
         tiling=portable_gemv_launch.TILING,
         grouped=GroupedTiling(
             block_rows=(1, SMALL_BLOCK_ROWS),
@@ -333,17 +341,14 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         ),
         representative=_by_rows(8, 16, 32),
     ),
-    Kernel(
+    _fused(
         name="fused-small-m",
         summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for up to "
         "32 rows of x",
-        devices=("cuda",),
         supports=support.narrow_supports,
         pays=support.why_slower_small_m,
-        layout=FRAGMENTS,
-        launch=_launch(small_m_launch.run),
         run=small_m_launch.run,
-        bind=_bind(small_m_launch.bind),
+        bind=small_m_launch.bind,
         tiling=small_m_launch.TILING,
         grouped=GroupedTiling(
             block_rows=(1, SMALL_BLOCK_ROWS),
@@ -357,28 +362,22 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         no_norm=small_m_launch.why_no_norm,
         representative=_by_rows(8, 16, 32),
     ),
-    Kernel(
+    _fused(
         name="fused-wgmma",
         summary="Gluon, for Hopper: decodes weights in registers while other warps copy and multiply",
-        devices=("cuda",),
         supports=support.why_unsupported_wgmma,
         pays=support.why_slower_wgmma,
-        layout=FRAGMENTS,
-        launch=_launch(wgmma_launch.run),
         run=wgmma_launch.run,
         tiling=wgmma_launch.TILING,
     ),
-    Kernel(
+    _fused(
         name="fused-portable",
         summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
-        devices=("cuda",),
         supports=support.unmultipliable,
         pays=support.why_slower_portable_gemm,
-        layout=FRAGMENTS,
-        launch=_launch(portable_gemm_launch.run),
         run=portable_gemm_launch.run,
-        bind=_bind(portable_gemm_launch.bind),
+        bind=portable_gemm_launch.bind,
         tiling=portable_gemm_launch.TILING,
         grouped=GroupedTiling(
             block_rows=(SMALL_BLOCK_ROWS + 1, MAX_BLOCK_ROWS),
@@ -389,14 +388,11 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         ),
         representative=_by_rows(8, 16),
     ),
-    Kernel(
+    _fused(
         name="dequantize",
         summary="Triton: writes the weight in the dtype of x, 2^27 at a time, for the library to multiply",
-        devices=("cuda",),
         supports=support.unpackable,
         pays=always,
-        layout=FRAGMENTS,
-        launch=_launch(dequantize_launch.run),
         run=dequantize_launch.run,
         representative=_by_rows(8, 16),
     ),

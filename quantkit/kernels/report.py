@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kernels.gemm.fused_kernels import grouped_kernels, ungroupable, why_not_shared
+from quantkit.kernels.gemm.fused_kernels import grouped_kernels, why_not_groupable, why_not_shared
 from quantkit.kernels.problem import Kernel, Problem, tile_text
 from quantkit.kernels.registry import KERNELS, choose_unforced, explain, sums_text
 from quantkit.packing.schemes import Scheme
@@ -27,7 +27,7 @@ class Selection:
     #: Reason why experts with such weights run one after the other; None where they run grouped.
     ungrouped: str | None
     #: Reason why no kernel whose warps share x runs such experts, grouped, for few tokens.
-    not_narrow: str | None
+    unshared: str | None
 
 
 def selections(
@@ -64,7 +64,7 @@ def selection_of(problem: Problem) -> Selection:
         None if tile is None else tile_text(tile) + sums_text(problem, tile) + source,
         None if chosen is None else chosen.us,
         tuple((name, reason) for name, reason in verdicts if reason is not None),
-        ungroupable(problem),
+        why_not_groupable(problem),
         why_not_shared(problem, 2),
     )
 
@@ -74,13 +74,13 @@ def device_kernels(device: str) -> tuple[Kernel, ...]:
     return tuple(kernel for kernel in KERNELS if device in kernel.devices)
 
 
-def experts_text(ungrouped: str | None, not_narrow: str | None) -> str:
+def experts_text(ungrouped: str | None, unshared: str | None) -> str:
     """Return how experts are multiplied, whatever M is, from these fields of `Selection`."""
     if ungrouped is not None:
         return f"one after the other: {ungrouped}"
     sharing, others = (
         " or ".join(kernel.name for kernel in grouped_kernels(shares_x)) for shares_x in (True, False)
     )
-    if not_narrow is not None:
-        return f"grouped, few tokens for each in {others}, not {sharing}: {not_narrow}"
+    if unshared is not None:
+        return f"grouped, few tokens for each in {others}, not {sharing}: {unshared}"
     return f"grouped, few tokens for each in {sharing}"

@@ -77,7 +77,7 @@ def doctor(
     for name, value in machine.items():
         say(f"{name:16} {value}")
     if "gpu 0" in machine:
-        say(f"{'float16 sums':16} {_half_sums()}")
+        say(f"{'float16 sums':16} {_fp16_accumulation()}")
         _say_tables(tables)
     # Every format has the one shape.
     shape = [] if directory is None else ["NxK"]
@@ -96,7 +96,7 @@ def doctor(
             say(f"\n{', '.join(what)}: {entry['kernel'] or 'none'}{tile}{measured}")
             for name, reason in entry["refused"].items():
                 say(f"  not {name}: {reason}")
-            say(f"  experts: {experts_text(entry['experts_ungrouped'], entry['experts_not_narrow'])}")
+            say(f"  experts: {experts_text(entry['experts_ungrouped'], entry['experts_unshared'])}")
 
 
 def _say_tables(tables: list[dict[str, Any]]) -> None:
@@ -169,7 +169,7 @@ def _why_slow() -> dict[str, str]:
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
-def _half_sums() -> str:
+def _fp16_accumulation() -> str:
     """Whether summing in float16 may pay on the current GPU. The process that runs a model has the switch."""
     import torch
 
@@ -222,7 +222,7 @@ def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any
             "us": selection.us,
             "refused": dict(selection.refusals),
             "experts_ungrouped": selection.ungrouped,
-            "experts_not_narrow": selection.not_narrow,
+            "experts_unshared": selection.unshared,
         }
         for scheme, shape in _weights(directory)
         for selection in selections(

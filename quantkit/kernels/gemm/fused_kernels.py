@@ -120,13 +120,13 @@ def _run(name: str) -> _Run:
     return run
 
 
-def ungroupable(problem: Problem) -> str | None:
+def why_not_groupable(problem: Problem) -> str | None:
     """Why no grouped kernels multiply with experts that have such weights; see `grouped`."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
         return "each expert scales the columns of x by factors of its own"
-    if (reason := support.unmultipliable(problem)) is not None:
+    if (reason := support.why_no_fused_kernel(problem)) is not None:
         return reason
     if support.looked_up(problem):
         return f"they would look up every value of {problem.scheme.format.name} in memory"
@@ -150,9 +150,9 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
     )
 
 
-def expert_block_rows(pairs: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
+def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
     """Return `usual_block_rows`, within what a forced kernel takes."""
-    usual = usual_block_rows(pairs, experts, single_row_ratio)
+    usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
     if grouped is None:
         return usual
@@ -249,7 +249,7 @@ def grouped(
     layout: tuple[torch.Tensor, ...],
     scheme: Scheme,
     n: int,
-    pairs: RoutedTokens,
+    routed: RoutedTokens,
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
@@ -258,7 +258,7 @@ def grouped(
     `layout` is from `stacks.stacked`. With the kind of a `gate`, y [P, n] are the gated columns, where
     `why_no_gated_experts` has no reason. Nothing waits for the device.
     """
-    return _started(_run(row), Operands(x, layout, None, scheme, n, pairs, gate=gate), tile)
+    return _started(_run(row), Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
 
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
@@ -309,7 +309,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         name="fused-gemv",
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
-        supports=support.stream_supports,
+        supports=support.why_unsupported_decode,
         pays=support.why_slower_decode,
         run=decode_launch.run,
         bind=decode_launch.bind,
@@ -318,7 +318,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
             block_rows=(1, 1),
             forced_rows=(1, SMALL_BLOCK_ROWS),
             tile=decode_launch.experts_tile,
-            supports=support.stream_supports_experts,
+            supports=support.why_unsupported_decode_experts,
             shares_x=True,
             gates=True,
         ),
@@ -345,7 +345,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         name="fused-small-m",
         summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for up to "
         "32 rows of x",
-        supports=support.narrow_supports,
+        supports=support.why_unsupported_small_m,
         pays=support.why_slower_small_m,
         run=small_m_launch.run,
         bind=small_m_launch.bind,
@@ -354,7 +354,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
             block_rows=(1, SMALL_BLOCK_ROWS),
             forced_rows=(SMALL_BLOCK_ROWS, SMALL_BLOCK_ROWS),
             tile=lambda expert, grouping: small_m_launch.experts_tile(expert, grouping.usual),
-            supports=support.narrow_supports,
+            supports=support.why_unsupported_small_m,
             shares_x=True,
             gates=True,
         ),
@@ -374,7 +374,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         name="fused-portable",
         summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
-        supports=support.unmultipliable,
+        supports=support.why_no_fused_kernel,
         pays=support.why_slower_portable_gemm,
         run=portable_gemm_launch.run,
         bind=portable_gemm_launch.bind,
@@ -383,7 +383,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
             block_rows=(SMALL_BLOCK_ROWS + 1, MAX_BLOCK_ROWS),
             forced_rows=(2 * SMALL_BLOCK_ROWS, MAX_BLOCK_ROWS),
             tile=lambda expert, grouping: replace(
-                portable_gemm_launch.TILING.rule(_all_blocks(expert, grouping)), split=1
+                portable_gemm_launch.TILING.rule(_all_blocks(expert, grouping)), split_k=1
             ),
         ),
         representative=_by_rows(8, 16),
@@ -391,7 +391,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
     _fused(
         name="dequantize",
         summary="Triton: writes the weight in the dtype of x, 2^27 at a time, for the library to multiply",
-        supports=support.unpackable,
+        supports=support.why_no_layout,
         pays=always,
         run=dequantize_launch.run,
         representative=_by_rows(8, 16),

@@ -68,7 +68,7 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
     forced = forced_kernel()
     if forced and kernel_named(forced).grouped is None:
         return f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time"
-    reason = fused_kernels.ungroupable(problem)
+    reason = fused_kernels.why_not_groupable(problem)
     if reason is None and forced and _may_share_x(forced):
         return fused_kernels.why_not_experts(kernel_named(forced), problem, matrices, SMALL_BLOCK_ROWS)
     return reason
@@ -99,8 +99,8 @@ def build_experts_layout(
     # Tensors of inference mode could not be saved for the backward pass of experts that run one by one.
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = stacked_weights.stacked(weights, dtype)
-    shares = _may_share_x(forced_kernel()) and fused_kernels.why_not_shared(problem, matrices) is None
-    single_row_ratio = decode_launch.single_row_ratio(problem) if shares else 0
+    shares_x = _may_share_x(forced_kernel()) and fused_kernels.why_not_shared(problem, matrices) is None
+    single_row_ratio = decode_launch.single_row_ratio(problem) if shares_x else 0
     return ExpertsLayout(
         dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, single_row_ratio
     )
@@ -111,8 +111,8 @@ def sort_tokens_by_expert(index: torch.Tensor, *layouts: ExpertsLayout) -> Sorte
 
     An index outside 0 to experts - 1 stands for no expert.
     """
-    spreads = [layout.single_row_ratio for layout in layouts]
-    single_row_ratio = max(spreads) if all(spreads) else 0
+    ratios = [layout.single_row_ratio for layout in layouts]
+    single_row_ratio = max(ratios) if all(ratios) else 0
     order, expert_blocks = torch.ops.quantkit.sort_tokens_by_expert(
         index, layouts[0].experts, single_row_ratio
     )

@@ -17,7 +17,8 @@ from statistics import median, quantiles
 
 from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
 from quantkit.kernels.gemm.operands import shape_of
-from quantkit.kernels.gemm.wgmma.wgmma_launch import STEP_US, TILING, WgmmaTile, tile_time
+from quantkit.kernels.gemm.wgmma.wgmma_launch import TILING
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import STEP_US, WgmmaTile, tile_time
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import KERNELS, choose, choose_by_rules
 from quantkit.kernels.tuning.store import shipped_tables

@@ -23,8 +23,8 @@ from quantkit.kernels.gemm.portable.portable_gemm_launch import (
 from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile, portable_gemv_tile
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
-from quantkit.kernels.gemm.wgmma import wgmma_launch
-from quantkit.kernels.gemm.wgmma.wgmma_launch import WgmmaTile
+from quantkit.kernels.gemm.wgmma import wgmma_launch, wgmma_tiles
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import WgmmaTile
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.layouts import fragment_layout
 from quantkit.kernels.layouts.fragment_layout import (
@@ -372,7 +372,7 @@ SHARED_OUT = (
 @pytest.fixture
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles are divided among as many programs as there are, as if it took no time to add parts up."""
-    monkeypatch.setattr(wgmma_launch, "FIXUP_US", dict.fromkeys(wgmma_launch.FIXUP_US, 0.0))
+    monkeypatch.setattr(wgmma_launch, "FIXUP_US", dict.fromkeys(wgmma_tiles.FIXUP_US, 0.0))
     wgmma_launch._launches.cache_clear()
     yield
     wgmma_launch._launches.cache_clear()

@@ -19,7 +19,7 @@ from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_l
 from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile, portable_gemm_tile
 from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile, portable_gemv_tile
 from quantkit.kernels.gemm.wgmma import wgmma_launch
-from quantkit.kernels.gemm.wgmma.wgmma_launch import WgmmaTile
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import WgmmaTile
 from quantkit.kernels.layouts.fragment_layout import build, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, TileError
 from quantkit.kernels.registry import (

@@ -12,6 +12,7 @@ values:
 
 It has the scores and sums of head m, or of heads 2 t and 2 t + 1.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl

@@ -1,4 +1,5 @@
 """Rotary embedding, alone and with KV append, rounded where torch rounds."""
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl

@@ -20,7 +20,7 @@ from ..ptx import floats, held, run
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-decode: Any = pytest.importorskip("quantkit.kernels.layouts.dequant_blocks").decode
+decode: Any = pytest.importorskip("quantkit.kernels.layouts.dequant_blocks").dequant_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The lane of four e2m1 as the module draws it, from bit 15 down: plane and bit of the code.

@@ -1,4 +1,4 @@
-"""`fused-wgmma`: its tiles, the rules for them, those worth measuring, and its launches."""
+"""`fused-wgmma`: its tiles, the rules for them, the tiles worth measuring, and its launches."""
 
 import math
 from collections.abc import Mapping
@@ -46,19 +46,18 @@ from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: Warps that a program begins with, and of a group.
+#: Warps that a program starts with, and warps of a warp group.
 WARPS = 4
-#: Rows of x that are copied at a time, at most. Those past the last one of x take twice as long as others.
+#: Most rows of x per TMA copy. Rows past the end of x take twice as long to copy as others.
 TMA_ROWS = 64
-#: Numbers of 16 bits that a thread writes at once, if rows of y are multiples of them.
+#: Most 16-bit numbers of a vector store, if rows of y are multiples of them.
 MAX_STORE_VECTOR = 8
-#: A tile that was measured for another problem makes way for one that should take less than this part of its
-#: time.
+#: A tile measured for another problem gives way to one with less than this part of its predicted time.
 FITS = 0.9
-#: Bytes of x that stay in the cache. Programs that each have the same of the last tiles are at different
-#: steps, and read x from there.
+#: Bytes of x that stay in L2. Programs that share the last tiles evenly are at different steps, and read x
+#: from L2.
 CACHED = 32 << 20
-#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "block_m": (16, 32, 64, 128, 256),
     "block_n": (128, 192),
@@ -66,7 +65,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "stream_k": (False, True),
     "block_k": (COLUMNS, TWO_BLOCKS),
 }
-#: Tokens of one launch and the next are so far apart: by 2^64 divided by the golden ratio.
+#: Distance of the tokens of two launches: 2^64 divided by the golden ratio.
 TOKENS_APART = 0x9E3779B97F4A7C15
 _LAUNCHES = count(1, 2)
 _LAUNCHES = count(1, 2)
@@ -75,7 +74,7 @@ _LAUNCHES = count(1, 2)
 def wgmma_tile(
     shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS, *, zeros: bool = False
 ) -> WgmmaTile:
-    """The tile for m rows of x that should be fastest, by `tile_time`, of a weight with or without zeros."""
+    """Return the tile with the least `tile_time` for m rows of x; `zeros` if the weight has zero-points."""
     sizes = [
         _tile_of_size(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)
     ]
@@ -90,7 +89,9 @@ def wgmma_tile(
 
 
 def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
-    """The tile of a size that loads and multiplies as was measured to be fastest, if it has the registers."""
+    """Return the tile of a size with the prefetch and `block_k` that were measured fastest, if registers
+    suffice.
+    """
     prefetch_two, prefetch_one, least = (
         WgmmaTile(m, rows, 2, block_k=TWO_BLOCKS),
         WgmmaTile(m, rows, 1, block_k=TWO_BLOCKS),
@@ -98,7 +99,7 @@ def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
     )
     tiles = [replace(least, prefetch=2)]
     if m * rows > 128 * 128:
-        # Of a span that is multiplied in turns, codes are in registers anyway.
+        # Codes of a span longer than `block_k` are in registers anyway.
         tiles = tiles if rows == 128 and shape.span > COLUMNS else []
     elif shape.spans * shape.span % TWO_BLOCKS == 0:
         tiles = [*([prefetch_two] if shape.bits == 8 or m <= FEW_OF_X else []), prefetch_one, *tiles]
@@ -106,6 +107,7 @@ def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
 
 
 def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
+    """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.block_n != 128 and tile.block_m > 128:
@@ -118,6 +120,7 @@ def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
+    """Return why a tile is not worth measuring; None if it is."""
     reasons = (
         (problem.m <= 32 < tile.block_m, f"it multiplies {tile.block_m} rows of x"),
         (
@@ -143,19 +146,20 @@ def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _rule(problem: Problem) -> WgmmaTile:
+    """Return the tile for a problem where none was measured."""
     return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 
 def _has_zeros(problem: Problem) -> bool:
+    """Return True if the weight has zero-points."""
     return problem.scheme.has_zero_point
 
 
 def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
-    """The tile of the rules where that should be sooner, by how much longer or less long each takes than for
-    `measured`.
+    """Return the tile of the rules if it is predicted to be faster than `tile`, else `tile`.
 
-    For that the tile of the rules takes as long as the measured one at least, whatever `tile_time` says: it
-    tells sizes from each other better than tiles.
+    Predictions are relative to `measured`, for which `tile` was the fastest. There the tile of the rules is
+    taken to be no faster, whatever `tile_time` says: it predicts sizes better than tiles.
     """
 
     def time(asked: Problem, one: WgmmaTile) -> float:
@@ -176,10 +180,9 @@ TILING = Tiling(WgmmaTile, VALUES, _rule, _why_not, _loses, _adapt)
 
 @dataclass(frozen=True)
 class _Launches:
-    """The launches of `wgmma_gemm`, the layout of what is in shared memory, and who has which steps.
+    """Launch of `wgmma_gemm`, layout of its shared memory, and its stream-K schedule.
 
-    `stream_k_schedule` are those of the function. Parts of tiles take `sums` numbers, with what programs say
-    of them. A weight has so many `spans` and `blocks`.
+    `sums` is the float32 numbers of partial sums and flags. A weight has `spans` spans and `blocks` blocks.
     """
 
     kernel: Launch
@@ -202,6 +205,7 @@ def _launches(
     features: frozenset[str],
     multiprocessors: int,
 ) -> _Launches:
+    """Build the launch for x [m, k] and a weight [n, k]."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm as kernel
@@ -235,16 +239,16 @@ def _launches(
         (whole_tiles, steps_per_program, tile_stride),
         shape.spans,
         shape.blocks,
-        # A word of 64 bits for each group of warps.
+        # Partial sums, and a 64-bit flag per warp group.
         programs * (tile.block_n * tile.block_m + tile.block_n // 64 * 2) if steps_per_program else 0,
     )
 
 
 def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """What `wgmma_gemm` knows of a weight at compile time, the same for every K."""
+    """Return the constexprs of `wgmma_gemm` that follow from a weight, the same for every K."""
     shape = geometry(n, k, scheme, dtype)
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
-    # The scale of a whole row takes its place in the only block there is.
+    # One scale per row is the only scale of one block.
     known |= {"GROUPS": 1, "PER_BLOCK": COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
     if shape.span > tile.block_k:
         known |= _by_blocks(shape, scheme, dtype, tile)
@@ -254,7 +258,7 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Wgmma
 
 
 def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """The expression of each part of a span that is longer than what is multiplied at a time."""
+    """Return one expression per `block_k` columns of a longer span."""
     name, each = str(dtype).removeprefix("torch."), shape.planes * tile.block_k // shape.span
     parts = [
         expression(scheme.format, name, bare=shape.carried != 1.0, some=(first, first + each))
@@ -267,13 +271,13 @@ def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaT
 
 
 def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for any m, on GPUs of compute capability 9."""
+    """Return y [m, n] for any m, on GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     m, k = op.x.shape
     has_bias, programs = op.bias is not None, op.multiprocessors
     launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
-    # A block has no more columns than x.
+    # TMA wants x to have at least the columns of a block.
     y, x = empty(op, *output_size(op)), whole_rows(op.x, COLUMNS)
     blocks = TensorDescriptor(
         x, list(x.shape), list(x.stride()), [min(tile.block_m, TMA_ROWS), COLUMNS], launches.layout
@@ -295,9 +299,9 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
 
 
 def launch_token() -> int:
-    """A number that no other launch of this process has, and that no memory has but by chance.
+    """Return a number that no other launch of this process has, and memory only by chance.
 
-    By it programs of a launch tell each other, in memory that nobody has cleared, that something is there. It
-    is odd, as `Launch` looks kernels up by whether integers are multiples of 16.
+    Programs of a launch signal each other with it in memory that was never cleared. It is odd, because
+    `Launch` distinguishes integers that are multiples of 16.
     """
     return (next(_LAUNCHES) * TOKENS_APART) % (1 << 63) | 1 << 62

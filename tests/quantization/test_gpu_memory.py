@@ -23,7 +23,7 @@ from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
-from ..live_bytes import LiveBytes
+from ..support.live_bytes import LiveBytes
 from ..tiny.calibrated import write
 
 #: The widths of Llama-3 8B and 70B are so many times those of the tests, and what is worked on at a time.

@@ -114,6 +114,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("qwen3_moe", EXPERTS, "gptq", "int4", 32),
     ],
 )
+@pytest.mark.sampled(2, "family", "method")
 def test_blocks_hold_what_the_plan_says(
     tmp_path: Path, family: str, sizes: dict[str, int], method: str, format: str, samples: int
 ) -> None:

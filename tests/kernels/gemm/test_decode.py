@@ -107,7 +107,7 @@ SHAPES = [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7), (56, 520, 1
         for shape in (SHAPES if DEVICE == "cuda" or case in ALL_SHAPES else (SHAPES[1], SHAPES[3]))
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_products_are_those_of_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, n: int, k: int, m: int
 ) -> None:
@@ -127,7 +127,7 @@ def test_products_are_those_of_the_dequantized_weight(
     "case", ["int8", "int5", "int4", "int3", "int2", "ternary", "binary", "int4 integer"]
 )
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 16])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_sums_of_powers_of_two_are_exact(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, m: int
 ) -> None:

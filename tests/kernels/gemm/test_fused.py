@@ -220,7 +220,7 @@ def tried(case: str, found: dict[str, Callable[[], torch.Tensor]]) -> dict[str, 
 @pytest.mark.parametrize(
     "shape", [(40, 384, 3), (16, 200, 13), (1, 32, 1), (17, 288, 18), (17, 512, 18)], ids=str
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_kernels_multiply_with_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, shape: tuple[int, int, int]
 ) -> None:
@@ -406,7 +406,7 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
     ids=str,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_parts_of_tiles_are_added_up_in_every_replay(
     make_packed: Callable[..., PackedTensor],
     monkeypatch: pytest.MonkeyPatch,

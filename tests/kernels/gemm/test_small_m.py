@@ -98,6 +98,7 @@ def test_what_the_kernel_says_is_needed(
 @pytest.mark.parametrize("wgmma", [False, True])
 @pytest.mark.parametrize("tile", [SmallMTile(8), SmallMTile(16, 2, 4), SmallMTile(8, 7, 4)], ids=str)
 @pytest.mark.parametrize(("k", "m"), [(2560, 9), (2184, 8)])
+@pytest.mark.sampled(3)
 def test_chunks_of_a_loop_are_those_of_a_line(
     make_packed: Callable[..., PackedTensor],
     poisoned: None,

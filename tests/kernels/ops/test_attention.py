@@ -72,7 +72,7 @@ def chunks(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [(4, 2, 200, 64, 64), (3, 3, 1, 16, 16), (8, 1, 65, 80, 48), (20, 1, 130, 32, 128), (9, 1, 64, 256, 256)],
 )
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "one for all"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_it_is_attention(poisoned, chunks, heads, key_heads, length, size, width, kind):
     for dtype, limit in LIMIT.items():
         query, key, value = inputs(heads, key_heads, length, size, width, dtype=dtype)
@@ -133,7 +133,7 @@ def rotated_inputs(heads, key_heads, length, size, width, held, dtype, sequences
     ],
 )
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_token_is_rotated_and_kept(
     poisoned, chunks, heads, key_heads, length, size, width, held, angles, kind
 ):
@@ -171,7 +171,7 @@ def test_a_token_is_rotated_and_kept(
         (2, 2, 16, 0, "gemma"),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_norms_of_heads_are_taken_before(poisoned, chunks, heads, key_heads, size, held, kind):
     """Of whole numbers, whose squares are summed exactly in any order: to the bit as by three launches."""
     # The interpreter takes long.

@@ -601,7 +601,7 @@ def test_linears_with_one_input_are_one_stage(tmp_path):
 
 @pytest.mark.skipif(not (BOOKS.is_dir() and MIXED.is_file()), reason="books-28m is not here")
 def test_books_end_to_end(tmp_path):
-    """The real model's first block, with 8 of the 128 samples that docs/accuracy.md has, a quarter as long."""
+    """The first block of the real model, with 8 of the 128 samples of docs/accuracy.md, a quarter as long."""
     options = CalibrationOptions(str(MIXED), samples=8, length=128)
     errors = {}
     for method in ("imatrix", "gptq"):

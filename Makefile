@@ -17,7 +17,7 @@ full: $(VENV)/test.stamp
 
 # Every kernel of every format for every GPU that it is for, which takes minutes; `test` compiles a part.
 codegen: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/kernels/fused/test_codegen.py
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/kernels/test_codegen.py
 
 # Hundreds of failing calls, kills and changed bytes, which takes half an hour; `test` has a part of them.
 faults: export QUANTKIT_FAULTS_LOG = faults.log

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: The oldest supported version, the one of the GPU test machines, one that vLLM pins, the last that calls a
 #: cache `past_key_values`, the latest tested.
 VERSIONS = ("5.12.1", "5.17.0", "5.19.0", "5.23.0", "5.24.0")
+#: Tests of what builds, quantizes and runs models of transformers.
+FOLDERS = ("tests/model", "tests/quantization", "tests/runtime", "tests/verification")
 
 
 def main() -> int:
@@ -67,7 +69,7 @@ def run_tests(python: Path, arguments: list[str]) -> bool:
     """Whether pytest passes the model tests; prints its output."""
     print(f"== {python}", flush=True)
     result = subprocess.run(
-        [str(python), "-m", "pytest", "tests/model", *arguments],
+        [str(python), "-m", "pytest", *FOLDERS, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,

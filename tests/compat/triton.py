@@ -21,7 +21,7 @@ from quantkit.kernels.triton_support import TESTED_TRITON
 from quantkit.packing.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
-CODEGEN = ROOT / "tests" / "kernels" / "fused" / "codegen.py"
+CODEGEN = ROOT / "tests" / "kernels" / "codegen.py"
 #: One preset of each that are decoded alike.
 KINDS = ("int8", "int7", "int4", "int3", "binary", "fp6", "book4", "mxfp4", "nvfp4")
 #: Kernels as `codegen.py` names them, with rows of x.

@@ -77,7 +77,7 @@ def ptx_of(case: Any) -> str:
     """The PTX of a case of `codegen.py`. What ptxas makes of it is left out, which takes most of the time."""
     from triton import knobs
 
-    from .fused import codegen
+    from . import codegen
 
     class Compiled(Exception):
         pass

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-TESTS = Path(__file__).parent / "fused"
+#: Folders with tests of kernels that a GPU runs.
+TESTS = [Path(__file__).parent / name for name in ("gemm", "layouts", "moe", "ops")]
 KERNEL = Path(__file__).parents[2] / "quantkit/kernels/gemm/wgmma/wgmma_kernel.py"
 #: Which tests each tool runs: all kernels in all formats, but for what captures graphs, which allocations of
 #: the driver forbid. Racecheck takes several times as long, and codes of one kind are as safe as others.
@@ -32,10 +33,10 @@ TOOLS = {
     "memcheck": "(multiply_with_the_dequantized_weight and 13) or (powers_of_two and not one_expert) or "
     "dequantize_writes or builders_agree or (words_come_back and 333) or is_attention or one_expert_after or "
     "sorted_as_by_hand or added_up_in_the_order or code_books or programs_without_work or test_ops.py or "
-    "test_cache.py or test_argmax.py",
+    "test_kv_append.py or test_argmax.py",
     "racecheck": "(powers_of_two and not one_expert) or one_expert_after or sorted_as_by_hand or "
     "code_books or added_up_in_the_order or (is_attention and 200-64-64) or (builders_agree and 333) or "
-    "(dequantize_writes and int4) or test_ops.py or test_cache.py or test_argmax.py",
+    "(dequantize_writes and int4) or test_ops.py or test_kv_append.py or test_argmax.py",
 }
 PYTEST = (
     *(sys.executable, "-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q"),
@@ -90,7 +91,10 @@ def main() -> int:
 def selected(expression: str) -> list[str]:
     """The names of tests that `expression` selects."""
     done = subprocess.run(
-        [*PYTEST, "--collect-only", "-k", expression, str(TESTS)], capture_output=True, text=True, check=False
+        [*PYTEST, "--collect-only", "-k", expression, *map(str, TESTS)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return [line for line in done.stdout.splitlines() if "::" in line]
 

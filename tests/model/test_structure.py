@@ -17,7 +17,7 @@ from quantkit.model.structure import Structure, read_structure, reads_weight
 from quantkit.quantization.plan import make_plan
 from quantkit.recipes.recipe import Choice, Recipe, Rule
 
-from .tiny import SIZES
+from ..tiny.sizes import SIZES
 
 MODEL_SIZES = {**SIZES, "intermediate_size": 96}
 QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

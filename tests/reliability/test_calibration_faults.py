@@ -12,7 +12,7 @@ from quantkit.calibrate.data import documents
 from quantkit.errors import CheckpointError, EnvironmentProblem, FormatError, UsageError
 
 from ..conftest import Run
-from ..model.calibrated_models import write
+from ..tiny.calibrated import write
 from .faults import (
     CONFIG,
     SOURCE,

@@ -1,0 +1,202 @@
+"""Sensitivities: what a slow twin finds with the whole model in memory, and what models really lose."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.calibrate.hessian import Hessian
+from quantkit.calibrate.linear_stats import LinearStats
+from quantkit.calibrate.methods import METHODS, quantize_tensor
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import FormatError
+from quantkit.model.blocks import Decoder
+from quantkit.model.hidden_states import Home
+from quantkit.packing.schemes import Scheme, scheme
+from quantkit.quantization.allocate import sensitivity
+from quantkit.quantization.allocate.sensitivity import measure
+from quantkit.quantization.blockwise.calibration_data import read_samples
+
+from ...tiny.calibrated import LINEARS, write
+
+STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def decoder_of(source: Path) -> Decoder:
+    return Decoder(Checkpoint.open(source), CPU, torch.float32)
+
+
+def model_of(source: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+
+
+def schemes_of(decoder: Decoder, row: Sequence[Scheme]) -> dict[str, Sequence[Scheme]]:
+    return {f"{block}.{name}": row for block in decoder.block_names for name in LINEARS}
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "qwen3", "gemma2"])
+def test_the_head_is_that_of_the_model(tmp_path: Path, family: str) -> None:
+    source = write(tmp_path, family)
+    decoder, model = decoder_of(source), model_of(source)
+    tokens = torch.randint(0, 96, (2, 9))
+    states, blocks = decoder.embed([tokens], Home(CPU))
+    hidden = states[0]
+    with torch.no_grad():
+        for block in blocks:
+            with decoder.loaded(block):
+                hidden = block.run(hidden)
+        with decoder.head() as logits:
+            found = logits(hidden)
+        torch.testing.assert_close(found, model(tokens).logits)
+    assert all(parameter.is_meta for parameter in decoder._model.parameters())
+    assert len(decoder._decoder.layers) == len(blocks)
+
+
+def drawn(model: Any, batch: torch.Tensor, at: int) -> torch.Tensor:
+    """The sum of the log probabilities of tokens that the model draws after each of a micro-batch."""
+    generator = torch.Generator().manual_seed(at)
+    found = torch.zeros(())
+    for token in model(batch).logits.log_softmax(-1).flatten(0, 1):
+        bounds = token.detach().exp().cumsum(-1)
+        found = found + token[int((bounds < torch.rand(1, generator=generator) * bounds[-1]).sum())]
+    return found
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", "mse"), ("tied", "gptq"), ("gemma2", "rtn")])
+def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
+) -> None:
+    monkeypatch.setattr(sensitivity, "CALIBRATED_ROWS", 256)
+    source = write(tmp_path, family)
+    decoder, model = decoder_of(source), model_of(source)
+    tokens = torch.randint(0, 96, (8, 12))
+    row = (scheme("int3", group_size=32), scheme("fp4"))
+    found = measure(decoder, schemes_of(decoder, row), METHODS[method], tokens, 2).losses
+
+    names = list(found)
+    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    slopes: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    outputs: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(_: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            inputs[name].append(given[0].detach().flatten(0, 1))
+            outputs[name] = output
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    for at, batch in enumerate(tokens.split(4)):
+        gradients = torch.autograd.grad(drawn(model, batch, at), [outputs[name] for name in names])
+        for name, gradient in zip(names, gradients, strict=True):
+            slopes[name].append(gradient.flatten(0, 1))
+    for hook in hooks:
+        hook.remove()
+    for name in names:
+        x, g = torch.cat(inputs[name]).double(), torch.cat(slopes[name]).double()
+        # q, k and v, and gate and up, weigh the tokens of their one input together.
+        block, *_ = name.partition("self_attn." if "self_attn" in name else "mlp.")
+        together = next((s for s in (LINEARS[:3], LINEARS[4:6]) if name.endswith(s)), None)
+        beside = (
+            [name] if together is None else [n for n in names if n.startswith(block) and n.endswith(together)]
+        )
+        sizes = sum(torch.cat(slopes[other]).double().square().sum(-1) for other in beside)
+        second = sum(w * torch.outer(v, v) for w, v in zip(sizes, x, strict=True)) / sizes.sum()
+        importance = g.square().mean(0)
+        weight = model.get_submodule(name).weight.detach()
+        given = None
+        if METHODS[method].needs_data:
+            hessian = Hessian((x.T @ x / len(x)).float(), len(x))
+            given = LinearStats.prepare(hessian, METHODS[method].needs)
+        for loss, wide in zip(found[name], row, strict=True):
+            one = wide.for_columns(weight.shape[1])
+            if given is None:
+                stored = quantize_tensor(weight, one, method=method).dequantize(torch.float32)
+            else:
+                stored = sensitivity._stored(weight, one, METHODS[method], given)
+            error = (weight - stored).double()
+            expected = sum(0.5 * f * (e @ second @ e) for f, e in zip(importance, error, strict=True))
+            assert loss == pytest.approx(float(expected), rel=2e-2 if given else 1e-4)
+
+
+def test_a_sample_of_rows_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(STORIES)
+    wanted = schemes_of(decoder, (scheme("int4"),))
+    tokens = torch.randint(0, 500, (8, 16))
+    every = measure(decoder, wanted, METHODS["mse"], tokens, 2).losses
+    monkeypatch.setattr(sensitivity, "ROWS", 20)
+    some = measure(decoder, wanted, METHODS["mse"], tokens, 2).losses
+    ratios = torch.tensor([some[name][0] / every[name][0] for name in wanted])
+    assert float((ratios - 1).abs().median()) < 0.25
+    assert float(ratios.mean()) == pytest.approx(1, abs=0.15)
+
+
+def test_workers_change_nothing() -> None:
+    decoder = decoder_of(STORIES)
+    wanted = schemes_of(decoder, (scheme("int4"), scheme("nvfp4")))
+    tokens = torch.randint(0, 500, (12, 16))
+    found = [measure(decoder, wanted, METHODS["imatrix"], tokens, lanes) for lanes in (1, 3)]
+    assert found[0] == found[1]
+
+
+def test_it_tells_what_a_model_loses() -> None:
+    """The divergence of a real model with one linear rounded, for linears that differ ten times."""
+    decoder, model = decoder_of(STORIES), model_of(STORIES)
+    options = CalibrationOptions(str(STORIES.parent / "stories.txt"), samples=16, length=32)
+    tokens = read_samples(Checkpoint.open(STORIES), options, 512).tokens
+    wanted = schemes_of(decoder, (scheme("int4"),))
+    found = measure(decoder, wanted, METHODS["mse"], tokens, 2).losses
+    ratios = []
+    with torch.no_grad():
+        exact = model(tokens).logits.double().log_softmax(-1)
+        for name in wanted:
+            module = model.get_submodule(name)
+            kept = module.weight.data
+            module.weight.data = quantize_tensor(kept, scheme("int4")).dequantize(torch.float32)
+            moved = model(tokens).logits.double().log_softmax(-1)
+            module.weight.data = kept
+            ratios.append(math.log(found[name][0] / float((exact.exp() * (exact - moved)).sum(-1).mean())))
+    assert abs(sum(ratios) / len(ratios)) < 0.2
+    assert torch.tensor(ratios).std() < 0.35
+    values = [loss for (loss,) in found.values()]
+    assert max(values) > 10 * min(values)
+
+
+def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = write(tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][3] = math.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    decoder = decoder_of(source)
+    with pytest.raises(
+        FormatError, match=r"model\.layers\.2\.self_attn\.q_proj: \d+ NaN and 0 infinite inputs"
+    ):
+        measure(
+            decoder, schemes_of(decoder, (scheme("int4"),)), METHODS["mse"], torch.randint(0, 96, (2, 8)), 1
+        )
+
+
+def test_progress_ends_at_its_total() -> None:
+    decoder = decoder_of(STORIES)
+    steps: list[tuple[int, int]] = []
+    wanted = schemes_of(decoder, (scheme("int4"), scheme("int8")))
+    tokens = torch.randint(0, 500, (6, 8))
+    measure(decoder, wanted, METHODS["rtn"], tokens, 2, lambda done, total, _: steps.append((done, total)))
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    assert {total for _, total in steps} == {steps[-1][0]}

@@ -1,0 +1,193 @@
+"""Flat steps on a CPU: the numbers of the model's own forward, where they can be, and else the reason."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit import quantize_tensor
+from quantkit.packing.schemes import scheme
+from quantkit.runtime import ready
+from quantkit.runtime.cache.cache_name import CACHE
+from quantkit.runtime.cache.static_cache import static_cache
+from quantkit.runtime.cpu_steps.flat_forward import FlatForward
+from quantkit.runtime.cpu_steps.flat_step import FASTER, flat
+from quantkit.runtime.cuda_graphs.capture import NotCaptured
+from quantkit.runtime.decoding import graphs_of
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.transformers.patches import generation
+
+from ..graphed import SEVEN, ids, made
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="models of these tests are on the GPU then")
+
+
+def packed(
+    family: str = "Llama", dtype: torch.dtype = torch.bfloat16, alike: bool = False, **more: Any
+) -> Any:
+    """A tiny model whose linears are packed at 4 bits, but for every third unless `alike`, which is at 8."""
+    model = made(family, **{"hidden_size": 64, "intermediate_size": 128} | more).to(dtype)
+    linears = [name for name, one in model.named_modules() if type(one) is torch.nn.Linear]
+    for number, name in enumerate(linears):
+        linear = model.get_submodule(name)
+        layout = scheme("int8") if number % 3 == 2 and not alike else scheme("int4", group_size=32)
+        tensor = quantize_tensor(linear.weight.detach(), layout)
+        model.set_submodule(name, PackedLinear.from_packed(tensor, linear.bias))
+    generation.apply(model)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma2"])
+def test_flat_steps_give_the_logits_of_the_model(family: str, dtype: torch.dtype) -> None:
+    model = packed(family, dtype)
+    steps, found = graphs_of(model), []
+    assert type(steps) is FlatForward
+    with torch.no_grad():
+        for forward in (model, steps.renew()):
+            cache, token, logits = static_cache(model, 30), ids(), []
+            model(input_ids=token, use_cache=True, **{CACHE: cache})
+            for number in range(4):
+                token = torch.full((2, 1), 7 + number)
+                logits.append(forward(input_ids=token, use_cache=True, **{CACHE: cache}).logits)
+            found.append(torch.stack(logits))
+    assert not steps.refused
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_joined_products_of_a_step_give_the_logits_of_each_alone(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 sequences are more rows of x than the joined layout is for."""
+    found, products = [], []
+    real = ready.shared_inputs
+    for joined in (False, True):
+        model = packed(alike=True, num_key_value_heads=4)
+        monkeypatch.setattr(ready, "shared_inputs", real if joined else lambda _: ())
+        ready.make_ready(model)
+        with torch.no_grad():
+            cache, steps = static_cache(model, 30), graphs_of(model).renew()
+            model(input_ids=ids(rows), use_cache=True, **{CACHE: cache})
+            found.append(steps(input_ids=ids(rows)[:, :1], use_cache=True, **{CACHE: cache}).logits)
+        assert not steps.refused
+        (graph,) = steps._graphs.values()
+        products.append(sum(name.startswith("product") for name in vars(graph.run.module.args[0])))
+    assert torch.equal(*found)
+    # Of two layers, and the head: q, k, v, o, gate, up and down; or qkv, o, gate-up and down.
+    assert products == ([15, 9] if rows < 40 else [15, 15])
+
+
+def test_generate_runs_flat_steps_and_makes_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In float32, as logits in bfloat16 tie, and the cache of another length has sums of another order.
+    model, calls = packed(dtype=torch.float32), []
+    real = FlatForward.step
+    monkeypatch.setattr(FlatForward, "step", lambda *given: calls.append(1) or real(*given))
+    expected = model.generate(ids(), **SEVEN, disable_compile=True)
+    assert not calls
+    for _ in range(2):
+        assert torch.equal(model.generate(ids(), **SEVEN), expected)
+    assert len(calls) == 12 and len(graphs_of(model)._graphs) == 1
+    # A batch of another size is another step.
+    assert torch.equal(model.generate(ids(1), **SEVEN), model.generate(ids(1), **SEVEN, disable_compile=True))
+    assert not graphs_of(model).refused
+
+
+def test_a_weight_that_is_replaced_is_seen_by_the_next_generation() -> None:
+    model = packed(dtype=torch.float32)
+    model.generate(ids(), **SEVEN)
+    with torch.no_grad():
+        model.model.norm.weight = torch.nn.Parameter(-model.model.norm.weight)
+    expected = model.generate(ids(), **SEVEN, disable_compile=True)
+    assert torch.equal(model.generate(ids(), **SEVEN), expected)
+
+
+def test_a_hook_keeps_the_modules_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, calls = packed(), []
+    model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
+    with caplog.at_level(logging.WARNING, "quantkit.model"):
+        for _ in range(2):
+            model.generate(ids(), **SEVEN)
+    assert len(calls) == 14
+    said = [one.getMessage() for one in caplog.records if one.name == "quantkit.model"]
+    reason = "a hook of 'model.layers.1' is to be called at each; remove it"
+    assert said == [f"decoding steps run module by module, which takes longer: {reason}"]
+
+
+def test_what_python_decides_by_numbers_is_not_recorded() -> None:
+    def decides(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x * 2 if x.sum() > 0 else x]
+
+    def counts(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.nonzero()]
+
+    for forward in (decides, counts):
+        with torch.no_grad(), pytest.raises(NotCaptured, match="Python decides by numbers of aten"):
+            flat(forward, [torch.ones(3)])
+
+
+def test_what_is_computed_twice_or_of_numbers_alone_is_computed_once() -> None:
+    counter, other = torch.zeros(()), torch.zeros(())
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        y = torch.cos(x) + torch.cos(x) + torch.arange(3) + torch.arange(3)
+        # Counters with the same number are not one.
+        return [y + counter.add_(1) + other.add_(2)]
+
+    x = torch.rand(3)
+    with torch.no_grad():
+        run = flat(forward, [x])
+        names = run.func.__code__.co_names
+        assert names.count("cos") == 1
+        assert "arange" not in names
+        (found,) = run(x)
+        assert torch.equal(found, 2 * torch.cos(x) + torch.arange(3) + torch.arange(3) + 2 + 4)
+    assert (counter, other) == (2, 4)
+
+
+@pytest.mark.parametrize("operation", [one for one in FASTER if hasattr(one, "_schema")], ids=str)
+def test_what_is_called_in_place_of_an_operation_computes_the_same(operation: Any) -> None:
+    x, y = torch.rand(3, 4), torch.rand(3, 4)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "aten::_unsafe_view": (x, [2, 6]),
+        "aten::view": (x, [4, -1]),
+        "aten::cat": ([x, y], -1),
+        "aten::expand": (x[:1], [3, -1]),
+        "aten::index_copy_": (x.clone(), 1, torch.tensor([2]), y[:, :1]),
+        "aten::mean": (x, [-1], True),
+        "aten::mm": (x, y.t()),
+        "aten::pow": (x, 2),
+        "aten::split_with_sizes": (x, [1, 3], 1),
+        "aten::transpose": (x, 0, 1),
+        "aten::unsqueeze": (x, 1),
+        "aten::where": (x > 0.5, x, y),
+    }
+    binary = {"aten::add", "aten::mul", "aten::le"}
+    name = operation._schema.name
+    given = arguments.get(name, (x, y) if name in binary else (x,))
+    torch.testing.assert_close(FASTER[operation](*given), operation(*given), rtol=0, atol=0)
+
+
+def test_experts_on_a_cpu_run_module_by_module(caplog: pytest.LogCaptureFixture) -> None:
+    model = made("Mixtral", num_local_experts=4, num_experts_per_tok=2)
+    generation.apply(model)
+    with caplog.at_level(logging.WARNING, "quantkit.model"):
+        model.generate(ids(), **SEVEN)
+    assert "takes longer: Python reads which experts are chosen" in caplog.text
+
+
+def test_a_step_that_cannot_be_changed_runs_module_by_module(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not replayed, which would call the forward again that has the lock."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr("quantkit.runtime.cpu_steps.flat_forward.flat", fails)
+    model = packed(dtype=torch.float32)
+    expected = model.generate(ids(), **SEVEN, disable_compile=True)
+    with caplog.at_level(logging.WARNING, "quantkit.model"):
+        assert torch.equal(model.generate(ids(), **SEVEN), expected)
+    assert "what a step computes is not what torch sees of it" in caplog.text

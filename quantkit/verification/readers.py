@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError
 from quantkit.model.completeness import missing_parameters
 from quantkit.model.model_class import build, meta_model, model_class, model_config, of_mapping
 from quantkit.model.names import PART, model_names
+from quantkit.model.structure import REARRANGED
 from quantkit.quantization.plan import READERS, Plan
 from quantkit.runtime.replace import swap_modules
 from quantkit.runtime.transformers.headers import check_tensors, stored_by_entry
@@ -55,11 +56,12 @@ def _why_none(config: Mapping[str, Any], directory: Path, tensors: Mapping[str, 
 
 
 def check_own_class(
-    config: Mapping[str, Any], directory: Path, tensors: Mapping[str, TensorSpec], strangers: Collection[str]
+    config: Mapping[str, Any], directory: Path, tensors: Mapping[str, TensorSpec], dense: Mapping[str, str]
 ) -> None:
     """Raise `CheckpointError` unless the class of `config` finds each of its parameters in `tensors`.
 
-    Nothing may be missing, of another shape or unexpected, but for `strangers`, which the source has too.
+    Nothing may be missing, of another shape or unexpected, but for what is no parameter in the source either:
+    `dense` are its dense tensors and why they are.
     """
     register_plugin()
     from quantkit.runtime.transformers.quantizer import QuantkitConfig, QuantkitQuantizer
@@ -75,11 +77,11 @@ def check_own_class(
         one.name
         for target, several in by_entry.items()
         for one in several
-        if target not in entries and one.name not in strangers
+        if target not in entries and one.name not in dense
     ]
-    missing = missing_parameters(model, by_entry)
-    # Of several tensors transformers may make parameters of other names.
-    if bool(missing) != bool(unexpected):
+    # Of one tensor transformers may make several parameters.
+    missing = [] if REARRANGED in dense.values() else missing_parameters(model, by_entry)
+    if missing or unexpected:
         what = f"no tensor for {missing[0]!r}" if missing else f"no place for tensor {unexpected[0]!r}"
         raise CheckpointError(
             f"{directory}: a {type(model).__name__} has {what} of the packed checkpoint. That is a fault of "
@@ -103,22 +105,37 @@ def why_not_transformers(
     return None
 
 
-def _misread(
-    model: nn.Module, section: Mapping[str, Any], tensors: Mapping[str, TensorSpec]
-) -> Iterator[str]:
-    packed = {PART.sub(".weight", name) for name in tensors if name.endswith(".weight_scale")}
-    weights = dict.fromkeys(PART.sub(".weight", name) for name in tensors)
-    stored = {parameter: name in packed for name, (parameter, _) in model_names(model, weights).items()}
-    targets = [target for group in section["config_groups"].values() for target in group["targets"]]
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        is_packed = stored.get(f"{name}.weight")
-        expected = _matches(name, module, targets) and not _matches(name, module, section["ignore"])
-        if is_packed is not None and is_packed != expected:
-            yield f"would take {name!r} to be {'packed' if expected else 'dense'}, which it is not"
+def taken_as_packed(model: nn.Module, section: Mapping[str, Any]) -> set[str]:
+    """Return the names of linears and embeddings that compressed-tensors replaces for a config."""
+    targets = {target for group in section["config_groups"].values() for target in group["targets"]}
+    ignored = set(section["ignore"])
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+        and _matches(name, module, targets)
+        and not _matches(name, module, ignored)
+    }
 
 
 def _matches(name: str, module: nn.Module, patterns: Collection[str]) -> bool:
     """Return True if one of `patterns`, names of modules or classes, is that of `module`."""
     return name in patterns or any(cls.__name__ in patterns for cls in type(module).__mro__)
+
+
+def _misread(
+    model: nn.Module, section: Mapping[str, Any], tensors: Mapping[str, TensorSpec]
+) -> Iterator[str]:
+    packed = {PART.sub(".weight", name) for name in tensors if name.endswith(".weight_scale")}
+    weights = dict.fromkeys(PART.sub(".weight", name) for name in tensors)
+    stored = {
+        parameter.removesuffix(".weight"): name in packed
+        for name, (parameter, _) in model_names(model, weights).items()
+    }
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    taken = taken_as_packed(model, section)
+    for name, _ in model.named_modules():
+        # What is tied has no tensor. What is neither is new in this class, in a dense checkpoint too.
+        is_packed = stored.get(name, False if f"{name}.weight" in ties else None)
+        if is_packed is not None and is_packed != (name in taken):
+            yield f"would take {name!r} to be {'dense' if is_packed else 'packed'}, which it is not"

@@ -3,7 +3,7 @@
     python -m tests.quantization.matrix table.md [CLASS ...]
 
 quantizes each class of `names()`, loads the result as that class, and compares its outputs with those of the
-dense model that has, in place of each packed matrix, what `unpacked` reads from the file without quantkit. The
+dense model that has what `unpacked` reads from the file, without quantkit, for each packed matrix. The
 table has a line per class: right, or refused and why. Nothing else may happen.
 """
 
@@ -31,31 +31,59 @@ from quantkit.errors import QuantkitError
 
 #: Mappings whose classes are tried, and of how many inputs the tasks are.
 MAPPINGS = (
-    *("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM"),
-    *("SEQUENCE_CLASSIFICATION", "TEXT_ENCODING", "RETRIEVAL", "CTC", "AUDIO_CLASSIFICATION", "IMAGE_CLASSIFICATION"),
+    *(
+        "CAUSAL_LM",
+        "IMAGE_TEXT_TO_TEXT",
+        "MULTIMODAL_LM",
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "SPEECH_SEQ_2_SEQ",
+        "MASKED_LM",
+    ),
+    *(
+        "SEQUENCE_CLASSIFICATION",
+        "TEXT_ENCODING",
+        "RETRIEVAL",
+        "CTC",
+        "AUDIO_CLASSIFICATION",
+        "IMAGE_CLASSIFICATION",
+    ),
 )
 
 VOCAB = 272
 #: Sizes of every config that has a field of the name. Heads are 4 of 16.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), VOCAB),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "emb_dim"), 64),
-    **dict.fromkeys(("word_embed_proj_dim", "attention_hidden_size", "out_hidden_size", "projection_dim"), 64),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "emb_dim"), 64
+    ),
+    **dict.fromkeys(
+        ("word_embed_proj_dim", "attention_hidden_size", "out_hidden_size", "projection_dim"), 64
+    ),
     **dict.fromkeys(("projector_hidden_size", "output_dim", "vision_output_dim", "d_embed", "out_dim"), 64),
     **dict.fromkeys(("n_layer", "num_hidden_layers", "n_layers", "num_layers", "depth", "encoder_layers"), 2),
     **dict.fromkeys(("decoder_layers", "num_decoder_layers", "num_encoder_layers", "vision_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "attention_heads", "mamba_n_heads", "mamba_num_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "kv_channels"), 16),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(
+        ("head_dim", "d_kv", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "kv_channels"), 16
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 96
+    ),
     **dict.fromkeys(("ffn_hidden_size", "hidden_dim", "d_inner", "shared_expert_intermediate_size"), 96),
     **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "dim_ff", "mlp_hidden_size"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 48),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 48
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token"), 2),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token"), 2
+    ),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "n_groups"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "context_length", "max_seq_len"), 128),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "context_length", "max_seq_len"), 128
+    ),
     **dict.fromkeys(("max_source_positions", "max_target_positions", "max_sequence_length"), 64),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
@@ -112,7 +140,9 @@ def tiny_model(name: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2 and parameter.std() < 0.1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+                )
     return model
 
 
@@ -151,7 +181,7 @@ def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
         if not name.endswith(".weight_scale"):
             continue
         stem = name.removesuffix("_scale")
-        words, (rows, columns) = tensors[f"{stem}_packed"], tensors[f"{stem}_shape"].tolist()
+        words, (_, columns) = tensors[f"{stem}_packed"], tensors[f"{stem}_shape"].tolist()
         bits = next(b for b in (4, 8) if words.shape[1] == -(-columns * b // 32))
         fields = torch.arange(0, 32, bits)
         codes = (words.to(torch.int64)[..., None] >> fields) & (2**bits - 1)
@@ -161,7 +191,7 @@ def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
 
 
 def rounded(source: Path, packed: Path, to: Path) -> int:
-    """Write `source` with the packed matrices of `packed`, each within half a step of the original; how many."""
+    """Write `source` with the matrices of `packed`, each near the original; how many there are."""
     to.mkdir()
     for file in source.iterdir():
         if file.suffix != ".safetensors":
@@ -208,7 +238,11 @@ def attempt(name: str, directory: Path, **options: Any) -> str:
     try:
         if not (directory / "source").exists():
             tiny_model(name).save_pretrained(directory / "source")
-            outputs(getattr(transformers, name).from_pretrained(directory / "source").eval())
+            load = getattr(transformers, name).from_pretrained
+            model, info = load(directory / "source", output_loading_info=True)
+            outputs(model.eval())
+            if info["missing_keys"]:
+                raise ValueError(f"transformers cannot read what it wrote: no {min(info['missing_keys'])!r}")
     except Exception as error:
         return f"not made: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
     try:
@@ -232,7 +266,9 @@ def main(table: Path, chosen: list[str]) -> None:
     kinds = [line.partition(":")[0] for line in lines.values()]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     rows = "".join(f"| {name} | {line} |\n" for name, line in lines.items())
-    table.write_text(f"transformers {transformers.__version__}: {counts}\n\n| class | int8 |\n|---|---|\n{rows}")
+    table.write_text(
+        f"transformers {transformers.__version__}: {counts}\n\n| class | int8 |\n|---|---|\n{rows}"
+    )
     print(json.dumps(counts))
 
 

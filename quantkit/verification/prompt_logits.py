@@ -63,6 +63,7 @@ class PromptLogits:
                 and all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
                 and all(type(x) is float and abs(x) <= _LARGEST for row in logits for x in row)
                 and [len(row) for row in tokens] == [len(row) for row in logits]
+                and len(tokens) in (1, len(prompt))
                 and len({len(row) for row in tokens}) == 1
                 and tokens[0]
             )

@@ -118,7 +118,7 @@ def test_what_is_much_of_the_model_and_dense_is_a_warning(source):
     share = sum(one.elements for one in outside if "lm_head" not in one.name)
     share /= sum(one.elements for one in tensors.values())
     warning, *_ = planned(directory).warnings
-    assert warning.startswith(f"{share:.0%} of the weights stay dense: model.")
+    assert warning.startswith(f"{share:.0%} of the weights stay dense: multi_modal_projector.")
     assert warning.endswith(" more tensors: a linear outside the decoder.")
     assert planned(source(CLASSES[2])).warnings == ()
 

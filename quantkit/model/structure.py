@@ -7,25 +7,31 @@ linears are `nn.Linear`.
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model.class_names import other_names
 from quantkit.model.completeness import has_base_names, is_only_head, lacks, missing_parameters
 from quantkit.model.model_class import meta_model
-from quantkit.model.names import model_names, other_names
+from quantkit.model.names import Renamed, renamed
 from quantkit.model.parts import Parts, embeddings, packed_parts
+from quantkit.model.split_experts import Cut, cuts_of
 
 if TYPE_CHECKING:
     from torch import nn
 
+#: Stored names with the parameter, or all that is known of its place.
 Names = Mapping[str, tuple[str, bool]]
+Places = Mapping[str, Renamed]
 
-#: Last name component of routers: tiny, and a wrong choice of expert costs more than the bytes saved.
-ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
+#: Reason of linears that choose experts: tiny, and a wrong choice costs more than the bytes saved.
+ROUTER = "a router: it chooses experts and is tiny"
+#: Reason of linears with one output, such as those that weigh shared experts.
+ONE_OUTPUT = "it has one output: packing it saves next to nothing"
 
 #: Last name component of linears whose weight the model reads directly: time steps of Mamba, indexers of
 #: sparse attention, the router of LongCat. All are small.
@@ -64,7 +70,8 @@ class Structure:
     module name, with their stored names without `.weight`; readers of the output must be told about them.
     `tied_head` is set if the file has a tied weight as lm_head only: (its stored name, name of the embedding
     in the model). `aliases` are the names by which AutoModelForCausalLM knows a module, where they differ.
-    `model_class` is the class that the files are of.
+    `model_class` is the class that the files are of. `cuts` are the matrices of experts that are stored in
+    one tensor for all, by the name that each gets, with `.weight`.
     """
 
     linears: Mapping[str, Linear]
@@ -75,6 +82,7 @@ class Structure:
     tied_head: tuple[str, str] | None = None
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     model_class: str = ""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:
@@ -85,17 +93,17 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     """
     check_layer_counts(checkpoint)
     model: Any = meta_model(checkpoint.config, checkpoint.directory)
-    names = model_names(model, checkpoint.tensors)
-    missing = missing_parameters(model, {parameter for parameter, _ in names.values()})
+    places = dict(renamed(model, checkpoint.tensors))
+    missing = missing_parameters(model, {place.parameter for place in places.values()})
     if is_only_head(model, missing) and has_base_names(model, checkpoint.tensors):
         # An embedding model, whose files have no head though config.json may name one.
         model = model.base_model
-        names, missing = model_names(model, checkpoint.tensors), []
-    structure = _classify_tensors(model, names, checkpoint)
+        places, missing = dict(renamed(model, checkpoint.tensors)), []
+    structure = _classify_tensors(model, places, checkpoint)
     # Some parameters are made of tensors of other names.
     if missing and REARRANGED not in structure.dense.values():
         raise lacks(model, missing, checkpoint)
-    return replace(structure, aliases=other_names(model, names, checkpoint))
+    return replace(structure, aliases=other_names(model, _names(places), checkpoint))
 
 
 def check_layer_counts(checkpoint: Checkpoint) -> None:
@@ -116,8 +124,15 @@ def check_layer_counts(checkpoint: Checkpoint) -> None:
                 )
 
 
-def _classify_tensors(model: "nn.Module", names: Names, checkpoint: Checkpoint) -> Structure:
+def _names(places: Places) -> Names:
+    return {stored: (place.parameter, place.is_fused) for stored, place in places.items()}
+
+
+def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint) -> Structure:
     from torch import nn
+
+    from quantkit.model.experts import spec_of
+    from quantkit.model.routers import choosing_linears
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
@@ -125,11 +140,19 @@ def _classify_tensors(model: "nn.Module", names: Names, checkpoint: Checkpoint) 
     tied = f"{head}.weight" in {*ties, *ties.values()}
     why_head = _why_dense_head(model, head, modules, tied and set(ties) != {f"{head}.weight"})
     parts = packed_parts(model)
+    choosing = choosing_linears(model)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
 
     gathered: dict[str, list[str]] = {}
     dense: dict[str, str] = {}
+    names = _names(places)
+    inside = {name: module for name, module in modules.items() if name in parts}
+    cuts = cuts_of(inside, checkpoint.tensors, places)
+    whole = {cut.source.name for cut in cuts.values()}
     for stored, (parameter, fused) in names.items():
+        if stored in whole:
+            dense[stored] = REARRANGED
+            continue
         owner, _, leaf = parameter.rpartition(".")
         module = modules.get(owner)
         if parameter not in parameters and not fused:
@@ -138,7 +161,7 @@ def _classify_tensors(model: "nn.Module", names: Names, checkpoint: Checkpoint) 
             reason = _why_dense_experts(module, leaf, parts, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and isinstance(module, nn.Linear):
-            reason = why_head if owner == head else _why_dense_linear(module, owner, parts)
+            reason = why_head if owner == head else _why_dense_linear(module, owner, parts, choosing)
             _sort_in(stored, owner, reason, gathered, dense)
         else:
             dense[stored] = _kind_of_dense(module, leaf)
@@ -146,7 +169,11 @@ def _classify_tensors(model: "nn.Module", names: Names, checkpoint: Checkpoint) 
             _check_shape(stored, checkpoint.tensors[stored].shape, parameters[parameter])
 
     linears = {
-        name: _linear(name, tuple(stored), checkpoint, parameters, head) for name, stored in gathered.items()
+        name: _linear(
+            *(name, tuple(stored), checkpoint, parameters, head),
+            name not in modules and spec_of(modules[name.rpartition(".")[0]]).transposed,
+        )
+        for name, stored in gathered.items()
     }
     embedding = _embedding_name(model, modules, names)
     if tied and why_head is None and head not in linears and embedding is not None:
@@ -158,7 +185,9 @@ def _classify_tensors(model: "nn.Module", names: Names, checkpoint: Checkpoint) 
     if tied and embedding is None and stored_head is not None:
         tied_head = stored_head, f"{_input_name(model, modules)}.weight"
     unpackable = {**_unpackable(modules, linears, names), **_strangers(dense, checkpoint)}
-    return Structure(linears, dense, embedding, tied, unpackable, tied_head, model_class=type(model).__name__)
+    return Structure(
+        linears, dense, embedding, tied, unpackable, tied_head, model_class=type(model).__name__, cuts=cuts
+    )
 
 
 def _why_dense_head(
@@ -179,7 +208,7 @@ def _unpackable(
 ) -> dict[str, tuple[str, ...]]:
     from torch import nn
 
-    from quantkit.model.architectures import DOWN, GATE_UP, is_fused_experts
+    from quantkit.model.experts import DOWN, GATE_UP, UP, is_fused_experts
 
     stored: dict[str, list[str]] = {}
     for name, (parameter, _) in names.items():
@@ -189,7 +218,7 @@ def _unpackable(
         if isinstance(module, nn.Linear):
             candidates[name] = stored.get(f"{name}.weight", [name])
         elif is_fused_experts(module):
-            for leaf in (GATE_UP, DOWN):
+            for leaf in {GATE_UP, UP, DOWN} & set(module._parameters):
                 candidates[f"{name}.{leaf}"] = stored.get(f"{name}.{leaf}", [])
     return {name: tuple(of) for name, of in candidates.items() if name not in linears}
 
@@ -221,15 +250,17 @@ def _linear(
     checkpoint: Checkpoint,
     parameters: Mapping[str, tuple[int, ...]],
     head: str | None,
+    transposed: bool,
 ) -> Linear:
-    from quantkit.model.architectures import GATE_UP
+    from quantkit.model.experts import MATRICES
 
     expected = parameters.get(f"{name}.weight")
     if expected is None:
         kind: Kind = "experts"
         # A fused parameter is [E, halves * N, K]; its stored matrices are [N, K] each.
-        experts, rows, columns = parameters[name]
-        halves = 2 if name.endswith(f".{GATE_UP}") else 1
+        experts, *sizes = parameters[name]
+        rows, columns = reversed(sizes) if transposed else sizes
+        halves = len(MATRICES[name.rpartition(".")[2]])
         expected = (rows // halves, columns)
         if len(stored) != halves * experts:
             raise CheckpointError(
@@ -251,22 +282,25 @@ def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...])
         )
 
 
-def _why_dense_linear(module: "nn.Module", name: str, parts: Parts) -> str | None:
+def _why_dense_linear(module: "nn.Linear", name: str, parts: Parts, choosing: Collection[str]) -> str | None:
     from quantkit.model.architectures import why_not_packable
 
+    if name in choosing:
+        return ROUTER
     if name not in parts:
         return parts.outside
-    if name.rpartition(".")[2] in ROUTER_NAMES:
-        return "a router: it chooses experts and is tiny"
+    if module.out_features == 1:
+        return ONE_OUTPUT
     if name.rpartition(".")[2] in READ_NAMES:
         return READ
     return why_not_packable(module)
 
 
 def _why_dense_experts(module: "nn.Module | None", leaf: str, parts: Parts, owner: str) -> str | None:
-    from quantkit.model.architectures import DOWN, GATE_UP, is_fused_experts, why_not_packable
+    from quantkit.model.architectures import why_not_packable
+    from quantkit.model.experts import MATRICES, is_fused_experts
 
-    if module is None or not is_fused_experts(module) or leaf not in (GATE_UP, DOWN):
+    if module is None or not is_fused_experts(module) or leaf not in MATRICES:
         return REARRANGED
     if owner not in parts:
         return parts.outside.replace("a linear", "experts")
@@ -284,7 +318,7 @@ def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
     if "Norm" in kind:
         return "a norm"
     if "Router" in kind or "Gate" in kind:
-        return "a router: it chooses experts and is tiny"
+        return ROUTER
     if leaf == "bias":
         return "a bias"
     return f"{leaf!r} of a {kind}, which is not a linear"

@@ -19,7 +19,7 @@ from quantkit.checkpoint.manifest import check_beside
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.safetensors_header import read_header, read_json
 from quantkit.checkpoint.source import CONFIG_NAME
-from quantkit.model.names import names_in_own_class
+from quantkit.model.class_names import names_in_own_class
 from quantkit.packing.schemes import PARTS
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.ready import make_ready
@@ -91,6 +91,11 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         loading.cast_renamed(model, self._dtypes)
         generation.apply(model)
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> Any:
+        """Add the merging of experts to which quantkit gave names, before what transformers has."""
+        own = loading.merge_experts(model, weight_conversions)
+        return super().update_weight_conversions([*own, *weight_conversions], model)
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
         # For compressed-tensors, transformers would unfuse some experts here and rename their layers.

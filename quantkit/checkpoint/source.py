@@ -31,8 +31,7 @@ HEADERS_ONLY_NAME = ".quantkit-headers-only"
 MAX_CONFIG_BYTES = 16 * 2**20
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
-# One system call reads at most 2**31 - 4096 bytes on Linux.
-_READ_BYTES = 2**30
+_READ_BYTES = 2**30  # one system call reads at most 2**31 - 4096 bytes on Linux
 
 # What to do about weights that cannot be used as they are, by suffix; the first that is there counts.
 _UNPICKLE = (
@@ -42,7 +41,7 @@ _UNPICKLE = (
 _WEIGHTS_REMEDIES = {
     ".safetensors": f"Download {INDEX_NAME} as well",
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _UNPICKLE),
-    ".gguf": "Use the safetensors checkpoint that the GGUF file was made from",
+    ".gguf": "Give the path of the GGUF file itself, as in `quantkit convert MODEL.gguf OUT`",
 }
 
 
@@ -54,7 +53,7 @@ class Checkpoint:
     a copy of the checkpoint carries unchanged: tokenizer, generation config, license. `stamps` hold
     all of these, config, index and shards as they were when the checkpoint was opened. `headers_only` marks a
     download without tensor data: everything works but `read`. `notes` are what a plan says of how the
-    tensors are read.
+    tensors are read. `derived` are files that were made of the shards when the checkpoint was opened.
     """
 
     directory: Path
@@ -66,6 +65,7 @@ class Checkpoint:
     stamps: Mapping[Path, FileStamp]
     headers_only: bool = False
     notes: tuple[str, ...] = ()
+    derived: frozenset[Path] = frozenset()
 
     @classmethod
     def open(cls, directory: Path, *, strict: bool = False, allow_auto_map: bool = False) -> "Checkpoint":
@@ -190,7 +190,7 @@ class Checkpoint:
         rows = sorted(
             (path.name, stamp.size, stamp.mtime_ns, 0 if of_copies else stamp.ctime_ns)
             for path, stamp in self.stamps.items()
-            if path not in self.side_files
+            if path not in self.side_files and path not in self.derived
         )
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""What is known of a tensor from a safetensors header alone."""
+"""What is known of a tensor from a header alone."""
 
 import math
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES, torch_dtype
+from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Read(Protocol):
 class StoredTensor(TensorSpec):
     """A tensor in a file: its bytes are `file[offset : offset + nbytes]`.
 
-    `whole` if its rows depend on each other, so that reading some costs as much as reading all.
+    `whole` if its rows depend on each other, so that reading some costs as much as reading all. A subclass
+    makes its numbers of other bytes.
     """
 
     file: Path
@@ -61,8 +63,27 @@ class StoredTensor(TensorSpec):
     @property
     def location(self) -> tuple[Path, int, int]:
         """Where its bytes are: two tensors may be made of the same."""
-        return self.file, self.offset, self.nbytes
+        return self.file, self.offset, self.stored_bytes
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
         """Rows `[start, stop)` along the first dimension, from what `read` gives of files."""
         return read(self, start, stop)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that it takes in files."""
+        return self.nbytes
+
+    @property
+    def stored_as(self) -> str | None:
+        """The low-bit format of its bytes, in words; None for a tensor of plain numbers."""
+        return None
+
+    @property
+    def grid_spec(self) -> GridSpec | None:
+        """The grid that the weights are stored on; None for plain numbers, and for scales of scales."""
+        return None
+
+    def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
+        """Codes and scales of the same rows; None where there is no `grid_spec`."""
+        return None

@@ -268,7 +268,7 @@ UNPICKLE = "quantkit never unpickles weights. Convert them with transformers: "
         ((), "no weights", "Download the weights as well."),
         (("pytorch_model.bin",), "pytorch_model.bin", UNPICKLE),
         (("model.pt", "model.gguf"), "model.gguf, model.pt", UNPICKLE),
-        (("model.gguf",), "model.gguf", "Use the safetensors checkpoint that the GGUF file was"),
+        (("model.gguf",), "model.gguf", "Give the path of the GGUF file itself"),
         ((ONE, TWO), f"{ONE}, {TWO}", f"Download {INDEX_NAME} as well."),
     ],
 )

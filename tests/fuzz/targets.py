@@ -204,6 +204,7 @@ _CUSTOM = (
     scheme("ternary", group_size=16, packing="radix"),
     scheme("int8", group_size="tensor"),
     scheme("int3", group_size=8, zero_point="float", scale_dtype=torch.float8_e4m3fn),
+    scheme("int4", group_size=32, zero_point="minimum", scale_dtype=torch.float16),
 )
 _SCHEMES = (*(scheme(name) for name in PRESETS), *_CUSTOM)
 
@@ -430,7 +431,7 @@ def _check_table(case: bytes, directory: Path) -> None:
     for key, entry in table.entries.items():
         row = kernel_named(entry.kernel)
         problem = Problem(
-            key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, GPU, key.half_sums
+            key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, GPU, key.fp16_accumulation
         )
         assert 0 < entry.us < math.inf
         if row.tiling is not None:

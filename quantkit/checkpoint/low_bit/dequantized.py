@@ -53,7 +53,13 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         if parameter in checkpoint.tensors and parameter != name:
             raise _refusal(checkpoint, f"it has both {parameter!r} and {name!r}; expected one of them")
         found[name] = LowBitTensor(
-            parameter, dtype, weight.spec.parameter_shape, codes.file, codes.offset, weight=weight
+            parameter,
+            dtype,
+            weight.spec.parameter_shape,
+            codes.file,
+            codes.offset,
+            weight=weight,
+            stored_in=row.name,
         )
         counts[row.name] += 1
         used |= {part.name for part in parts.values()} | {base + suffix for suffix in row.unused}

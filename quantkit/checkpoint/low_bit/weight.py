@@ -76,6 +76,26 @@ class LowBitTensor(StoredTensor):
     """
 
     weight: LowBitWeight
+    stored_in: str = "codes and scales"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all stored parts."""
+        return sum(part.nbytes for part in self.weight.parts.values())
+
+    @property
+    def stored_as(self) -> str:
+        """The name of the format."""
+        return self.stored_in
+
+    @property
+    def grid_spec(self) -> GridSpec:
+        """The grid of the weight."""
+        return self.weight.spec
+
+    def grid(self, read: Read, start: int, stop: int) -> StoredGrid:
+        """Codes and scales of rows `[start, stop)`, of all matrices where there are several."""
+        return self.weight.grid(read, start, stop)
 
     @property
     def location(self) -> tuple[Path, int, int]:

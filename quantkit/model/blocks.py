@@ -260,7 +260,7 @@ class Decoder:
             )
         fused = self.empty(parameter)
         for name, part in parts.items():
-            part.of(fused, self._checkpoint.tensors[name].shape[0]).copy_(self._checkpoint.read(name))
+            part.of(fused).copy_(self._checkpoint.read(name))
         return fused
 
     def empty(self, parameter: str) -> torch.Tensor:

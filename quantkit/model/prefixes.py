@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model.split_experts import split_experts
 from quantkit.model.structure import Structure, read_structure
 
 #: Names that wrappers insert as a path component.
@@ -21,6 +22,8 @@ _UNMERGED = ".base_layer."
 
 def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
     """Return `checkpoint` under the names of its model, with a note if they differ, and its structure.
+
+    Matrices of experts that are stored in one tensor for all have names of their own there.
 
     Raises `CheckpointError` as `read_structure` does.
     """
@@ -34,9 +37,16 @@ def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
         parts = " and ".join(map(repr, removed.values()))
         note = f"{parts} was taken off the names of the tensors: the model does not have it"
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
-    if structure.tied_head is None:
+    if structure.tied_head is not None:
+        checkpoint, structure = _with_tied_head(checkpoint, *structure.tied_head)
+    if not structure.cuts:
         return checkpoint, structure
-    stored, embedding = structure.tied_head
+    split = split_experts(checkpoint, structure.cuts)
+    return split, replace(read_structure(split), cuts=structure.cuts)
+
+
+def _with_tied_head(checkpoint: Checkpoint, stored: str, embedding: str) -> tuple[Checkpoint, Structure]:
+    """Return `checkpoint` with the tied weight `stored` called `embedding`, and its structure."""
     renamed = _renamed(checkpoint, {stored: embedding})
     note = f"{stored} is stored as {embedding}, to which it is tied"
     renamed = replace(renamed, notes=(*renamed.notes, note))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quantkit.quantization.allocate.allocation import Allocation
 
 HEAD_KEPT = "no --lm-head or rule for it"
+CUT = "transformers has one tensor for all experts of this model, and finds none of theirs without quantkit"
 TIED = "its weights are the embedding's, and it cannot be packed apart from that"
 
 
@@ -172,13 +173,20 @@ def plan_of(
     }
     _check_experts(structure, schemes)
     assignments = tuple(
-        Assignment(name, linear.stored, linear.shape, fates[name].scheme, linear.kind == "lm_head")
+        Assignment(
+            name,
+            linear.stored,
+            linear.shape,
+            fates[name].scheme,
+            head=linear.kind == "lm_head",
+            own_names=_is_cut(structure, linear),
+        )
         for name, linear in structure.linears.items()
     ) + tuple(Assignment(name, stored, (1, 1), None) for name, stored in structure.unpackable.items())
     config = QuantizationConfig.from_assignments(assignments)
     untied = _untied_head(structure, schemes)
 
-    tasks = []
+    tasks, copied = [], set[str]()
     layer_bytes: dict[str, int] = {}
     beside = _beside(structure, fates, schemes, sources, config.container)
     owners = {one: linear for linear in structure.linears.values() for one in linear.stored}
@@ -188,6 +196,13 @@ def plan_of(
         if linear is not None and scheme is not None:
             task = _packing_task(name, source, linear, scheme, fates[linear.module], config.container)
             task = replace(task, beside=beside.get(name, ()))
+        elif f"{name}.weight" in structure.cuts:
+            # Experts that stay dense keep their one tensor for all.
+            whole = structure.cuts[f"{name}.weight"].source
+            if whole.name in copied:
+                continue
+            copied.add(whole.name)
+            task = Task(whole, (TensorSpec(whole.name, whole.dtype, whole.shape),))
         elif name + ".weight" in checkpoint.tensors or linear is None:
             task = Task(source, (TensorSpec(source.name, source.dtype, source.shape),))
         else:
@@ -206,7 +221,7 @@ def plan_of(
         structure.dense,
         config,
         assignments,
-        _not_portable(layers),
+        _not_portable(structure, layers),
         _model_config(checkpoint, config, assignments, untied),
         checkpoint.nbytes,
         (*checkpoint.notes, *plan_notes(structure, schemes, assignments, config.container, untied)),
@@ -316,13 +331,20 @@ def _layer(
     )
 
 
-def _not_portable(layers: Sequence[LayerPlan]) -> tuple[str, ...]:
+def _is_cut(structure: Structure, linear: Linear) -> bool:
+    """Whether the matrices of a linear are cut from the tensors of the source."""
+    return f"{linear.stored[0]}.weight" in structure.cuts
+
+
+def _not_portable(structure: Structure, layers: Sequence[LayerPlan]) -> tuple[str, ...]:
     """Why the output needs quantkit to load, by layer; empty when compressed-tensors can express it."""
     reasons = []
     for layer in layers:
         if layer.scheme is not None:
             experts = layer.linear.kind == "experts"
             reason = why_not_compressed_tensors(layer.scheme, layer.linear.shape[1], experts=experts)
+            if reason is None and _is_cut(structure, layer.linear):
+                reason = CUT
             if reason is not None:
                 reasons.append(f"{layer.linear.module}: {reason}")
     return tuple(reasons)

@@ -96,7 +96,7 @@ def _match(
             part = tensors.get(base + ending)
             if part is not None and part.dtype in kinds:
                 parts[role] = part
-        if parts.keys() >= row.parts.keys():
+        if parts.keys() >= row.parts.keys() and row.fits(parts):
             return row, base, parts
     return None
 
@@ -110,12 +110,18 @@ def _settings(checkpoint: Checkpoint) -> Settings:
         for section in (part[key] for part in parts if part.get(key)):
             where = f"{key} of {CONFIG_NAME}"
             if isinstance(section, dict):
-                if "quantkit" in section or section.get("quant_method") == "quantkit":
-                    raise _refusal(checkpoint, f"{where} says that quantkit packed it")
+                method = section.get("quant_method")
+                if "quantkit" in section or method == "quantkit":
+                    found = f"{where} has quant_method {method!r} and is quantkit's own"
+                    raise _refusal(
+                        checkpoint, f"{found}; expected plain weights, or what another tool packed"
+                    )
                 stated = key != "quantization"
-                return Settings(str(section.get("quant_method", "")), section, where, stated)
+                return Settings(str(method or ""), section, where, stated)
             if key != "quantization":
-                raise _refusal(checkpoint, f"{where} is {shown(section)}, which quantkit does not know")
+                raise _refusal(
+                    checkpoint, f"{where} is {shown(section)}; expected plain weights, or an object"
+                )
     for path in checkpoint.side_files:
         if path.name in _FILES:
             return Settings(_FILES[path.name], read_json(path), path.name, stated=True)
@@ -147,8 +153,8 @@ def _check_plain(checkpoint: Checkpoint, settings: Settings) -> None:
     if settings.stated:
         raise _refusal(
             checkpoint,
-            f"{settings.where} says that it is quantized (quant_method {shown(settings.method)}), and none "
-            f"of its tensors is stored in a way that quantkit reads: {_readable()}",
+            f"{settings.where} has quant_method {shown(settings.method)}, and no tensor is stored as "
+            f"quantkit reads it; expected plain weights, or {_readable()}",
         )
 
 
@@ -160,8 +166,8 @@ def _check_no_codes(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor])
         if tensor.dtype in _FP8:
             raise _refusal(
                 checkpoint,
-                f"tensor {name!r} is {tensor.dtype} and has no scales; without them its numbers are not the "
-                "weights",
+                f"tensor {name!r} is {tensor.dtype} and has no scales, without which its numbers are not the "
+                "weights; expected plain weights, or scales",
             )
         if name.endswith(_TRACES) or (tensor.dtype in _CODES and name.endswith(".weight")):
             beside = sorted(
@@ -171,8 +177,8 @@ def _check_no_codes(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor])
             )
             raise _refusal(
                 checkpoint,
-                f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)} with {shown(beside)} beside it, "
-                f"which no reader fits; quantkit reads {_readable()}",
+                f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, with {shown(beside)} beside it; "
+                f"expected plain weights, or {_readable()}",
             )
 
 
@@ -187,8 +193,9 @@ def _readable() -> str:
 
 
 def _note(counts: Mapping[str, int]) -> str:
-    found = " and ".join(f"{count} weights in {name}" for name, count in counts.items())
+    names = dict.fromkeys(row.name for row in FORMATS if row.name in counts)
+    found = " and ".join(f"{counts[name]} are {name}" for name in names)
     return (
-        f"the source is low-bit already: {found}, dequantized as they are read. The errors of both roundings "
-        "add up; `quantkit convert` keeps every value where a format has the same grid."
+        f"the source is low-bit already: of its weights {found}, dequantized as they are read. The errors of "
+        "both roundings add up. `quantkit convert` keeps every value where a format has the same grid."
     )

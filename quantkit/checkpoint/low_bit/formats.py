@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from quantkit.checkpoint.low_bit.bitsandbytes import Bits4, Int8
 from quantkit.checkpoint.low_bit.fp4 import Fp4
-from quantkit.checkpoint.low_bit.gptq import gptq_or_awq
+from quantkit.checkpoint.low_bit.gptq import Awq, Gptq, is_gptq
 from quantkit.checkpoint.low_bit.mlx import Mlx
 from quantkit.checkpoint.low_bit.pack_quantized import PackQuantized
 from quantkit.checkpoint.low_bit.plain_codes import PlainCodes
@@ -38,6 +38,7 @@ class LowBitFormat:
     optional    parts that may be missing
     parameter   what follows the rest of the name in that of the parameter
     unused      suffixes of tensors of the same layer that dequantized weights have no use for
+    fits        whether shapes are those of the format, where names and dtypes are those of another too
     """
 
     name: str
@@ -47,6 +48,7 @@ class LowBitFormat:
     optional: Mapping[str, Part] = field(default_factory=dict)
     parameter: str = ""
     unused: tuple[str, ...] = ()
+    fits: Callable[[Parts], bool] = lambda parts: True
 
 
 #: Of activations, beside any weight; after the name of the module.
@@ -138,11 +140,19 @@ FORMATS: tuple[LowBitFormat, ...] = (
         {"zero": ("_zero_point", ("I8",))},
     ),
     LowBitFormat(
-        "GPTQ or AWQ",
+        "GPTQ",
         (".qweight", ("I32",)),
         {"zero": (".qzeros", ("I32",)), "scale": (".scales", FLOATS)},
-        gptq_or_awq,
+        Gptq.of,
         {"groups": (".g_idx", _INTEGERS)},
+        parameter=".weight",
+        fits=is_gptq,
+    ),
+    LowBitFormat(
+        "AWQ",
+        (".qweight", ("I32",)),
+        {"zero": (".qzeros", ("I32",)), "scale": (".scales", FLOATS)},
+        Awq.of,
         parameter=".weight",
     ),
     _nf4("nf4"),

@@ -50,6 +50,7 @@ class Gptq(LowBitWeight):
 
     @classmethod
     def of(cls, parts: Parts, settings: Settings, read: Read | None) -> "Gptq":
+        _check_dimensions(parts)
         codes, scale, zero, numbers = parts["codes"], parts["scale"], parts["zero"], parts.get("groups")
         count, rows = scale.shape
         bits = _width(parts, settings)
@@ -93,9 +94,12 @@ class Awq(LowBitWeight):
 
     @classmethod
     def of(cls, parts: Parts, settings: Settings, read: Read | None) -> "Awq":
+        _check_dimensions(parts)
         codes, scale, zero = parts["codes"], parts["scale"], parts["zero"]
         count, rows = scale.shape
         columns = codes.shape[0]
+        if codes.shape[1] * 8 != rows:
+            wrong(codes, f"it fits scales {scale.name!r} {list(scale.shape)} neither as GPTQ nor as AWQ")
         expect_shape(zero, (count, codes.shape[1]), f"its scales {scale.name!r}")
         version = settings.values.get("version", "gemm")
         bits = settings.values.get("bits", settings.values.get("w_bit", 4))
@@ -131,16 +135,14 @@ class Awq(LowBitWeight):
         return StoredGrid(self.spec, rows_of("codes"), scales, rows_of("zero").float())
 
 
-def gptq_or_awq(parts: Parts, settings: Settings, read: Read | None) -> LowBitWeight:
-    """Either of the two, which differ in the shape of `qweight`."""
-    codes, scale, zero = parts["codes"], parts["scale"], parts["zero"]
-    if not len(codes.shape) == len(scale.shape) == len(zero.shape) == 2:
-        wrong(codes, "expected matrices of words, scales and zero-points")
-    if codes.shape[1] == scale.shape[1]:
-        return Gptq.of(parts, settings, read)
-    if codes.shape[1] * 8 == scale.shape[1]:
-        return Awq.of(parts, settings, read)
-    wrong(codes, f"it fits the scales {scale.name!r} {list(scale.shape)} neither as GPTQ nor as AWQ")
+def is_gptq(parts: Parts) -> bool:
+    """Whether words and scales are as wide as those of GPTQ."""
+    return parts["codes"].shape[-1:] == parts["scale"].shape[-1:]
+
+
+def _check_dimensions(parts: Parts) -> None:
+    if not all(len(parts[role].shape) == 2 for role in ("codes", "scale", "zero")):
+        wrong(parts["codes"], "expected matrices of words, scales and zero-points")
 
 
 def _width(parts: Parts, settings: Settings) -> int:

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -95,6 +96,11 @@ class LowBitTensor(StoredTensor):
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid:
         """Codes and scales of rows `[start, stop)`, of all matrices where there are several."""
         return self.weight.grid(read, start, stop)
+
+    @property
+    def location(self) -> tuple[Path, int, int]:
+        """Where the codes are; the bytes are those of all parts."""
+        return self.file, self.offset, sum(part.nbytes for part in self.weight.parts.values())
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
         """Rows `[start, stop)`, decoded in pieces and rounded once, from float32."""

@@ -90,14 +90,14 @@ class Geometry:
         return -(-self.k // self.group)
 
     @property
-    def unit(self) -> int:
+    def k_step(self) -> int:
         """Columns that are decoded at a time: 128, or a span where that is longer."""
         return max(128, self.span)
 
     @property
-    def steps(self) -> int:
+    def k_steps(self) -> int:
         """How many units the columns are."""
-        return self.spans * self.span // self.unit
+        return self.spans * self.span // self.k_step
 
     @property
     def per_block(self) -> int:

@@ -38,8 +38,8 @@ from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.quantize_with_hessian import quantize_calibrated_rows
 from quantkit.errors import FormatError
 from quantkit.memory import trim_cache
-from quantkit.model.architectures import is_fused_experts
 from quantkit.model.blocks import Block, Decoder
+from quantkit.model.experts import chosen_rows, is_fused_experts
 from quantkit.model.hidden_states import Home
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Progress, counting
@@ -237,7 +237,7 @@ class _Measurement:
                 stats = None
                 if everyone is not None:
                     stats = LinearStats.prepare(routed.hessian(expert, leaf, everyone), self._method.needs)
-                weight = getattr(routed.experts, leaf)[expert]
+                weight = routed.weight(expert, leaf)
                 name = f"{routed.name}.{expert}.{leaf}"
                 importance = seen.squares[leaf] / tokens
                 trials = self._trials(
@@ -319,9 +319,10 @@ class _Measurement:
             for stage in stages
             if stage[0] in wanted.linears
         }
-        calls = {
-            name: ExpertCall.of(inputs[name], slopes[name], f"{block.name}.{name}") for name in wanted.experts
-        }
+        calls = {}
+        for name in wanted.experts:
+            call, rows = chosen_rows(block.module.get_submodule(name), inputs[name])
+            calls[name] = ExpertCall.of(call, slopes[name][rows], f"{block.name}.{name}")
         self._step(2, block.name)
         return found[0].to(hidden.device), seen, calls
 

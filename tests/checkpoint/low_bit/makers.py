@@ -44,7 +44,9 @@ class Made:
 def write(directory: Path, parts: dict[str, torch.Tensor], section: Any, **config: Any) -> Path:
     """A checkpoint of one file; `section` is its quantization_config, None for none."""
     directory.mkdir(exist_ok=True)
-    save_file({name: part.contiguous() for name, part in parts.items()}, directory / "model.safetensors")
+    save_file(
+        {name: part.clone().contiguous() for name, part in parts.items()}, directory / "model.safetensors"
+    )
     if section is not None:
         config["quantization_config"] = section
     (directory / "config.json").write_text(json.dumps(config))

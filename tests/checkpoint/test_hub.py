@@ -65,7 +65,7 @@ def test_missing_path_is_a_usage_error(source: str | Path) -> None:
         resolve(source)
     assert str(caught.value) == (
         f"{str(source)!r} is no directory; expected a checkpoint directory or a hub id such as "
-        "org/name. Check the path."
+        "org/name, or a .gguf file. Check the path."
     )
 
 

@@ -21,6 +21,7 @@ from .conftest import SOURCE, STORIES, Run
 
 COMMANDS = (
     "quantize",
+    "convert",
     "plan",
     "inspect",
     "verify",

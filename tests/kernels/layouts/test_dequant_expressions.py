@@ -21,7 +21,7 @@ from ..ptx import floats, held, run
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-decode: Any = pytest.importorskip("quantkit.kernels.layouts.dequant_blocks").dequant_codes
+dequant_codes: Any = pytest.importorskip("quantkit.kernels.layouts.dequant_blocks").dequant_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The lane of four e2m1 as the module draws it, from bit 15 down: plane and bit of the code.
@@ -60,7 +60,7 @@ def decoded(
     for register in tl.static_range(REGISTERS):
         # Triton knows no starred tuples.
         tiles = tiles + (tl.load(words + register * LANES + at),)  # noqa: RUF005
-    q = tl.reshape(decode(tiles, lut, None, None, None, FIELDS, PLANES, DTYPE), (LANES, PLANES))
+    q = tl.reshape(dequant_codes(tiles, lut, None, None, None, FIELDS, PLANES, DTYPE), (LANES, PLANES))
     tl.store(out + at[:, None] * PLANES + tl.arange(0, PLANES)[None, :], q)
 
 

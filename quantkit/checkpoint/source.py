@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -142,6 +142,9 @@ class Checkpoint:
         changed since it was opened, or it ends early; `IndexError` for rows outside the tensor.
         """
         tensor = self._tensor(name)
+        if tensor.transposed:
+            stored = replace(self, tensors={name: tensor.transpose()}).read(name)
+            return stored.T[start:stop].contiguous()
         rows = tensor.shape[0] if tensor.shape else 1
         stop = rows if stop is None else stop
         if not 0 <= start <= stop <= rows or (not tensor.shape and start == stop):

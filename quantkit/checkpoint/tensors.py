@@ -1,7 +1,7 @@
 """What is known of a tensor from a safetensors header alone."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,12 +38,23 @@ class TensorSpec:
 class StoredTensor(TensorSpec):
     """A tensor in a file: its bytes are `file[offset : offset + nbytes]`.
 
-    `whole` if its rows depend on each other, so that reading some costs as much as reading all.
+    `whole` if its rows depend on each other, so that reading some costs as much as reading all. `transposed`
+    if the file has the transpose of what is read.
     """
 
     file: Path
     offset: int
     whole: bool = False
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    def transpose(self) -> "StoredTensor":
+        """The same tensor, read as its transpose."""
+        return replace(self, shape=self.shape[::-1], whole=True, transposed=not self.transposed)
 
     @property
     def location(self) -> tuple[Path, int, int]:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from quantkit.model.linears import is_linear
+
 GATE_UP = "gate_up_proj"
 DOWN = "down_proj"
 
@@ -117,11 +119,11 @@ def _probe(experts: Any) -> str | None:
 def why_not_packable(module: nn.Module) -> str | None:
     """Return None if quantkit has a packed replacement for `module`, else the reason.
 
-    Packable are `nn.Linear`, without its subclasses, and fused experts that `PackedExperts` can replace.
-    Works for modules on the meta device.
+    Packable are linears, by what they compute, and fused experts that `PackedExperts` can replace. Works for
+    modules on the meta device.
     """
-    if type(module) is nn.Linear:
+    if is_linear(module):
         return None
     if not is_fused_experts(module):
-        return f"{type(module).__name__} is neither nn.Linear nor a fused experts module"
+        return f"{type(module).__name__} computes something else than x W^T + b"
     return why_not_packable_experts(module)

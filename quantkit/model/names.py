@@ -1,8 +1,10 @@
 """Map names of stored tensors to parameters of the model, by the renaming rules of transformers."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from quantkit.checkpoint.source import Checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -12,6 +14,13 @@ if TYPE_CHECKING:
 def model_names(model: "nn.Module", stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """Map each stored name to its model parameter, and to True if it is fused with other tensors there."""
     return {name: (renamed, fused is not None) for name, renamed, fused in _renamed(model, stored)}
+
+
+def as_matrices(checkpoint: Checkpoint, stored: Iterable[str]) -> Checkpoint:
+    """Return `checkpoint` with the tensors `stored` read as [N, K], which its files have as [K, N]."""
+    changed = {name: checkpoint.tensors[name] for name in stored}
+    turned = {name: one if one.transposed else one.transpose() for name, one in changed.items()}
+    return replace(checkpoint, tensors={**checkpoint.tensors, **turned}) if turned else checkpoint
 
 
 @dataclass(frozen=True)

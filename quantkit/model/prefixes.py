@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model.names import as_matrices
 from quantkit.model.structure import Structure, read_structure
 
 #: Names that wrappers insert as a path component.
@@ -22,7 +23,8 @@ _UNMERGED = ".base_layer."
 def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
     """Return `checkpoint` under the names of its model, with a note if they differ, and its structure.
 
-    Raises `CheckpointError` as `read_structure` does.
+    Linears are read as [N, K], also where a class keeps them as [K, N]. Raises `CheckpointError` as
+    `read_structure` does.
     """
     try:
         structure = read_structure(checkpoint)
@@ -34,13 +36,15 @@ def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
         parts = " and ".join(map(repr, removed.values()))
         note = f"{parts} was taken off the names of the tensors: the model does not have it"
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
-    if structure.tied_head is None:
-        return checkpoint, structure
-    stored, embedding = structure.tied_head
-    renamed = _renamed(checkpoint, {stored: embedding})
-    note = f"{stored} is stored as {embedding}, to which it is tied"
-    renamed = replace(renamed, notes=(*renamed.notes, note))
-    return renamed, read_structure(renamed)
+    if structure.tied_head is not None:
+        stored, embedding = structure.tied_head
+        checkpoint = _renamed(checkpoint, {stored: embedding})
+        note = f"{stored} is stored as {embedding}, to which it is tied"
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
+        structure = read_structure(checkpoint)
+    transposed = (linear for linear in structure.linears.values() if linear.transposed)
+    names = [f"{name}.weight" for linear in transposed for name in linear.stored]
+    return as_matrices(checkpoint, names), structure
 
 
 def wrapper(checkpoint: Checkpoint) -> dict[str, str]:

@@ -5,11 +5,9 @@ loading rules of transformers tell which tensor goes where. A new architecture n
 linears are `nn.Linear`.
 """
 
-import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,10 +19,6 @@ if TYPE_CHECKING:
 
 #: Last name component of routers: tiny, and a wrong choice of expert costs more than the bytes saved.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
-
-#: Last name component of linears whose weight the model reads directly: time steps of Mamba, indexers of
-#: sparse attention, the router of LongCat. All are small.
-READ_NAMES = frozenset({"dt_proj", "weights_proj", "classifier"})
 
 READ = "the model reads its weight itself, which a packed linear does not have"
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
@@ -43,13 +37,14 @@ class Linear:
     """Linear of the model, or one fused set of experts.
 
     `module` is its name in the loaded model. `stored` are the names of its matrices in the file, for experts
-    one per expert and half. `shape` is [N, K] of each matrix.
+    one per expert and half. `shape` is [N, K] of each matrix, which the file has as [K, N] if `transposed`.
     """
 
     module: str
     kind: Kind
     stored: tuple[str, ...]
     shape: tuple[int, int]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,13 +147,14 @@ def _unknown_model(config: Mapping[str, Any], directory: Path, error: Exception)
 
 
 def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
-    from torch import nn
-
+    from quantkit.model.linears import is_linear, transposed_linears
     from quantkit.model.names import model_names
+    from quantkit.model.weight_reads import linears_that_are_read
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
-    head_read = head if head is not None and reads_weight(type(model).forward, head) else None
+    read = linears_that_are_read(model)
+    transposed = {name for name, _ in transposed_linears(model)}
     decoder = _decoder_prefix(model, modules)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
 
@@ -173,23 +169,24 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
         elif fused:
             reason = _why_dense_experts(module, leaf, decoder, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
-        elif leaf == "weight" and isinstance(module, nn.Linear):
-            reason = READ if owner == head_read else _why_dense_linear(module, owner, decoder, head)
+        elif leaf == "weight" and module is not None and _may_be_linear(module):
+            reason = READ if owner in read else _why_dense_linear(module, owner, decoder, head)
             _sort_in(stored, owner, reason, gathered, dense)
         else:
             dense[stored] = _kind_of_dense(module, leaf)
         if stored in dense and not fused and parameter in parameters:
-            _check_shape(stored, checkpoint.tensors[stored].shape, parameters[parameter])
+            _check_shape(stored, checkpoint.tensors[stored].stored_shape, parameters[parameter])
 
     linears = {
-        name: _linear(name, tuple(stored), checkpoint, parameters, head) for name, stored in gathered.items()
+        name: _linear(name, tuple(stored), checkpoint, parameters, head, name in transposed)
+        for name, stored in gathered.items()
     }
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     if REARRANGED not in dense.values():
         loaded = {parameter for parameter, _ in names.values()}
         _check_complete(model, loaded, f"{head}.weight" if tied else None, checkpoint)
     embedding = _embedding_name(model, modules, names)
-    packable = head != head_read and type(modules.get(head or "")) is nn.Linear
+    packable = head is not None and head not in read and is_linear(modules[head])
     if tied and packable and head not in linears and embedding is not None:
         assert head is not None
         rows, columns = checkpoint.tensors[embedding].shape
@@ -204,8 +201,6 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
 def _unpackable(
     modules: Mapping[str, "nn.Module"], linears: Mapping[str, Linear], names: Mapping[str, tuple[str, bool]]
 ) -> dict[str, tuple[str, ...]]:
-    from torch import nn
-
     from quantkit.model.architectures import DOWN, GATE_UP, is_fused_experts
 
     stored: dict[str, list[str]] = {}
@@ -213,12 +208,21 @@ def _unpackable(
         stored.setdefault(parameter, []).append(name.removesuffix(".weight"))
     candidates = {}
     for name, module in modules.items():
-        if isinstance(module, nn.Linear):
+        if _may_be_linear(module):
             candidates[name] = stored.get(f"{name}.weight", [name])
         elif is_fused_experts(module):
             for leaf in (GATE_UP, DOWN):
                 candidates[f"{name}.{leaf}"] = stored.get(f"{name}.{leaf}", [])
     return {name: tuple(of) for name, of in candidates.items() if name not in linears}
+
+
+def _may_be_linear(module: "nn.Module") -> bool:
+    """Return True for linears, and for subclasses of `nn.Linear` that compute something else."""
+    from torch import nn
+
+    from quantkit.model.linears import is_linear
+
+    return isinstance(module, nn.Linear) or is_linear(module)
 
 
 def _sort_in(
@@ -238,6 +242,7 @@ def _linear(
     checkpoint: Checkpoint,
     parameters: Mapping[str, tuple[int, ...]],
     head: str | None,
+    transposed: bool,
 ) -> Linear:
     from quantkit.model.architectures import GATE_UP
 
@@ -256,8 +261,9 @@ def _linear(
     else:
         kind = "lm_head" if name == head else "linear"
     for one in stored:
-        _check_shape(f"{one}.weight", checkpoint.tensors[f"{one}.weight"].shape, expected)
-    return Linear(name, kind, stored, (expected[0], expected[1]))
+        _check_shape(f"{one}.weight", checkpoint.tensors[f"{one}.weight"].stored_shape, expected)
+    rows, columns = expected[::-1] if transposed else expected
+    return Linear(name, kind, stored, (rows, columns), transposed)
 
 
 def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -301,8 +307,6 @@ def _why_dense_linear(module: "nn.Module", name: str, decoder: str, head: str | 
             return "a linear outside the decoder"
         if name.rpartition(".")[2] in ROUTER_NAMES:
             return "a router: it chooses experts and is tiny"
-        if name.rpartition(".")[2] in READ_NAMES:
-            return READ
     return why_not_packable(module)
 
 
@@ -331,24 +335,6 @@ def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
     if leaf == "bias":
         return "a bias"
     return f"{leaf!r} of a {kind}, which is not a linear"
-
-
-def reads_weight(function: Any, name: str) -> bool:
-    """Return True if the source of `function` reads the weight of module `name` directly.
-
-    Mamba models do: their forward reads the dtype of lm_head, and their initialization the weight of a
-    linear.
-    """
-    return f".{name.rpartition('.')[2]}.weight" in _source(function)
-
-
-@lru_cache(256)
-def _source(function: Any) -> str:
-    """Return the source of a function, cached because Python scans the file each time; "" without source."""
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
 
 
 def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:

@@ -160,7 +160,14 @@ def make_plan(
     }
     _check_experts(structure, schemes)
     assignments = tuple(
-        Assignment(name, linear.stored, linear.shape, fates[name].scheme, linear.kind == "lm_head")
+        Assignment(
+            name,
+            linear.stored,
+            linear.shape,
+            fates[name].scheme,
+            linear.kind == "lm_head",
+            linear.transposed,
+        )
         for name, linear in structure.linears.items()
     ) + tuple(Assignment(name, stored, (1, 1), None) for name, stored in structure.unpackable.items())
     config = QuantizationConfig.from_assignments(assignments)
@@ -177,7 +184,7 @@ def make_plan(
             task = _packing_task(name, source, linear, scheme, fates[linear.module], config.container)
             task = replace(task, beside=beside.get(name, ()))
         elif name + ".weight" in checkpoint.tensors or linear is None:
-            task = Task(source, (TensorSpec(source.name, source.dtype, source.shape),))
+            task = Task(source, (TensorSpec(source.name, source.dtype, source.stored_shape),))
         else:
             continue  # A tied lm_head that stays tied has no tensor of its own.
         tasks.append(task)
@@ -308,7 +315,9 @@ def _not_portable(layers: Sequence[LayerPlan]) -> tuple[str, ...]:
     """Why the output needs quantkit to load, by layer; empty when compressed-tensors can express it."""
     reasons = []
     for layer in layers:
-        if layer.scheme is not None:
+        if layer.scheme is not None and layer.linear.transposed:
+            reasons.append(f"{layer.linear.module}: other readers have no packed form of its class")
+        elif layer.scheme is not None:
             experts = layer.linear.kind == "experts"
             reason = why_not_compressed_tensors(layer.scheme, layer.linear.shape[1], experts=experts)
             if reason is not None:

@@ -234,6 +234,8 @@ def _copy_rows(checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, 
     data = checkpoint.read(task.source.name) if whole else checkpoint.read(task.source.name, start, stop)
     # A rotated source gives more digits than are stored.
     data = data.to(spec.torch_dtype)
+    if task.source.transposed:
+        data = data.T.contiguous()
     file.write(spec.name, data, offset=start * (spec.elements // max(spec.shape[0], 1) if spec.shape else 1))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.core_model_loading import MergeModulelist, SplitModulelist, build_glob_alternation
 
-from quantkit.model.structure import reads_weight
+from quantkit.model.weight_reads import reads_weight
 from quantkit.runtime.replace import packed_modules
 
 #: Key in an entry of accelerate's index for its original dtype.

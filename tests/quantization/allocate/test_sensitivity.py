@@ -17,6 +17,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model.blocks import Decoder
 from quantkit.model.hidden_states import Home
+from quantkit.model.trees import hidden_in
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.quantization.allocate import sensitivity
 from quantkit.quantization.allocate.sensitivity import measure
@@ -53,17 +54,20 @@ def test_the_head_is_that_of_the_model(tmp_path: Path, family: str) -> None:
     source = write(tmp_path, family)
     decoder, model = decoder_of(source), model_of(source)
     tokens = torch.randint(0, 96, (2, 9))
-    states, blocks = decoder.embed([tokens], Home(CPU))
-    hidden = states[0]
+    outputs = {}
     with torch.no_grad():
-        for block in blocks:
-            with decoder.loaded(block):
-                hidden = block.run(hidden)
-        with decoder.head() as logits:
-            found = logits(hidden)
+        with decoder.passes() as start:
+            one = start(tokens, Home(CPU))
+            while one.block != decoder.head_name:
+                block = decoder.block(one.block)
+                with decoder.loaded(block):
+                    outputs[block.name] = block.run(one.call)
+                one.advance(outputs[block.name])
+        with decoder.head(outputs) as logits:
+            found = logits(hidden_in(outputs[block.name]), tokens.shape)
         torch.testing.assert_close(found, model(tokens).logits)
     assert all(parameter.is_meta for parameter in decoder._model.parameters())
-    assert len(decoder._decoder.layers) == len(blocks)
+    assert list(outputs) == list(decoder.block_names)
 
 
 def drawn(model: Any, batch: torch.Tensor, at: int) -> torch.Tensor:

@@ -189,6 +189,11 @@ class Decoder:
                     one.abandon()
                 self._outer = None
 
+    def check_runs(self, tokens: torch.Tensor) -> None:
+        """Raise `CheckpointError` if the model does not run on `tokens` [B, T] up to its first block."""
+        with self.passes() as start:
+            start(tokens, Home(self.device))
+
     def _outside(self, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
         """Modules outside of `blocks`, by name."""
         inside = {module for block in blocks for module in block.modules()}

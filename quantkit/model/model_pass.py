@@ -28,9 +28,14 @@ class Call:
     kwargs: Mapping[str, Any]
 
     @property
+    def values(self) -> tuple[Any, ...]:
+        """All arguments."""
+        return (*self.args, *self.kwargs.values())
+
+    @property
     def hidden(self) -> torch.Tensor:
         """The hidden states: the first tensor of the arguments."""
-        found = hidden_in((self.args, self.kwargs))
+        found = hidden_in(self.values)
         assert found is not None
         return found
 
@@ -148,7 +153,7 @@ class ModelPass:
 
 def _is_plain(call: Call) -> bool:
     """Whether a block can change nothing that it is called with."""
-    return all(_is_constant(one) for one in (*call.args, *call.kwargs.values()))
+    return all(map(_is_constant, call.values))
 
 
 def _is_constant(value: Any) -> bool:

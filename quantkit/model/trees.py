@@ -49,11 +49,12 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def mutable_in(value: Any) -> Iterator[MutableMapping[Any, Any]]:
-    """Yield the mappings in `value` that a function which is called with it can write to."""
+    """Yield the mappings in `value` that a function which is called with it can write to, not those inside."""
     if isinstance(value, MutableMapping):
         yield value
-    for one in _items(value):
-        yield from mutable_in(one)
+    else:
+        for one in _items(value):
+            yield from mutable_in(one)
 
 
 def _items(value: Any) -> Iterator[Any]:

@@ -29,7 +29,7 @@ class Step:
             known = {id(tensor) for tensor in tensors_in(call)}
             output = mapped(block.run(call), _leaf)
             written: list[torch.Tensor] = []
-            for mapping in mutable_in(call):
+            for mapping in mutable_in(call.values):
                 for key, value in list(mapping.items()):
                     if any(id(tensor) not in known for tensor in tensors_in(value)):
                         mapping[key] = mapped(value, _leaf)
@@ -73,7 +73,7 @@ class Step:
         with torch.enable_grad():
             output = block.run(call)
         known = {id(found) for _, found in moved.values()}
-        arguments = (one for mapping in mutable_in(call) for one in tensors_in(dict(mapping)))
+        arguments = (one for mapping in mutable_in(call.values) for one in tensors_in(dict(mapping)))
         again = (*tensors_in(output), *(one for one in arguments if id(one) not in known))
         both = zip(again, self.leaves, strict=True)
         pairs = [(one, leaf.grad) for one, leaf in both if leaf.grad is not None]

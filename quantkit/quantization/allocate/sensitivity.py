@@ -121,20 +121,17 @@ class _Measurement:
         home, losses, counts = Home(torch.device("cpu")), dict[str, tuple[float, ...]](), {}
         with self._decoder.passes() as start:
             passes = list(self._workers.map(lambda one: start(one, home, grad=True), batches))
-            done: dict[str, list[Step]] = {}
+            done: list[tuple[str, list[Step]]] = []
             while (name := passes[0].block) is not None and name != self._decoder.head_name:
                 block = self._decoder.block(name)
                 with self._decoder.loaded(block):
-                    done[name] = list(
-                        self._workers.map(lambda one, block=block: self._forward(block, one), passes)
-                    )
+                    steps_of = self._workers.map(lambda one, block=block: self._forward(block, one), passes)
+                    done.append((name, list(steps_of)))
             self._predict(done, batches)
             while done:
-                name, steps_of = done.popitem()
+                name, steps_of = done.pop()
                 block = self._decoder.block(name)
-                earlier = [
-                    [leaf for of in done.values() for leaf in of[at].leaves] for at in range(len(batches))
-                ]
+                earlier = [[leaf for _, of in done for leaf in of[at].leaves] for at in range(len(batches))]
                 trim_cache(self._decoder.device)
                 with self._decoder.loaded(block):
                     seen, routed = self._backward(block, steps_of, earlier, wanted[name])
@@ -155,12 +152,11 @@ class _Measurement:
         self._step(1, block.name)
         return found
 
-    def _predict(self, done: Mapping[str, Sequence[Step]], batches: Sequence[torch.Tensor]) -> None:
+    def _predict(self, done: Sequence[tuple[str, Sequence[Step]]], batches: Sequence[torch.Tensor]) -> None:
         """Give the hidden states after the last block their gradients."""
-        outputs = {name: of[0].output for name, of in done.items() if not self._decoder.block(name).is_linear}
-        if not outputs:
-            raise UsageError("the model runs none of its blocks")
-        last = done[next(reversed(outputs))]
+        listed = [(name, of) for name, of in done if not self._decoder.block(name).is_linear]
+        outputs = {name: of[0].output for name, of in listed}
+        _, last = listed[-1]
 
         def gradients(at: int) -> None:
             last[at].hidden.grad = self._drawn(logits, last[at].hidden, batches[at].shape, at)

@@ -424,9 +424,14 @@ def test_what_cannot_be_done_is_refused_before_any_work(tmp_path, text, family, 
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-def test_a_decoder_without_a_list_of_blocks_is_refused(tmp_path, text):
-    source = write(tmp_path, "gpt2")
-    with pytest.raises((CheckpointError, UsageError), match=r"mse|nothing to quantize"):
+def test_a_model_that_takes_more_than_tokens_is_refused(tmp_path, text, monkeypatch):
+    def forward(*_: Any, **__: Any) -> None:
+        raise ValueError("you have to give pixel_values")
+
+    source = write(tmp_path)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    message = r"'llama': it does not run on tokens alone \(ValueError: you have to give .*--method mse"
+    with pytest.raises(CheckpointError, match=message):
         quantize(source, tmp_path / "out", method="gptq", calibration=data(text))
     assert not (tmp_path / "out").exists()
 

@@ -42,6 +42,8 @@ class Assignment:
     shape: tuple[int, int]
     scheme: Scheme | None
     head: bool = False
+    #: Whether its matrices are stored under names that only quantkit knows.
+    own_names: bool = False
     transposed: bool = False
 
     @property
@@ -68,7 +70,8 @@ class QuantizationConfig:
         counts = Counter(a.scheme for a in assignments if a.scheme is not None)
         default = counts.most_common(1)[0][0] if counts else None
         expressible = all(
-            not a.transposed and why_not_compressed_tensors(a.scheme, a.shape[1], experts=a.experts) is None
+            not (a.own_names or a.transposed)
+            and why_not_compressed_tensors(a.scheme, a.shape[1], experts=a.experts) is None
             for a in assignments
             if a.scheme is not None
         )

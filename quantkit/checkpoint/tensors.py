@@ -1,12 +1,14 @@
-"""What is known of a tensor from a safetensors header alone."""
+"""What is known of a tensor from a header alone."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES, torch_dtype
+from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 
 
 @dataclass(frozen=True)
@@ -34,29 +36,88 @@ class TensorSpec:
         return self.elements * self.torch_dtype.itemsize
 
 
+class Read(Protocol):
+    """Rows `[start, stop)` of a tensor in a file; of a matrix also only its `columns` [first, last)."""
+
+    def __call__(
+        self,
+        tensor: "StoredTensor",
+        start: int = 0,
+        stop: int | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class StoredTensor(TensorSpec):
     """A tensor in a file: its bytes are `file[offset : offset + nbytes]`.
 
-    `whole` if its rows depend on each other, so that reading some costs as much as reading all. `transposed`
-    if the file has the transpose of what is read.
+    `whole` if its rows depend on each other, so that reading some costs as much as reading all. A subclass
+    makes its numbers of other bytes.
     """
 
     file: Path
     offset: int
     whole: bool = False
-    transposed: bool = False
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
-        return self.shape[::-1] if self.transposed else self.shape
-
-    def transpose(self) -> "StoredTensor":
-        """The same tensor, read as its transpose."""
-        return replace(self, shape=self.shape[::-1], whole=True, transposed=not self.transposed)
 
     @property
     def location(self) -> tuple[Path, int, int]:
         """Where its bytes are: two tensors may be made of the same."""
-        return self.file, self.offset, self.nbytes
+        return self.file, self.offset, self.stored_bytes
+
+    def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
+        """Rows `[start, stop)` along the first dimension, from what `read` gives of files."""
+        return read(self, start, stop)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that it takes in files."""
+        return self.nbytes
+
+    @property
+    def stored_as(self) -> str | None:
+        """The low-bit format of its bytes, in words; None for a tensor of plain numbers."""
+        return None
+
+    @property
+    def grid_spec(self) -> GridSpec | None:
+        """The grid that the weights are stored on; None for plain numbers, and for scales of scales."""
+        return None
+
+    def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
+        """Codes and scales of the same rows; None where there is no `grid_spec`."""
+        return None
+
+    @property
+    def as_stored(self) -> "StoredTensor":
+        """The tensor as the file has it, which a matrix may be the transpose of."""
+        return self
+
+
+@dataclass(frozen=True)
+class TransposedTensor(StoredTensor):
+    """A matrix [N, K] that the file has as [K, N], `inner`."""
+
+    inner: StoredTensor | None = None
+
+    @classmethod
+    def from_stored(cls, inner: StoredTensor) -> "TransposedTensor":
+        """Return the transpose of `inner`, under its name."""
+        return cls(inner.name, inner.dtype, inner.shape[::-1], inner.file, inner.offset, True, inner)
+
+    @property
+    def as_stored(self) -> StoredTensor:
+        assert self.inner is not None
+        return self.inner
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.as_stored.stored_bytes
+
+    @property
+    def stored_as(self) -> str | None:
+        return self.as_stored.stored_as
+
+    def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
+        found = self.as_stored.values(read, 0, self.as_stored.shape[0])
+        return found.T[start:stop].contiguous()

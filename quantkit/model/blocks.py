@@ -19,7 +19,7 @@ from torch import nn
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.model.architectures import is_fused_experts
+from quantkit.model.experts import is_fused_experts
 from quantkit.model.hidden_states import Home
 from quantkit.model.lazy_weights import LazyWeights
 from quantkit.model.linears import is_linear, plain_linear, transposed_linears
@@ -279,7 +279,7 @@ class Decoder:
             )
         fused = self.empty(parameter)
         for name, part in parts.items():
-            part.of(fused, self._checkpoint.tensors[name].shape[0]).copy_(self._checkpoint.read(name))
+            part.of(fused).copy_(self._checkpoint.read(name))
         return fused
 
     def empty(self, parameter: str) -> torch.Tensor:

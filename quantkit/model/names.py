@@ -1,25 +1,64 @@
 """Map names of stored tensors to parameters of the model, by the renaming rules of transformers."""
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import TransposedTensor
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quantkit.model.experts import ExpertsSpec
+
+#: Names by which quantkit stores matrices of experts that transformers reads from one tensor for all.
+_OWN = re.compile(r"(.+)\.\d+\.(gate_proj|up_proj|down_proj)\.weight")
+#: The parameters that such matrices are part of, and their places there.
+_OWN_PLACES = {
+    "gate_proj": (("gate_up_proj", 0),),
+    "up_proj": (("gate_up_proj", 1), ("up_proj", 0)),
+    "down_proj": (("down_proj", 0),),
+}
+#: Kinds of operations with which experts are stacked.
+STACKED = ("MergeModulelist",), ("MergeModulelist", "Concatenate")
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A stored tensor's parameter, the kinds of operations that make it, and its place among their inputs.
+
+    Without operations, the tensor is the parameter.
+    """
+
+    parameter: str
+    operations: tuple[Any, ...] = ()
+    part: int = 0
+    #: Whether quantkit gave the name.
+    own: bool = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the parameter has more in it than this tensor."""
+        return self.own or bool(self.operations)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the tensor is a matrix of one expert in it."""
+        return self.own or tuple(type(one).__name__ for one in self.operations) in STACKED
+
 
 def model_names(model: "nn.Module", stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """Map each stored name to its model parameter, and to True if it is fused with other tensors there."""
-    return {name: (renamed, fused is not None) for name, renamed, fused in _renamed(model, stored)}
+    return {name: (one.parameter, one.is_fused) for name, one in renamed(model, stored)}
 
 
 def as_matrices(checkpoint: Checkpoint, stored: Iterable[str]) -> Checkpoint:
     """Return `checkpoint` with the tensors `stored` read as [N, K], which its files have as [K, N]."""
     changed = {name: checkpoint.tensors[name] for name in stored}
-    turned = {name: one if one.transposed else one.transpose() for name, one in changed.items()}
+    turned = {name: TransposedTensor.from_stored(one.as_stored) for name, one in changed.items()}
     return replace(checkpoint, tensors={**checkpoint.tensors, **turned}) if turned else checkpoint
 
 
@@ -30,10 +69,11 @@ class ExpertPart:
     parameter: str
     expert: int
     part: int
+    spec: "ExpertsSpec"
 
-    def of(self, fused: "torch.Tensor", rows: int) -> "torch.Tensor":
-        """Return the view of this part, [rows, K], in `fused` [experts, parts * rows, K]."""
-        return fused[self.expert, self.part * rows : (self.part + 1) * rows]
+    def of(self, fused: "torch.Tensor") -> "torch.Tensor":
+        """Return the view of this part, [N, K], in `fused`, the parameter with all experts."""
+        return self.spec.matrix(fused[self.expert], self.parameter.rpartition(".")[2], self.part)
 
 
 def expert_parts(model: "nn.Module", stored: Iterable[str]) -> dict[str, ExpertPart]:
@@ -41,22 +81,28 @@ def expert_parts(model: "nn.Module", stored: Iterable[str]) -> dict[str, ExpertP
 
     Leaves out tensors that transformers changes in other ways too.
     """
-    from transformers.core_model_loading import Concatenate, MergeModulelist
+    from quantkit.model.experts import ExpertsSpec, spec_of
 
-    experts: dict[tuple[str, int], list[str]] = {}
-    for name, parameter, fused in _renamed(model, stored):
-        if fused is None:
-            continue
-        converter, pattern = fused
-        kinds = [type(operation) for operation in converter.operations]
-        if kinds in ([MergeModulelist], [MergeModulelist, Concatenate]):
-            experts.setdefault((parameter, converter.source_patterns.index(pattern)), []).append(name)
+    experts: dict[tuple[str, int, bool], list[str]] = {}
+    for name, one in renamed(model, stored):
+        if one.is_stacked:
+            experts.setdefault((one.parameter, one.part, one.own), []).append(name)
+    # The operations of transformers stack matrices, and put up below gate.
+    stacked = ExpertsSpec()
+    owners = {parameter.rpartition(".")[0] for parameter, _, own in experts if own}
+    specs = {owner: spec_of(model.get_submodule(owner)) for owner in owners}
     return {
-        name: ExpertPart(parameter, expert, part)
-        for (parameter, part), names in experts.items()
+        name: ExpertPart(parameter, expert, part, specs[parameter.rpartition(".")[0]] if own else stacked)
+        for (parameter, part, own), names in experts.items()
         # The order in which transformers stacks them.
         for expert, name in enumerate(sorted(names, key=_natural))
     }
+
+
+def own_name(owner: str, expert: int | str, parameter: str, part: int) -> str:
+    """Return quantkit's name for a matrix of the experts called `owner`; `parameter` is where it belongs."""
+    leaf = next(leaf for leaf, places in _OWN_PLACES.items() if (parameter, part) in places)
+    return f"{owner}.{expert}.{leaf}.weight"
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -64,8 +110,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
-def _renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, str, tuple[Any, str] | None]]:
-    """Yield each stored name, its new name, and (converter, pattern) if it is fused, else None."""
+def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Renamed]]:
+    """Yield each stored name with its place in the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -76,15 +122,31 @@ def _renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, s
     prefix = getattr(model, "base_model_prefix", "")
 
     for name in stored:
-        renamed, fused = name, None
+        target, found = name, Renamed(name)
         for renaming in renamings:
-            renamed = renaming.rename_source_key(renamed)[0]
+            target = renaming.rename_source_key(target)[0]
         for converter in converters:
-            renamed, matched = converter.rename_source_key(renamed)
+            target, matched = converter.rename_source_key(target)
             if matched is not None:
-                fused = (converter, matched)
+                part = converter.source_patterns.index(matched)
+                found = Renamed(target, tuple(converter.operations), part)
                 break
-        if renamed not in parameters and f"{prefix}.{renamed}" in parameters:
+        if not found.operations:
+            found = _own(target, parameters, prefix) or replace(found, parameter=target)
+        target = found.parameter
+        if target not in parameters and f"{prefix}.{target}" in parameters:
             # A file of the bare decoder, without lm_head.
-            renamed = f"{prefix}.{renamed}"
-        yield name, renamed, fused
+            target = f"{prefix}.{target}"
+        yield name, replace(found, parameter=target)
+
+
+def _own(name: str, parameters: Mapping[str, Any], prefix: str) -> Renamed | None:
+    """Return the place of a matrix of experts that has quantkit's name for it."""
+    match = None if name in parameters else _OWN.fullmatch(name)
+    if match is None:
+        return None
+    for leaf, part in _OWN_PLACES[match[2]]:
+        parameter = f"{match[1]}.{leaf}"
+        if parameter in parameters or f"{prefix}.{parameter}" in parameters:
+            return Renamed(parameter, part=part, own=True)
+    return None

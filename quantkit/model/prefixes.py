@@ -12,6 +12,7 @@ from dataclasses import replace
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.names import as_matrices
+from quantkit.model.split_experts import split_experts
 from quantkit.model.structure import Structure, read_structure
 
 #: Names that wrappers insert as a path component.
@@ -23,8 +24,10 @@ _UNMERGED = ".base_layer."
 def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
     """Return `checkpoint` under the names of its model, with a note if they differ, and its structure.
 
-    Linears are read as [N, K], also where a class keeps them as [K, N]. Raises `CheckpointError` as
-    `read_structure` does.
+    Linears are read as [N, K], also where a class keeps them as [K, N]. Matrices of experts that are stored
+    in one tensor for all have names of their own there.
+
+    Raises `CheckpointError` as `read_structure` does.
     """
     try:
         structure = read_structure(checkpoint)
@@ -37,14 +40,22 @@ def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
         note = f"{parts} was taken off the names of the tensors: the model does not have it"
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
     if structure.tied_head is not None:
-        stored, embedding = structure.tied_head
-        checkpoint = _renamed(checkpoint, {stored: embedding})
-        note = f"{stored} is stored as {embedding}, to which it is tied"
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
-        structure = read_structure(checkpoint)
+        checkpoint, structure = _with_tied_head(checkpoint, *structure.tied_head)
     transposed = (linear for linear in structure.linears.values() if linear.transposed)
     names = [f"{name}.weight" for linear in transposed for name in linear.stored]
-    return as_matrices(checkpoint, names), structure
+    checkpoint = as_matrices(checkpoint, names)
+    if not structure.cuts:
+        return checkpoint, structure
+    split = split_experts(checkpoint, structure.cuts)
+    return split, replace(read_structure(split), cuts=structure.cuts)
+
+
+def _with_tied_head(checkpoint: Checkpoint, stored: str, embedding: str) -> tuple[Checkpoint, Structure]:
+    """Return `checkpoint` with the tied weight `stored` called `embedding`, and its structure."""
+    renamed = _renamed(checkpoint, {stored: embedding})
+    note = f"{stored} is stored as {embedding}, to which it is tied"
+    renamed = replace(renamed, notes=(*renamed.notes, note))
+    return renamed, read_structure(renamed)
 
 
 def wrapper(checkpoint: Checkpoint) -> dict[str, str]:

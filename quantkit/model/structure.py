@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model.split_experts import Cut, cuts_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-#: Last name component of routers: tiny, and a wrong choice of expert costs more than the bytes saved.
-ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
+#: Reason of linears that choose experts: tiny, and a wrong choice costs more than the bytes saved.
+ROUTER = "a router: it chooses experts and is tiny"
+#: Reason of linears with one output, such as those that weigh shared experts.
+ONE_OUTPUT = "it has one output: packing it saves next to nothing"
 
 READ = "the model reads its weight itself, which a packed linear does not have"
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
@@ -55,7 +58,8 @@ class Structure:
     tied lm_head takes its weights. `unpackable` are linears and fused experts that are always dense, by
     module name, with their stored names without `.weight`; readers of the output must be told about them.
     `tied_head` is set if the file has a tied weight as lm_head only: (its stored name, name of the embedding
-    in the model).
+    in the model). `cuts` are the matrices of experts that are stored in one tensor for all, by the name that
+    each gets, with `.weight`.
     """
 
     linears: Mapping[str, Linear]
@@ -64,6 +68,7 @@ class Structure:
     tied: bool
     unpackable: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tied_head: tuple[str, str] | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:
@@ -147,21 +152,36 @@ def _unknown_model(config: Mapping[str, Any], directory: Path, error: Exception)
 
 
 def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
+    from quantkit.model.experts import spec_of
     from quantkit.model.linears import is_linear, transposed_linears
-    from quantkit.model.names import model_names
+    from quantkit.model.names import renamed
+    from quantkit.model.routers import choosing_linears
     from quantkit.model.weight_reads import linears_that_are_read
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
-    read = linears_that_are_read(model)
+    special = {
+        **dict.fromkeys(choosing_linears(model), ROUTER),
+        **dict.fromkeys(linears_that_are_read(model), READ),
+    }
     transposed = {name for name, _ in transposed_linears(model)}
     decoder = _decoder_prefix(model, modules)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
 
     gathered: dict[str, list[str]] = {}
     dense: dict[str, str] = {}
-    names = model_names(model, checkpoint.tensors)
+    places = dict(renamed(model, checkpoint.tensors))
+    names = {stored: (place.parameter, place.is_fused) for stored, place in places.items()}
+    cuts = cuts_of(
+        {name: module for name, module in modules.items() if name.startswith(decoder)},
+        checkpoint.tensors,
+        places,
+    )
+    whole = {cut.source.name for cut in cuts.values()}
     for stored, (parameter, fused) in names.items():
+        if stored in whole:
+            dense[stored] = REARRANGED
+            continue
         owner, _, leaf = parameter.rpartition(".")
         module = modules.get(owner)
         if parameter not in parameters and not fused:
@@ -170,15 +190,18 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
             reason = _why_dense_experts(module, leaf, decoder, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and module is not None and _may_be_linear(module):
-            reason = READ if owner in read else _why_dense_linear(module, owner, decoder, head)
+            reason = special.get(owner) or _why_dense_linear(module, owner, decoder, head)
             _sort_in(stored, owner, reason, gathered, dense)
         else:
             dense[stored] = _kind_of_dense(module, leaf)
         if stored in dense and not fused and parameter in parameters:
-            _check_shape(stored, checkpoint.tensors[stored].stored_shape, parameters[parameter])
+            _check_shape(stored, checkpoint.tensors[stored].as_stored.shape, parameters[parameter])
 
     linears = {
-        name: _linear(name, tuple(stored), checkpoint, parameters, head, name in transposed)
+        name: _linear(
+            *(name, tuple(stored), checkpoint, parameters, head),
+            name in transposed if name in modules else spec_of(modules[name.rpartition(".")[0]]).transposed,
+        )
         for name, stored in gathered.items()
     }
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
@@ -186,7 +209,7 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
         loaded = {parameter for parameter, _ in names.values()}
         _check_complete(model, loaded, f"{head}.weight" if tied else None, checkpoint)
     embedding = _embedding_name(model, modules, names)
-    packable = head is not None and head not in read and is_linear(modules[head])
+    packable = head is not None and head not in special and is_linear(modules[head])
     if tied and packable and head not in linears and embedding is not None:
         assert head is not None
         rows, columns = checkpoint.tensors[embedding].shape
@@ -195,13 +218,14 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
     tied_head = None
     if tied and embedding is None and stored_head is not None:
         tied_head = stored_head, f"{_input_name(model, modules)}.weight"
-    return Structure(linears, dense, embedding, tied, _unpackable(modules, linears, names), tied_head)
+    unpackable = _unpackable(modules, linears, names)
+    return Structure(linears, dense, embedding, tied, unpackable, tied_head, cuts)
 
 
 def _unpackable(
     modules: Mapping[str, "nn.Module"], linears: Mapping[str, Linear], names: Mapping[str, tuple[str, bool]]
 ) -> dict[str, tuple[str, ...]]:
-    from quantkit.model.architectures import DOWN, GATE_UP, is_fused_experts
+    from quantkit.model.experts import DOWN, GATE_UP, UP, is_fused_experts
 
     stored: dict[str, list[str]] = {}
     for name, (parameter, _) in names.items():
@@ -211,7 +235,7 @@ def _unpackable(
         if _may_be_linear(module):
             candidates[name] = stored.get(f"{name}.weight", [name])
         elif is_fused_experts(module):
-            for leaf in (GATE_UP, DOWN):
+            for leaf in {GATE_UP, UP, DOWN} & set(module._parameters):
                 candidates[f"{name}.{leaf}"] = stored.get(f"{name}.{leaf}", [])
     return {name: tuple(of) for name, of in candidates.items() if name not in linears}
 
@@ -244,14 +268,16 @@ def _linear(
     head: str | None,
     transposed: bool,
 ) -> Linear:
-    from quantkit.model.architectures import GATE_UP
+    from quantkit.model.experts import MATRICES
 
     expected = parameters.get(f"{name}.weight")
+    turned = transposed and expected is not None
     if expected is None:
         kind: Kind = "experts"
         # A fused parameter is [E, halves * N, K]; its stored matrices are [N, K] each.
-        experts, rows, columns = parameters[name]
-        halves = 2 if name.endswith(f".{GATE_UP}") else 1
+        experts, *sizes = parameters[name]
+        rows, columns = reversed(sizes) if transposed else sizes
+        halves = len(MATRICES[name.rpartition(".")[2]])
         expected = (rows // halves, columns)
         if len(stored) != halves * experts:
             raise CheckpointError(
@@ -261,9 +287,9 @@ def _linear(
     else:
         kind = "lm_head" if name == head else "linear"
     for one in stored:
-        _check_shape(f"{one}.weight", checkpoint.tensors[f"{one}.weight"].stored_shape, expected)
-    rows, columns = expected[::-1] if transposed else expected
-    return Linear(name, kind, stored, (rows, columns), transposed)
+        _check_shape(f"{one}.weight", checkpoint.tensors[f"{one}.weight"].as_stored.shape, expected)
+    rows, columns = expected[::-1] if turned else expected
+    return Linear(name, kind, stored, (rows, columns), turned)
 
 
 def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -299,21 +325,23 @@ def _check_complete(
         )
 
 
-def _why_dense_linear(module: "nn.Module", name: str, decoder: str, head: str | None) -> str | None:
+def _why_dense_linear(module: "nn.Linear", name: str, decoder: str, head: str | None) -> str | None:
     from quantkit.model.architectures import why_not_packable
+    from quantkit.model.linears import is_linear, matrix_shape
 
     if name != head:
         if not name.startswith(decoder):
             return "a linear outside the decoder"
-        if name.rpartition(".")[2] in ROUTER_NAMES:
-            return "a router: it chooses experts and is tiny"
+        if is_linear(module) and matrix_shape(module)[0] == 1:
+            return ONE_OUTPUT
     return why_not_packable(module)
 
 
 def _why_dense_experts(module: "nn.Module | None", leaf: str, decoder: str, owner: str) -> str | None:
-    from quantkit.model.architectures import DOWN, GATE_UP, is_fused_experts, why_not_packable
+    from quantkit.model.architectures import why_not_packable
+    from quantkit.model.experts import MATRICES, is_fused_experts
 
-    if module is None or not is_fused_experts(module) or leaf not in (GATE_UP, DOWN):
+    if module is None or not is_fused_experts(module) or leaf not in MATRICES:
         return REARRANGED
     if not owner.startswith(decoder):
         return "experts outside the decoder"
@@ -331,7 +359,7 @@ def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
     if "Norm" in kind:
         return "a norm"
     if "Router" in kind or "Gate" in kind:
-        return "a router: it chooses experts and is tiny"
+        return ROUTER
     if leaf == "bias":
         return "a bias"
     return f"{leaf!r} of a {kind}, which is not a linear"

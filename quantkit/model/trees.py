@@ -49,7 +49,7 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def mutable_in(value: Any) -> Iterator[MutableMapping[Any, Any]]:
-    """Yield the mappings in `value` that a function which is called with it can write to, not those inside."""
+    """Yield the mappings in `value` that a function can write to if called with it, not those inside."""
     if isinstance(value, MutableMapping):
         yield value
     else:

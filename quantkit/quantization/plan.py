@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quantkit.quantization.allocate.allocation import Allocation
 
 HEAD_KEPT = "no --lm-head or rule for it"
+CUT = "transformers has one tensor for all experts of this model, and finds none of theirs without quantkit"
 TIED = "its weights are the embedding's, and it cannot be packed apart from that"
 
 
@@ -154,6 +155,18 @@ def make_plan(
             **{name.removesuffix(".weight"): reason for name, reason in structure.dense.items()},
         },
     )
+    return plan_of(checkpoint, structure, fates, max_shard_bytes=max_shard_bytes)
+
+
+def plan_of(
+    checkpoint: Checkpoint,
+    structure: Structure,
+    fates: Mapping[str, Fate],
+    *,
+    max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
+) -> Plan:
+    """The plan of giving every linear its fate, by module; raises as `make_plan` does. Reads no weights."""
+    sources = _sources(checkpoint, structure)
     schemes = {
         name: None if fate.scheme is None else fate.scheme.for_columns(structure.linears[name].shape[1])
         for name, fate in fates.items()
@@ -165,15 +178,16 @@ def make_plan(
             linear.stored,
             linear.shape,
             fates[name].scheme,
-            linear.kind == "lm_head",
-            linear.transposed,
+            head=linear.kind == "lm_head",
+            own_names=_is_cut(structure, linear),
+            transposed=linear.transposed,
         )
         for name, linear in structure.linears.items()
     ) + tuple(Assignment(name, stored, (1, 1), None) for name, stored in structure.unpackable.items())
     config = QuantizationConfig.from_assignments(assignments)
     untied = _untied_head(structure, schemes)
 
-    tasks = []
+    tasks, copied = [], set[str]()
     layer_bytes: dict[str, int] = {}
     beside = _beside(structure, fates, schemes, sources, config.container)
     owners = {one: linear for linear in structure.linears.values() for one in linear.stored}
@@ -183,8 +197,15 @@ def make_plan(
         if linear is not None and scheme is not None:
             task = _packing_task(name, source, linear, scheme, fates[linear.module], config.container)
             task = replace(task, beside=beside.get(name, ()))
+        elif f"{name}.weight" in structure.cuts:
+            # Experts that stay dense keep their one tensor for all.
+            whole = structure.cuts[f"{name}.weight"].source
+            if whole.name in copied:
+                continue
+            copied.add(whole.name)
+            task = Task(whole, (TensorSpec(whole.name, whole.dtype, whole.shape),))
         elif name + ".weight" in checkpoint.tensors or linear is None:
-            task = Task(source, (TensorSpec(source.name, source.dtype, source.stored_shape),))
+            task = Task(source, (TensorSpec(source.name, source.dtype, source.as_stored.shape),))
         else:
             continue  # A tied lm_head that stays tied has no tensor of its own.
         tasks.append(task)
@@ -201,7 +222,7 @@ def make_plan(
         structure.dense,
         config,
         assignments,
-        _not_portable(layers),
+        _not_portable(structure, layers),
         _model_config(checkpoint, config, assignments, untied),
         checkpoint.nbytes,
         (*checkpoint.notes, *plan_notes(structure, schemes, assignments, config.container, untied)),
@@ -311,7 +332,12 @@ def _layer(
     )
 
 
-def _not_portable(layers: Sequence[LayerPlan]) -> tuple[str, ...]:
+def _is_cut(structure: Structure, linear: Linear) -> bool:
+    """Whether the matrices of a linear are cut from the tensors of the source."""
+    return f"{linear.stored[0]}.weight" in structure.cuts
+
+
+def _not_portable(structure: Structure, layers: Sequence[LayerPlan]) -> tuple[str, ...]:
     """Why the output needs quantkit to load, by layer; empty when compressed-tensors can express it."""
     reasons = []
     for layer in layers:
@@ -320,6 +346,8 @@ def _not_portable(layers: Sequence[LayerPlan]) -> tuple[str, ...]:
         elif layer.scheme is not None:
             experts = layer.linear.kind == "experts"
             reason = why_not_compressed_tensors(layer.scheme, layer.linear.shape[1], experts=experts)
+            if reason is None and _is_cut(structure, layer.linear):
+                reason = CUT
             if reason is not None:
                 reasons.append(f"{layer.linear.module}: {reason}")
     return tuple(reasons)

@@ -1,6 +1,7 @@
 """Packed replacements for the fused experts modules of transformers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from quantkit.kernels.moe.grouped_gemm import (
 )
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.registry import warn_looped
-from quantkit.model.architectures import DOWN, GATE_UP, FusedExperts
+from quantkit.model.experts import DOWN, MATRICES, ExpertsSpec, spec_of
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -30,40 +31,52 @@ _ALL = -1
 class PackedExperts(PackedModule):
     """Fused experts with packed weights: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
 
-    Gate and up are separate packed matrices [I, H], stacked along N, as merging per-expert tensors leaves
-    them. So a word of zero-points (packed along N) never holds rows of both. Entries of the state dict,
-    container compressed-tensors: `gate_up_proj_packed` [E, 2I, W] int32, `_scale` [E, 2I, G], `_zero_point`
-    [E, 2Z, G], `_shape` [E, 4]; `down_proj` has the same.
+    `spec` says what the module computes. Gate and up are separate packed matrices [I, H], stacked along N, as
+    merging per-expert tensors leaves them, however the dense module stores them. So a word of zero-points
+    (packed along N) never holds rows of both. Experts without gate have `up_proj` [E, I, H]. Entries of the
+    state dict, container compressed-tensors: `gate_up_proj_packed` [E, 2I, W] int32, `_scale` [E, 2I, G],
+    `_zero_point` [E, 2Z, G], `_shape` [E, 4]; `down_proj` has the same. Biases are dense, as in the dense
+    module: `gate_up_proj_bias` [E, 2I], `down_proj_bias` [E, H].
     """
 
     def __init__(
         self,
         sizes: tuple[int, int, int],
-        act_fn: nn.Module,
-        gate_up_scheme: Scheme,
+        spec: ExpertsSpec,
+        act_fn: nn.Module | None,
+        first_scheme: Scheme,
         down_scheme: Scheme,
         container: Container,
+        bias_dtype: torch.dtype | None = None,
     ) -> None:
         _, hidden, intermediate = sizes
-        super().__init__(container, {GATE_UP: (gate_up_scheme, hidden), DOWN: (down_scheme, intermediate)})
+        super().__init__(container, {spec.first: (first_scheme, hidden), DOWN: (down_scheme, intermediate)})
         self.num_experts, self.hidden_dim, self.intermediate_dim = sizes
+        self.spec = spec
         self.act_fn = act_fn
-        self.gate_up_scheme = gate_up_scheme
+        self.first_scheme = first_scheme
         self.down_scheme = down_scheme
         self._register_parts(self.part_specs())
+        if bias_dtype is not None:
+            for parameter, (_, (rows, _), count) in self.logical().items():
+                bias = torch.empty(self.num_experts, count * rows, dtype=bias_dtype)
+                self.register_parameter(f"{parameter}_bias", nn.Parameter(bias, requires_grad=False))
 
     @classmethod
     def replacing(
-        cls, experts: FusedExperts, gate_up_scheme: Scheme, down_scheme: Scheme, container: Container
+        cls, experts: Any, first_scheme: Scheme, down_scheme: Scheme, container: Container
     ) -> "PackedExperts":
-        """Create an uninitialised replacement for `experts`; `why_not_packable` must return None."""
-        count, hidden, intermediate = experts.down_proj.shape
+        """Create an uninitialised replacement for `experts`; `find_spec` must return a spec."""
+        spec = spec_of(experts)
+        count, hidden, intermediate = spec.sizes(experts.down_proj.shape)
         return cls(
             (count, hidden, intermediate),
-            experts.act_fn,
-            gate_up_scheme.for_columns(hidden),
+            spec,
+            getattr(experts, "act_fn", None),
+            first_scheme.for_columns(hidden),
             down_scheme.for_columns(intermediate),
             container,
+            experts.down_proj_bias.dtype if spec.biased else None,
         )
 
     def part_specs(self) -> dict[str, PartSpec]:
@@ -74,8 +87,9 @@ class PackedExperts(PackedModule):
         }
 
     def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
-        gate_up, down = (self.intermediate_dim, self.hidden_dim), (self.hidden_dim, self.intermediate_dim)
-        return {GATE_UP: (self.gate_up_scheme, gate_up, 2), DOWN: (self.down_scheme, down, 1)}
+        first, down = (self.intermediate_dim, self.hidden_dim), (self.hidden_dim, self.intermediate_dim)
+        count = len(MATRICES[self.spec.first])
+        return {self.spec.first: (self.first_scheme, first, count), DOWN: (self.down_scheme, down, 1)}
 
     def _specs_of(
         self, parameter: str, scheme: Scheme, matrix: tuple[int, int], halves: int
@@ -96,7 +110,10 @@ class PackedExperts(PackedModule):
         return specs
 
     def packed(self, parameter: str, expert: int) -> tuple[PackedTensor, ...]:
-        """Return the matrices of one expert: (gate, up) for `gate_up_proj`, (down,) for `down_proj`."""
+        """Return the matrices of one expert: (gate, up) for `gate_up_proj`, (down,) for `down_proj`.
+
+        Without gate, (up,) for `up_proj`.
+        """
         return tuple(
             self._packed(parameter, index, matrix) for index, matrix in self._indexed(parameter, expert)
         )
@@ -106,14 +123,16 @@ class PackedExperts(PackedModule):
             parameter: torch.stack(
                 [self._dense(parameter, expert, dtype) for expert in range(self.num_experts)]
             )
-            for parameter in (GATE_UP, DOWN)
+            for parameter in self.spec.parameters
         }
 
     def _dense(self, parameter: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([packed.dequantize(dtype) for packed in self.packed(parameter, expert)])
+        """Return what the dense module holds of an expert in `parameter`."""
+        matrices = [packed.dequantize(dtype) for packed in self.packed(parameter, expert)]
+        return self.spec.joined(matrices)
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
-        for parameter in (GATE_UP, DOWN):
+        for parameter in self.spec.parameters:
             matrices = list(self._all_matrices(parameter))
             layouts = [self._layout(parameter, i, matrix, dtype) for i, matrix in enumerate(matrices)]
             if matrices:
@@ -121,25 +140,40 @@ class PackedExperts(PackedModule):
 
     def is_grouped(self, dtype: torch.dtype) -> bool:
         """Return True if activations of `dtype` use grouped GEMMs, one launch for all experts."""
-        return all(self._grouped_layout(parameter, dtype) is not None for parameter in (GATE_UP, DOWN))
+        return all(self._grouped_layout(parameter, dtype) is not None for parameter in self.spec.parameters)
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, *call: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the top-k experts, [T, H] in the dtype of `hidden_states` [T, H].
 
-        `top_k_index` [T, k] integer and `top_k_weights` [T, k] come from the router. An index >= the number
-        of experts means no expert, as in transformers.
+        A call of routed experts is (hidden_states, top_k_index [T, k] integer, top_k_weights [T, k]), the
+        latter from the router. An index >= the number of experts means no expert, as in transformers. Other
+        experts are called with their rows, one after the other: see `ExpertsSpec`.
         """
+        hidden_states, top_k_index, top_k_weights = self.spec.as_routed(call, self.num_experts)
         x = autocast(hidden_states)
-        gate_up = self._grouped_layout(GATE_UP, x.dtype)
+        first = self._grouped_layout(self.spec.first, x.dtype)
         down = self._grouped_layout(DOWN, x.dtype)
-        if gate_up is None or down is None or self._is_trained(hidden_states, top_k_weights):
+        if first is None or down is None or self._is_trained(hidden_states, top_k_weights):
             return self._one_by_one(hidden_states, top_k_index, top_k_weights)
-        pairs = sort_tokens_by_expert(top_k_index, gate_up, down)
-        gate, up = experts_linear(x, pairs, gate_up).chunk(2, -1)
-        y = experts_linear(autocast(self.act_fn(gate) * up), pairs, down, chained=True)
-        return combine_experts(y, top_k_index, top_k_weights, gate_up.experts).to(hidden_states.dtype)
+        pairs = sort_tokens_by_expert(top_k_index, first, down)
+        products = self._biased(self.spec.first, experts_linear(x, pairs, first), top_k_index)
+        between = self.spec.activation(self.act_fn, *products)
+        (y,) = self._biased(DOWN, experts_linear(autocast(between), pairs, down, chained=True), top_k_index)
+        return combine_experts(y, top_k_index, top_k_weights, first.experts).to(hidden_states.dtype)
+
+    def _biased(self, parameter: str, y: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        """Return the products in y [P, N'] of each matrix, [P, N], with the biases of `index` [T, k]."""
+        products = list(y.chunk(len(MATRICES[parameter]), -1))
+        if not self.spec.biased:
+            return products
+        # Rows without an expert are undefined, with any bias.
+        rows = self._bias(parameter)[index.flatten().clamp(0, self.num_experts - 1)].to(y.dtype)
+        biases = self.spec.split(rows, parameter)
+        return [product + bias for product, bias in zip(products, biases, strict=True)]
+
+    def _bias(self, parameter: str) -> torch.Tensor:
+        bias: torch.Tensor = self._local(f"{parameter}_bias")
+        return bias
 
     def _is_trained(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
         """Return True, and warn, if x [T, H] or `weights` [T, k] need gradients.
@@ -150,7 +184,7 @@ class PackedExperts(PackedModule):
         )
         if trained and not torch.compiler.is_compiling():
             shape = (self.intermediate_dim, self.hidden_dim)
-            problem = Problem.on(x.device, x.shape[0], *shape, self.gate_up_scheme, x.dtype)
+            problem = Problem.on(x.device, x.shape[0], *shape, self.first_scheme, x.dtype)
             warn_looped(
                 problem, self.num_experts, "gradients are asked for; use torch.no_grad() if not needed"
             )
@@ -173,16 +207,16 @@ class PackedExperts(PackedModule):
             start += count
             tokens = pairs // top_k
             weights = top_k_weights[tokens, pairs % top_k, None]
-            gate, up = self._project(GATE_UP, expert, hidden_states[tokens])
-            (down,) = self._project(DOWN, expert, self.act_fn(gate) * up)
+            products = self._project(self.spec.first, expert, hidden_states[tokens])
+            (down,) = self._project(DOWN, expert, self.spec.activation(self.act_fn, *products))
             out.index_add_(0, tokens, (down * weights).to(out.dtype))
         return out
 
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, hidden_dim={self.hidden_dim}, "
-            f"intermediate_dim={self.intermediate_dim}, gate_up={self.gate_up_scheme}, "
-            f"down={self.down_scheme}"
+            f"intermediate_dim={self.intermediate_dim}, {self.spec.first}={self.first_scheme}, "
+            f"down_proj={self.down_scheme}, {self.spec.activation.formula}"
         )
 
     def _grouped_layout(self, parameter: str, dtype: torch.dtype) -> ExpertsLayout | None:
@@ -191,7 +225,7 @@ class PackedExperts(PackedModule):
 
     def _build_grouped(self, parameter: str, dtype: torch.dtype) -> ExpertsLayout | None:
         weights = [self._packed(parameter, i, m) for i, m in enumerate(self._all_matrices(parameter))]
-        halves = 2 if parameter == GATE_UP else 1
+        halves = len(MATRICES[parameter])
         return build_experts_layout(weights, len(weights) // halves, halves, dtype)
 
     def _layout(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
@@ -209,17 +243,18 @@ class PackedExperts(PackedModule):
         return enumerate(matrices, start=len(matrices) * expert)
 
     def _matrices(self, parameter: str, expert: int) -> Iterator[Matrix]:
-        scheme, columns, halves = (
-            self._schemes[parameter],
-            self._columns[parameter],
-            1 + (parameter == GATE_UP),
-        )
+        scheme, columns = self._schemes[parameter], self._columns[parameter]
+        halves = len(MATRICES[parameter])
         # Parts without rows, such as column scales, are stacked per half as well.
         for parts in zip(*[part[expert].chunk(halves) for part in self._parts(parameter)], strict=True):
             yield Matrix.of(parts, scheme, columns)
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
         x = autocast(x)
+        biases: Sequence[torch.Tensor | None] = [None] * len(MATRICES[parameter])
+        if self.spec.biased:
+            biases = self.spec.split(self._bias(parameter)[expert].to(x.dtype), parameter)
         return [
-            self._product(parameter, index, matrix, x) for index, matrix in self._indexed(parameter, expert)
+            self._product(parameter, index, matrix, x, None if bias is None else bias.contiguous())
+            for (index, matrix), bias in zip(self._indexed(parameter, expert), biases, strict=True)
         ]

@@ -8,12 +8,7 @@ from torch import nn
 
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import CheckpointError, FormatError, UsageError
-from quantkit.model.architectures import (
-    DOWN,
-    GATE_UP,
-    is_fused_experts,
-    why_not_packable,
-)
+from quantkit.model.experts import DOWN, GATE_UP, UP, ExpertsSpec, find_spec, is_fused_experts
 from quantkit.model.linears import is_linear, is_transposed, matrix_shape
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
@@ -52,17 +47,17 @@ def packed_replacement(
         )
     if not is_fused_experts(module):
         return None
-    gate_up, down = scheme_of(f"{name}.{GATE_UP}"), scheme_of(f"{name}.{DOWN}")
-    if gate_up is None and down is None:
+    leaf = GATE_UP if module._parameters.get(GATE_UP) is not None else UP
+    first, down = scheme_of(f"{name}.{leaf}"), scheme_of(f"{name}.{DOWN}")
+    if first is None and down is None:
         return None
-    reason = why_not_packable(module)
-    if gate_up is None or down is None:
-        reason = "gate_up_proj and down_proj are packed together or not at all"
-    if reason is not None or gate_up is None or down is None:
+    spec = find_spec(module)
+    reason = spec if isinstance(spec, str) else f"{leaf} and {DOWN} are packed together or not at all"
+    if not isinstance(spec, ExpertsSpec) or first is None or down is None:
         raise FormatError(f"experts {name!r} cannot be packed: {reason}. Quantize the model again.")
     experts: Any = module
     _refuse_empty(name, *experts.down_proj.shape[1:])
-    return PackedExperts.replacing(experts, gate_up, down, container)
+    return PackedExperts.replacing(experts, first, down, container)
 
 
 def _refuse_empty(name: str, *columns: int) -> None:

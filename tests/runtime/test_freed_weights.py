@@ -21,7 +21,7 @@ from quantkit.kernels.layouts.fragment_layout import build, geometry, join, read
 from quantkit.kernels.linear import build_layout, linear_parts
 from quantkit.kernels.problem import Kernel, Layout, Problem, always
 from quantkit.kernels.registry import FORCE_VARIABLE
-from quantkit.model.architectures import DOWN, GATE_UP
+from quantkit.model.experts import DOWN, GATE_UP
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_experts import PackedExperts

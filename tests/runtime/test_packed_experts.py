@@ -4,7 +4,6 @@ import importlib
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -12,7 +11,7 @@ from quantkit.checkpoint.compressed_tensors import stored_format, why_not_compre
 from quantkit.errors import FormatError, KernelError
 from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.moe import stacked_weights
-from quantkit.model.architectures import DOWN, GATE_UP, why_not_packable
+from quantkit.model.experts import DOWN, GATE_UP
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_experts import PackedExperts
@@ -254,87 +253,3 @@ def test_a_model_in_another_dtype_than_the_files(tiny, dtype):
     assert {layer.mlp.gate.weight.dtype for layer in model.model.layers} == {dtype}
     with torch.no_grad():
         assert model(torch.tensor([[1, 5]])).logits.dtype == dtype
-
-
-# What can be packed
-
-
-@pytest.mark.parametrize(("family", "name"), CLASSES)
-def test_known_experts_are_packable_on_meta_too(family, name):
-    assert why_not_packable(experts_of(family, name)) is None
-    with torch.device("meta"):
-        assert why_not_packable(experts_of(family, name)) is None
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "config", "reason"),
-    [
-        ("gpt_oss", "GptOssExperts", "GptOssConfig", "for example biases"),
-        ("llama4", "Llama4TextExperts", "Llama4TextConfig", r"are not \[E, 2I, H\] and \[E, H, I\]"),
-    ],
-)
-def test_other_experts_are_not(family, name, config, reason):
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 2, "num_hidden_layers": 1}
-    with torch.device("meta"):
-        experts = getattr(module, name)(getattr(transformers, config)(**sizes))
-    assert reason.replace("\\", "") in str(why_not_packable(experts))
-
-
-class Toy(nn.Module):
-    """Experts of the right shape with another function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = 2
-        self.gate_up_proj = nn.Parameter(torch.zeros(2, 8, 16))
-        self.down_proj = nn.Parameter(torch.zeros(2, 16, 4))
-        self.act_fn = nn.SiLU()
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return self.act_fn(gate) * up
-
-    def forward(self, hidden, index, weights):
-        out = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            token, slot = torch.where(index == expert)
-            y = self.gate(hidden[token] @ self.gate_up_proj[expert].T) @ self.down_proj[expert].T
-            out.index_add_(0, token, y * weights[token, slot, None])
-        return out
-
-
-class Clamped(Toy):
-    def gate(self, gate_up):
-        gate, up = gate_up.chunk(2, -1)
-        return self.act_fn(gate.clamp(max=7)) * up.clamp(-7, 7)
-
-
-class Interleaved(Toy):
-    def gate(self, gate_up):
-        return self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]
-
-
-class Unweighted(Toy):
-    def forward(self, hidden, index, weights):
-        return super().forward(hidden, index, torch.ones_like(weights))
-
-
-class Other(Toy):
-    def forward(self, hidden):
-        return hidden
-
-
-@pytest.mark.parametrize("kind", [Clamped, Interleaved, Unweighted, Other])
-def test_experts_that_compute_something_else_are_not(kind):
-    assert why_not_packable(Toy()) is None
-    assert "computes something else" in str(why_not_packable(kind()))
-
-
-def test_experts_with_a_buffer_or_without_activation_are_not():
-    experts = Toy()
-    experts.register_buffer("mask", torch.ones(1))
-    assert "more than" in str(why_not_packable(experts))
-    experts = Toy()
-    del experts.act_fn
-    assert "no act_fn" in str(why_not_packable(experts))

@@ -14,7 +14,7 @@ from quantkit.kernels.problem import gpu_of
 from quantkit.kernels.registry import KERNELS
 from quantkit.kernels.tuning.store import named_tables, table_name
 from quantkit.kernels.tuning.tile_table import time_of
-from quantkit.model.architectures import GATE_UP
+from quantkit.model.experts import GATE_UP
 from quantkit.model.structure import Linear
 from quantkit.packing.schemes import Scheme
 

@@ -6,15 +6,15 @@ Fisher information (`quantization/allocate/sensitivity.py`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
 from quantkit.calibrate.hessian import Hessian, check_finite, gram
 from quantkit.errors import CheckpointError
-from quantkit.model.architectures import DOWN, GATE_UP, FusedExperts
-from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed, gated, intermediate
+from quantkit.model.experts import DOWN, spec_of
+from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,14 +100,14 @@ class RoutedGradients:
     nothing is known counts for nothing.
     """
 
-    experts: FusedExperts
+    experts: Any
     name: str
     routed: Routed
     weights: torch.Tensor
     slopes: torch.Tensor
 
     @classmethod
-    def of(cls, experts: FusedExperts, name: str, calls: Sequence[ExpertCall]) -> Self:
+    def of(cls, experts: nn.Module, name: str, calls: Sequence[ExpertCall]) -> Self:
         """Of the module called `name`, in the order of its calls."""
         inputs, chosen = (torch.cat([getattr(call, part) for call in calls]) for part in ("inputs", "chosen"))
         weights, slopes = (
@@ -121,28 +121,32 @@ class RoutedGradients:
         return tuple(len(self.routed.tokens(expert)) for expert in range(len(self.experts.down_proj)))
 
     def seen(self, expert: int) -> dict[str, Seen]:
-        """What is seen of `gate_up_proj` and `down_proj` of an expert, by these names."""
+        """What is seen of the two parameters of an expert, by their names; outputs as in `weight`."""
         tokens, slots = (self.routed.chosen == expert).nonzero(as_tuple=True)
         if len(tokens):
             weights = self.weights[tokens, slots]
         else:
             tokens = self.routed.everyone(self.routed.inputs.shape[1])
             weights = self.weights.mean() / len(tokens) ** 0.5
-        down = self.experts.down_proj[expert]
+        spec, down = spec_of(self.experts), self.weight(expert, DOWN)
         slopes = (weights[..., None] * self.slopes[tokens]).to(down.device)
         inputs = self._inputs(tokens)
-        halves = F.linear(inputs, self.experts.gate_up_proj[expert]).requires_grad_()
+        products = spec.product(self.experts, spec.first, expert, inputs).requires_grad_()
         with torch.enable_grad():
-            middle = gated(self.experts, halves)
-        (back,) = torch.autograd.grad(middle, halves, slopes @ down)
+            middle = spec.activated(self.experts, products)
+        (back,) = torch.autograd.grad(middle, products, slopes @ down)
         name = f"{self.name}.{expert}"
         return {
-            GATE_UP: Seen.of(name, inputs, {GATE_UP: back}, unweighted=False),
+            spec.first: Seen.of(name, inputs, {spec.first: back}, unweighted=False),
             DOWN: Seen.of(name, middle.detach(), {DOWN: slopes}, unweighted=False),
         }
 
+    def weight(self, expert: int, leaf: str) -> torch.Tensor:
+        """The rows [N', K] of all matrices of an expert in a parameter."""
+        return spec_of(self.experts).rows(getattr(self.experts, leaf)[expert])
+
     def everyone(self) -> Hessian:
-        """The Hessian of what all tokens bring to `gate_up_proj`, whichever expert they chose."""
+        """The Hessian of what all tokens bring to the first product, whichever expert they chose."""
         return _hessian(self._inputs(self.routed.everyone(self.routed.inputs.shape[1])))
 
     def hessian(self, expert: int, leaf: str, everyone: Hessian) -> Hessian:
@@ -151,9 +155,9 @@ class RoutedGradients:
 
         def read(some: torch.Tensor) -> torch.Tensor:
             inputs = self._inputs(some)
-            return intermediate(self.experts, expert, inputs) if leaf == DOWN else inputs
+            return spec_of(self.experts).between(self.experts, expert, inputs) if leaf == DOWN else inputs
 
-        features = len(self.experts.down_proj[expert].T) if leaf == DOWN else len(everyone.matrix)
+        features = self.weight(expert, DOWN).shape[1] if leaf == DOWN else len(everyone.matrix)
         every = _hessian(read(self.routed.everyone(features))) if leaf == DOWN else everyone
         return every.joined(_hessian(read(tokens)) if len(tokens) else None, PRIOR * features)
 

@@ -38,8 +38,8 @@ from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.quantize_with_hessian import quantize_calibrated_rows
 from quantkit.errors import FormatError, UsageError
 from quantkit.memory import trim_cache
-from quantkit.model.architectures import is_fused_experts
 from quantkit.model.blocks import Block, Decoder, Logits
+from quantkit.model.experts import chosen_rows, is_fused_experts
 from quantkit.model.hidden_states import Home
 from quantkit.model.model_pass import ModelPass
 from quantkit.model.trees import mapped
@@ -125,8 +125,8 @@ class _Measurement:
             while (name := passes[0].block) is not None and name != self._decoder.head_name:
                 block = self._decoder.block(name)
                 with self._decoder.loaded(block):
-                    steps_of = self._workers.map(lambda one, block=block: self._forward(block, one), passes)
-                    done.append((name, list(steps_of)))
+                    taken = self._workers.map(lambda one, block=block: self._forward(block, one), passes)
+                    done.append((name, list(taken)))
             self._predict(done, batches)
             while done:
                 name, steps_of = done.pop()
@@ -254,7 +254,7 @@ class _Measurement:
                 stats = None
                 if everyone is not None:
                     stats = LinearStats.prepare(routed.hessian(expert, leaf, everyone), self._method.needs)
-                weight = getattr(routed.experts, leaf)[expert]
+                weight = routed.weight(expert, leaf)
                 name = f"{routed.name}.{expert}.{leaf}"
                 importance = seen.squares[leaf] / tokens
                 trials = self._trials(
@@ -331,7 +331,10 @@ class _Measurement:
             for stage in stages
             if stage[0] in wanted.linears
         }
-        calls = {name: ExpertCall.of(inputs[name], slopes[name], block.full(name)) for name in wanted.experts}
+        calls = {}
+        for name in wanted.experts:
+            call, rows = chosen_rows(block.module.get_submodule(name), inputs[name])
+            calls[name] = ExpertCall.of(call, slopes[name][rows], block.full(name))
         self._step(2, block.name)
         return seen, calls
 

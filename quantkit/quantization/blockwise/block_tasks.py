@@ -7,15 +7,13 @@ from quantkit.calibrate.data.samples import Samples
 from quantkit.calibrate.steps import Refinement
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError
-from quantkit.model.architectures import DOWN, GATE_UP, LLAMA_LIKE
+from quantkit.model.architectures import LLAMA_LIKE
 from quantkit.model.blocks import Decoder
+from quantkit.model.experts import MATRICES
 from quantkit.model.names import ExpertPart
 from quantkit.quantization.blockwise.fold_scales import FOLDS, Fold
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.task import Task, needs_of
-
-#: The matrices of an expert, by the fused parameter that they are parts of, from the top.
-MATRICES = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,14 @@ class BlockTasks:
 
     def of_expert(self, module: str, expert: int, leaf: str) -> dict[str, Task]:
         """The matrices of an expert in a fused parameter, as far as they have a method that takes data."""
-        names = (f"{module}.{expert}.{matrix}" for matrix in MATRICES[leaf])
-        return {name: self.tasks[name] for name in names if name in self.tasks and self.tasks[name].needs}
+        names = [f"{module}.{expert}.{matrix}" for matrix in MATRICES[leaf]]
+        return {
+            name: self.tasks[name]
+            for name in names
+            if name in self.tasks
+            and self.tasks[name].needs
+            and self.parts[name].parameter == f"{module}.{leaf}"
+        }
 
     def of_experts(self, module: str) -> dict[str, Task]:
         """The matrices of all its experts that have a method that takes data."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
 from quantkit.calibrate.hessian import Hessian
 from quantkit.calibrate.methods import Method
 from quantkit.errors import CheckpointError
-from quantkit.model.architectures import DOWN, FusedExperts
-from quantkit.quantization.blockwise.block_tasks import MATRICES, BlockTasks
+from quantkit.model.experts import DOWN, MATRICES, chosen_rows, spec_of
+from quantkit.quantization.blockwise.block_tasks import BlockTasks
 from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver
 from quantkit.quantization.task import Task
 
@@ -81,10 +81,23 @@ class Routed:
         return torch.arange(count) * total // count
 
 
+def call_tensors(
+    experts: nn.Module, call: Sequence[torch.Tensor], original: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """What `Routed.of` takes of a call: its tensors by number, and the inputs of the `original` model."""
+    tensors, rows = chosen_rows(experts, call)
+    found = {str(at): one for at, one in enumerate(tensors)}
+    if original is not None:
+        # Rows of zeros are those of experts that the original model did not choose: they say nothing.
+        chosen = original[rows].any(-1, keepdim=True) | spec_of(experts).routed
+        found["original"] = torch.where(chosen, original[rows], tensors[0])
+    return found
+
+
 def quantize_experts(
     solver: Solver,
-    experts: FusedExperts,
-    originals: FusedExperts | None,
+    experts: nn.Module,
+    originals: nn.Module | None,
     name: str,
     todo: BlockTasks,
     routed: Routed,
@@ -119,8 +132,8 @@ class _Kind:
         leaf: str,
         tasks: Mapping[int, Mapping[str, Task]],
         routed: Routed,
-        experts: FusedExperts,
-        originals: FusedExperts | None,
+        experts: nn.Module,
+        originals: nn.Module | None,
     ) -> None:
         self._solver, self._leaf, self._tasks, self._routed = solver, leaf, tasks, routed
         self._experts, self._originals = experts, originals
@@ -182,9 +195,9 @@ class _Kind:
     def _read(self, expert: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the matrices of an expert see of some tokens, and see in the original."""
 
-        def of(module: FusedExperts, inputs: torch.Tensor) -> torch.Tensor:
+        def of(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
             found = inputs[tokens.to(inputs.device)].to(self._solver.device)
-            return intermediate(module, expert, found) if self._leaf == DOWN else found
+            return spec_of(module).between(module, expert, found) if self._leaf == DOWN else found
 
         seen = of(self._experts, self._routed.inputs)
         if "input_error" not in self._method.needs:
@@ -198,18 +211,6 @@ def _output(solver: Solver, task: Task, quantized: Quantized, own: Hessian) -> l
     weight = solver.weight(task.source.name).to(torch.float32)
     errors = weight - quantized.packed.dequantize(torch.float32)
     return [own.tokens * own.output_energy(errors), own.tokens * own.output_energy(weight)]
-
-
-def intermediate(experts: FusedExperts, expert: int, inputs: torch.Tensor) -> torch.Tensor:
-    """What the down projection of an expert sees: [n, I] from [n, K]."""
-    return gated(experts, F.linear(inputs, experts.gate_up_proj[expert]))
-
-
-def gated(experts: FusedExperts, halves: torch.Tensor) -> torch.Tensor:
-    """act(gate) * up, [n, I], of gate and up side by side, [n, 2I]."""
-    gate, up = halves.chunk(2, -1)
-    found: torch.Tensor = experts.act_fn(gate) * up
-    return found
 
 
 def coverage(routed: Routed, numbers: Sequence[int], columns: int) -> tuple[list[int], str | None]:

@@ -44,7 +44,7 @@ from quantkit.quantization.blockwise.block_output import BlockOutput, Coverage
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, weight_of
 from quantkit.quantization.blockwise.input_groups import Forwards, Stages, inputs_of_calls, stages_of
 from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver, packed_of
-from quantkit.quantization.blockwise.moe_calibration import Routed, coverage, quantize_experts
+from quantkit.quantization.blockwise.moe_calibration import Routed, call_tensors, coverage, quantize_experts
 from quantkit.quantization.blockwise.refine_block import learn_rounding
 from quantkit.quantization.blockwise.states import States
 from quantkit.quantization.task import Task, needs_of
@@ -190,7 +190,7 @@ class _Worker:
                 if part is None:
                     given[weight_of(name)] = weight
                 else:
-                    part.of(given[part.parameter], len(weight)).copy_(weight)
+                    part.of(given[part.parameter]).copy_(weight)
             for parameter, task in todo.changed.items():
                 tensor = files.read(task.outputs[0].name)
                 given[parameter] = tensor.to(self.decoder.device, self.decoder.dtype)
@@ -369,13 +369,13 @@ class _Worker:
         home, ranks = states.home.device, self.solver.ranks
         tasks = todo.of_experts(name)
         corrects = "input_error" in needs_of(tasks.values())
+        experts: Any = block.module.get_submodule(name)
 
         def call(lane: int) -> Record:
-            found = {str(at): one.to(home) for at, one in enumerate(forwards.step(lane))}
+            inputs = forwards.step(lane)
             original = None if exact is None else exact.step(lane)[0]
-            if original is not None and corrects:
-                found["original"] = original.to(home)
-            return Record(found)
+            found = call_tensors(experts, inputs, original if corrects else None)
+            return Record({key: one.to(home) for key, one in found.items()})
 
         # An expert has few tokens on each rank, so all of them go to the one that quantizes it.
         calls = list(self.solver.in_order(call, range(len(states.passes))))
@@ -387,7 +387,6 @@ class _Worker:
             full,
         )
         del calls
-        experts: Any = block.module.get_submodule(name)
         originals: Any = None if twin is None else twin.module.get_submodule(name)
         room = int(EXPERTS_MEMORY * free_share(self.decoder.device, ranks.on_host))
         quantize_experts(self.solver, experts, originals, name, todo, routed, room, store)
@@ -401,7 +400,7 @@ class _Worker:
             set_weight(block.module, weight_of(name), weight)
             self.decoder.drop(todo.tasks[name].source.name)
         else:
-            part.of(block.module.get_parameter(part.parameter), len(weight)).copy_(weight)
+            part.of(block.module.get_parameter(part.parameter)).copy_(weight)
 
     def _suspends(self, block: Block, states: States) -> bool:
         """Return True if free memory holds suspended passes: twice hidden state and widest input a token."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quantkit.model.architectures import is_fused_experts
+from quantkit.model.experts import is_fused_experts
 from quantkit.runtime.cache.cache_name import renamed
 from quantkit.runtime.cpu_steps.flat_step import flat
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured

@@ -90,6 +90,11 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         generation.apply(model)
         return model
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> Any:
+        """Add the merging of experts to which quantkit gave names, before what transformers has."""
+        own = loading.merge_experts(model, weight_conversions)
+        return super().update_weight_conversions([*own, *weight_conversions], model)
+
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
         # For compressed-tensors, transformers would unfuse some experts here and rename their layers.
         return None

@@ -1,13 +1,23 @@
 """Fix faults of transformers and accelerate when one packed model is loaded or saved."""
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import MergeModulelist, SplitModulelist, build_glob_alternation
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    SplitModulelist,
+    WeightConverter,
+    build_glob_alternation,
+)
 
+from quantkit.model.experts import MATRICES
+from quantkit.model.names import own_name
 from quantkit.model.weight_reads import reads_weight
+from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.replace import packed_modules
 
 #: Key in an entry of accelerate's index for its original dtype.
@@ -40,6 +50,33 @@ def initialize_again(model: nn.Module) -> None:
 def skips_initializing(model: nn.Module) -> bool:
     """Return True if `skip_initializing` marked a module of `model`."""
     return any(_MARKED in vars(module) for module in model.modules())
+
+
+def merge_experts(model: nn.Module, conversions: Iterable[Any]) -> list[Any]:
+    """Return conversions for matrices of packed experts that transformers reads from one tensor for all.
+
+    quantkit stores them by expert (`model/split_experts.py`). `conversions` are those of the model's class.
+    """
+    merged = [
+        pattern
+        for one in conversions
+        if any(isinstance(operation, MergeModulelist) for operation in getattr(one, "operations", ()))
+        for pattern in one._original_target_patterns
+    ]
+    found: dict[str, Any] = {}
+    for name, module in packed_modules(model):
+        if not isinstance(module, PackedExperts):
+            continue
+        # As the name ends in many layers.
+        owner = rf"\.{name.rpartition('.')[2]}"
+        for parameter in module.spec.parameters:
+            if any(re.search(f"{pattern}$", f"{name}.{parameter}") for pattern in merged):
+                continue
+            parts = range(len(MATRICES[parameter]))
+            sources = [f"{owner}.{own_name('', '*', parameter, part).lstrip('.')}" for part in parts]
+            stack = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(parts) > 1 else [])]
+            found[f"{owner}.{parameter}"] = WeightConverter(sources, f"{owner}.{parameter}", stack)
+    return list(found.values())
 
 
 def keep_expert_shapes(model: Any) -> None:

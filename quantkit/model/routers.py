@@ -1,0 +1,138 @@
+"""Find the linears that choose: experts for a token, or tokens for an indexer.
+
+Modules run on the meta device, each distinct one once. Every linear's output is followed through the
+operations after it: one that reaches a selection, such as top-k, without another matrix product in between,
+chooses. A module all of whose linears lead to a selection chooses as a whole. No name, shape or class is
+asked.
+"""
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: Operations whose result depends on which of their inputs are largest.
+SELECTIONS = ("topk", "sort", "argsort", "argmax")
+#: Operations after which an output is no longer that of one linear.
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_grouped_mm")
+#: Tokens in a run: more than a model would choose among, so that top-k finds enough.
+TOKENS = 96
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def choosing_linears(model: nn.Module) -> frozenset[str]:
+    """Return the names of the linears of `model` whose outputs decide a selection.
+
+    `model` is on the meta device. Modules outside numbered blocks are not looked at; those that cannot be
+    called with hidden states alone are, part by part.
+    """
+    modules = dict(model.named_modules())
+    kinds = {name: (_NUMBER.sub("*", f"{name}."), type(module)) for name, module in modules.items()}
+    found: dict[tuple[str, type], set[str]] = {}
+    with _quietly():
+        for name, kind in kinds.items():
+            if kind not in found and "*" in kind[0] and type(modules[name]) is not nn.Linear:
+                found[kind] = _choosing(modules[name])
+    return frozenset(
+        f"{name}.{linear}".strip(".") for name, kind in kinds.items() for linear in found.get(kind, ())
+    )
+
+
+def _choosing(module: nn.Module) -> set[str]:
+    """Return the names, inside `module`, of its linears that choose when it runs; "" for itself."""
+    linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
+    if not linears or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return set()
+    width = next(iter(linears.values())).in_features
+    for shape in ((1, TOKENS, width), (TOKENS, width)):
+        trace = _Trace(linears)
+        try:
+            with trace:
+                module(torch.empty(shape))
+        except Exception:  # Another module's code, called with guessed arguments, may fail in any way.
+            if not trace.chose():
+                continue
+        return trace.chose()
+    return set()
+
+
+@dataclass(frozen=True)
+class _Of:
+    """Linears that a tensor comes from, by name: the weight, the output, all before it, and a choice."""
+
+    weight: frozenset[str] = frozenset()
+    output: frozenset[str] = frozenset()
+    before: frozenset[str] = frozenset()
+    #: Whether it is the number of the largest.
+    number: bool = False
+
+
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the weights of linears to products, and the products to selections."""
+
+    def __init__(self, linears: dict[str, nn.Linear]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._chose: set[str] = set()
+        self._led: set[str] = set()
+        self._linears = linears
+        self._of = {id(one.weight): _Of(weight=frozenset([name])) for name, one in linears.items()}
+        #: Tensors with an entry, which keep their identity as long as they live.
+        self._kept: list[torch.Tensor] = []
+
+    def chose(self) -> set[str]:
+        """Return the linears that chose: all of them if all led to selections."""
+        return self._led if self._led == set(self._linears) else self._chose
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = str(function).removeprefix("aten.")
+        inputs = [self._of[id(one)] for one in _tensors((args, kwargs)) if id(one) in self._of]
+        of = _Of(
+            frozenset().union(*(one.weight for one in inputs)),
+            frozenset().union(*(one.output for one in inputs)),
+            frozenset().union(*(one.before | one.weight for one in inputs)),
+        )
+        if name.startswith(SELECTIONS) or any(one.number for one in inputs):
+            self._chose |= of.output
+            self._led |= of.before
+        if name.startswith(PRODUCTS):
+            of = replace(of, weight=frozenset(), output=of.weight)
+        for one in _tensors(result):
+            # Values of a maximum only bound others; its number selects if it is used.
+            number = name.startswith("max.dim") and not one.is_floating_point()
+            self._of[id(one)] = replace(of, number=number)
+            self._kept.append(one)
+        return result
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (one for one in tree_leaves(values) if isinstance(one, torch.Tensor))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Run on the meta device, without gradients, compilation, warnings and log lines."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.device("meta"),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

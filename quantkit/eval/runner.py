@@ -25,8 +25,9 @@ from quantkit.model.model_pass import ModelPass
 from quantkit.runtime.generate import cache_name
 from quantkit.runtime.load import load
 
-#: Tokens whose hidden states wait between two blocks.
+#: Tokens whose hidden states wait between two blocks, and passes, each of which has a thread.
 WAITING_TOKENS = 1 << 17
+WAITING_PASSES = 256
 
 #: Windows that go through a model at once, int64 [B, W], and how many last tokens of each are predicted.
 Windows = tuple[torch.Tensor, int]
@@ -113,7 +114,7 @@ class _BlockByBlock(Passes):
         # What blocks are called with belongs to windows of one shape.
         for _, group in groupby(batches, lambda batch: batch[0].shape):
             alike = list(group)
-            step = max(1, WAITING_TOKENS // alike[0][0].numel())
+            step = max(1, min(WAITING_PASSES, WAITING_TOKENS // alike[0][0].numel()))
             for start in range(0, len(alike), step):
                 yield from self._pass(alike[start : start + step])
 

@@ -25,7 +25,8 @@ from quantkit.model.lazy_weights import LazyWeights
 from quantkit.model.linears import is_linear, plain_linear, transposed_linears
 from quantkit.model.model_pass import Call, ModelPass, returning, waiting_at
 from quantkit.model.names import ExpertPart, as_matrices, expert_parts, model_names
-from quantkit.model.structure import meta_model
+from quantkit.model.parts import embeddings
+from quantkit.model.structure import stored_model
 from quantkit.model.trees import hidden_in, with_hidden
 
 
@@ -80,7 +81,7 @@ class Decoder:
         self._checkpoint = checkpoint
         self._cached: dict[str, torch.Tensor] = {}
         self._reads: dict[str, Future[torch.Tensor]] = {}
-        self._model: Any = meta_model(checkpoint.config, checkpoint.directory, buffers=True)
+        self._model: Any = stored_model(checkpoint, buffers=True)
         self._model.eval()
         names = model_names(self._model, checkpoint.tensors)
         turned = {f"{name}.weight" for name, _ in transposed_linears(self._model)}
@@ -95,9 +96,11 @@ class Decoder:
         self._place_buffers()
         self._run_experts_one_by_one()
         self._blocks = {name: Block(name, module) for name, module in _blocks_of(self._model)}
-        model: Any = self._model
-        head = model.get_output_embeddings()
+        head = embeddings(self._model, "output")
         self.head_name = next((name for name, one in self._blocks.items() if one.module is head), None)
+        self._embedding: Any = embeddings(self._model, "input")
+        if not isinstance(self._embedding, nn.Embedding):
+            raise self._refusal("it does not embed tokens")
         if not self.block_names:
             raise self._refusal("it has no list of modules that hold linears")
         self._outer: LazyWeights | None = None
@@ -158,12 +161,12 @@ class Decoder:
     @property
     def embedding_rows(self) -> int:
         """Rows of the embedding: one more than the largest token."""
-        return int(self._model.get_input_embeddings().weight.shape[0])
+        return int(self._embedding.num_embeddings)
 
     @property
     def hidden_size(self) -> int:
         """Size d of a hidden state."""
-        return int(self._model.get_input_embeddings().weight.shape[1])
+        return int(self._embedding.embedding_dim)
 
     @contextmanager
     def passes(self) -> Iterator[StartPass]:

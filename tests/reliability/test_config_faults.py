@@ -60,8 +60,8 @@ def test_an_unknown_architecture(run: Run, source: Path, out: Path, model_type: 
     edit_json(source / CONFIG, lambda config: config.update(model_type=model_type))
     message = Message(
         source / CONFIG,
-        f"model_type {model_type!r}",
-        "transformers cannot build a causal language model",
+        f"'model_type' is {model_type!r}",
+        "expected an architecture of transformers",
         "install a transformers that knows the architecture",
     )
     refused(run, ("quantize", source, out), CheckpointError, message, source.parent)

@@ -423,7 +423,7 @@ def test_a_lack_of_memory_is_not_a_damaged_file(tiny, monkeypatch):
     def exhausted(*_, **__):
         torch.empty(1 << 60)
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", exhausted)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", exhausted)
     with pytest.raises(EnvironmentProblem, match=r"the host has too little memory \(4611686\.02 TB needed"):
         load(checkpoint.packed, device="cpu")
 
@@ -470,7 +470,7 @@ def test_what_waits_for_a_collection_makes_room_on_a_gpu(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr("quantkit.runtime.load.pick_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", from_pretrained)
     gc.disable()
     try:
         assert left() is not None

@@ -11,7 +11,7 @@ from quantkit.calibrate.data.texts import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.files import shown
-from quantkit.model.structure import model_config
+from quantkit.model.model_class import model_config
 from quantkit.model.tokenizer import tokenize, tokenizer
 
 

@@ -92,6 +92,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
         },
     ),
+    "t5": ("T5Config", {"num_layers": 2, "d_ff": 84, "head_dim": None, "d_kv": 16}),
+    "bart": (
+        "BartConfig",
+        {
+            **{"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 84, "decoder_ffn_dim": 84},
+            **{"d_model": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
+            "num_hidden_layers": None,
+        },
+    ),
+    "bert": ("BertConfig", {}),
+    "embedding": ("Qwen3Config", {}),
+    "vision": (
+        "Qwen2VLConfig",
+        {
+            "text_config": {
+                **MODEL_SIZES,
+                "rope_parameters": {
+                    **{"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+                },
+            },
+            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        },
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {
@@ -99,6 +122,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"mamba_d_state": 16, "mamba_chunk_size": 8, "num_hidden_layers": 2},
         },
     ),
+}
+#: Classes of models that do not predict the next token.
+CLASSES = {
+    "t5": "T5ForConditionalGeneration",
+    "bart": "BartForConditionalGeneration",
+    "bert": "BertForMaskedLM",
+    "embedding": "Qwen3Model",
+    "vision": "Qwen2VLForConditionalGeneration",
 }
 LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -121,7 +152,8 @@ def _write(source: Path, family: str, dtype: torch.dtype, changes: dict[str, Any
     torch.manual_seed(0)
     sizes = {**MODEL_SIZES, **fields, **changes}
     config = getattr(transformers, name)(**{key: one for key, one in sizes.items() if one is not None})
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    cls = getattr(transformers, CLASSES[family]) if family in CLASSES else transformers.AutoModelForCausalLM
+    model = (cls(config) if family in CLASSES else cls.from_config(config)).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(source)

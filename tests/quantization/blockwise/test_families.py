@@ -1,5 +1,6 @@
 """Calibration of every kind of block: what linears see is what hooks on the whole model see."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ FAMILIES = (
     "falcon",  # a subclass of Linear
     "opt",  # linears before and after the blocks
     "rwkv",  # a state
+    "t5",  # two lists of blocks, and a bias that the first of each computes for all
+    "bart",
+    "bert",  # a linear between the blocks and the head
+    "embedding",  # no head
+    "vision",  # a text decoder inside, and blocks that text does not run
 )
+
+
+#: Those whose head can be packed apart from the embedding and is called lm_head.
+WITH_HEAD = FAMILIES[: FAMILIES.index("rwkv")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,7 +67,7 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
         tmp_path / "out",
         format="int8",
         method="gptq",
-        lm_head=None if family == "rwkv" else "int8",
+        lm_head="int8" if family in WITH_HEAD else None,
         calibration=data(text),
     )
     linears = [
@@ -65,7 +75,8 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
     ]
     assert set(found) == {linear.module for linear in linears} != set()
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
+    model = getattr(transformers, architecture).from_pretrained(source, dtype=torch.float32).eval()
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in found}
 
     def keep(name: str) -> Any:
@@ -74,8 +85,11 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
     for name in found:
         model.get_submodule(name).register_forward_pre_hook(keep(name))
     model.set_experts_implementation("eager")
+    tokens = {"input_ids": tokens_of(source, text)}
+    if model.config.is_encoder_decoder:
+        tokens["decoder_input_ids"] = tokens["input_ids"]
     with torch.no_grad():
-        model(input_ids=tokens_of(source, text), use_cache=False)
+        model(**tokens)
     for name, hessian in found.items():
         x = torch.cat(inputs[name])
         assert hessian.tokens == len(x)

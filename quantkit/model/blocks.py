@@ -19,8 +19,8 @@ from torch import nn
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.hidden_states import Home
+from quantkit.model.model_class import meta_model
 from quantkit.model.names import ExpertPart, expert_parts, model_names
-from quantkit.model.structure import meta_model
 
 
 @dataclass(frozen=True, eq=False)

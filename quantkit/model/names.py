@@ -124,9 +124,13 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
         if not found.operations:
             found = _own(target, parameters, prefix) or replace(found, parameter=target)
         target = found.parameter
+        inside = target.removeprefix(f"{prefix}.")
         if target not in parameters and f"{prefix}.{target}" in parameters:
             # A file of the bare decoder, without lm_head.
             target = f"{prefix}.{target}"
+        elif target not in parameters and inside in parameters and not hasattr(model, prefix):
+            # The bare decoder of a file with lm_head.
+            target = inside
         yield name, replace(found, parameter=target)
 
 
@@ -137,6 +141,6 @@ def _own(name: str, parameters: Mapping[str, Any], prefix: str) -> Renamed | Non
         return None
     for leaf, part in _OWN_PLACES[match[2]]:
         parameter = f"{match[1]}.{leaf}"
-        if parameter in parameters or f"{prefix}.{parameter}" in parameters:
+        if {parameter, f"{prefix}.{parameter}", parameter.removeprefix(f"{prefix}.")} & parameters.keys():
             return Renamed(parameter, part=part, own=True)
     return None

@@ -65,17 +65,21 @@ def _refuse_empty(name: str, *columns: int) -> None:
         )
 
 
-def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
+def swap_modules(
+    model: nn.Module, config: QuantizationConfig, names: Mapping[str, str] | None = None
+) -> None:
     """Replace, on the meta device, the modules of `model` that `config` packs.
 
-    Raises `CheckpointError` if `config` names modules that the model lacks or cannot pack, or a matrix tied
-    to the embedding.
+    `names` maps modules to their names in `config` where `model` is of another class than the checkpoint;
+    those that it lacks, such as a new head, stay dense. Raises `CheckpointError` if `config` names modules
+    that the model lacks or cannot pack, or a matrix tied to the embedding.
     """
     matched = set()
 
     def scheme_of(name: str) -> Any:
         matched.add(name)
-        return config.scheme_of(name)
+        known = name if names is None else names.get(name)
+        return None if known is None else config.scheme_of(known)
 
     for name, module in list(model.named_modules()):
         try:
@@ -88,7 +92,8 @@ def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
             packed.train(module.training)
             model.set_submodule(name, packed)
     unknown = sorted(name for name, scheme in config.modules.items() if scheme and name not in matched)
-    if unknown:
+    # Another class may be a part of the model.
+    if unknown and names is None:
         raise CheckpointError(
             f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
             "does not have. Quantize the model again, or use the transformers version it was made with."

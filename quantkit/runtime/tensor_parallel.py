@@ -32,7 +32,7 @@ def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
     Raises `CheckpointError` for a checkpoint that is not packed.
     """
     from quantkit.checkpoint.quantization_config import QuantizationConfig
-    from quantkit.model.structure import meta_model
+    from quantkit.model.model_class import meta_model
     from quantkit.runtime.replace import swap_modules
 
     model = meta_model(checkpoint.config, checkpoint.directory)

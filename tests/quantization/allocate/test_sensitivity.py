@@ -22,6 +22,7 @@ from quantkit.quantization.allocate import sensitivity
 from quantkit.quantization.allocate.sensitivity import measure
 from quantkit.quantization.blockwise.calibration_data import read_samples
 
+from ...support.compare import assert_close
 from ...tiny.calibrated import LINEARS, write
 
 STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
@@ -61,7 +62,7 @@ def test_the_head_is_that_of_the_model(tmp_path: Path, family: str) -> None:
                 hidden = block.run(hidden)
         with decoder.head() as logits:
             found = logits(hidden)
-        torch.testing.assert_close(found, model(tokens).logits)
+        assert_close(found, model(tokens).logits)
     assert all(parameter.is_meta for parameter in decoder._model.parameters())
     assert len(decoder._decoder.layers) == len(blocks)
 

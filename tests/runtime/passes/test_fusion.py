@@ -43,6 +43,7 @@ from quantkit.runtime.passes.patterns import fused
 from quantkit.runtime.passes.trace import trace
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
+from ...support.compare import assert_close, assert_equal
 from ..graphed import (
     DEVICE,
     calls,
@@ -146,7 +147,9 @@ def beside_torch(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sampled(3)
-def test_families(family: str, inference: bool, modules: list[Any], steps: list[int]) -> None:
+def test_steps_of_each_family_are_fused_and_right(
+    family: str, inference: bool, modules: list[Any], steps: list[int]
+) -> None:
     more, of_layer, others = FAMILIES[family]
     model = made(family, **more)
     expected = decode_whole(model, ids(), 6)
@@ -356,7 +359,7 @@ def test_memory_is_shared_whatever_operations_say() -> None:
 @torch.no_grad()
 def test_results_within_results_are_not_constants() -> None:
     module = trace(lambda x: torch.ops.quantkit_tests.nested(x)[1][1] + 1, [numbers(4)])
-    assert torch.equal(module(numbers(5)), numbers(5) * 3 + 1)
+    assert_equal(module(numbers(5)), numbers(5) * 3 + 1)
 
 
 def test_a_number_that_the_host_gives_a_gpu_cannot_be_traced() -> None:
@@ -897,7 +900,7 @@ def test_what_is_no_number_in_both_is_no_difference(
     graph_decoding(model)
     for inputs, whole in zip(given, expected, strict=True):
         for one, other in zip(prompt(model, **inputs), whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+            assert_close(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
     assert len(prompts) == 1 and "as they are" not in caplog.text
 
 
@@ -933,7 +936,7 @@ def test_keys_are_those_of_the_tokens_and_nothing_is_kept(
     close(torch.stack([layer.keys, layer.values]), torch.stack([expected.keys, expected.values]))
 
 
-def test_a_packed_model(modules: list[Any], tmp_path: Path) -> None:
+def test_steps_of_a_packed_model_are_fused_and_right(modules: list[Any], tmp_path: Path) -> None:
     source = Path(__file__).parents[3] / "examples/stories260K"
     quantkit.quantize(source, tmp_path / "out", format="int4", method="rtn")
     model = quantkit.load(tmp_path / "out", device=DEVICE, dtype=torch.float32)

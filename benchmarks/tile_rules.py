@@ -123,7 +123,7 @@ def main() -> None:
         if measured is not None and measured.m != key.m:
             taken[key.scheme.format.name] += 1
     named = ", ".join(f"{name} {count}" for name, count in taken.most_common(3))
-    print(f"{taken.total()} problems take what was sooner for more rows of x: {named}, ...")
+    print(f"{taken.total()} problems take what was faster for more rows of x: {named}, ...")
 
 
 if __name__ == "__main__":

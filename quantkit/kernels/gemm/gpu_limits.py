@@ -1,49 +1,47 @@
-"""Sizes of a GPU that tiles depend on.
+"""Sizes of a GPU on which rules for tiles depend.
 
-Rules were made on an H200 and an H100. Other GPUs scale them by their multiprocessors, within their shared
-memory.
+The rules were made on an H200 and an H100. On other GPUs they scale with the number of multiprocessors, and
+stay within the shared memory.
 """
 
 import torch
 
 from quantkit.kernels.problem import Problem, gpu_of
 
-#: Multiprocessors of an H200.
+#: Multiprocessors of an H200, for which the rules were made.
 H200_PROCESSORS = 132
 #: Shared memory of a program on GPUs of compute capability 9, in bytes.
 HOPPER_SHARED = 227 << 10
-#: Capabilities whose GeForce products accumulate float16 twice as fast in float16 as in float32.
+#: Compute capabilities of GeForce GPUs, whose tensor cores sum float16 products twice as fast in float16.
 HALF_RATE = ((8, 6), (8, 9), (12, 0))
-#: Most rows of W that leave multiprocessors of an H200 idle without split-K.
+#: Up to this N, multiprocessors of an H200 are idle unless tiles are split along K.
 FEW_ROWS = 8192
-#: Registers of a thread for codes in flight, and for accumulators, before ptxas spills.
+#: Registers of a thread that codes in flight, or sums, may take before ptxas spills.
 CODE_REGISTERS, SUM_REGISTERS = 64, 128
 
 
 def has_few_rows(n: int, multiprocessors: int = H200_PROCESSORS, most: int = FEW_ROWS) -> bool:
-    """Return True if W has too few rows for `multiprocessors`: at most `most` rows on an H200, in proportion
-    elsewhere.
-    """
+    """Return True if a weight of n rows has at most `most` rows per 132 multiprocessors (an H200)."""
     return n * H200_PROCESSORS <= most * multiprocessors
 
 
 def processors(problem: Problem) -> int:
-    """Return the multiprocessors of the problem's GPU, or of an H200 where no GPU is given."""
+    """Return the multiprocessors of the problem's GPU; those of an H200 without a GPU."""
     return H200_PROCESSORS if problem.gpu is None else problem.gpu.multiprocessors
 
 
 def program_memory(problem: Problem) -> int:
-    """Return the bytes of shared memory that a program may have on the problem's GPU, or an H200."""
+    """Return the bytes of shared memory of a program on the problem's GPU; those of an H200 without a GPU."""
     return HOPPER_SHARED if problem.gpu is None else problem.gpu.shared_memory
 
 
 def multiprocessors_of(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU, or of an H200 where a kernel is only compiled."""
+    """Return the multiprocessors of a GPU; those of an H200 for a device that is none."""
     gpu = gpu_of(device)
     return H200_PROCESSORS if gpu is None else gpu.multiprocessors
 
 
 def shared_memory_of(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have on a GPU, or an H200."""
+    """Return the bytes of shared memory of a program on a GPU; those of an H200 for a device that is none."""
     gpu = gpu_of(device)
     return HOPPER_SHARED if gpu is None else gpu.shared_memory

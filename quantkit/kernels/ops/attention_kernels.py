@@ -1,16 +1,18 @@
 """Decode attention (flash decoding, arXiv 2311.01282): each key and value is loaded once per block of heads.
 
-A program has some keys of one key head, and up to 16 of the query heads that share it. Each of its W warps
-takes KEYS keys per step and shares nothing with other warps. The sums of a warp are a split. Splits are added
-up in a fixed order at the end, so that results are reproducible.
+A program has a share of the keys of one key head, and up to 16 of the query heads that share that key head.
+Each of its W warps takes KEYS keys per step, independently of the other warps. The partial sums of one warp
+are a piece. Pieces are added in a fixed order at the end, so that results are reproducible.
 
-A lane loads 16 bytes at a time, straight into fragments of `mma`: the order of features in a sum is free.
-Lane 4 m + t of a warp has these of every run of 32 features of a key, and of 64 of a value:
+The order of features in a sum is free, so warp lanes load 16 bytes at a time straight into fragments of
+`mma`. Warp lane 4 m + t loads, of every run r of 32 features of keys, and every run s of 64 features of
+values:
 
     key 8 i + m, features 32 r + 8 t ..+8           value 8 i + 2 t + c, features 64 s + 8 m ..+8
 
 It has the scores and sums of head m, or of heads 2 t and 2 t + 1.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -18,11 +20,11 @@ import triton.language as tl
 from quantkit.kernels.gluon.prefetch import cache_line_offsets, prefetch_l2
 from quantkit.kernels.ops.norm_kernel import normed
 
-#: Turns exp into exp2, which GPUs have.
+#: exp(x) = exp2(x * LOG2E); GPUs have an instruction for exp2.
 LOG2E = tl.constexpr(1.4426950408889634)
 #: The lowest float32.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-#: Barrier of a warp's lanes: loads before it are not moved behind what follows.
+#: Barrier of the lanes of a warp; the compiler moves no load past it.
 _TOGETHER = tl.constexpr("bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;")
 #: Keeps Triton from changing the layout of load addresses.
 _AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
@@ -49,12 +51,12 @@ def attend(
     writes `out`.
 
     With NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
-    key and `new_v` [B, HEADS, V] are written after the `cache_length` tokens, by the programs that attend to
+    key and `new_v` [B, HEADS, V] are written after `cache_length` tokens, by the programs that attend to
     them. Without room queries become NaN.
 
     With EPS, heads are normed before rotation, with weights `q_weight` and `k_weight` [D], as `rms_norm`
-    does. SETTLED says that no kernel that may still run writes `k`, `v`, `mask` or `cache_length`.
-    SINGLE_PASS says that each program attends to all its keys in one step.
+    does. With SETTLED, no kernel that may still run writes `k`, `v`, `mask` or `cache_length`. With
+    SINGLE_PASS, each program attends to all its keys in one step.
     """
     # Rows of an `mma`.
     ROWS: tl.constexpr = 16
@@ -72,7 +74,7 @@ def attend(
         prefetch_l2(v + ahead * v_l + tl.minimum(cache_line_offsets(v, VP), V - 1)[None, :])
     if PDL and not SETTLED:
         tl.extra.cuda.gdc_wait()
-    # Masks are loaded a step ahead, so that no load of keys waits for them.
+    # Load masks one step ahead, so that no load of keys waits for them.
     seen_k = tl.full((4, 8, W, KEYS // 8, 1), False, tl.int1)
     seen_v = tl.full((4, 8, W, KEYS // 4, 1), False, tl.int1)
     added = tl.full((W, G, KEYS), 0.0, tl.float32)
@@ -205,28 +207,28 @@ def _finish(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [B * HEADS, GROUP, V] as `combine_splits` does, from the splits of this program's warps."""
+    """Write `out` [B * HEADS, GROUP, V] as `combine_splits`, from splits of this program's warps, in order."""
     # Only existing heads, not all rows of an `mma`.
     HEADS: tl.constexpr = G if GROUP > G else GROUP
     HP: tl.constexpr = triton.next_power_of_2(HEADS)
     o = tl.arange(0, HP * VP)
     g, e = block * G + o // VP, o % VP
-    in_range = (o // VP < HEADS) & (g < GROUP) & (e < V)
+    valid = (o // VP < HEADS) & (g < GROUP) & (e < V)
     top = tl.full((HP * VP,), -float("inf"), tl.float32)
     total = tl.zeros((HP * VP,), tl.float32)
     acc = tl.zeros((HP * VP,), tl.float32)
     for w in tl.static_range(W):
         split = head * W + w
-        largest = tl.load(stats + split * 2 * GROUP + g, mask=in_range, other=-float("inf"))
-        found = tl.load(stats + (split * 2 + 1) * GROUP + g, mask=in_range, other=0.0)
-        value = tl.load(sums + (split * GROUP + g) * V + e, mask=in_range, other=0.0)
+        largest = tl.load(stats + split * 2 * GROUP + g, mask=valid, other=-float("inf"))
+        found = tl.load(stats + (split * 2 + 1) * GROUP + g, mask=valid, other=0.0)
+        value = tl.load(sums + (split * GROUP + g) * V + e, mask=valid, other=0.0)
         new = tl.maximum(top, largest)
         before, scale = _relative(top, new), _relative(largest, new)
         total = total * before + found * scale
         acc = acc * before + value * scale
         top = new
     y = _divided(acc, total)
-    tl.store(out + (head * GROUP + g) * V + e, y.to(out.dtype.element_ty), mask=in_range)
+    tl.store(out + (head * GROUP + g) * V + e, y.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -246,18 +248,20 @@ def _store(
     sums, stats, split, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Store `acc` [W, VP, G] to `sums`, and `largest` and `total` [W, G] to `stats`, as lanes have them."""
+    """Store `acc` [W, VP, G] to `sums`, and `largest` and `total` [W, G] to `stats`, for split `split` and
+    on.
+    """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
     m = tl.arange(0, 8)[:, None, None]
     w = tl.arange(0, W)[:, None]
     g = block * G + tl.arange(0, G // 8) * 8 + m
-    in_range = (t == 0) & (g < GROUP)
+    valid = (t == 0) & (g < GROUP)
     at = stats + (split + w) * (2 * GROUP) + g + t * 0
     largest = tl.permute(tl.reshape(largest, (W, G // 8, 8)), (2, 0, 1))
     total = tl.permute(tl.reshape(total, (W, G // 8, 8)), (2, 0, 1))
-    tl.store(at, tl.broadcast_to(largest[None], (4, 8, W, G // 8)), mask=in_range)
-    tl.store(at + GROUP, tl.broadcast_to(total[None], (4, 8, W, G // 8)), mask=in_range)
+    tl.store(at, tl.broadcast_to(largest[None], (4, 8, W, G // 8)), mask=valid)
+    tl.store(at + GROUP, tl.broadcast_to(total[None], (4, 8, W, G // 8)), mask=valid)
     # s, 8 features, m, 8 heads, t, c
     acc = tl.reshape(acc, (W, S, 8, 8, G // 8, 4, 2))
     acc = tl.reshape(tl.permute(acc, (5, 3, 0, 4, 6, 1, 2)), (4, 8, W, G // 4 * S, 8))
@@ -295,9 +299,9 @@ def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _other_half(at, d, in_range, D: tl.constexpr):
+def _other_half(at, d, valid, D: tl.constexpr):
     """Load the partner of each feature `d` [any shape] under rotation, from the other half of a head."""
-    return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=in_range, other=0.0)
+    return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=valid, other=0.0)
 
 
 @triton.jit
@@ -328,13 +332,13 @@ def _rotated(x, other, cos, sin, is_low):
 
 @triton.jit
 def _load_rows(
-    at, stride, first, WARP: tl.constexpr, in_range, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    at, stride, first, WARP: tl.constexpr, valid, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, others=0.0, OTHER: tl.constexpr = False,
 ):  # fmt: skip
     """Load R rows of D features per warp, WARP rows apart: [4, 8, W, R / 8 * runs, 8].
 
     Dimensions are t, m, warp, every eighth row times runs of 32 features, and 8 features. Rows that are not
-    `in_range` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads `_other_half` instead.
+    `valid` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads `_other_half` instead.
     """
     RUNS: tl.constexpr = DP // 32
     m = tl.arange(0, 8)[:, None, None, None]
@@ -342,11 +346,11 @@ def _load_rows(
     i = tl.arange(0, R // 8 * RUNS)[:, None]
     row = first + w * WARP + i // RUNS * 8 + m
     d = _features(R, DP)
-    in_range = tl.reshape(tl.broadcast_to(in_range, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
+    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
     at += row.to(tl.int64) * stride
     if OTHER:
-        return _other_half(at, d, in_range & (d < D), D)
-    return tl.load(at + d, mask=in_range & (d < D), other=others)
+        return _other_half(at, d, valid & (d < D), D)
+    return tl.load(at + d, mask=valid & (d < D), other=others)
 
 
 @triton.jit
@@ -375,17 +379,9 @@ def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _load_columns(
-    at,
-    stride,
-    first,
-    in_range,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    others=0.0,
+    at, stride, first, valid, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
 ):
-    """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8], in S runs of 64
+    """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8]; S is runs of 64
     features.
     """
     S: tl.constexpr = VP // 64
@@ -395,8 +391,8 @@ def _load_columns(
     i = tl.arange(0, R // 4 * S)[:, None]
     row = first + w * R + i // (2 * S) * 8 + t * 2 + i // S % 2
     e = (i % S * 8 + m) * 8 + tl.arange(0, 8)
-    in_range = tl.reshape(tl.broadcast_to(in_range, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
-    return tl.load(at + row.to(tl.int64) * stride + e, mask=in_range & (e < V), other=others)
+    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
+    return tl.load(at + row.to(tl.int64) * stride + e, mask=valid & (e < V), other=others)
 
 
 @triton.jit
@@ -436,12 +432,12 @@ def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
     """Return what is added to the scores of keys `at` [any shape], float32: -inf for hidden keys."""
     if PTX:
         at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
-    in_range = at < LENGTH
+    valid = at < LENGTH
     if MASK == "":
-        return tl.where(in_range, 0.0, -float("inf"))
+        return tl.where(valid, 0.0, -float("inf"))
     at = mask + at.to(tl.int64) * m_l
     if MASK == "bool":
-        return tl.where(tl.load(at, mask=in_range, other=0) != 0, 0.0, -float("inf"))
-    added = tl.load(at, mask=in_range, other=-float("inf")).to(tl.float32)
+        return tl.where(tl.load(at, mask=valid, other=0) != 0, 0.0, -float("inf"))
+    added = tl.load(at, mask=valid, other=-float("inf")).to(tl.float32)
     # A mask of the lowest float32 hides a key, unless all keys are hidden.
     return tl.where(added > -float("inf"), tl.maximum(added * LOG2E, LOWEST), added)

@@ -34,7 +34,7 @@ FREED = """                    for subtile in gl.static_range(SUBTILES):
 BEGUN = """                        total = warpgroup_mma(weights[subtile], x, total, is_async=True)
 """
 WAIT = "mbarrier.wait(full.index(stage), (count + subtile) // STAGES % 2)"
-WAITED = """                    # wgmma reads the weights from registers until it is done.
+WAITED = """                    # Keep weights in their registers until the products are done.
 """
 #: What is said in the kernel, and what instead.
 CHANGES = {

@@ -16,6 +16,7 @@ from quantkit.kernels.layouts.dequant_expressions import (
 from quantkit.kernels.layouts.dequant_ptx import LANES, expression
 from quantkit.packing.formats import FORMATS, CodebookFormat, FloatFormat, IntFormat, NumberFormat
 
+from ...support.compare import assert_equal
 from ..ptx import floats, held, run
 
 triton = pytest.importorskip("triton")
@@ -143,7 +144,7 @@ def test_without_ptx_arithmetic_gives_the_same_bits(name: str, dtype: str) -> No
     got = in_triton(found, fmt, codes, dtype)
     integers = {2: torch.int16, 4: torch.int32}[got.itemsize]
     want = torch.tensor(fmt.values).to(got.dtype)[codes]
-    assert torch.equal(got.view(integers)[number], want.view(integers)[number])
+    assert_equal(got.view(integers)[number], want.view(integers)[number])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,24 +1,19 @@
-"""Decode GEMM for M <= 16: y [M, N] = x [M, K] W^T, with K sliced over the warps of a program.
+"""Decode GEMV and GEMM for up to 16 rows of x: codes stream through registers past an x in shared memory.
 
-The warps of a program share its row tiles, 16 rows of W each, and divide the columns:
+    program      row tile 0, row tile 1, ...
+           K ->  | warp 0 | warp 1 | ... |     each warp: x of its columns, codes loaded some k_steps ahead
 
-                  warp 0            warp 1           ...   warp W - 1
-    columns       k_steps_per_warp  k_steps_per_warp ...   k_steps_per_warp k_steps
-    x             own columns, staged in shared memory once
-    codes         global memory -> registers, `S.prefetch` k_steps early -> dequantize -> mma
-    row tile 0    partial sums      partial sums     ...   partial sums       float32, shared memory
-    row tile 1    ...                                                         the epilogue adds over warps
+The warps of a program divide the columns of K (sliced-K). Each has the x of its columns in shared memory. It
+handles one row tile after the other, or two row tiles with one load of x. The sums of the warps go to shared
+memory, and are added when all warps have read their last code.
 
-No warp waits for another between staging x and the last code. With `S.tiles_per_iter` 2, two row tiles are
-multiplied with each B fragment that is loaded.
+Products are of 16-bit floats, or of 8-bit integers and digits of x
+(`quantkit.kernels.gluon.stage_x_per_warp`). The latter are exact, and dequantizing takes a third of the
+instructions. Tensors of the loop are vec4s [W warps, 32 lanes, 4 registers], or words [W, 32].
 
-MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x
-(`quantkit.kernels.gluon.stage_x_per_warp`). Sums of int8 are exact, and dequantizing takes a third of the
-instructions. Written in Gluon, where a thread's values have names: a vec4 is [W warps, 32 lanes, 4
-registers], a word [W, 32].
-
-`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`: all that is known at compile time.
+`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,7 +36,7 @@ from quantkit.kernels.gluon.scales_registers import (
 from quantkit.kernels.gluon.stage_x_per_warp import load_b_fragment, norm_weights, pack2, stage_x, vec4_layout
 from quantkit.kernels.layouts.dequant_blocks import load_expert_block, select_matrix
 
-#: MMA instructions: A is 4 registers, B two of a vec4, C and D 4 registers.
+#: PTX of an mma: operand A is a vec4, operand B half of one.
 _MMA_INT8 = gl.constexpr("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ")
 _MMA_BF16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ")
 _MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ")
@@ -51,7 +46,7 @@ _OPERANDS = gl.constexpr(
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$10, $11}, {$12, $13, $14, $15};",
     )
 )
-#: -0 twice as 16-bit floats: adding it keeps the sign of a zero, xor flips signs.
+#: Two 16-bit floats of -0: adding it keeps the sign of a zero, XOR flips signs.
 _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 
@@ -60,21 +55,19 @@ def decode_gemm(
     x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, REMAINDER,
     order, expert_blocks, S: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T for the row tiles of a program. Grid: ([expert blocks,] programs).
+    """Write y [M, N] = x W^T for x [M, K]. Grid: (programs,), with experts (expert blocks, programs).
 
-    A program has ROW_TILES row tiles, the first REMAINDER programs one more. With `S.gate` it has as many
-    gate tiles and as many up tiles, and y is [M, N / 2]. Codes are loaded `S.prefetch` k_steps before their
-    MMA. With several iterations, `S.prefetch` divides the k_steps of one, so that each loaded k_step keeps
-    its registers.
+    A program has ROW_TILES row tiles, the first REMAINDER programs have one more. Each warp has
+    `S.k_steps_per_warp` k_steps of their columns. With `S.gate` these numbers count pairs of gate and up.
 
-        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
-        factor [matrices] float32      scale of the whole tensor
-        other, norm, total, squares    tensors of an RMSNorm (`quantkit.kernels.problem.Normed`); norm: weight
-        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+    An iteration has `S.tiles_per_iter` row tiles. Codes are loaded `S.prefetch` k_steps ahead; with several
+    iterations that divides the k_steps of each, so that each k_step has registers of its own.
 
-    With `expert_blocks`, rows of x and y are the routed tokens of one block, and W is the `S.matrices`
-    matrices of its expert, one above the other.
+    `other`, `norm` (weights), `total` and `squares` belong to a norm (`quantkit.kernels.problem.Normed`).
+
+    With `expert_blocks` [P, 3], rows of x and y are the routed tokens of a block
+    (`quantkit.kernels.moe.permute_kernels`). The weight is then the `S.matrices` matrices of its expert, one
+    above the other.
     """
     PREFETCH: gl.constexpr = S.prefetch
     FILL: gl.constexpr = S.fill
@@ -83,11 +76,11 @@ def decode_gemm(
     program = gl.program_id(0)
     if expert_blocks is not None:
         if S.overlap and not S.chained:
-            # The kernel before this one may have written `expert_blocks`.
+            # The kernel before this one may have written the expert blocks.
             pdl_wait()
         expert, its_first, M = load_expert_block(expert_blocks, program, S.chained)
         if S.overlap and S.chained:
-            # Without routed tokens one program still waits, so that the next kernel starts after the last.
+            # If no block has routed tokens, one program must wait before all end.
             if (M == 0) & (program == 0):
                 pdl_wait()
         if M == 0:
@@ -108,17 +101,17 @@ def decode_gemm(
         ring = ring + (_load_iteration(pointers, first * 0, number, S),)
     table = lut
     if S.table is not None:
-        # Declared as a scalar, but each lane of a warp holds its own entry.
+        # Each warp lane holds another value, although Triton takes this for a scalar.
         table = gl.inline_asm_elementwise(S.table, "=r,l", [fill_table(lut, FILL)], gl.int32, True, 1)
     of_norm = norm_weights(norm, S)
     multiplier = ()
     if S.begins_norm:
         multiplier = (load_outputs(norm, first, count, 1, N, S),)
     if S.overlap and (expert_blocks is None or S.chained):
-        # Earlier kernels write x and the tensors of norms, and nothing that is read above.
+        # Kernels before this one write only x and operands of norms.
         pdl_wait()
     if S.overlap and expert_blocks is not None:
-        # A chained kernel may read `expert_blocks` at once, as this one has waited for their writer.
+        # A chained kernel reads the expert blocks at once, because this one has waited.
         pdl_launch_dependents()
     rms = ()
     if S.ends_norm:
@@ -150,13 +143,15 @@ def decode_gemm(
         partials, first, count, scale, factor, bias, y, rms, added, multiplier, total, squares, M, N, order, S
     )
     if S.padding_rows:
-        # Never read. Triton frees what is not used to the end, and would then request too little.
+        # Unused, but Triton would free it before the end.
         spare._keep_alive()
 
 
 @gluon.jit
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
-    """Store partial sums of the row tiles from `row_tile` on; return the ring of loaded k_steps."""
+    """Multiply the row tiles of an iteration; store the sums of warps in shared memory; return the ring of
+    codes.
+    """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
     totals = ()
@@ -169,7 +164,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
             ring = ring + (_load_iteration(pointers, row_tile, k_step + S.prefetch, S),)
         totals = _multiply(totals, loaded, table, x_smem, k_step, scale, zero, S)
     for number in gl.static_range(TILES_PER_ITER):
-        # Row tiles past the last overwrite the padding, which is never read.
+        # Sums of padding row tiles overwrite the last slot, which is not read then.
         partials.index(gl.minimum(row_tile + number, S.padded_row_tiles - 1)).store(
             _reduce_columns(totals[number], weights, S)
         )
@@ -178,7 +173,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
 @gluon.jit
 def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return an accumulator of zeros, DTYPE [W, 32, 4], for each group of 8 columns of operand B."""
+    """Return zero sums [W, 32, 4] for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     sums = ()
     for _ in gl.static_range(GROUPS):
@@ -188,7 +183,7 @@ def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _tail(ring):
-    """Return the loaded k_steps of `ring` after its first."""
+    """Return a ring without its first k_step."""
     tail = ()
     for number in gl.static_range(1, len(ring)):
         tail = tail + (ring[number],)
@@ -197,10 +192,10 @@ def _tail(ring):
 
 @gluon.jit
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
-    """Return pointers to the first codes of each warp, and what loads of later k_steps need.
+    """Return pointers and sizes for `_load_k_step`.
 
-    The tuple is: codes [W, 32, 4] int32; scales; zero-points; offset of their words [W, 32]; first k_step of
-    each warp [W, 1]; row tiles of the program; N.
+    They are codes [W, 32, 4] of each warp lane, scales, zero-points, and the offset of their words [W, 32].
+    Then first k_step of each warp, row tiles of the program, and N.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -216,8 +211,9 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load k_step `number` of each warp for the row tiles of an iteration, from `row_tile` on. From
-    `S.k_steps_per_warp` on, `number` means a k_step of the next iteration.
+    """Load k_step `number` of each warp, for all row tiles of the iteration that begins with `row_tile`.
+
+    Numbers from the k_steps of an iteration on belong to later iterations.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -229,8 +225,9 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load the codes [W, 32, 4] int32 of one k_step of a row tile, and words [W, 32, ...] of scales and
-    zero-points per 128 columns. Loads past the last row tile or column are masked.
+    """Load codes of a k_step of each warp, and words of scales and zero-points for each 128 columns.
+
+    Nothing is read beyond the last row tile of the program or the last column.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -254,7 +251,7 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return A, 16-bit floats in [W, 32, 4] int32, minus zero-point `v`, times scale `v` if on weights."""
+    """Return operand A minus zero-points v, times scales v if scales multiply weights: int32 [W, 32, 4]."""
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
     )
@@ -272,7 +269,7 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_registers(words, S: gl.constexpr):
-    """Run the dequantization PTX on `words`, [W, 32, 4] int32 per register of a span."""
+    """Dequantize a register of each part to `S.dequant_registers` registers, int32 [W, 32, 4] each."""
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
     else:
@@ -282,7 +279,7 @@ def _dequant_registers(words, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Return the operand A registers of a span, a tuple of [W, 32, 4] int32 for each row tile."""
+    """Dequantize a span of each row tile of the iteration."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     TILES: gl.constexpr = S.tiles
     dequant_registers = ()
@@ -298,7 +295,7 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
 @gluon.jit
 def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Add the MMAs of a k_step to `totals`, [W, 32, 4] int32 or float32 per row tile and column group."""
+    """Add the products of a k_step, for each row tile of an iteration, to `totals`."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     MMAS: gl.constexpr = S.k_step // S.mma_k
     GROUPS: gl.constexpr = S.column_groups
@@ -324,9 +321,14 @@ def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, 
             a = dequant_registers[one][S.mmas[number].register]
             if not S.int8_mma:
                 a = _scaled(
-                    a, s[S.mmas[number].subtile], z[S.mmas[number].subtile], S.mmas[number].value,
-                    scale, zero, S,
-                )  # fmt: skip
+                    a,
+                    s[S.mmas[number].subtile],
+                    z[S.mmas[number].subtile],
+                    S.mmas[number].value,
+                    scale,
+                    zero,
+                    S,
+                )
             acc = _mma_groups(a, x, acc, number % 2, S)
             next_sums = next_sums + (acc,)
             if S.scales_sums and (number + 1) * S.mma_k % S.dot == 0:
@@ -344,7 +346,7 @@ def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, 
 
 @gluon.jit
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Return `sums` [W, 32, 4] plus the MMA of A with half HALF of each vec4 in `x`, per column group."""
+    """Add the product of operand A with half HALF of the vec4s of x to `sums`, for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -354,7 +356,7 @@ def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """Return `total` plus `sums` times `scales`, all [W, 32, 4], per group of columns."""
+    """Add the sums of a dot times the scales of rows to `total`, for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -364,7 +366,7 @@ def _with_scales(total, sums, scales, S: gl.constexpr):
 
 @gluon.jit
 def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Return `sums` [W, 32, 4] plus one MMA: A a vec4 [W, 32, 4] int32, B half HALF of the vec4 `b`."""
+    """Add the product of operand A with half HALF of a vec4 of x to `sums` [W, 32, 4]."""
     if S.int8_mma:
         dequant_registers = gl.inline_asm_elementwise(
             _MMA_INT8 + _OPERANDS[HALF], "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, sums], gl.int32,
@@ -380,14 +382,13 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _column_weights(x_scale, S: gl.constexpr):
-    """Return the weight in y of accumulator columns, float32 [W, 32, 4] per group of operand B columns.
+    """Return the weight of each sum [W, 32, (row // 8, column)] in y, for each group of columns.
 
-    Digits d2, d1, d0 of x weigh 65536, 256 and 1, times `x_scale` [W, rows of x] and the byte scale. Of
-    columns that are copies of each other, only the first has a weight.
+    Digits weigh 65536, 256 and 1 units. Of columns with copies of the same row, only the first weighs 1.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
-    # Axes of an accumulator: r, column // bm, column % bm // 2, row // 8, column % 2.
+    # Axes of sums after the warp: r, column // bm, column % bm // 2, row // 8, column % 2.
     SUMS: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 2, 2],
         [1, 8, 8 // S.columns_per_digit, S.columns_per_digit // 2, 1, 1],
@@ -421,7 +422,7 @@ def _column_weights(x_scale, S: gl.constexpr):
 
 @gluon.jit
 def _reduce_columns(total, weights, S: gl.constexpr):
-    """Return partial sums float32 [W * rows * 16] (warp, row of x, row of the tile) of `total`."""
+    """Return the sums of each warp, row of x and row of a row tile: [W * rows * 16]."""
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:
         # r, column // 2, row // 8, column % 2, and group.

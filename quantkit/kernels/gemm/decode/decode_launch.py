@@ -1,4 +1,4 @@
-"""Tile rule, tile search space and launch of `fused-gemv`."""
+"""`fused-gemv`: the rules for its tiles, the tiles worth measuring, and its launch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,34 +35,34 @@ from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: Largest M, bounded by registers of the accumulators; and with int8 MMAs, by columns for digits.
+#: Most rows of x, whose sums fit in registers, and most rows of x with integer products.
 MOST_ROWS, MOST_DIGITS = 16, 4
-#: Warps of a multiprocessor: by default, and at most.
+#: Warps of a multiprocessor as a rule, and at most; their threads share its registers.
 RESIDENT_WARPS, MOST_WARPS = 16, 32
-#: Registers of a multiprocessor, and of a thread at most.
+#: Registers of a multiprocessor, and most registers of a thread.
 ALL_REGISTERS, MOST_REGISTERS = 1 << 16, 128
-#: K above which 16 warps divide the columns, instead of 8.
+#: From more columns than this on, K is divided among more warps.
 LONG_ROWS = 8192
-#: Largest M with a gate in the epilogue. H200, a layer of Llama-3 8B, int4, instead of a launch of its own:
-#: 45.9 us, not 46.8, at M=1; 53.4, not 54.0, at M=2; 65.4, not 65.0, at M=4.
+#: Most rows of x with a gated epilogue. A layer of Llama-3 8B on an H200, int4: 45.9 us instead of 46.8 with
+#: one row, 53.4 instead of 54.0 with two, 65.4 instead of 65.0 with four.
 MOST_GATED = 2
-#: Largest M at which it ends a begun norm. H200, a layer of Llama-3 8B, M=4: 60.0 to 60.6 us with it, 59.2 to
-#: 60.0 without.
+#: Most rows of x for which it ends a norm. With four a layer of Llama-3 8B takes 60.0 to 60.6 us on an H200
+#: instead of 59.2 to 60.0.
 MOST_ENDED = 2
-#: A norm to end, for the shared memory that it takes.
+#: A norm that is ended, for sizes of shared memory.
 _ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
-#: k_steps of an expert up to which 4 programs of 4 warps are faster than 2 programs of 8.
+#: k_steps of an expert up to which four programs of four warps are faster than two of eight.
 SHORT_STEPS = 16
-#: Registers of a thread kept for accumulators and pointers; with fewer, ptxas spills.
+#: Registers of a thread for sums and addresses; with fewer they spill.
 OTHER_REGISTERS = 40
-#: Largest M at which 32 warps with fewer registers are faster. H200, 28672 x 4096, nvfp4: 20.6 us instead of
-#: 22.0 at M=1, within 5 % of each other at M=4, slower at M=8.
+#: Most rows of x for which more warps with fewer registers are faster. H200, 28672 x 4096: nvfp4 20.6 us
+#: instead of 22.0 with one row, within 5 % of each other with four, slower with eight.
 MOST_WITH_WARPS = 4
-#: Above M = FEW_OF_X, two programs share a multiprocessor only if x has at most COPIED_TWICE values, as each
-#: copies x, and if their `imbalance` is at most AS_EVEN times that of one. H100, 10 weights, M=4: the rule
-#: takes 1.03 times the best tile timed.
+#: With more rows of x than the first, a multiprocessor has two programs only under two conditions. x, which
+#: both copy, has at most `COPIED_TWICE` numbers. Their `imbalance` is at most `AS_EVEN` times that of one
+#: program (H100, 10 weights with 4 rows: the rules take 1.03 times the best tile timed).
 FEW_OF_X, COPIED_TWICE, AS_EVEN = 2, (1 << 15) - 1, 1.12
-#: Values of each field of a tile that the kernel was tested with. To add a candidate, add its number.
+#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
     "occupancy": (1, 2, 3, 4),
@@ -73,7 +73,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 def k_step_registers(problem: Problem) -> int:
-    """Return the registers of a thread for one loaded k_step: codes, scales and zero-points."""
+    """Return the registers of a thread for the codes, scales and zero-points of a k_step."""
     shape = shape_of(problem)
     codes = shape.k_step // shape.span * shape.tiles * 4
     words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
@@ -86,7 +86,7 @@ def thread_registers(tile: DecodeTile) -> int:
 
 
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
-    """Return the k_steps that fit the registers of a thread, beside the dequantized span."""
+    """Return the k_steps that fit in registers, beside the dequantized weights of a span."""
     planes = shape_of(problem).planes
     dequant_registers = 4 * (planes // 2 if tile.int8_mma else planes)
     return (thread_registers(tile) - OTHER_REGISTERS - dequant_registers) // k_step_registers(problem)
@@ -108,7 +108,7 @@ def shared_memory(
 
 
 def why_no_int8(problem: Problem) -> str | None:
-    """Return why the kernel cannot use int8 MMAs; None if it can."""
+    """Return why products cannot be of 8-bit integers; None if they can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
@@ -119,11 +119,11 @@ def why_no_int8(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
-    """Return the tile for `problem` where none was measured."""
+    """Return the tile for a problem where none was measured."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None
-    # Formats that int8 can hold leave registers for more k_steps, with int8 MMAs or without.
+    # Codes that fit bytes leave registers for more k_steps, whether products are of integers or not.
     wide = int8_mma or (not few and as_bytes(problem.scheme.format) is not None)
     one, two = DecodeTile(RESIDENT_WARPS, 1, prefetch=2), DecodeTile(prefetch=4 if wide else 2)
     many = DecodeTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, prefetch=1)
@@ -133,31 +133,31 @@ def _rule(problem: Problem) -> DecodeTile:
         tile = many
     else:
         tile = two
-    # Two tiles per iteration with int8 and spans of 256 columns take up to 1.3 times as long.
-    two_tiles = tile is one or (tile is two and not (int8_mma and shape_of(problem).span > 128))
-    if two_tiles and _max_row_tiles(problem, tile) == 2:
+    # Two row tiles per iteration take up to 1.3 times as long for integers in spans of 256 columns.
+    pairs = tile is one or (tile is two and not (int8_mma and shape_of(problem).span > 128))
+    if pairs and _max_row_tiles(problem, tile) == 2:
         tile = replace(tile, tiles_per_iter=2, prefetch=1 if long else 2)
     tile = replace(tile, int8_mma=int8_mma)
     most = max(1, prefetch_in_registers(problem, tile) // tile.tiles_per_iter)
     tile = replace(
         tile, prefetch=max(number for number in VALUES["prefetch"] if number <= min(most, tile.prefetch))
     )
-    # Where shared memory is short: floats, then one program with one x, then half of the warps.
+    # With less shared memory: float products, then one program per multiprocessor, then half of the warps.
     floats = replace(tile, int8_mma=False)
     smaller = floats, replace(one, prefetch=1), replace(floats, occupancy=1)
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return the experts per routed token from which each routed token is an expert block of its own."""
+    """Return the least number of experts per routed token for which expert blocks have one routed token."""
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
 
 def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
-    """Return the tile for one expert block, `problem` with the rows of its matrices; None where none fits.
+    """Return the tile for expert blocks, `problem` being one expert; None if no tile fits.
 
-    For blocks of one routed token. H100: 0.895 of the time of `fused-small-m`, geometric mean of 70 products.
-    Larger blocks take the tile of a plain weight.
+    It is for blocks of one routed token; larger blocks have the tile of a single weight. H100: 0.895 of the
+    time of `fused-small-m`, geometric mean of 70 products.
     """
     int8_mma, steps = why_no_int8(problem) is None, shape_of(problem).k_steps
     if problem.m > 1:
@@ -168,7 +168,7 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
         tile = DecodeTile(4, 4, tiles_per_iter=2, prefetch=1, int8_mma=int8_mma)
     else:
         tile = DecodeTile(8, 2, tiles_per_iter=2, prefetch=1, int8_mma=int8_mma)
-    # Assumes a gate where there may be one, as that is decided later.
+    # Reserve memory for a gate, which is decided later.
     gate = "silu" if grouping.matrices == 2 else ""
     for changes in ({}, {"int8_mma": False}, {"int8_mma": False, "occupancy": 1}):
         other = replace(tile, **changes)
@@ -182,7 +182,7 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
 
 
 def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
-    """Return True if two programs per multiprocessor, each with a copy of x, are faster than one."""
+    """Return True if a multiprocessor has two programs, each with a copy of x, instead of one."""
     even = imbalance(problem, two) <= AS_EVEN * imbalance(problem, one)
     return problem.m * problem.k <= COPIED_TWICE and even
 
@@ -193,27 +193,27 @@ def _max_row_tiles(problem: Problem, tile: DecodeTile) -> int:
 
 
 def columns_per_warp(problem: Problem, tile: DecodeTile) -> int:
-    """Return the most columns of a warp, summed over its row tiles."""
+    """Return the most columns of a warp, over all its row tiles."""
     shape = shape_of(problem)
     return _max_row_tiles(problem, tile) * k_steps_per_warp(tile, shape) * shape.k_step
 
 
 def imbalance(problem: Problem, tile: DecodeTile) -> float:
-    """Return the columns of the busiest warp over the average: 1 if no warp is ever idle."""
+    """Return the columns of the busiest warp over the average; 1 if no warp is ever idle."""
     shape = shape_of(problem)
     warps = processors(problem) * tile.occupancy * tile.warps
     return columns_per_warp(problem, tile) * warps / (shape.row_tiles * shape.k_steps * shape.k_step)
 
 
 def _is_straight(problem: Problem) -> bool:
-    """Return True if accumulators need no scaling before the last column, and little else takes registers."""
+    """Return True if one sum runs over all columns and dequantizing takes few registers."""
     shape, scheme = shape_of(problem), problem.scheme
     straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
     return straight and not scheme.has_zero_point and shape.span <= 128
 
 
 def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
-    """Return why the kernel cannot do `part` of an RMSNorm; None if it can. Each program norms all of x
+    """Return why a part of a norm cannot be done; None if it can. Each program computes a whole norm for
     itself.
     """
     if part == "begin":
@@ -222,7 +222,7 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
         return _why_no_end(problem, tile)
     if problem.m > COLUMNS:
         return f"norms are computed for up to {COLUMNS} rows of x, not for {problem.m}"
-    # It also holds as many values of the residual and of the norm's weight.
+    # A thread also has as many numbers of the addend and of the weights.
     numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), thread_registers(tile) // 4
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
@@ -230,10 +230,10 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
 
 
 def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why the kernel cannot end a begun RMSNorm; None if it can."""
+    """Return why a norm of x cannot be ended; None if it can."""
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
-    # Assumes the more expensive of both, with a gate or without.
+    # y may be gated as well.
     gates = ("",) if why_no_gate_up_tiles(problem) else ("", "silu")
     needed = max(shared_memory(tile, problem, gate, _ENDED) for gate in gates)
     most = program_memory(problem) // tile.occupancy
@@ -243,7 +243,7 @@ def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why the kernel cannot gate y; None if it can. Programs have pairs of gate and up tiles."""
+    """Return why y cannot be gated; None if it can. Gate and up then are pairs of row tiles of a program."""
     if (reason := why_no_gate_up_tiles(problem)) is not None:
         return reason
     if problem.m > MOST_GATED:
@@ -260,7 +260,7 @@ def why_no_tile(problem: Problem) -> str | None:
 
 
 def _why_not(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why the kernel cannot run `tile`; None if it can."""
+    """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.int8_mma and (reason := why_no_int8(problem)) is not None:
@@ -276,12 +276,12 @@ def _why_not(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def _has_table(problem: Problem, tile: DecodeTile) -> bool:
-    """Return True if dequantization takes a lookup table in shared memory."""
+    """Return True if values are looked up in shared memory."""
     return not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _loses(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why `tile` is not worth measuring; None if it is."""
+    """Return why a tile is not worth measuring; None if it is."""
     shape = shape_of(problem)
     schedule = schedule_row_tiles(tile, shape, processors(problem))
     found, both = prefetch(tile, shape, schedule), tiles_per_iter(tile, schedule)
@@ -290,7 +290,7 @@ def _loses(problem: Problem, tile: DecodeTile) -> str | None:
         (2 * tile.warps * tile.occupancy <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
         (tile.tiles_per_iter > both, "a program has no more row tiles"),
         (
-            # An estimate on the safe side: int4 was fastest with one k_step more.
+            # One k_step more than the estimate: int4 was fastest with it.
             found * both > max(2 * both, prefetch_in_registers(problem, tile) + 1),
             "codes take too many registers",
         ),
@@ -318,7 +318,7 @@ def _launch(
     gate: str = "",
     grouping: Grouping | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
-    """Return the launch for x [m, k] and W [n, k], and the row tiles of its programs."""
+    """Build the launch, and the division of row tiles among programs."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
@@ -326,12 +326,12 @@ def _launch(
     known = decode_config(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate, grouping)
     schedule = schedule_row_tiles(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), grouping)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
-    unused = {"order": None, "expert_blocks": None} if grouping is None else {}
+    pairs = {"order": None, "expert_blocks": None} if grouping is None else {}
     return Launch(
         kernel,
         (*expert_blocks, schedule.programs),
         S=known,
-        **unused,
+        **pairs,
         num_warps=tile.warps,
         maxnreg=thread_registers(tile),
         **options,
@@ -339,7 +339,7 @@ def _launch(
 
 
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the launch for x [m, k], m <= `MOST_ROWS`, to be called with x and bias; y is [m, n]."""
+    """Return the product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs from compute capability 8.0 on."""
     m, k = op.x.shape
     n, has_bias, count, grouping = op.n, op.bias is not None, op.multiprocessors, op.grouping
     if grouping is not None:
@@ -351,7 +351,7 @@ def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset())
         m, n, k, op.scheme, op.x.dtype, has_bias, tile, features, count, norm, op.gate, grouping
     )
     sizes = m, n, schedule.per_program, schedule.remainder
-    # Operands that do not exist are neither read nor written.
+    # Placeholders of missing operands are neither read nor written.
     return bound(op, (launch, (X, *op.norm_operands(X), *op.layout, BIAS, Y, *sizes, *op.grouped)))
 
 

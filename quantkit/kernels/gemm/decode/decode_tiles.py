@@ -1,4 +1,4 @@
-"""Tiles of `fused-gemv`: division of row tiles among programs, and the compile-time configuration."""
+"""Tiles of `fused-gemv`, how row tiles are divided among programs, and the `DecodeConfig` of a tile."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,19 +13,17 @@ from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
 from quantkit.kernels.layouts.shared_memory import planes_apart, power_of_two
 from quantkit.packing.schemes import Scheme
 
-#: Row tiles of a program times rows of x that the epilogue adds up without register spills.
+#: Most row tiles of a program, times rows of x, whose sums do not spill registers.
 MOST_ROW_TILES = 64
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Tile of `fused-gemv`.
+    """Launch configuration of `fused-gemv`.
 
-    warps           warps of a program, which divide the columns
-    occupancy       programs per multiprocessor
-    tiles_per_iter  row tiles that are multiplied with each B fragment that is loaded
-    prefetch        k_steps that codes are loaded early, at most
-    int8_mma        multiply int8 codes with the int8 digits of x
+    `warps` per program; `occupancy`, the programs of a multiprocessor at once; `tiles_per_iter`, the row
+    tiles multiplied with one load of x; `prefetch`, the most k_steps whose codes are loaded ahead;
+    `int8_mma`, whether products are of 8-bit integers.
     """
 
     warps: int = 8
@@ -42,7 +40,10 @@ def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
 
 @dataclass(frozen=True)
 class RowTileSchedule:
-    """Row tiles of each program, in units of `row_tiles_per_output`; the first `remainder` have one more."""
+    """Division of row tiles among `programs` programs, in units of `row_tiles_per_output` (2 if gated).
+
+    Each program has `per_program` units, the first `remainder` programs have one more.
+    """
 
     programs: int
     per_program: int
@@ -51,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """The most row tiles of a program."""
+        """Return the most row tiles of a program."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -62,10 +63,11 @@ def schedule_row_tiles(
     gated: bool = False,
     grouping: Grouping | None = None,
 ) -> RowTileSchedule:
-    """Divide the row tiles of a weight among as many programs as run at once, in pairs if they are `gated`.
+    """Divide row tiles among as many programs as run at once; in pairs if they are `gated`.
 
-    Programs i and i + `multiprocessors` share a multiprocessor, so the first ones get the remainder. With a
-    `grouping` it is the row tiles of one expert block; then no program gets more than fit its registers.
+    Programs i and i + `multiprocessors` share a multiprocessor, so the first programs have the remainder.
+    With a `grouping` this is for one expert block, with enough programs that the sums of each fit in
+    registers.
     """
     row_tiles_per_output = 2 if gated else 1
     count, least = shape.row_tiles // row_tiles_per_output, 1
@@ -78,19 +80,19 @@ def schedule_row_tiles(
 
 
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
-    """Return the row tiles of an iteration, at most those of a program."""
+    """Return the row tiles of an iteration, no more than a program has."""
     return min(tile.tiles_per_iter, found.row_tiles)
 
 
 def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
-    """Return True if a program has the row tiles of one iteration."""
+    """Return True if a program has the row tiles of one iteration only."""
     return found.row_tiles <= tile.tiles_per_iter
 
 
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
-    """Return the k_steps that codes are loaded early.
+    """Return the k_steps that codes are loaded ahead.
 
-    With several iterations it divides the k_steps of one, so that each loaded k_step keeps its registers.
+    With several iterations it divides the k_steps of each, so that each k_step has registers of its own.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)
@@ -114,11 +116,7 @@ def decode_config(
     gate: str = "",
     grouping: Grouping | None = None,
 ) -> DecodeConfig:
-    """Return the compile-time configuration for x [m, k] and a weight [n, k] in `scheme`, with activations of
-    `dtype`.
-
-    `overlaps` allows PDL. `gate` is the activation of the gate, "" for none.
-    """
+    """Return the compile-time config of `fused-gemv` for x [m, k], a weight [n, k] and a tile."""
     shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
     schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)
     carried, byte_scale = shape.carried != 1.0, 1.0
@@ -135,7 +133,7 @@ def decode_config(
     assert found is not None
     constraints = found.constraints
     if found.table is not None:
-        # The table is one register; the constraints were for two 16-bit lanes.
+        # The expression works on one register here, so it takes the value of the warp lane once, not twice.
         constraints = constraints.removesuffix(",r")
     return DecodeConfig(
         k=k,

@@ -1,4 +1,5 @@
-"""Dequantize W [N, K] from the fragment layout to row-major 16-bit floats, for the library's GEMM."""
+"""Dequantize a weight: from the fragment layout to a row-major matrix, for the library's GEMM after it."""
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -15,14 +16,7 @@ def dequantize(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     PLANES: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write rows 16 * `first` to N of W to `out` [rows, K], in the dtype of `out`. Grid: (row tiles / W,
-    spans / C).
-
-    A program has W row tiles of 16 rows, one per warp, and C spans of columns.
-
-        codes, scale, zero, lut   the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
-        factor [1] float32        scale of the whole tensor, with HAS_FACTOR
-    """
+    """Write rows 16 * `first` to N of the weight to `out` [.., K]. Grid: (row tiles / W, spans / C)."""
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = C * SPAN
     B: tl.constexpr = COLUMNS // 128
@@ -35,7 +29,7 @@ def dequantize(
     for t in tl.static_range(TILES):
         tiles = tiles + (tl.load(codes + at[:, :, None] + t * 256 + tl.arange(0, 256)),)
     q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE).to(tl.float32)
-    # Axes: W, span, r, t, e1, row // 8, e0, run, p0.
+    # W, span, r, t, e1, row // 8, e0, run, p0
     q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (W * 16, COLUMNS))
     block = (tl.program_id(1) * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
@@ -59,10 +53,10 @@ def dequantize(
 
 @triton.jit
 def _spread(v, W: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr):
-    """Expand values by lane [4, 8, 1, W * B, V, 2] to the shape of weights [16 * W, COLUMNS]."""
+    """Broadcast values by lane, [4, 8, 1, W * B, V, 2], to weights [16 * W, COLUMNS]."""
     G: tl.constexpr = B * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, W, G, 2)), (2, 4, 1, 3, 0))
-    # Lane t holds columns 2 t and 2 t + 1 of eight.
+    # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (16 * W, G, 1, 4, 1))
     v = tl.broadcast_to(v, (16 * W, G, COLUMNS // (8 * G), 4, 2))
     return tl.reshape(v, (16 * W, COLUMNS))

@@ -1,15 +1,17 @@
-"""Portable GEMM with `tl.dot` for tens to hundreds of rows of x: y^T = W x^T, W dequantized in registers.
+"""Portable GEMM for tens to hundreds of rows of x: y^T = W x^T in tiles, W dequantized in registers as
+operand A.
 
-    program     [16 * RT * ACCUMULATORS rows of W] x [BM rows of x], all columns or one split of them
-    step        128 columns, or a span: load codes and x -> dequantize -> tl.dot, W as operand A
+Scales multiply weights, in the dtype of x. To scale sums instead, each product would have to end before the
+next starts. With few rows of x sums are scaled all the same, as they are fewer than weights.
 
-Scales multiply the weights, in the dtype of x. For BM <= 32 they multiply the float32 sums of a step, which
-are fewer than its weights.
+A program has one or two accumulators, each of some row tiles. With two, the weights of one are dequantized
+while the tensor cores multiply those of the other. Programs that would run last and leave multiprocessors
+idle may be split along K: they write float32 sums, which `reduce_splits` adds.
 
-With two accumulators, the weights of one are dequantized while the tensor cores multiply those of the other.
-The programs of the last wave may be split by columns (split-K): they store float32 sums, which
-`reduce_splits` adds up.
+With `expert_blocks`, rows of x and y are the routed tokens of a block
+(`quantkit.kernels.moe.permute_kernels`). Outputs of the MATRICES matrices of its expert are adjacent.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -39,22 +41,14 @@ def portable_gemm(
     SYNC_MMA: tl.constexpr, WAIT_PTX: tl.constexpr, TILES_OF_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T. Grid: (UNSPLIT + split tiles * SPLIT_K,).
+    """Write y [M, N] = x W^T for x [M, K]. An accumulator has RT row tiles and BM rows of x.
 
-        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
-        factor [matrices] float32      scale of the whole tensor
-        sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]
-        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+    Tiles from UNSPLIT on are divided among SPLIT_K programs each, which write `sums`, float32 [SPLIT_K,
+    tiles, BM, rows]. Without SPLIT_LAST_WAVE, UNSPLIT is 0.
 
-        RT, ACCUMULATORS   row tiles per accumulator; accumulators
-        SPLIT_LAST_WAVE    tiles before UNSPLIT are whole; else UNSPLIT is 0
-        FP16_SCALE         accumulate a step in float16, with weights times FP16_SCALE; None: in float32
-        SYNC_MMA           wait for each product at once
-        WAIT_PTX           waits until registers of the last weights of an accumulator may be overwritten
-
-    With `expert_blocks`, M is BM * TILES_OF_BLOCK per block, nothing is split, and the outputs of the
-    MATRICES matrices of an expert are side by side: y [P, MATRICES * N].
+    Unless FP16_SCALE is None, a step is summed in float16, with weights times FP16_SCALE. WAIT_PTX is PTX
+    that waits until the registers of the last weights may be written again. With `expert_blocks`, M is BM *
+    TILES_OF_BLOCK for each of them, and nothing is split.
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -62,7 +56,7 @@ def portable_gemm(
     KP: tl.constexpr = SPANS * SPAN
     STEPS: tl.constexpr = KP // COLUMNS
     ROWS: tl.constexpr = 16 * RT * ACCUMULATORS
-    # Scales of whole steps multiply sums: for BM <= 32 these are fewer than the weights.
+    # Scales of whole steps multiply sums, if these are fewer than weights.
     ON_SUMS: tl.constexpr = (
         GROUPS > 1
         and not ON_WEIGHTS
@@ -145,8 +139,8 @@ def portable_gemm(
         at = next_at
         xs += COLUMNS
     if PDL:
-        # The next kernel may start. This one is not launched with PDL: its programs would fill
-        # multiprocessors as they get free, three on one and one on another.
+        # Let the next kernel start. This kernel itself is launched without PDL: its programs would fill the
+        # multiprocessors that happen to be free, three on one and one on another.
         tl.extra.cuda.gdc_launch_dependents()
     to_rows = output_rows(order, m, M)
     for number in tl.static_range(ACCUMULATORS):
@@ -163,10 +157,9 @@ def portable_gemm(
 
 @triton.jit
 def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
-    """Return the tile of rows of x and of W that tile number `tile` has, of `column_tiles` and
-    `row_programs`.
+    """Return which tile of rows of x, and which of the weight, tile number `tile` is.
 
-    Up to GROUP_M tiles with the same rows of W are adjacent, and share them in L2.
+    GROUP_M tiles with the same weights are adjacent, so that they share rows of x and weights in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)
@@ -182,7 +175,7 @@ def _dequant(
     CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr, WAIT_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return dequantized, scaled weights of a step, DTYPE [16 * RT, C * SPAN]."""
+    """Dequantize and scale the weights of a step, DTYPE [16 * RT, C * SPAN]."""
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
     B: tl.constexpr = COLUMNS // 128
@@ -206,18 +199,18 @@ def _dequant(
 
 @triton.jit
 def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
-    """Expand values by lane [4, 8, RT, 2], one per row, to the shape of accumulators [16 * RT, BM]."""
+    """Broadcast values by lane, one per row, to sums [16 * RT, BM]."""
     v = tl.permute(tl.reshape(v, (4, 8, RT, 2)), (2, 3, 1, 0))
-    # Lane t has columns 2 t and 2 t + 1 of eight.
+    # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (16 * RT, 1, 4, 1))
     return tl.reshape(tl.broadcast_to(v, (16 * RT, BM // 8, 4, 2)), (16 * RT, BM))
 
 
 @triton.jit
 def _one(WAIT_PTX: tl.constexpr):
-    """Return 1.0, which becomes known only after the products that read the weights before have ended.
+    """Return 1, known only after the products that read the weights before those multiplied with it.
 
-    Without it, Triton 3.6 overwrites registers that products in flight still read.
+    Otherwise Triton 3.6 writes weights into registers that running products still read.
     """
     one = tl.full((), 1.0, tl.float32)
     if WAIT_PTX is not None:
@@ -227,7 +220,7 @@ def _one(WAIT_PTX: tl.constexpr):
 
 @triton.jit
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
-    """Return q [16 * RT, k] times columns [k, BM], accumulated in float16, as float32."""
+    """Return the product of weights and columns, summed in float16, as float32 [16 * RT, BM]."""
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
 
@@ -236,7 +229,7 @@ def store(
     sums, y, rows, m, to_rows, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Scale accumulators float32 [rows, m], and store them to rows `to_rows` [m] of y, for m < M."""
+    """Scale sums [rows, m], add the bias, and write them to rows `to_rows` [m] of y, for m below M."""
     sums = apply_scale_and_bias(
         sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
     )
@@ -251,10 +244,10 @@ def reduce_splits(
     BM: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     REDUCE_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the splits of the tiles from UNSPLIT on: y [M, N] from `sums` [SPLIT_K, tiles, BM, ROWS]
-    float32.
+    """Write the tiles of y [M, N] from UNSPLIT on, from `sums` [SPLIT_K, tiles, BM, ROWS], in the order of
+    splits.
 
-    Splits are added in order. Grid: (tiles, BM / REDUCE_M); a program has REDUCE_M rows of x.
+    Grid: (tiles, BM / REDUCE_M).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -277,7 +270,7 @@ def _load_scales(
     values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales or zero-points of a step as `load_by_lane` has them, [4, 8, RT, B, V, 2 or 1]."""
+    """Load values of a step as `load_by_lane` does: [4, 8, RT, B, V, 2 or 1]."""
     block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
     RT: tl.constexpr = row_tiles.shape[0]
     rows = tl.reshape(tl.broadcast_to(row_tiles[:, None], (RT, B)), (RT * B,))
@@ -288,7 +281,7 @@ def _load_scales(
 
 @triton.jit
 def _per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Expand values by lane [4, 8, RT, B, V, 2] to the shape of weights [16 * RT, COLUMNS]."""
+    """Broadcast values by lane to weights [16 * RT, COLUMNS]."""
     G: tl.constexpr = v.shape[3] * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
     v = tl.reshape(v, (16 * RT, G, 1, 4, 1))

@@ -1,4 +1,4 @@
-"""Tile rule, tile search space and launch of `fused-portable-gemv`."""
+"""`fused-portable-gemv`: its tiles, the rules for them, the tiles worth measuring, and its launch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: K above which a warp takes many steps, each of which waits for its loads.
+#: From more columns than this on, a row takes many steps, each of which waits for its loads.
 LONG_ROWS = 8192
-#: K above which unrolled steps would not fit the instruction cache.
+#: From more columns than this on, unrolled steps do not fit in the instruction cache.
 VERY_LONG_ROWS = 16384
-#: Values of each field of a tile that the kernel was tested with. To add a candidate, add its number.
+#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (2, 4, 8),
     "columns": (128, 256, 512, 1024),
@@ -47,15 +47,13 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class PortableGemvTile:
-    """Tile of `fused-portable-gemv`.
+    """Launch configuration of `fused-portable-gemv`.
 
-    warps            warps of a program, which divide the columns
-    columns          columns of a warp per step
-    row_tiles        row tiles, 16 rows of W, of a program
-    prefetch         load the codes of the next step before this one is multiplied
-    unroll           steps unrolled at most; longer code misses the instruction cache
-    predicate_x      mask loads of rows of x from M on, instead of repeating the last row
-    one_accumulator  add the products of a step once they are scaled, which takes fewer registers
+    `warps` divide the columns, `columns` per warp and step. `row_tiles` per program; `prefetch`, whether
+    loads run a step ahead; `unroll`, the most unrolled steps, limited by the instruction cache.
+
+    With `predicate_x` rows of x beyond M are masked, so that their warp lanes load nothing. With
+    `one_accumulator` sums are added as soon as they are scaled, which takes fewer registers.
     """
 
     warps: int = 4
@@ -68,7 +66,7 @@ class PortableGemvTile:
 
 
 def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> PortableGemvTile:
-    """Return the tile for m rows of x: as many bytes in flight as registers hold."""
+    """Return the tile for m rows of x, with as many bytes in flight as registers hold."""
     if shape.k > VERY_LONG_ROWS:
         return PortableGemvTile(columns=max(256, shape.span), unroll=4)
     whole = shape.dot == 128 and shape.group >= 128
@@ -80,7 +78,7 @@ def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROC
     if shape.bits <= 4:
         prefetch = whole and (m > 8 or shape.bits == 4 or long)
     else:
-        # With M > 8, registers would spill.
+        # With more rows of x registers would spill.
         prefetch = whole and m <= 8 and long and shape.bits < 8
     return PortableGemvTile(
         warps=8 if long and not whole else 4, columns=max(columns, least), prefetch=prefetch
@@ -93,7 +91,7 @@ def steps(tile: PortableGemvTile, shape: Geometry) -> int:
 
 
 def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
-    """Return the unrolled steps: all, or the number that leaves the fewest idle steps in the last loop."""
+    """Return the unrolled steps: all, or the number that leaves the fewest steps without columns."""
     count = steps(tile, shape)
     if count <= tile.unroll:
         return count
@@ -101,12 +99,12 @@ def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
 
 
 def rows_of_x(m: int, features: frozenset[str]) -> int:
-    """Return M padded to a product's rows of x: 8, 16 or 32 with NVIDIA's tensor cores, else 16 or 32."""
+    """Return m rounded up to the rows of x of a product: 8 on NVIDIA's tensor cores, 16 on others, and 32."""
     return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
 
 
 def _why_not(problem: Problem, tile: PortableGemvTile) -> str | None:
-    """Return why the kernel cannot run `tile`; None if it can."""
+    """Return why a tile cannot run a problem; None if it can."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -116,7 +114,7 @@ def _why_not(problem: Problem, tile: PortableGemvTile) -> str | None:
 
 
 def _loses(problem: Problem, tile: PortableGemvTile) -> str | None:
-    """Return why `tile` is not worth measuring; None if it is."""
+    """Return why a tile is not worth measuring; None if it is."""
     shape = shape_of(problem)
     codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.prefetch else 1)
     sums = tile.columns // shape.dot * tile.row_tiles * ROWS * rows_of_x(problem.m, problem.features) // 32
@@ -158,14 +156,14 @@ def _launch(
     features: frozenset[str],
     grouping: Grouping | None,
 ) -> Launch:
-    """Return the launch for x [m, k] and W [n, k]."""
+    """Build the launch for m rows of x and a weight [n, k]."""
     from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv as kernel
 
     shape = geometry(n, k, scheme, dtype)
     programs = -(-shape.row_tiles // tile.row_tiles)
     return Launch(
         kernel,
-        # Blocks of an expert run next to each other, and share its weights in L2.
+        # Blocks of one expert run next to each other, and share its weights in L2.
         (programs,) if grouping is None else (grouping.expert_blocks, programs * grouping.matrices),
         **constants(n, k, scheme, dtype, "ptx" in features),
         HAS_BIAS=bias,
@@ -185,9 +183,7 @@ def _launch(
 
 
 def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the launch for x [m, k], m <= 32, to be called with x and bias; y is [m, n] or [P, matrices *
-    n].
-    """
+    """Return the product y [m, n] for m up to 32; for experts y [P, matrices * n], in blocks of up to 32."""
     m, k = op.x.shape
     m = m if op.grouping is None else op.grouping.rows
     launch = _launch(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, op.grouping)
@@ -195,5 +191,5 @@ def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n], or [P, matrices * n] for routed tokens."""
+    """Return y [m, n] for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

@@ -1,17 +1,20 @@
-"""Small-M GEMM for M <= 32, with optional split-K: y [M, N] = x [M, K] W^T; warps share x in shared memory.
+"""Small-M GEMM, up to 32 rows of x: each warp has 16 rows of W, all warps share one x in shared memory.
 
-Each warp of a program owns a row tile, 16 rows of W, and all columns of the program's split:
+    program    K ->  chunk 0 | chunk 1 | ...        x [M, chunk] in shared memory for all warps
+    warp 0           row tile 0, its codes loaded 2 or 4 k_steps ahead
+    warp 1           row tile 1
 
-    shared memory   x [M, K / SPLIT_K], copied by cp.async in chunks
-    warp 0          row tile 0: codes -> registers, PREFETCH k_steps early -> dequantize -> mma or wgmma
-    warp 1          row tile 1: ...
-    SPLIT_K > 1     float32 sums go to `sums`, which `gluon/split_k_reduce.py` adds up in a second launch
+Each warp dequantizes its codes as operand A. Nothing is added between warps, and after x has come no warp
+waits for another, except the four warps of a `wgmma`. If N has few row tiles, K is divided into splits, whose
+sums `quantkit.kernels.gluon.split_k_reduce` adds.
 
-Warps add nothing up among each other. After x has arrived none waits for another, except that the four warps
-of a `wgmma` start it together.
+With `expert_blocks`, rows of x and y are the routed tokens of a block
+(`quantkit.kernels.moe.permute_kernels`). The weight is then the MATRICES matrices of its expert, one above
+the other.
 
-Written in Gluon, as plain Triton cannot let warps share operand B and keep an operand A of their own.
+Written in Gluon: Triton cannot express that warps share operand B but not operand A.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -69,28 +72,22 @@ def small_m_gemm(
     ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, WGMMA: gl.constexpr, TOP_K: gl.constexpr,
     MATRICES: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T for the row tiles and the split of a program.
+    """Write y [M, N] = x W^T for x [M, K]. Grid: (row tile groups * SPLIT_K,), experts first if there are
+    any.
 
-    Grid: ([expert blocks,] programs * SPLIT_K). A program has ROW_TILES row tiles, up to one for each of its
-    W warps, and K_STEPS k_steps of columns, with zeros for x beyond K.
+    A program has ROW_TILES row tiles, at most one per warp (W), and K_STEPS k_steps. x comes in chunks of
+    CHUNK k_steps, zeros beyond K. Shared memory has room for all of them and PADDING_CHUNKS more. Codes are
+    loaded PREFETCH k_steps ahead.
 
-        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        squares [M, K / 16] float32    sums of squares of a begun RMSNorm, with NORM_EPS
-        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
-        sums float32                   [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
-        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+    With ROLLED, chunks after the first are one loop that waits for all of x; otherwise code is unrolled.
 
-        CHUNK            k_steps of x that are copied and waited for together
-        PADDING_CHUNKS   chunks allocated in place of the lookup table, which Triton does not count
-        PREFETCH         k_steps that codes are loaded early: 2 or 4
-        ROLLED           chunks after the first are a loop that waits for all of x; else all are unrolled
-        STAGED_BLOCKS    scale blocks copied to shared memory with the first chunk; 0: loaded a chunk early
-        ALIGNED_SPLITS   splits have equal k_steps and whole scale blocks: offsets are constants
-        WGMMA            dequantize while the tensor cores multiply with the fragment before
-        GATE             activation; row tiles alternate between gate and up, and y is [M, N / 2]
+    Scales of STAGED_BLOCKS blocks come to shared memory with the first chunk. If it is 0, each warp loads
+    scales a chunk ahead. With ALIGNED_SPLITS all splits have the same number of k_steps and whole blocks of
+    scales, so that offsets are constants.
 
-    With `expert_blocks`, rows of x and y are routed tokens, row p // TOP_K of x for token p. W is the
-    MATRICES matrices of the block's expert, one above the other.
+    With WGMMA, warps dequantize while the product before runs. With SPLIT_K > 1, `sums` is float32 [SPLIT_K,
+    row tiles, BM, 16] for each expert block. With GATE, row tiles are pairs of gate and up. With NORM_EPS,
+    the norm of x is ended (`quantkit.kernels.problem.Normed`).
     """
     K_STEP: gl.constexpr = k_step_columns(PLANES)
     SUBTILES: gl.constexpr = K_STEP // 128
@@ -105,11 +102,11 @@ def small_m_gemm(
     program = gl.program_id(0)
     if expert_blocks is not None:
         if PDL and not CHAINED:
-            # The kernel before this one may have written `expert_blocks`.
+            # The kernel before this one may have written the expert blocks.
             pdl_wait()
         expert, its_first, M = load_expert_block(expert_blocks, program, CHAINED)
         if PDL and CHAINED:
-            # Without routed tokens one program still waits, so that the next kernel starts after the last.
+            # If no block has routed tokens, one program must wait before all end.
             if (M == 0) & (program == 0):
                 pdl_wait()
         if M == 0:
@@ -134,7 +131,7 @@ def small_m_gemm(
     words_at += (tile * SPANS + begin * C + span) * (TILES * 128)
     # Warps without a row tile load nothing.
     mask = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
-    # A split loads no columns of another.
+    # No split loads k_steps of another one.
     end = K_STEPS - 1 if ALIGNED_SPLITS else gl.minimum(K_STEPS - 1, LAST_UNIT - begin)
     tile = gl.arange(0, W, gl.SliceLayout(1, scale_words_layout(W, 1)))
     tile = row_tile_of_warp(tile, first, last, ROW_TILES, N, GATE != "")
@@ -174,10 +171,10 @@ def small_m_gemm(
         )
     pointers = pointers + (fill_table(lut, FILL),)
     if PDL and (expert_blocks is None or CHAINED):
-        # Earlier kernels write x and `squares`, and nothing that is read above.
+        # Kernels before this one write only x and the sums of its squares.
         pdl_wait()
     if PDL and expert_blocks is not None:
-        # A chained kernel or `split_k_reduce` may read `expert_blocks` now, as this one has waited.
+        # A chained kernel or split-K reduction reads the expert blocks at once, because this one has waited.
         pdl_launch_dependents()
     if NORM_EPS is not None:
         squares_x = load_squares(squares, M, K, BM, W)
@@ -236,7 +233,7 @@ def small_m_gemm(
         out = total.to(y.dtype.element_ty)
         _store_gated(out, first, last, y, M, N, ROW_TILES, order, GATE, W, BM)
     if PADDING_CHUNKS:
-        # Never read. Triton frees what is not used to the end, and would then request too little.
+        # Unused, but Triton would free it before the end.
         padding._keep_alive()
 
 
@@ -244,7 +241,7 @@ def small_m_gemm(
 def _store_gated(
     out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
-    """Store y [M, N / 2], gate and up combined. `out` is [16 W, BM], gate and up row tiles in turns."""
+    """Write y [M, N / 2] from gate and up: row tiles 2 i and 2 i + 1 of `out` [16 W, BM]."""
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
     x, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
@@ -262,7 +259,7 @@ def _store_gated(
 
 @gluon.constexpr_function
 def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
-    """Return a layout of [16 W, BM] in which a thread has a row of a gate tile and that of its up tile."""
+    """Return the layout of [16 W, BM] in which a thread has the same row of both row tiles of a pair."""
     rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -272,7 +269,7 @@ def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _load_codes(pointers, k_step, TILES: gl.constexpr, C: gl.constexpr):
-    """Load the codes of a k_step, a tuple of TILES [W, C, 128] int32."""
+    """Load the codes of a k_step, int32 [W, C, 128] for each register."""
     words_at, mask = pointers[0], pointers[1]
     words = ()
     for t in gl.static_range(TILES):
@@ -286,9 +283,7 @@ def _load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Load words [W, 8, ...] of scales and zero-points for each 128 columns of COUNT k_steps; 0 where there
-    are none.
-    """
+    """Load words of scales and zero-points for each 128 columns of COUNT k_steps; 0 if there are none."""
     scales_at, scales, zeros, begin, first_block = (
         pointers[2],
         pointers[3],
@@ -302,7 +297,7 @@ def _load_scales(
         if ALIGNED_SPLITS:
             block = (k_step * SUBTILES + subtile) * 128 // PER_BLOCK
         else:
-            # Past the last column x is zero, so any scale will do.
+            # Beyond the last column x is zero, so any weights do.
             block = gl.minimum(((begin + k_step) * SUBTILES + subtile) * 128 // PER_BLOCK, BLOCKS - 1)
             if STAGED_BLOCKS:
                 block -= first_block
@@ -318,7 +313,7 @@ def _load_scale_words(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Load the scale words of block `block`, from shared memory if STAGED_BLOCKS, else from `values`."""
+    """Load the words of a block, from shared memory if scales are staged there."""
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
     else:
@@ -336,16 +331,14 @@ def _multiply(
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
-    """Add the MMAs of a chunk to `total` float32 [16 W, BM], from k_step `number` on.
-
-    Returns the sums, the ring of loaded codes, and the scales of the next chunk. IS_LAST skips loads past the
-    end.
+    """Add the products of CHUNK k_steps from `number` on; return total, ring of codes and values of the next
+    chunk.
     """
     SUBTILES: gl.constexpr = k_step_columns(PLANES) // 128
     C: gl.constexpr = k_step_columns(PLANES) // (16 * PLANES)
     ACC: gl.constexpr = accumulator_layout(W, BM, WGMMA)
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    # Weights [16 W rows, V groups, columns of a group] in the layout of operand A.
+    # Layout of weights [16 W rows, V groups, columns of a group] in the registers of operand A.
     like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
     ON_SUMS: gl.constexpr = GROUPS > 1 and not ON_WEIGHTS and V == 1
@@ -396,7 +389,7 @@ def _multiply(
             q = gl.reshape(q, (16 * W, 128))
             at = (number + k_step) * SUBTILES + subtile
             if WGMMA:
-                # The MMA before ran while these weights were dequantized.
+                # While these weights were decoded, those before them were multiplied.
                 if k_step + subtile > 0:
                     total = wait_mma(total, pending, ON_SUMS)  # noqa: F821
                 pending = start_mma(total, q, row_scales, x_smem, at, A, ON_SUMS)
@@ -409,7 +402,7 @@ def _multiply(
 
 @gluon.jit
 def _keep_order():
-    """Keep loads above ahead of code below, which ptxas would otherwise delay until their use."""
+    """Keep ptxas from moving the loads above past the code below."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

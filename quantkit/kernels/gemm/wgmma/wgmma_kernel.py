@@ -1,18 +1,15 @@
-"""Warp-specialized WGMMA GEMM for Hopper, any M: y^T = W x^T, persistent over tiles, with optional stream-K.
+"""Warp-specialized WGMMA GEMM for many rows of x on Hopper: y^T = W x^T, with stream-K.
 
-    producer, 1 warp         TMA: x [BM, 128] global -> ring of STAGES buffers in shared memory
-    consumer 0, 4 warps      rows 0 to 63 of W: codes -> registers -> dequantize -> A of wgmma
-    consumer 1, 4 warps      rows 64 to 127
-    (consumer 2, 4 warps     rows 128 to 191, with BN = 192)
+    1 warp                  TMA copies of blocks of x, as far ahead as shared memory has room
+    2 or 3 warp groups      64 rows of W each: dequantize operand A in registers, then wgmma
 
-    full[stage]              the producer's copy has arrived
-    empty[stage]             all consumers have multiplied with it
+While one warp group dequantizes, the tensor cores run the product of another. A program does one tile after
+the other. Tiles that are left when some programs have none may be shared out along K: stream-K,
+`gluon/stream_k.py`.
 
-While one consumer dequantizes, the tensor cores run the products of another. A program takes one output tile
-after the other. The tiles of the last wave may be shared by columns: stream-K, `gluon/stream_k.py`.
-
-Written in Gluon, as plain Triton cannot assign roles to warps. `portable_gemm` computes the same without.
+Written in Gluon: Triton cannot express which warps do what. `portable_gemm` computes the same in Triton.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,22 +47,14 @@ def wgmma_gemm(
     BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
+    """Write y [M, N] = x W^T. `x` is a TMA descriptor of [M, K] in boxes of [up to 64, 128], zeros beyond.
 
-        x                           TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
-        codes, scale, zero, lut     the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
-        factor [1] float32, bias [N], y [M, N]; y is passed as bias where there is none
-        sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
+    A tile is BN rows of the weight times BM rows of x. A step is two k_steps, each of BLOCK_K columns, or of
+    a span if that is longer. Codes are loaded PREFETCH k_steps ahead, one or two. BLOCK_K columns, 128 or
+    256, are dequantized and multiplied at a time, with an expression for each BLOCK_K of a k_step.
 
-        BN, BM           rows of W (128 or 192) and of x of a tile
-        BLOCK_K          columns dequantized and multiplied at a time: 128 or 256
-        PREFETCH         k_steps that codes are loaded early: 1 or 2
-        REGISTERS        registers of a consumer thread; the producer keeps 24
-        STORE_VECTOR     values that a thread stores at once; it divides N
-        GROUP_M          tiles of rows of x that run next to each other and share weights in L2
-
-    A k_step has BLOCK_K columns, or a span where that is longer, and a step two k_steps. ASM and CONSTRAINTS
-    have an entry for each BLOCK_K of a k_step. GROUPS is 1 or 2: one scale per row, or several.
+    N is a multiple of STORE_VECTOR, up to 8. GROUPS is 1, or 2 for several groups. `sums`, WHOLE_TILES,
+    STEPS_PER_PROGRAM, TILE_STRIDE and TOKEN are for stream-K (`gluon/stream_k.py`).
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
@@ -78,7 +67,7 @@ def wgmma_gemm(
         x_smem, full, empty, codes, scale, zero, factor, fill_table(lut, FILL), bias, y, sums,
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
-    # Arguments are repeated, as constexprs put into a tuple first would become values.
+    # Arguments are repeated, because constexprs stay constexprs only in the call itself.
     if BN == 128:
         gl.warp_specialize([
             (_consumer, (
@@ -126,9 +115,9 @@ def _producer(
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copy blocks of x [BM, 128] to shared memory by TMA, in the order in which `_consumer` takes them.
+    """Copy blocks of x to shared memory, in the order in which `_consumer` takes them.
 
-    Boxes without a row of x are not copied; their outputs are not stored.
+    Boxes without a row of x are not copied: their outputs are masked.
     """
     if PDL:
         pdl_launch_dependents()
@@ -166,7 +155,7 @@ def _consumer(
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize and multiply 64 rows of W per tile, those of consumer number `group`."""
+    """Compute 64 rows of each tile, those of warp group `group`."""
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
@@ -178,10 +167,10 @@ def _consumer(
     SUBTILES: gl.constexpr = BLOCK_K // 128
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    # Weights [64 rows, V groups, columns of a group] in the layout of operand A.
+    # Layout of weights [64 rows, V groups, columns of a group] in the registers of operand A.
     like = gl.reshape(gl.full([64, 128], 0.0, DTYPE, OPERAND), (64, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
-    # The last step may be half past the columns. x is zero there, so any weights will do.
+    # The second half of the last step may be padding: x is zero there, so any weights do.
     last_k_step = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
@@ -189,7 +178,7 @@ def _consumer(
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, steps, BN, BM
     )
     tile, first, last = work_tile(0, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, steps)
-    # A program without work loads a prologue all the same.
+    # A program without work items still loads the first codes of some tile.
     pm, pn = tile_coordinates(gl.minimum(tile, columns * rows - 1), columns, rows, GROUP_M)
     words_at, scales_at, ring = _prologue(
         pn * (BN // 16) + group * 4, first, codes, scale, zero, N, SPANS,
@@ -199,7 +188,7 @@ def _consumer(
     for number in range(work_items):
         total = gl.zeros([64, BM], gl.float32, ACC)
         for step in range(first, last):
-            # Two k_steps per iteration: loaded registers need no copy, which would wait for the load.
+            # Two k_steps, so that loaded codes stay in their registers: copying them would wait for them.
             for half in gl.static_range(2):
                 for block_k in gl.static_range(BLOCKS_PER_STEP):
                     weights = _dequant(
@@ -219,7 +208,7 @@ def _consumer(
                         mbarrier.wait(full.index(stage), (count + subtile) // STAGES % 2)
                         x = x_smem.index(stage).permute((1, 0))
                         total = warpgroup_mma(weights[subtile], x, total, is_async=True)
-                    # wgmma reads the weights from registers until it is done.
+                    # Keep weights in their registers until the products are done.
                     if SUBTILES == 1:
                         total, _ = warpgroup_mma_wait(0, [total, weights[0]])
                     else:
@@ -230,7 +219,7 @@ def _consumer(
         row, m = pn * BN + group * 64, pm * BM
         is_written, is_added = last == steps, first > 0
         before = first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE)
-        # Loads of the next tile are in flight while this one is stored.
+        # Load the first codes of the next tile while this one is written.
         tile, first, last = work_tile(
             gl.minimum(number + 1, work_items - 1),
             whole,
@@ -247,7 +236,7 @@ def _consumer(
             C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
         )  # fmt: skip
         if PDL:
-            # The kernel before this one may still read the memory of y.
+            # The kernel before this one may still read the memory that this one writes.
             pdl_wait()
         if is_written:
             if is_added:
@@ -262,7 +251,7 @@ def _consumer(
 
 @gluon.constexpr_function
 def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
-    """Return entry `block_k` of `blocks`: PTX or constraints for that BLOCK_K of a k_step."""
+    """Return the element of block `block_k`."""
     return blocks[block_k]
 
 
@@ -274,10 +263,7 @@ def _dequant(
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Return operand A of one BLOCK_K of a k_step: 16-bit floats [64, 128] for each 128 columns.
-
-    `k_step` is from `_load_k_step`: code words, scales and zero-points.
-    """
+    """Dequantize block `block_k` of a k_step: operand A [64, 128] for each 128 columns, scaled."""
     words, s, z = k_step
     BLOCK_ASM: gl.constexpr = _of_block(ASM, block_k)
     BLOCK_CONSTRAINTS: gl.constexpr = _of_block(CONSTRAINTS, block_k)
@@ -318,7 +304,7 @@ def _prologue(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Return pointers for four row tiles, and the two loaded k_steps of step `step`."""
+    """Return pointers to four row tiles, and the two k_steps of `step` loaded."""
     words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
     ring = ()
     for half in gl.static_range(2):
@@ -336,7 +322,9 @@ def _prologue(
 def _pointers(
     first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS,
 ):  # fmt: skip
-    """Return pointers to codes [4, C, 128] of row tiles from `first` on, and offsets of scales [4, 8]."""
+    """Return pointers to codes int32 [4, C, 128] of four row tiles from `first` on, and offsets [4, 8] of
+    scales.
+    """
     CODES: gl.constexpr = codes_layout(4, C)
     last = (N + 15) // 16 - 1
     tile = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), last)
@@ -359,9 +347,7 @@ def _load_k_step(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load the code words [4, C, 128] int32 of a k_step, and words of scales and zero-points for each 128
-    columns; 0 where there are none.
-    """
+    """Load the codes of a k_step, and scales and zero-points for each 128 columns; 0 if there are none."""
     words = ()
     for t in gl.static_range(TILES):
         words = words + (gl.load(words_at + (k_step * (C * TILES) + t) * 128),)
@@ -379,13 +365,13 @@ def _store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
     HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, STORE_VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Scale accumulators `sums` float32 [64, BM], and store them to y [m + BM, row + 64]."""
+    """Scale sums of 64 rows from `row` on, add the bias, and write y for BM rows of x from `m` on."""
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
     out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-    # A thread stores STORE_VECTOR rows at once, and adjacent threads adjacent rows.
+    # A thread writes STORE_VECTOR adjacent outputs, adjacent threads write adjacent vectors.
     THREADS_N: gl.constexpr = min(64 // STORE_VECTOR, 32)
     STORED: gl.constexpr = gl.BlockedLayout([STORE_VECTOR, 1], [THREADS_N, 32 // THREADS_N], [1, 4], [0, 1])
-    # Tells Triton that STORE_VECTOR divides N; by itself it only knows of 16.
+    # Tell Triton that N is a multiple of STORE_VECTOR: it only specializes for multiples of 16.
     N = N // STORE_VECTOR * STORE_VECTOR
     out = gl.convert_layout(out.to(y.dtype.element_ty), STORED)
     n = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, STORED)), 1)

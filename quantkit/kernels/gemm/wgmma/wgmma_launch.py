@@ -1,4 +1,4 @@
-"""Tile rule, tile search space and launch of `fused-wgmma`."""
+"""`fused-wgmma`: its tiles, the rules for them, the tiles worth measuring, and its launches."""
 
 import math
 from collections.abc import Mapping
@@ -46,17 +46,18 @@ from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: Warps of a consumer, and of a program at its start.
+#: Warps that a program starts with, and warps of a warp group.
 WARPS = 4
-#: Most rows of a TMA box. Rows past the last one of x take twice as long as others.
+#: Most rows of x per TMA copy. Rows past the end of x take twice as long to copy as others.
 TMA_ROWS = 64
-#: Most 16-bit values that a thread stores at once, where they divide N.
+#: Most 16-bit numbers of a vector store, if rows of y are multiples of them.
 MAX_STORE_VECTOR = 8
-#: A tile measured for another problem is replaced by one with a predicted time below this part of its own.
+#: A tile measured for another problem gives way to one with less than this part of its predicted time.
 FITS = 0.9
-#: Most bytes of x that stay in L2, where programs with parts of two tiles, at different steps, read it.
+#: Bytes of x that stay in L2. Programs that share the last tiles evenly are at different steps, and read x
+#: from L2.
 CACHED = 32 << 20
-#: Values of each field of a tile that the kernel was tested with. To add a candidate, add its number.
+#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "block_m": (16, 32, 64, 128, 256),
     "block_n": (128, 192),
@@ -64,15 +65,16 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "stream_k": (False, True),
     "block_k": (COLUMNS, TWO_BLOCKS),
 }
-#: Distance of the tokens of consecutive launches: 2^64 over the golden ratio.
+#: Distance of the tokens of two launches: 2^64 divided by the golden ratio.
 TOKENS_APART = 0x9E3779B97F4A7C15
+_LAUNCHES = count(1, 2)
 _LAUNCHES = count(1, 2)
 
 
 def wgmma_tile(
     shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS, *, zeros: bool = False
 ) -> WgmmaTile:
-    """Return the tile with the smallest `tile_time` for m rows of x; `zeros`: W has zero-points."""
+    """Return the tile with the least `tile_time` for m rows of x; `zeros` if the weight has zero-points."""
     sizes = [
         _tile_of_size(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)
     ]
@@ -87,7 +89,9 @@ def wgmma_tile(
 
 
 def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
-    """Return the tile of a size with the fastest prefetch and block_k that fit its registers."""
+    """Return the tile of a size with the prefetch and `block_k` that were measured fastest, if registers
+    suffice.
+    """
     prefetch_two, prefetch_one, least = (
         WgmmaTile(m, rows, 2, block_k=TWO_BLOCKS),
         WgmmaTile(m, rows, 1, block_k=TWO_BLOCKS),
@@ -95,7 +99,7 @@ def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
     )
     tiles = [replace(least, prefetch=2)]
     if m * rows > 128 * 128:
-        # A span longer than block_k keeps its codes in registers anyway.
+        # Codes of a span longer than `block_k` are in registers anyway.
         tiles = tiles if rows == 128 and shape.span > COLUMNS else []
     elif shape.spans * shape.span % TWO_BLOCKS == 0:
         tiles = [*([prefetch_two] if shape.bits == 8 or m <= FEW_OF_X else []), prefetch_one, *tiles]
@@ -103,7 +107,7 @@ def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
 
 
 def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
-    """Return why the kernel cannot run `tile`; None if it can."""
+    """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.block_n != 128 and tile.block_m > 128:
@@ -116,7 +120,7 @@ def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
-    """Return why `tile` is not worth measuring; None if it is."""
+    """Return why a tile is not worth measuring; None if it is."""
     reasons = (
         (problem.m <= 32 < tile.block_m, f"it multiplies {tile.block_m} rows of x"),
         (
@@ -130,7 +134,7 @@ def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
         ),
         (
             tile.stream_k and tile_schedule(shape_of(problem), problem.m, tile, processors(problem))[2] == 0,
-            "no tile is left that is sooner in parts",
+            "no tile is left that is faster in parts",
         ),
         (
             launch_bounds(tile).occupancy > 1
@@ -142,19 +146,20 @@ def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _rule(problem: Problem) -> WgmmaTile:
-    """Return the tile for `problem` where none was measured."""
+    """Return the tile for a problem where none was measured."""
     return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 
 def _has_zeros(problem: Problem) -> bool:
+    """Return True if the weight has zero-points."""
     return problem.scheme.has_zero_point
 
 
 def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
-    """Return the tile of the rule where it should be faster than `tile`, which was measured for `measured`.
+    """Return the tile of the rules if it is predicted to be faster than `tile`, else `tile`.
 
-    Both times grow from `measured` to `problem` as `tile_time` says. At `measured`, the tile of the rule
-    counts as no faster than the measured one: `tile_time` predicts how times grow better than it ranks tiles.
+    Predictions are relative to `measured`, for which `tile` was the fastest. There the tile of the rules is
+    taken to be no faster, whatever `tile_time` says: it predicts sizes better than tiles.
     """
 
     def time(asked: Problem, one: WgmmaTile) -> float:
@@ -175,9 +180,9 @@ TILING = Tiling(WgmmaTile, VALUES, _rule, _why_not, _loses, _adapt)
 
 @dataclass(frozen=True)
 class _Launches:
-    """Launch of `wgmma_gemm`, shared-memory `layout` of x, and `stream_k_schedule`.
+    """Launch of `wgmma_gemm`, layout of its shared memory, and its stream-K schedule.
 
-    `sums` counts the float32 of partial sums and flags. `spans` and `blocks` are those of W.
+    `sums` is the float32 numbers of partial sums and flags. A weight has `spans` spans and `blocks` blocks.
     """
 
     kernel: Launch
@@ -200,7 +205,7 @@ def _launches(
     features: frozenset[str],
     multiprocessors: int,
 ) -> _Launches:
-    """Return the launch for x [m, k] and W [n, k]; it does not depend on x beyond m."""
+    """Build the launch for x [m, k] and a weight [n, k]."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm as kernel
@@ -234,16 +239,16 @@ def _launches(
         (whole_tiles, steps_per_program, tile_stride),
         shape.spans,
         shape.blocks,
-        # A 64-bit flag for each consumer.
+        # Partial sums, and a 64-bit flag per warp group.
         programs * (tile.block_n * tile.block_m + tile.block_n // 64 * 2) if steps_per_program else 0,
     )
 
 
 def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """Return the constexprs of `wgmma_gemm` for a weight [n, k]; they are the same for every K."""
+    """Return the constexprs of `wgmma_gemm` that follow from a weight, the same for every K."""
     shape = geometry(n, k, scheme, dtype)
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
-    # One scale per row is loaded as a block of its own.
+    # One scale per row is the only scale of one block.
     known |= {"GROUPS": 1, "PER_BLOCK": COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
     if shape.span > tile.block_k:
         known |= _by_blocks(shape, scheme, dtype, tile)
@@ -253,7 +258,7 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Wgmma
 
 
 def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """Return ASM and CONSTRAINTS for each block_k of a span that is longer than block_k."""
+    """Return one expression per `block_k` columns of a longer span."""
     name, each = str(dtype).removeprefix("torch."), shape.planes * tile.block_k // shape.span
     parts = [
         expression(scheme.format, name, bare=shape.carried != 1.0, some=(first, first + each))
@@ -266,13 +271,13 @@ def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaT
 
 
 def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for any m. For GPUs of compute capability 9."""
+    """Return y [m, n] for any m, on GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     m, k = op.x.shape
     has_bias, programs = op.bias is not None, op.multiprocessors
     launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
-    # A TMA box has no more columns than x.
+    # TMA wants x to have at least the columns of a block.
     y, x = empty(op, *output_size(op)), whole_rows(op.x, COLUMNS)
     blocks = TensorDescriptor(
         x, list(x.shape), list(x.stride()), [min(tile.block_m, TMA_ROWS), COLUMNS], launches.layout
@@ -296,7 +301,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
 def launch_token() -> int:
     """Return a number that no other launch of this process has, and memory only by chance.
 
-    Programs of a launch flag partial sums with it, in memory that was never cleared. It is odd, as `Launch`
-    caches kernels by whether integers are multiples of 16.
+    Programs of a launch signal each other with it in memory that was never cleared. It is odd, because
+    `Launch` distinguishes integers that are multiples of 16.
     """
     return (next(_LAUNCHES) * TOKENS_APART) % (1 << 63) | 1 << 62

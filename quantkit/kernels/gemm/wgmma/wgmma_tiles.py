@@ -7,18 +7,18 @@ from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.layouts.fragment_layout import Geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, undeclared_bytes
 
-#: Bytes of shared memory beside the buffers of x: barriers, and the layout conversion of outputs.
+#: Bytes of shared memory beside blocks of x: barriers, and outputs that threads exchange.
 SCRATCH = 8 << 10
-#: Columns of a buffer of x, and the two values of `block_k`.
+#: Columns of a block of x, and the two values of `block_k`.
 COLUMNS, TWO_BLOCKS = 128, 256
-#: Most buffers of x in shared memory, each [block_m, 128].
+#: Most blocks of x in shared memory; a block has all rows of a tile.
 STAGES = 8
-#: Bytes of shared memory that the GPU reserves per program.
+#: Bytes of shared memory that a multiprocessor keeps for each program.
 RESERVED = 1 << 10
-#: Largest block_m with registers for two programs per multiprocessor (block_n and block_k 128), or for a
-#: prefetch of two k_steps.
+#: Most rows of x with registers for two programs on a multiprocessor (128 rows of the weight, 128 columns),
+#: or for codes that are loaded two steps ahead.
 FEW_OF_X = 32
-#: (block_m, block_n) that the rule chooses from: microseconds per 256 columns on an H100, with its prefetch.
+#: Rows of x and of the weight of the tiles of the rules; microseconds for 256 columns on an H100.
 STEP_US: Mapping[tuple[int, int], float] = {
     (32, 128): 1.1,
     (64, 128): 1.1,
@@ -26,25 +26,24 @@ STEP_US: Mapping[tuple[int, int], float] = {
     (128, 192): 2.15,
     (256, 128): 2.6,
 }
-#: Microseconds to add the partial sums of one program to such a tile. With these, tiles of the rule take
-#: 1.010 times the best of eight (H100, 81 problems).
+#: Microseconds to add the partial sums of another program (fix-up), by tile. With these, tiles of the rules
+#: take 1.010 of the time of the best of eight (H100, 81 problems).
 FIXUP_US = dict(zip(STEP_US, (0.2, 0.3, 1.5, 3.5, 4.0), strict=True))
 #: Microseconds of a launch beside its steps.
 OVERHEAD_US = 3.0
-#: Registers of a thread that `registers` does not count. 14 suffice for Triton 3.6. With 14, Triton 3.9
-#: spills up to 514: int7 at M=1024 takes 1.47 times as long as with the tile that 24 lead to (H100).
+#: Registers of a thread that `registers` does not count. 14 suffice for Triton 3.6. Triton 3.9 then spills up
+#: to 514 in a loop: int7 with 1024 rows of x takes 1.47 times as long as with 24 (H100).
 REGISTER_MARGIN = 24
 
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Tile of `fused-wgmma`.
+    """Launch configuration of `fused-wgmma`: `block_m` rows of x and `block_n` rows of the weight per
+    program.
 
-    block_m   rows of x of a program
-    block_n   rows of W: 64 per consumer
-    prefetch  k_steps that codes are loaded early
-    stream_k  share the tiles of the last wave by columns
-    block_k   columns dequantized, then multiplied: 128 take few registers, 256 suit small M
+    Codes are loaded `prefetch` steps ahead. With `stream_k`, programs that would be idle at the end share the
+    k_steps of the last tiles. `block_k` columns are dequantized and multiplied at a time: fewer take fewer
+    registers, more keep the tensor cores busy with few rows of x.
     """
 
     block_m: int = 128
@@ -56,10 +55,10 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class LaunchBounds:
-    """Programs per multiprocessor (`occupancy`), and registers of a thread.
+    """Programs of a multiprocessor at once, and registers of their threads.
 
-    `max_registers` are those at launch, None for no limit. Consumers then take `mma_registers`; the producer
-    keeps 24.
+    Threads start with up to `max_registers`, None for no limit. Threads that multiply then get
+    `mma_registers`, and threads that copy keep 24.
     """
 
     occupancy: int
@@ -75,10 +74,10 @@ def launch_bounds(tile: WgmmaTile) -> LaunchBounds:
 
 
 def stages(tile: WgmmaTile, table: int = 0) -> int:
-    """Return the buffers of x in shared memory, beside a lookup table of `table` bytes.
+    """Return the blocks of x in shared memory: as many as fit beside a `table` of these bytes, up to
+    `STAGES`.
 
-    As many as fit, up to `STAGES`, which hide memory latency. More are added where Triton has to request the
-    bytes of the table too.
+    With a table there are enough blocks that Triton requests memory for it too.
     """
     mine = (HOPPER_SHARED + RESERVED) // launch_bounds(tile).occupancy - RESERVED
     block = 2 * tile.block_m * COLUMNS
@@ -87,26 +86,24 @@ def stages(tile: WgmmaTile, table: int = 0) -> int:
 
 
 def copies(tile: WgmmaTile) -> int:
-    """Return the copies of the lookup table in shared memory, against bank conflicts.
+    """Return the copies of a table in shared memory: as many as leave room for a third block of x.
 
-    As many as leave a third buffer of x; 0 for two programs per multiprocessor, which lack the registers.
+    None for two programs, whose threads lack the registers for lookups.
     """
     return 0 if launch_bounds(tile).occupancy > 1 else 16 if tile.block_m == 256 else COPIES
 
 
 def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
-    """Return the columns of a step: two k_steps."""
+    """Return the columns of a step of `wgmma_gemm`: twice what it loads at a time."""
     return 2 * max(tile.block_k, shape.span)
 
 
 def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float) -> tuple[int, int, int]:
-    """Return (whole tiles, steps per program, tile stride) of `tiles` with `steps` each, for `programs`
-    programs.
+    """Return the tiles done whole, and for the others the steps per program, and the steps from tile to tile.
 
-    The tiles of the last wave, `tiles` % `programs`, are shared out: tile i begins at i * stride, and each
-    program takes the next steps. Either each tile has programs of its own, or all programs get the same
-    number of steps and some have parts of two tiles. The faster one is chosen; adding one part costs
-    `fixup_steps` steps.
+    Each shared tile is divided among the same number of programs, or all programs get the same number of
+    steps, whichever is faster. In the second case some programs have parts of two tiles. A fix-up takes as
+    long as `part_steps` steps, so that fewer programs may share a tile than could.
     """
     others = tiles % programs
     if others == 0:
@@ -126,14 +123,14 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
 
 
 def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
-    """Return True if no program of a `stream_k_schedule` has parts of two tiles."""
+    """Return True if each program has steps of one shared tile only."""
     return steps_per_program > 0 and tile_stride % steps_per_program == 0
 
 
 def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> float:
-    """Return the average number of partial sums that are added to a shared tile.
+    """Return the average number of fix-ups of a shared tile.
 
-    If programs have parts of two tiles, about half of the tiles have one more.
+    If programs have parts of two tiles, about half of the tiles need one more.
     """
     single = splits_single_tiles(steps_per_program, tile_stride)
     return -(-steps // steps_per_program) - (1.0 if single else 0.5)
@@ -145,12 +142,12 @@ def step_us(shape: Geometry, tile: WgmmaTile) -> float:
 
 
 def fixup_us(tile: WgmmaTile) -> float:
-    """Return the microseconds to add the partial sums of one program."""
+    """Return the microseconds of a fix-up."""
     return _of_tile(FIXUP_US, tile)
 
 
 def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
-    """Return the time of a tile; one that was not measured scales that of 128 rows of W or 32 of x."""
+    """Look a tile up in `us`; sizes that are missing scale from 128 rows of the weight, or 32 rows of x."""
     found = us.get((tile.block_m, tile.block_n))
     return us[max(tile.block_m, FEW_OF_X), 128] * tile.block_n / 128 if found is None else found
 
@@ -169,7 +166,7 @@ def tile_schedule(
 
 
 def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H200_PROCESSORS) -> float:
-    """Return the predicted microseconds for m rows of x, from measured times per step (`STEP_US`)."""
+    """Return the predicted microseconds for m rows of x, from the measured times `STEP_US`."""
     steps, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
     resident = launch_bounds(tile).occupancy
     mine = -(-whole_tiles // (multiprocessors * resident)) * steps + steps_per_program
@@ -178,7 +175,8 @@ def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H
 
 
 def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
-    """Return about how many registers a consumer thread needs: accumulators, weights, and prefetched codes.
+    """Return the estimated registers of a thread that multiplies, for sums, weights, codes, scales and
+    zero-points.
 
     Scales and zero-points in use take two registers each, for two rows.
     """
@@ -189,5 +187,5 @@ def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
 
 
 def has_registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> bool:
-    """Return True if a consumer thread has that many."""
+    """Return True if a thread has that many registers."""
     return registers(shape, tile, zeros) + REGISTER_MARGIN <= launch_bounds(tile).mma_registers

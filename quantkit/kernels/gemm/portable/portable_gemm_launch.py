@@ -54,15 +54,15 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class PortableGemmTile:
-    """Launch configuration of `fused-portable`: row tiles of an accumulator, rows of x, splits of K, warps,
-    stages.
+    """Tile of `fused-portable`.
 
-    With `fp16_accumulation`, products of a step (128 columns, or a span) are summed in float16, and steps in
-    float32. With two `accumulators`, the weights of one are dequantized while those of the other are
-    multiplied.
-
-    `occupancy` is the programs of a multiprocessor at once. Only the last wave is then split along K, if it
-    does not fill all multiprocessors. 0 splits all programs.
+    row_tiles          row tiles, 16 rows of W, per accumulator
+    block_m            rows of x
+    split_k            programs that divide the columns of a split output tile
+    warps, stages      of a program, and of Triton's software pipeline
+    fp16_accumulation  accumulate a step in float16, and add steps in float32
+    accumulators       2: dequantize the weights of one while those of the other are multiplied
+    occupancy          programs per multiprocessor; only tiles of the last, partial wave are split; 0: all are
     """
 
     row_tiles: int

@@ -57,10 +57,12 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class SmallMTile:
-    """Launch configuration of `fused-small-m`: warps of a program, splits of K, k_steps that codes are loaded
-    ahead.
+    """Tile of `fused-small-m`.
 
-    With `wgmma` four warps multiply together, and dequantize the next k_step meanwhile.
+    warps     warps of a program, each with a row tile
+    split_k   programs that divide the columns of a row tile
+    prefetch  k_steps that codes are loaded early
+    wgmma     multiply with `wgmma`, asynchronous, instead of `mma`
     """
 
     warps: int = 16

@@ -1,13 +1,17 @@
-"""Warp-specialized WGMMA GEMM for many rows of x on Hopper: y^T = W x^T, with stream-K.
+"""Warp-specialized WGMMA GEMM for Hopper, any M: y^T = W x^T, persistent over tiles, with optional stream-K.
 
-    1 warp                  TMA copies of blocks of x, as far ahead as shared memory has room
-    2 or 3 warp groups      64 rows of W each: dequantize operand A in registers, then wgmma
+    producer, 1 warp         TMA: x [BM, 128] global -> ring of STAGES buffers in shared memory
+    consumer 0, 4 warps      rows 0 to 63 of W: codes -> registers -> dequantize -> A of wgmma
+    consumer 1, 4 warps      rows 64 to 127
+    (consumer 2, 4 warps     rows 128 to 191, with BN = 192)
 
-While one warp group dequantizes, the tensor cores run the product of another. A program does one tile after
-the other. Tiles that are left when some programs have none may be shared out along K: stream-K,
-`gluon/stream_k.py`.
+    full[stage]              the producer's copy has arrived
+    empty[stage]             all consumers have multiplied with it
 
-Written in Gluon: Triton cannot express which warps do what. `portable_gemm` computes the same in Triton.
+While one consumer dequantizes, the tensor cores run the products of another. A program takes one output tile
+after the other. The tiles of the last wave may be shared by columns: stream-K, `gluon/stream_k.py`.
+
+Written in Gluon, as plain Triton cannot assign roles to warps. `portable_gemm` computes the same without.
 """
 # mypy: ignore-errors
 
@@ -47,14 +51,22 @@ def wgmma_gemm(
     BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Write y [M, N] = x W^T. `x` is a TMA descriptor of [M, K] in boxes of [up to 64, 128], zeros beyond.
+    """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
 
-    A tile is BN rows of the weight times BM rows of x. A step is two k_steps, each of BLOCK_K columns, or of
-    a span if that is longer. Codes are loaded PREFETCH k_steps ahead, one or two. BLOCK_K columns, 128 or
-    256, are dequantized and multiplied at a time, with an expression for each BLOCK_K of a k_step.
+        x                           TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
+        codes, scale, zero, lut     the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        factor [1] float32, bias [N], y [M, N]; y is passed as bias where there is none
+        sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
 
-    N is a multiple of STORE_VECTOR, up to 8. GROUPS is 1, or 2 for several groups. `sums`, WHOLE_TILES,
-    STEPS_PER_PROGRAM, TILE_STRIDE and TOKEN are for stream-K (`gluon/stream_k.py`).
+        BN, BM           rows of W (128 or 192) and of x of a tile
+        BLOCK_K          columns dequantized and multiplied at a time: 128 or 256
+        PREFETCH         k_steps that codes are loaded early: 1 or 2
+        REGISTERS        registers of a consumer thread; the producer keeps 24
+        STORE_VECTOR     values that a thread stores at once; it divides N
+        GROUP_M          tiles of rows of x that run next to each other and share weights in L2
+
+    A k_step has BLOCK_K columns, or a span where that is longer, and a step two k_steps. ASM and CONSTRAINTS
+    have an entry for each BLOCK_K of a k_step. GROUPS is 1 or 2: one scale per row, or several.
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)

@@ -68,7 +68,6 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 #: Distance of the tokens of two launches: 2^64 divided by the golden ratio.
 TOKENS_APART = 0x9E3779B97F4A7C15
 _LAUNCHES = count(1, 2)
-_LAUNCHES = count(1, 2)
 
 
 def wgmma_tile(

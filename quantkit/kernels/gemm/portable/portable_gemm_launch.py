@@ -161,7 +161,7 @@ def _why_not(problem: Problem, tile: PortableGemmTile) -> str | None:
         return "torch.backends.cuda.matmul.allow_fp16_accumulation is not set, or x is not float16"
     shape = shape_of(problem)
     if tile.accumulators > 1 and shape.span > 128:
-        return f"two chains take spans of up to 128 columns, {shape.bits} bits have {shape.span}"
+        return f"two accumulators take spans of up to 128 columns, {shape.bits} bits have {shape.span}"
     if shape.k_steps % tile.split_k:
         return f"{shape.k_steps} steps are not divided by a split of {tile.split_k}"
     return None
@@ -184,14 +184,17 @@ def _loses(problem: Problem, tile: PortableGemmTile) -> str | None:
         # `shared_memory` is an upper bound.
         (shared > program_memory(problem) * 5 // 4, f"stages would take {shared} bytes of shared memory"),
         (tile.occupancy and not split_k, "no columns are split"),
-        (occupancy and (tiles < occupancy or tiles % occupancy == 0), "no round is partly filled"),
+        (occupancy and (tiles < occupancy or tiles % occupancy == 0), "no wave is partly filled"),
         (
             split_k and not occupancy and tiles * tile.split_k > 8 * processors(problem),
             "there are programs enough",
         ),
         (tile.accumulators > 1 and "wgmma" not in problem.features, "products are waited for at once"),
         (tile.accumulators > 1 and tile.fp16_accumulation, "sums in float16 are added up at once"),
-        (tile.accumulators > 1 and tile.row_tiles < tile.warps, "a chain has too few rows for its warps"),
+        (
+            tile.accumulators > 1 and tile.row_tiles < tile.warps,
+            "an accumulator has too few rows for its warps",
+        ),
     )
     return next((reason for loses, reason in reasons if loses), None)
 

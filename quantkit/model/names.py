@@ -5,6 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import TransposedTensor
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -50,6 +53,13 @@ class Renamed:
 def model_names(model: "nn.Module", stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """Map each stored name to its model parameter, and to True if it is fused with other tensors there."""
     return {name: (one.parameter, one.is_fused) for name, one in renamed(model, stored)}
+
+
+def as_matrices(checkpoint: Checkpoint, stored: Iterable[str]) -> Checkpoint:
+    """Return `checkpoint` with the tensors `stored` read as [N, K], which its files have as [K, N]."""
+    changed = {name: checkpoint.tensors[name] for name in stored}
+    turned = {name: TransposedTensor.from_stored(one.as_stored) for name, one in changed.items()}
+    return replace(checkpoint, tensors={**checkpoint.tensors, **turned}) if turned else checkpoint
 
 
 @dataclass(frozen=True)

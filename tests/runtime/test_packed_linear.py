@@ -293,12 +293,20 @@ def test_torch_compile_keeps_one_graph():
 # What can be packed
 
 
-def test_linear_is_packable_and_its_subclasses_are_not():
-    class Special(nn.Linear):
-        pass
+def test_what_a_subclass_of_linear_computes_decides_whether_it_is_packable():
+    class Same(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x @ self.weight.T
+            return y if self.bias is None else y + self.bias
 
-    assert why_not_packable(nn.Linear(4, 4)) is None
-    assert why_not_packable(Special(4, 4)) == "Special is neither nn.Linear nor a fused experts module"
+    class Special(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sigmoid()
+
+    for bias in (True, False):
+        assert why_not_packable(nn.Linear(4, 4, bias)) is None
+        assert why_not_packable(Same(6, 4, bias)) is None
+    assert why_not_packable(Special(4, 4)) == "Special computes something else than x W^T + b"
 
 
 def test_a_linear_without_inputs_is_refused_by_its_name():

@@ -211,13 +211,13 @@ def same_problem(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class GroupedTiling:
-    """How a kernel multiplies routed tokens with their experts, block by block (grouped GEMM).
+    """Use of a kernel for a grouped GEMM: routed tokens with their experts, block by block.
 
     `block_rows` has the least and most routed tokens of an expert block for which the kernel is chosen,
-    `forced_rows` those where `QUANTKIT_KERNEL` names it.
+    `forced_rows` those if `QUANTKIT_KERNEL` names it.
 
-    `tile(problem, grouping)` returns the tile, None where none fits. `supports(problem)` says why it cannot
-    run. Both take the problem of one expert: M is the rows of a block, N those of all its matrices.
+    `tile(problem, grouping)` returns the tile, None if none fits. `supports(problem)` says why it cannot run.
+    Both take the problem of one expert: M is the rows of a block, N those of all its matrices.
 
     With `shares_x` all warps read one x in shared memory, and all matrices of an expert are one weight. With
     `gates` it can gate y of experts with two matrices.

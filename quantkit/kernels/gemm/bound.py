@@ -54,8 +54,8 @@ class Bound:
     def fixed(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[FixedLaunch, ...] | None:
         """Return the launches of calls like this one, with addresses instead of operands.
 
-        Returns None if kernels need a copy of x, if an operand is not aligned to 16 bytes, or if a launch has
-        no fixed form. This call must have been made before.
+        Returns None if kernels need a copy of x, an operand is not aligned to 16 bytes, or a launch has no
+        fixed form. This call must have been made before.
         """
         operands = self.operands(x, bias)
         if operands[X.number] is not x or any(one.data_ptr() % 16 for one in operands):

@@ -1,4 +1,4 @@
-"""The fused kernels as rows of the kernel table, and how they launch."""
+"""The fused kernels as rows of the kernel table, how they launch, and which of them runs experts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +35,7 @@ from quantkit.packing.tensor import PackedTensor
 
 
 def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """`layout.build` on the device that has the weight."""
+    """Build the fragment layout on the device of the weight; see `fragment_layout.build`."""
     if weight.device.type != "cuda":
         return build(weight, dtype, count)
     with torch.cuda.device(weight.device):
@@ -48,12 +48,12 @@ FRAGMENTS = Layout("fragments", build_fragments, join, restore)
 
 
 _BEFORE_LOADING = "Set QUANTKIT_KERNEL, if at all, before the model is loaded."
-#: Computes y of operands on a device with some features, in a tile where its row has tiles.
+#: `Kernel.run`: operands, tile (None without tiles) and features of the device -> y.
 _Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _Run) -> Callable[..., torch.Tensor]:
-    """`run` as rows launch: with x's device the current one; `prepared` are those fields of `Operands`."""
+    """Return `Kernel.launch` for `run`. `prepared` are fields of `Operands`."""
 
     def launched(
         x: torch.Tensor,
@@ -72,7 +72,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """`bind` as rows do it; see `Kernel.bind`."""
+    """Return `Kernel.bind` for the `bind` of a launch module."""
 
     def bound(
         x: torch.Tensor,
@@ -88,11 +88,12 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
 
 
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
+    """Run a kernel; raises `TileError` if its tile is too large for the GPU."""
     device = operands.x.device
     try:
         return on_device(device, lambda features: run(operands, tile, features))
     except Exception as error:
-        # Triton's, which is not imported before it is needed.
+        # Triton's error class, compared by name: Triton is not imported before it is needed.
         if type(error).__name__ != "OutOfResources":
             raise
         raise TileError(
@@ -105,7 +106,7 @@ _Result = TypeVar("_Result")
 
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """`run` with what `device` can do, while it is the current one."""
+    """Call `run` with the features of `device`, as the current device."""
     features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
@@ -121,7 +122,7 @@ def _run(name: str) -> _Run:
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Why no grouped kernels multiply with experts that have such weights; see `grouped`."""
+    """Return why no grouped kernel multiplies with experts that have such weights; None if some do."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:

@@ -215,7 +215,7 @@ def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.T
 
 
 def why_no_gate_up_tiles(problem: Problem) -> str | None:
-    """Why rows of a weight cannot be pairs of row tiles, one of each half."""
+    """Return why rows of a weight cannot be pairs of gate and up row tiles; None if they can."""
     if problem.n % (2 * ROWS):
         return f"halves of {problem.n} rows are no multiples of {ROWS}"
     return None

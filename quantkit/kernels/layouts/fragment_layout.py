@@ -225,8 +225,8 @@ def join(
     N.
 
     Returns the tensors of the whole, and those of each weight as views. Returns None if a weight before the
-    last has no whole row tiles, or if values differ, or factors that powers of two in scales cannot make
-    equal.
+    last has no whole row tiles, or if values differ. Factors may differ by powers of two that scales can take
+    on.
     """
     if any(count % ROWS for count in rows[:-1]):
         return None

@@ -441,7 +441,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
     said = {
         "up to 16 rows of x, not 17": problem(17),
         "values of nf4 in shared memory are for up to 8 rows of x": problem(9, name="nf4"),
-        "some begin between them": problem(k=4100),
+        "4100 columns are no multiple of 8": problem(k=4100),
         "a Triton whose Gluon compiles": replace(problem(), features=GPU_FEATURES - {"gluon"}),
         "bfloat16 or float16": replace(problem(), dtype=torch.float32),
         "x and sums take 278528 bytes of shared memory, of 232448": problem(8, k=14336),

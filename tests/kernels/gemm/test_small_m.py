@@ -226,7 +226,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
     row = kernel_named("fused-small-m")
     said = {
         "up to 32 rows of x, not 33": problem(m=33),
-        "some begin between them": problem(k=4100),
+        "4100 columns are no multiple of 8": problem(k=4100),
         "a Triton whose Gluon compiles": replace(problem(), features=GPU_FEATURES - {"gluon"}),
         "bfloat16 or float16": replace(problem(), dtype=torch.float32),
         "x takes 458752 bytes of shared memory in 8 parts": problem(m=32, k=8 * 7168),

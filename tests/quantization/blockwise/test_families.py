@@ -94,4 +94,4 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
     for name, hessian in found.items():
         x = torch.cat(inputs[name])
         assert hessian.tokens == len(x)
-        assert_close(hessian.matrix.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-3, msg=name)
+        assert_close(hessian.matrix.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-3, name=name)

@@ -299,7 +299,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Mma:
-    """Where an mma of a k_step finds operand A and its scale.
+    """Location of operand A of an mma of a k_step, and of its scale.
 
     `span` and `register` name the dequantized register, `subtile` the 128 columns of the k_step, `value` the
     group of their block.

@@ -3,7 +3,7 @@
     program      row tile 0, row tile 1, ...
            K ->  | warp 0 | warp 1 | ... |     each warp: x of its columns, codes loaded some k_steps ahead
 
-The warps of a program divide the columns of K (sliced-K). Each has the x of its columns in shared memory, and
+The warps of a program divide the columns of K (sliced-K). Each has the x of its columns in shared memory. It
 handles one row tile after the other, or two row tiles with one load of x. The sums of the warps go to shared
 memory, and are added when all warps have read their last code.
 
@@ -194,8 +194,8 @@ def _tail(ring):
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
     """Return pointers and sizes for `_load_k_step`.
 
-    They are: codes [W, 32, 4] of each warp lane, scales, zero-points, the offset of their words [W, 32],
-    first k_step of each warp, row tiles of the program, and N.
+    They are codes [W, 32, 4] of each warp lane, scales, zero-points, and the offset of their words [W, 32].
+    Then first k_step of each warp, row tiles of the program, and N.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)

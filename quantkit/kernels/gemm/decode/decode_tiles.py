@@ -66,7 +66,7 @@ def schedule_row_tiles(
     """Divide row tiles among as many programs as run at once; in pairs if they are `gated`.
 
     Programs i and i + `multiprocessors` share a multiprocessor, so the first programs have the remainder.
-    With a `grouping` this is for one expert block, with at least so many programs that their sums fit in
+    With a `grouping` this is for one expert block, with enough programs that the sums of each fit in
     registers.
     """
     row_tiles_per_output = 2 if gated else 1

@@ -168,7 +168,7 @@ def _load_step(
 
 @triton.jit
 def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Broadcast values by lane, [4, 8, W, L, V, 2] with L * V = R * NG, to sums [NG * W, 16 * R, BM]."""
+    """Broadcast values by lane, [4, 8, W, L, V, 2], to sums [NG * W, 16 * R, BM]; L * V = R * NG."""
     v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, 2)), (4, 2, 3, 5, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (NG * W, 16 * R, 1, 4, 1))

@@ -241,7 +241,7 @@ def small_m_gemm(
 def _store_gated(
     out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
-    """Write y [M, N / 2] from gate and up, which are row tiles 2 i and 2 i + 1 of `out` [16 W, BM]."""
+    """Write y [M, N / 2] from gate and up: row tiles 2 i and 2 i + 1 of `out` [16 W, BM]."""
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
     x, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
@@ -402,7 +402,7 @@ def _multiply(
 
 @gluon.jit
 def _keep_order():
-    """What is loaded above is asked for before anything below: ptxas would put it off until it is needed."""
+    """Keep ptxas from moving the loads above past the code below."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -110,8 +110,8 @@ def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
     """Return the k_steps of a split, and those of a chunk of x: 512 columns, or 256 if that makes splits
     shorter.
 
-    Loops of `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps, so that codes are loaded into
-    the registers that they are used from. Otherwise 32 rows of x spill registers.
+    Loops of `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes are then loaded into the
+    registers that they are used from. Otherwise 32 rows of x spill registers.
     """
     found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
     is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)
@@ -250,8 +250,8 @@ def experts_tile(problem: Problem, weights: int) -> SmallMTile:
     """Return the tile for `weights` weights at once, each like `problem`; some tile must fit.
 
     With several waves, programs start while others end. Splits then only cost, and from a third wave on so do
-    large programs. H100, int4: two splits of gate and up take 1.02 to 1.27 of the time of one, and 8 warps
-    0.93 to 0.99 of that of 16 from a third wave on.
+    large programs. H100, int4: two splits of gate and up take 1.02 to 1.27 of the time of one. From a third
+    wave on, 8 warps take 0.93 to 0.99 of the time of 16.
     """
     every, count = replace(problem, n=problem.n * weights), processors(problem)
     shape, valid = shape_of(every), _valid_tiles(every)

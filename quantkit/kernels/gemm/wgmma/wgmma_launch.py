@@ -134,7 +134,7 @@ def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
         ),
         (
             tile.stream_k and tile_schedule(shape_of(problem), problem.m, tile, processors(problem))[2] == 0,
-            "no tile is left that is sooner in parts",
+            "no tile is left that is faster in parts",
         ),
         (
             launch_bounds(tile).occupancy > 1

@@ -22,6 +22,7 @@ from quantkit.runtime.load import load
 from quantkit.verification.verify import verify
 
 from ..checkpoint.low_bit.makers import CASES, opened
+from ..support.compare import assert_equal
 from ..tiny.calibrated import data, interrupted_at, write
 
 FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
@@ -165,7 +166,7 @@ def test_transformers_dequantizes_the_source_alike(tmp_path: Path) -> None:
     source = rewritten(
         write(tmp_path, intermediate_size=96), ("_proj.weight",), fp8_parts, {**FP8, "dequantize": True}
     )
-    assert torch.equal(logits(source), logits(dense(source, tmp_path / "dense")))
+    assert_equal(logits(source), logits(dense(source, tmp_path / "dense")))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
@@ -192,7 +193,7 @@ def test_weights_that_stay_dense_have_the_dtype_of_the_model(tmp_path: Path) -> 
     name = "model.layers.0.self_attn.q_proj.weight"
     kept = weights(tmp_path / "out")[name]
     assert kept.dtype == torch.bfloat16
-    assert torch.equal(kept, dequantized(Checkpoint.open(source)).read(name))
+    assert_equal(kept, dequantized(Checkpoint.open(source)).read(name))
 
 
 def test_the_plan_says_what_is_read(tmp_path: Path) -> None:

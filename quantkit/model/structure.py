@@ -39,6 +39,7 @@ READ_NAMES = frozenset({"dt_proj", "weights_proj", "classifier"})
 
 EMBEDDING = "an embedding"
 TIED = "its weights are the embedding's, and it cannot be packed apart from that"
+SHARED = "another module has the same weights"
 READ = "the model reads its weight itself, which a packed linear does not have"
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
 
@@ -139,6 +140,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     tied = f"{head}.weight" in {*ties, *ties.values()}
     why_head = _why_dense_head(model, head, modules, tied and set(ties) != {f"{head}.weight"})
+    shared = {name.rpartition(".")[0] for name in (*ties, *ties.values())} - {head}
     parts = packed_parts(model)
     choosing = choosing_linears(model)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
@@ -146,7 +148,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
     gathered: dict[str, list[str]] = {}
     dense: dict[str, str] = {}
     names = _names(places)
-    inside = {name: module for name, module in modules.items() if name in parts}
+    inside = {name: module for name, module in modules.items() if name in parts and name not in shared}
     cuts = cuts_of(inside, checkpoint.tensors, places)
     whole = {cut.source.name for cut in cuts.values()}
     for stored, (parameter, fused) in names.items():
@@ -158,10 +160,11 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         if parameter not in parameters and not fused:
             dense[stored] = NOT_A_PARAMETER
         elif fused:
-            reason = _why_dense_experts(module, leaf, parts, owner)
+            reason = SHARED if owner in shared else _why_dense_experts(module, leaf, parts, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and isinstance(module, nn.Linear):
             reason = why_head if owner == head else _why_dense_linear(module, owner, parts, choosing)
+            reason = SHARED if owner in shared else reason
             _sort_in(stored, owner, reason, gathered, dense)
         else:
             dense[stored] = _kind_of_dense(module, leaf)

@@ -34,7 +34,8 @@ class Assignment:
     `module` is its name in the loaded model (for fused experts `...experts.gate_up_proj`), `stored` are the
     names its matrices have in the file, without `.weight`, and `shape` is [N, K] of each of them. `head` is
     whether it is the lm_head, which inference engines build as a kind of embedding. `aliases` are its names
-    in other classes that read the file.
+    in other classes that read the file. `transposed` if the class of the module keeps its weight as [K, N]:
+    other readers know no packed form of it.
     """
 
     module: str
@@ -45,6 +46,7 @@ class Assignment:
     aliases: tuple[str, ...] = ()
     #: Whether its matrices are stored under names that only quantkit knows.
     own_names: bool = False
+    transposed: bool = False
 
     @property
     def experts(self) -> bool:
@@ -70,7 +72,8 @@ class QuantizationConfig:
         counts = Counter(a.scheme for a in assignments if a.scheme is not None)
         default = counts.most_common(1)[0][0] if counts else None
         expressible = all(
-            not a.own_names and why_not_compressed_tensors(a.scheme, a.shape[1], experts=a.experts) is None
+            not (a.own_names or a.transposed)
+            and why_not_compressed_tensors(a.scheme, a.shape[1], experts=a.experts) is None
             for a in assignments
             if a.scheme is not None
         )

@@ -5,19 +5,16 @@ loading rules of transformers tell which tensor goes where. A new architecture n
 linears are `nn.Linear`.
 """
 
-import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model.class_names import other_names
 from quantkit.model.completeness import has_base_names, is_only_head, lacks, missing_parameters
 from quantkit.model.model_class import meta_model
-from quantkit.model.names import Renamed, renamed
+from quantkit.model.names import Renamed, other_names, renamed
 from quantkit.model.parts import Parts, embeddings, packed_parts
 from quantkit.model.split_experts import Cut, cuts_of
 
@@ -32,10 +29,6 @@ Places = Mapping[str, Renamed]
 ROUTER = "a router: it chooses experts and is tiny"
 #: Reason of linears with one output, such as those that weigh shared experts.
 ONE_OUTPUT = "it has one output: packing it saves next to nothing"
-
-#: Last name component of linears whose weight the model reads directly: time steps of Mamba, indexers of
-#: sparse attention, the router of LongCat. All are small.
-READ_NAMES = frozenset({"dt_proj", "weights_proj", "classifier"})
 
 EMBEDDING = "an embedding"
 TIED = "its weights are the embedding's, and it cannot be packed apart from that"
@@ -53,13 +46,14 @@ class Linear:
     """Linear of the model, or one fused set of experts.
 
     `module` is its name in the loaded model. `stored` are the names of its matrices in the file, for experts
-    one per expert and half. `shape` is [N, K] of each matrix.
+    one per expert and half. `shape` is [N, K] of each matrix, which the file has as [K, N] if `transposed`.
     """
 
     module: str
     kind: Kind
     stored: tuple[str, ...]
     shape: tuple[int, int]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,18 +87,25 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     shape than in the config.
     """
     check_layer_counts(checkpoint)
-    model: Any = meta_model(checkpoint.config, checkpoint.directory)
+    model = stored_model(checkpoint)
     places = dict(renamed(model, checkpoint.tensors))
     missing = missing_parameters(model, {place.parameter for place in places.values()})
-    if is_only_head(model, missing) and has_base_names(model, checkpoint.tensors):
-        # An embedding model, whose files have no head though config.json may name one.
-        model = model.base_model
-        places, missing = dict(renamed(model, checkpoint.tensors)), []
     structure = _classify_tensors(model, places, checkpoint)
     # Some parameters are made of tensors of other names.
     if missing and REARRANGED not in structure.dense.values():
         raise lacks(model, missing, checkpoint)
     return replace(structure, aliases=other_names(model, _names(places), checkpoint))
+
+
+def stored_model(checkpoint: Checkpoint, *, buffers: bool = False) -> Any:
+    """Build the model that the files are of, as `meta_model` does.
+
+    Files of an embedding model have no head, though config.json may name a class with one.
+    """
+    model: Any = meta_model(checkpoint.config, checkpoint.directory, buffers=buffers)
+    loaded = {place.parameter for _, place in renamed(model, checkpoint.tensors)}
+    is_base = is_only_head(model, missing_parameters(model, loaded))
+    return model.base_model if is_base and has_base_names(model, checkpoint.tensors) else model
 
 
 def check_layer_counts(checkpoint: Checkpoint) -> None:
@@ -129,20 +130,31 @@ def _names(places: Places) -> Names:
     return {stored: (place.parameter, place.is_fused) for stored, place in places.items()}
 
 
-def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint) -> Structure:
-    from torch import nn
-
-    from quantkit.model.experts import spec_of
+def _special_linears(model: "nn.Module") -> dict[str, str]:
+    """Return the linears that stay dense by what they are for, with the reason."""
     from quantkit.model.routers import choosing_linears
+    from quantkit.model.weight_reads import linears_that_are_read
+
+    return {
+        **dict.fromkeys(choosing_linears(model), ROUTER),
+        **dict.fromkeys(linears_that_are_read(model), READ),
+    }
+
+
+def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint) -> Structure:
+    from quantkit.model.experts import spec_of
+    from quantkit.model.linears import transposed_linears
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     tied = f"{head}.weight" in {*ties, *ties.values()}
-    why_head = _why_dense_head(model, head, modules, tied and set(ties) != {f"{head}.weight"})
     shared = {name.rpartition(".")[0] for name in (*ties, *ties.values())} - {head}
+    special = {**_special_linears(model), **dict.fromkeys(shared, SHARED)}
+    tied_otherwise = tied and set(ties) != {f"{head}.weight"}
+    why_head = special.get(head or "") or _why_dense_head(head, modules, tied_otherwise)
+    transposed = {name for name, _ in transposed_linears(model)}
     parts = packed_parts(model)
-    choosing = choosing_linears(model)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
 
     gathered: dict[str, list[str]] = {}
@@ -162,19 +174,19 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         elif fused:
             reason = SHARED if owner in shared else _why_dense_experts(module, leaf, parts, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
-        elif leaf == "weight" and isinstance(module, nn.Linear):
-            reason = why_head if owner == head else _why_dense_linear(module, owner, parts, choosing)
-            reason = SHARED if owner in shared else reason
+        elif leaf == "weight" and module is not None and _may_be_linear(module):
+            why = special.get(owner) or _why_dense_linear(module, owner, parts)
+            reason = why_head if owner == head else why
             _sort_in(stored, owner, reason, gathered, dense)
         else:
             dense[stored] = _kind_of_dense(module, leaf)
         if stored in dense and not fused and parameter in parameters:
-            _check_shape(stored, checkpoint.tensors[stored].shape, parameters[parameter])
+            _check_shape(stored, checkpoint.tensors[stored].as_stored.shape, parameters[parameter])
 
     linears = {
         name: _linear(
             *(name, tuple(stored), checkpoint, parameters, head),
-            name not in modules and spec_of(modules[name.rpartition(".")[0]]).transposed,
+            name in transposed if name in modules else spec_of(modules[name.rpartition(".")[0]]).transposed,
         )
         for name, stored in gathered.items()
     }
@@ -193,9 +205,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
     )
 
 
-def _why_dense_head(
-    model: "nn.Module", head: str | None, modules: Mapping[str, "nn.Module"], tied_otherwise: bool
-) -> str | None:
+def _why_dense_head(head: str | None, modules: Mapping[str, "nn.Module"], tied_otherwise: bool) -> str | None:
     """Return why the head cannot be packed; `tied_otherwise` if the config ties more by the same flag."""
     from quantkit.model.architectures import why_not_packable
 
@@ -203,14 +213,12 @@ def _why_dense_head(
         return None
     if tied_otherwise:
         return TIED
-    return READ if reads_weight(type(model).forward, head) else why_not_packable(modules[head])
+    return why_not_packable(modules[head])
 
 
 def _unpackable(
     modules: Mapping[str, "nn.Module"], linears: Mapping[str, Linear], names: Names
 ) -> dict[str, tuple[str, ...]]:
-    from torch import nn
-
     from quantkit.model.experts import DOWN, GATE_UP, UP, is_fused_experts
 
     stored: dict[str, list[str]] = {}
@@ -218,12 +226,21 @@ def _unpackable(
         stored.setdefault(parameter, []).append(name.removesuffix(".weight"))
     candidates = {}
     for name, module in modules.items():
-        if isinstance(module, nn.Linear):
+        if _may_be_linear(module):
             candidates[name] = stored.get(f"{name}.weight", [name])
         elif is_fused_experts(module):
             for leaf in {GATE_UP, UP, DOWN} & set(module._parameters):
                 candidates[f"{name}.{leaf}"] = stored.get(f"{name}.{leaf}", [])
     return {name: tuple(of) for name, of in candidates.items() if name not in linears}
+
+
+def _may_be_linear(module: "nn.Module") -> bool:
+    """Return True for linears, and for subclasses of `nn.Linear` that compute something else."""
+    from torch import nn
+
+    from quantkit.model.linears import is_linear
+
+    return isinstance(module, nn.Linear) or is_linear(module)
 
 
 def _strangers(dense: Mapping[str, str], checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
@@ -258,6 +275,7 @@ def _linear(
     from quantkit.model.experts import MATRICES
 
     expected = parameters.get(f"{name}.weight")
+    turned = transposed and expected is not None
     if expected is None:
         kind: Kind = "experts"
         # A fused parameter is [E, halves * N, K]; its stored matrices are [N, K] each.
@@ -273,8 +291,9 @@ def _linear(
     else:
         kind = "lm_head" if name == head else "linear"
     for one in stored:
-        _check_shape(f"{one}.weight", checkpoint.tensors[f"{one}.weight"].shape, expected)
-    return Linear(name, kind, stored, (expected[0], expected[1]))
+        _check_shape(f"{one}.weight", checkpoint.tensors[f"{one}.weight"].as_stored.shape, expected)
+    rows, columns = expected[::-1] if turned else expected
+    return Linear(name, kind, stored, (rows, columns), turned)
 
 
 def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -285,17 +304,14 @@ def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...])
         )
 
 
-def _why_dense_linear(module: "nn.Linear", name: str, parts: Parts, choosing: Collection[str]) -> str | None:
+def _why_dense_linear(module: "nn.Module", name: str, parts: Parts) -> str | None:
     from quantkit.model.architectures import why_not_packable
+    from quantkit.model.linears import is_linear, matrix_shape
 
-    if name in choosing:
-        return ROUTER
     if name not in parts:
         return parts.outside
-    if module.out_features == 1:
+    if is_linear(module) and matrix_shape(module)[0] == 1:
         return ONE_OUTPUT
-    if name.rpartition(".")[2] in READ_NAMES:
-        return READ
     return why_not_packable(module)
 
 
@@ -325,24 +341,6 @@ def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
     if leaf == "bias":
         return "a bias"
     return f"{leaf!r} of a {kind}, which is not a linear"
-
-
-def reads_weight(function: Any, name: str) -> bool:
-    """Return True if the source of `function` reads the weight of module `name` directly.
-
-    Mamba models do: their forward reads the dtype of lm_head, and their initialization the weight of a
-    linear.
-    """
-    return f".{name.rpartition('.')[2]}.weight" in _source(function)
-
-
-@lru_cache(256)
-def _source(function: Any) -> str:
-    """Return the source of a function, cached because Python scans the file each time; "" without source."""
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
 
 
 def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:

@@ -194,6 +194,7 @@ def plan_of(
             fates[name].scheme,
             head=linear.kind == "lm_head",
             own_names=_is_cut(structure, linear),
+            transposed=linear.transposed,
             aliases=names(name),
         )
         for name, linear in structure.linears.items()
@@ -222,7 +223,7 @@ def plan_of(
             copied.add(whole.name)
             task = Task(whole, (TensorSpec(whole.name, whole.dtype, whole.shape),))
         elif name + ".weight" in checkpoint.tensors or linear is None:
-            task = Task(source, (TensorSpec(source.name, source.dtype, source.shape),))
+            task = Task(source, (TensorSpec(source.name, source.dtype, source.as_stored.shape),))
         else:
             continue  # A tied lm_head that stays tied has no tensor of its own.
         tasks.append(task)
@@ -362,7 +363,9 @@ def _not_portable(structure: Structure, layers: Sequence[LayerPlan]) -> tuple[st
     """Why the output needs quantkit to load, by layer; empty when compressed-tensors can express it."""
     reasons = []
     for layer in layers:
-        if layer.scheme is not None:
+        if layer.scheme is not None and layer.linear.transposed:
+            reasons.append(f"{layer.linear.module}: other readers have no packed form of its class")
+        elif layer.scheme is not None:
             experts = layer.linear.kind == "experts"
             reason = why_not_compressed_tensors(layer.scheme, layer.linear.shape[1], experts=experts)
             if reason is None and _is_cut(structure, layer.linear):

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.structure import Structure, read_structure, reads_weight
+from quantkit.model.structure import Structure, read_structure
+from quantkit.model.weight_reads import reads_weight
 from quantkit.quantization.plan import make_plan
 from quantkit.recipes.recipe import Choice, Recipe, Rule
 
@@ -189,11 +190,11 @@ def test_what_reads_a_weight_is_found_in_its_source():
 
 
 def test_layers_that_are_no_linears_stay_dense_with_a_reason(tmp_path):
-    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=1)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     found = structure(tmp_path)
-    assert list(found.linears) == ["lm_head"]
-    assert found.dense["transformer.h.0.mlp.c_fc.weight"] == "'weight' of a Conv1D, which is not a linear"
+    convolution = "backbone.layers.0.mixer.conv1d.weight"
+    assert found.dense[convolution] == "'weight' of a Conv1d, which is not a linear"
 
 
 def test_floats_that_json_cannot_write_are_read_as_transformers_writes_them(tmp_path):

@@ -20,7 +20,6 @@ from quantkit.checkpoint.gguf.rows import GgufRows, gguf_package
 from quantkit.checkpoint.manifest import pretty_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.checkpoint.stamp import FileStamp
-from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, QuantkitError
 
 SUFFIX = ".gguf"
@@ -61,7 +60,7 @@ def open_gguf(path: Path) -> Checkpoint:
     stamp = FileStamp.of(path)
     header = read_gguf_header(path)
     _check_not_split(header)
-    tensors = [_stored(path, one) for one in named(header)]
+    tensors = gguf_tensors(header)
     directory = Path(tempfile.mkdtemp(prefix="quantkit-gguf-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     _write_files(header, directory)
@@ -70,7 +69,7 @@ def open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(
         directory=directory,
         config=json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")),
-        tensors={tensor.name: tensor for tensor in tensors},
+        tensors=dict(tensors),
         shards=(path,),
         side_files=side_files,
         warnings=_warnings(header),
@@ -78,6 +77,11 @@ def open_gguf(path: Path) -> Checkpoint:
         notes=(_note(header),),
         derived=frozenset(files),
     )
+
+
+def gguf_tensors(header: GgufHeader) -> dict[str, GgufRows]:
+    """The tensors of the model in a file, by transformers' names; `CheckpointError` for what has no place."""
+    return {one.name: _stored(header.path, one) for one in named(header)}
 
 
 def _check_not_split(header: GgufHeader) -> None:
@@ -89,7 +93,7 @@ def _check_not_split(header: GgufHeader) -> None:
         )
 
 
-def _stored(path: Path, one: Named) -> StoredTensor:
+def _stored(path: Path, one: Named) -> GgufRows:
     tensor = one.tensor
     shape = tensor.shape if one.part is None else tensor.shape[1:]
     if one.is_row:

@@ -30,7 +30,7 @@ from quantkit.checkpoint.hub.repository import locate, resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 
-from ..hub_answers import COMMIT, LISTING, Answer, answering, answers_of, file_path, httpx
+from ..support.hub_answers import COMMIT, LISTING, Answer, answering, answers_of, file_path, httpx
 
 CONFIG = json.dumps({"model_type": "llama"}).encode()
 WEIGHTS = save({"a": torch.arange(300_000.0), "b": torch.ones(2)})

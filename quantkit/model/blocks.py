@@ -215,7 +215,9 @@ class Decoder:
         except (QuantkitError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # Models raise what they like.
-            reason = f"it does not run on tokens alone ({type(error).__name__}: {error})"
+            main = getattr(self._model, "main_input_name", "input_ids")
+            what = "it does not run on tokens alone" if main == "input_ids" else f"it runs on {main}, not tokens"
+            reason = f"{what} ({type(error).__name__}: {error})"
             raise self._refusal(reason) from error
 
     @contextmanager

@@ -11,17 +11,81 @@ asked for where a matrix is a range of the file, and what the tensor has of one 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.checkpoint.tensors import Read, StoredTensor
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
     from quantkit.model.experts import ExpertsSpec
     from quantkit.model.names import Renamed
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridRows(StoredTensor):
+    """A matrix of experts on a grid: rows `first`, `first + step`, ... of all rows of `source`.
+
+    `whole` if the rows of the grid are not those of the matrix, which is then read with all of its expert.
+    """
+
+    source: StoredTensor
+    first: int
+    step: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Its share of the bytes of `source`."""
+        return self.source.stored_bytes * self.elements // self.source.elements
+
+    @property
+    def stored_as(self) -> str | None:
+        """The format of `source`."""
+        return self.source.stored_as
+
+    @property
+    def grid_spec(self) -> "GridSpec | None":
+        """The grid of `source`, of this matrix alone; None if its rows are not those of the matrix."""
+        spec = self.source.grid_spec
+        if spec is None or self.whole:
+            return None
+        return replace(spec, shape=(self.shape[0], self.shape[1]), matrices=None, transposed=False)
+
+    @property
+    def location(self) -> tuple[Path, int, int]:
+        """Where the bytes of `source` are, and which of its rows this has."""
+        return self.file, self.offset + self.first, self.stored_bytes
+
+    def grid(self, read: Read, start: int, stop: int) -> "StoredGrid | None":
+        """Codes and scales of rows `[start, stop)`."""
+        spec = self.grid_spec
+        first = self.first + start * self.step
+        found = self.source.grid(read, first, self.first + (stop - 1) * self.step + 1)
+        if spec is None or found is None:
+            return None
+
+        def every(part: "torch.Tensor | None") -> "torch.Tensor | None":
+            return None if part is None else part[:: self.step]
+
+        return replace(
+            found,
+            spec=spec,
+            codes=found.codes[:: self.step],
+            scales=found.scales[:: self.step],
+            zeros=every(found.zeros),
+            biases=every(found.biases),
+            global_scale=every(found.global_scale),
+        )
+
+    def values(self, read: Read, start: int, stop: int) -> "torch.Tensor":
+        """Rows `[start, stop)`, rounded once, from float32."""
+        found = self.grid(read, start, stop)
+        assert found is not None, "a matrix without rows of its own is read whole"
+        return found.values().to(self.torch_dtype)
 
 
 @dataclass(frozen=True)
@@ -47,6 +111,8 @@ class Cut:
         """Return the matrix as a tensor called `name`; its offset counts if it is a range of the file."""
         from quantkit.model.experts import MATRICES
 
+        if self.source.grid_spec is not None:
+            return self._on_grid(name, self.source.grid_spec)
         _, *sizes = self.source.shape
         rows, columns = reversed(sizes) if self.spec.transposed else sizes
         count = 1 if self.index is None else len(MATRICES[self.parameter])
@@ -54,6 +120,28 @@ class Cut:
         place = self.expert * count + (self.index or 0)
         is_range = not self.spec.transposed and (count == 1 or not self.spec.interleaved)
         return replace(found, offset=self.source.offset + place * found.nbytes, whole=not is_range)
+
+    def _on_grid(self, name: str, spec: "GridSpec") -> "GridRows":
+        from quantkit.model.experts import MATRICES
+
+        count = 1 if self.index is None else len(MATRICES[self.parameter])
+        # Of a grid, rows are outputs or, where only the file is turned, inputs.
+        turned = self.spec.transposed != spec.transposed
+        total, columns = spec.shape[::-1] if turned else spec.shape
+        rows, index = total // count, self.index or 0
+        interleaved = self.spec.interleaved and count > 1
+        first = self.expert * spec.shape[0] + (index if interleaved else index * rows)
+        return GridRows(
+            name,
+            self.source.dtype,
+            (rows, columns),
+            self.source.file,
+            self.source.offset,
+            whole=turned,
+            source=self.source,
+            first=first,
+            step=count if interleaved else 1,
+        )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from quantkit.quantization.allocate import sensitivity
 from quantkit.quantization.allocate.sensitivity import measure
 from quantkit.quantization.blockwise.calibration_data import read_samples
 
+from ...support.compare import assert_close
 from ...tiny.calibrated import LINEARS, write
 
 STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
@@ -66,7 +67,7 @@ def test_the_head_is_that_of_the_model(tmp_path: Path, family: str) -> None:
                 one.advance(outputs[block.name])
         with decoder.head(outputs) as logits:
             found = logits(hidden_in(outputs[block.name]), tokens.shape)
-        torch.testing.assert_close(found, model(tokens).logits)
+        assert_close(found, model(tokens).logits)
     assert all(parameter.is_meta for parameter in decoder._model.parameters())
     assert list(outputs) == list(decoder.block_names)
 

@@ -24,7 +24,8 @@ from quantkit.quantization.blockwise.refine_block import Learned, learn_rounding
 from quantkit.quantizing import quantize
 from quantkit.verification.verify import verify
 
-from ...processes import ended
+from ...support.compare import assert_equal
+from ...support.processes import ended
 from ...tiny.calibrated import data, files_of, interrupted_at, write
 
 #: Ends of codes and zero-points of all kinds, a ragged last group, a step of two, and a factor of all scales.
@@ -169,8 +170,8 @@ def test_without_a_step_codes_are_those_there_were(options):
     _, linears, _, _ = problem(options)
     for weight, packed in linears.values():
         offsets = Offsets(weight, packed)
-        assert torch.equal(offsets.packed().words, packed.words)
-        assert torch.equal(offsets.values(), packed.dequantize())
+        assert_equal(offsets.packed().words, packed.words)
+        assert_equal(offsets.values(), packed.dequantize())
 
 
 def test_what_only_gets_worse_is_not_kept(monkeypatch):
@@ -181,7 +182,7 @@ def test_what_only_gets_worse_is_not_kept(monkeypatch):
     assert found.error == found.error_before
     for name, (_, packed) in linears.items():
         assert found.packed[name] is packed
-        assert torch.equal(module.get_submodule(name).weight, packed.dequantize())
+        assert_equal(module.get_submodule(name).weight, packed.dequantize())
 
 
 OPTIONS: dict[str, Any] = {

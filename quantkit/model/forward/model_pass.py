@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantkit.model.forward.suspended import Suspended
+from quantkit.model.forward.trees import hidden_in, tensors_in
 from quantkit.model.hidden_states import Home
-from quantkit.model.suspended import Suspended
-from quantkit.model.trees import hidden_in, tensors_in
 
 _here = threading.local()
 
@@ -29,7 +29,7 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Call":
-        """Return a call without caches: a block runs several times, and would find its own tokens in there."""
+        """Return a call without caches: a block runs several times, and would find its own tokens there."""
         from transformers import Cache
 
         def without(value: Any) -> Any:

@@ -132,8 +132,9 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
         hook.remove()
     for name in names:
         x, g = torch.cat(inputs[name]).double(), torch.cat(slopes[name]).double()
-        # q, k and v, and gate and up, weigh the tokens of their one input together.
-        beside = [other for other in names if seen[other] is seen[name]]
+        # q, k and v, and gate and up, weigh the tokens of their one input together, in a block.
+        (block,) = (one for one in decoder.block_names if f"{name}.".startswith(f"{one}."))
+        beside = [other for other in names if seen[other] is seen[name] and other.startswith(block)]
         sizes = sum(torch.cat(slopes[other]).double().square().sum(-1) for other in beside)
         second = sum(w * torch.outer(v, v) for w, v in zip(sizes, x, strict=True)) / sizes.sum()
         importance = g.square().mean(0)

@@ -23,7 +23,7 @@ from quantkit.model.blocks import Decoder
 from quantkit.model.forward.model_pass import ModelPass
 from quantkit.model.hidden_states import Home
 from quantkit.runtime.generate import cache_name
-from quantkit.runtime.load import load
+from quantkit.runtime.load import load_language_model
 
 #: Tokens whose hidden states wait between two blocks, and passes, each of which has a thread.
 WAITING_TOKENS = 1 << 17
@@ -72,7 +72,7 @@ class _Whole(Passes):
     ) -> None:
         super().__init__(directory, device)
         self._kv_cache = kv_cache
-        self._model: Any = load(directory, device=device, dtype=dtype)
+        self._model: Any = load_language_model(directory, device=device, dtype=dtype)
         self._model.eval()
 
     @property

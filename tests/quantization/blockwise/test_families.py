@@ -15,6 +15,7 @@ from quantkit.quantization.blockwise import pipeline
 from quantkit.quantization.blockwise.layer_quantizer import Solver
 from quantkit.quantizing import quantize
 
+from ...support.compare import assert_close
 from ...tiny.calibrated import data, tokens_of, write
 
 #: What blocks of these do beside taking and returning hidden states.
@@ -96,7 +97,7 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
     for name, hessian in found.items():
         x = torch.cat(inputs[name])
         assert hessian.tokens == len(x)
-        torch.testing.assert_close(hessian.matrix.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-3, msg=name)
+        assert_close(hessian.matrix.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-3, name=name)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

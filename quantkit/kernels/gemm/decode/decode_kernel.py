@@ -191,7 +191,7 @@ def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _tail(ring):
-    """Return a ring without its first k_step."""
+    """Return the ring of loaded k_steps, vec4s [W, 32, 4] int32 and scale words, without its first."""
     tail = ()
     for number in gl.static_range(1, len(ring)):
         tail = tail + (ring[number],)
@@ -287,7 +287,7 @@ def _dequant_registers(words, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Dequantize a span of each row tile of the iteration."""
+    """Return operand A registers of a span, [W, 32, 4] int32, for each row tile of the iteration."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     TILES: gl.constexpr = S.tiles
     dequant_registers = ()
@@ -354,7 +354,7 @@ def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, 
 
 @gluon.jit
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Add the product of operand A with half HALF of the vec4s of x to `sums`, for each group of columns."""
+    """Return `sums` [W, 32, 4] plus the MMA of A with half HALF of each vec4 in `x`, per column group."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -364,7 +364,7 @@ def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """Add the sums of a dot times the scales of rows to `total`, for each group of columns."""
+    """Return `total` plus `sums` times `scales`, all [W, 32, 4], for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):

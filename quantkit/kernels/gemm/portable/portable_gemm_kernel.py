@@ -164,9 +164,9 @@ def portable_gemm(
 
 @triton.jit
 def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
-    """Return which tile of rows of x, and which of the weight, tile number `tile` is.
+    """Return (tile of rows of x, tile of rows of W) of tile `tile` in a grid [column_tiles, row_programs].
 
-    GROUP_M tiles with the same weights are adjacent, so that they share rows of x and weights in L2.
+    Up to GROUP_M tiles with the same rows of W are adjacent, and share them in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)

@@ -167,7 +167,9 @@ def _load_step(
     EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load codes, scales and zero-points of a step; 0 if there are none."""
+    """Load code words [W, L, 256] int16 per register of a step, and scales and zero-points [4, 8, W, L, V,
+    2]; 0 where there are none.
+    """
     tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
     s = 0
     z = 0

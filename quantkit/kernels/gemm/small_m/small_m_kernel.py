@@ -287,7 +287,9 @@ def _load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Load words of scales and zero-points for each 128 columns of COUNT k_steps; 0 if there are none."""
+    """Load words [W, 8, ...] of scales and zero-points for each 128 columns of COUNT k_steps; 0 where there
+    are none.
+    """
     scales_at, scales, zeros, begin, first_block = (
         pointers[2],
         pointers[3],
@@ -317,7 +319,7 @@ def _load_scale_words(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Load the words of a block, from shared memory if scales are staged there."""
+    """Load the scale words of block `block`, from shared memory if STAGED_BLOCKS, else from `values`."""
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
     else:
@@ -335,8 +337,10 @@ def _multiply(
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of CHUNK k_steps from `number` on; return total, ring of codes and values of the next
-    chunk.
+    """Add the MMAs of a chunk to `total` float32 [16 W, BM], from k_step `number` on.
+
+    Returns the sums, the ring of loaded codes, and the scales of the next chunk. IS_LAST skips loads past the
+    end.
     """
     SUBTILES: gl.constexpr = k_step_columns(PLANES) // 128
     C: gl.constexpr = k_step_columns(PLANES) // (16 * PLANES)

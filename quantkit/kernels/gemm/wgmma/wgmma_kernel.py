@@ -127,9 +127,9 @@ def _producer(
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copy blocks of x to shared memory, in the order in which `_consumer` takes them.
+    """Copy blocks of x [BM, 128] to shared memory by TMA, in the order in which `_consumer` takes them.
 
-    Boxes without a row of x are not copied: their outputs are masked.
+    Boxes without a row of x are not copied; their outputs are not stored.
     """
     if PDL:
         pdl_launch_dependents()
@@ -167,7 +167,7 @@ def _consumer(
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows of each tile, those of warp group `group`."""
+    """Dequantize and multiply rows [64 * `group`, + 64] of each tile of W, for BM rows of x."""
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
@@ -316,7 +316,7 @@ def _prologue(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Return pointers to four row tiles, and the two k_steps of `step` loaded."""
+    """Return pointers for four row tiles [4, C, 128], and the two loaded k_steps of step `step`."""
     words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
     ring = ()
     for half in gl.static_range(2):
@@ -359,7 +359,9 @@ def _load_k_step(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load the codes of a k_step, and scales and zero-points for each 128 columns; 0 if there are none."""
+    """Load the code words [4, C, 128] int32 of a k_step, and words of scales and zero-points for each 128
+    columns; 0 where there are none.
+    """
     words = ()
     for t in gl.static_range(TILES):
         words = words + (gl.load(words_at + (k_step * (C * TILES) + t) * 128),)
@@ -377,7 +379,7 @@ def _store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
     HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, STORE_VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Scale sums of 64 rows from `row` on, add the bias, and write y for BM rows of x from `m` on."""
+    """Scale accumulators `sums` float32 [64, BM], add the bias, and store them to y [m + BM, row + 64]."""
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
     out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
     # A thread writes STORE_VECTOR adjacent outputs, adjacent threads write adjacent vectors.

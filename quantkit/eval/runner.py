@@ -20,8 +20,8 @@ from quantkit.eval.models import dtype_name, release
 from quantkit.files import size_text
 from quantkit.memory import free_memory
 from quantkit.model.blocks import Decoder
+from quantkit.model.forward.model_pass import ModelPass
 from quantkit.model.hidden_states import Home
-from quantkit.model.model_pass import ModelPass
 from quantkit.runtime.generate import cache_name
 from quantkit.runtime.load import load_language_model
 

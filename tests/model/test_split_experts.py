@@ -11,6 +11,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.model.names import Renamed
 from quantkit.model.split_experts import SplitCheckpoint, cuts_of, split_experts
 
+from ..support.compare import assert_equal
 from .test_experts_spec import Toy
 
 #: Gate and up [E, I, H], and down [E, H, I].
@@ -62,10 +63,10 @@ def test_matrices_are_those_of_the_model_however_they_are_stored(tmp_path, kind)
     for name, tensor in read.items():
         matrix = wanted[".".join(name.split(".")[-3:-1])]
         assert checkpoint.tensors[name].shape == matrix.shape
-        assert torch.equal(tensor, matrix)
-        assert torch.equal(checkpoint.read(name, 1, 3), matrix[1:3])
+        assert_equal(tensor, matrix)
+        assert_equal(checkpoint.read(name, 1, 3), matrix[1:3])
         assert tensor.is_contiguous()
-    assert torch.equal(checkpoint.read("other"), torch.arange(3.0))
+    assert_equal(checkpoint.read("other"), torch.arange(3.0))
 
 
 _PARTS = {"gate_proj": GATE, "up_proj": UP, "down_proj": DOWN}
@@ -84,7 +85,7 @@ def test_names_are_those_of_the_file_where_it_has_the_name_of_the_parameter(tmp_
     named = split(tmp_path, *STORED["as it is"])
     assert "moe.1.up_proj.weight" in named.tensors and "moe.gate_up_proj" not in named.tensors
     # The tensors of the file can still be read, for experts that stay dense.
-    assert torch.equal(named.read("moe.gate_up_proj", 1, 2), GATE_UP[1:])
+    assert_equal(named.read("moe.gate_up_proj", 1, 2), GATE_UP[1:])
     assert named.fingerprint() == named.inner.fingerprint()
     renamed = split(tmp_path, *STORED["interleaved"])
     assert "layers.0.moe.1.up_proj.weight" in renamed.tensors
@@ -97,7 +98,7 @@ def test_a_matrix_of_a_checkpoint_that_makes_its_tensors_is_read_through_it(tmp_
 
     plain = split(tmp_path, *STORED["as it is"])
     negated = split_experts(Negated(**vars(plain.inner)), plain.cuts)
-    assert torch.equal(negated.read("moe.1.up_proj.weight", 1, 3), -UP[1, 1:3])
+    assert_equal(negated.read("moe.1.up_proj.weight", 1, 3), -UP[1, 1:3])
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,10 @@ def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
         yield stem, codes.float() * scale.float().repeat_interleave(size, 1)
 
 
+def _near(matrix: torch.Tensor, original: torch.Tensor) -> bool:
+    return bool((matrix - original.float()).norm() < 0.2 * original.float().norm())
+
+
 def rounded(source: Path, packed: Path, to: Path) -> tuple[int, bool]:
     """Write `source` with the matrices of `packed`, each near the original.
 
@@ -249,9 +253,12 @@ def rounded(source: Path, packed: Path, to: Path) -> tuple[int, bool]:
         if original is None:
             known = False
             continue
-        assert matrix.shape == original.shape
-        assert (matrix - original.float()).norm() < 0.2 * original.float().norm(), name
-        tensors[name] = matrix.to(original.dtype)
+        # Conv1D has its weight as [K, N] in the original.
+        turned = matrix.shape == original.T.shape and _near(matrix.T, original)
+        weight = matrix.T.contiguous() if turned else matrix
+        assert weight.shape == original.shape
+        assert _near(weight, original), name
+        tensors[name] = weight.to(original.dtype)
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
     return count, known
 

@@ -105,7 +105,7 @@ def main() -> None:
     entries = {
         key: entry
         for key, entry in table.entries.items()
-        if entry.kernel == "fused-wgmma" and (entry.tile.m, entry.tile.rows) in STEP_US
+        if entry.kernel == "fused-wgmma" and (entry.tile.block_m, entry.tile.block_n) in STEP_US
     }
     times = quantiles([entry.us / time(asked(key), entry.tile) for key, entry in entries.items()], n=20)
     print(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from quantkit.about import VERSION as __version__
     from quantkit.calibrate.methods import quantize_tensor as quantize_tensor
+    from quantkit.converting import convert as convert
     from quantkit.errors import QuantkitError as QuantkitError
     from quantkit.eval.evaluate import evaluate as evaluate
     from quantkit.kernels.linear import linear as linear
@@ -29,6 +30,7 @@ _LAZY = {
     "PackedTensor": "quantkit.packing.tensor",
     "QuantkitError": "quantkit.errors",
     "Scheme": "quantkit.packing.schemes",
+    "convert": "quantkit.converting",
     "evaluate": "quantkit.eval.evaluate",
     "linear": "quantkit.kernels.linear",
     "load": "quantkit.runtime.load",
@@ -41,6 +43,7 @@ __all__ = [
     "QuantkitError",
     "Scheme",
     "__version__",
+    "convert",
     "evaluate",
     "linear",
     "load",

@@ -23,9 +23,10 @@ from quantkit.calibrate.data.samples import Samples
 from quantkit.checkpoint.hub.repository import locate, resolve
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
+from quantkit.checkpoint.open_source import open_source
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.output.journal import read_journal
-from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint, check_not_quantized
+from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.memory import enough_memory, free_memory, say_if_short
@@ -80,8 +81,7 @@ class QuantizeResult:
 
 def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
     """The source as the recipe wants it, refused if it cannot be quantized, and its structure."""
-    checkpoint = Checkpoint.open(directory, allow_auto_map=allow_auto_map)
-    check_not_quantized(checkpoint)
+    checkpoint = open_source(directory, allow_auto_map=allow_auto_map)
     checkpoint, structure = read_names(checkpoint)
     checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:
@@ -277,10 +277,10 @@ def quantize_checkpoint(
         run = {**run_record(checkpoint, recipe, target, options.max_shard_bytes, calibrated), **allocation}
         _say_if_short(checkpoint, planned, options.calibration, target)
         _check_alike(ranks, {**run, "source": checkpoint.fingerprint(of_copies=True)}, calibrated)
-        report = counting(_work(planned, calibrated), progress if ranks.first else None)
+        report = counting(source_bytes(planned, calibrated), progress if ranks.first else None)
         output = None
         if ranks.first:
-            names, expected = _to_write(checkpoint, planned, calibrated)
+            names, expected = files_to_write(checkpoint, planned, calibrated)
             opened = OutputDirectory.open(
                 Path(out), checkpoint.directory, options.mode, run, expected, names=names
             )
@@ -292,14 +292,16 @@ def quantize_checkpoint(
         unchecked = None
         if output is not None:
             record = partial(model_record, located, planned, recipe, calibrated=calibrated)
-            unchecked = _write(checkpoint, planned, output, target, report, calibrated, record, options.check)
+            unchecked = write_output(
+                checkpoint, planned, output, target, report, calibrated, record, options.check
+            )
         # Read by the first rank while it has the lock: another writer's manifest is not this run's.
         manifest = ranks.broadcast(lambda: read_manifest(Path(out) if output is None else output.path))
         measured = ModelRecord.from_manifest(manifest).measured
         return QuantizeResult(Path(out), planned, measured, unchecked)
 
 
-def _write(
+def write_output(
     checkpoint: Checkpoint,
     planned: Plan,
     output: OutputDirectory,
@@ -314,7 +316,7 @@ def _write(
     `record` makes what the manifest says of what was measured.
     """
     if output.complete:
-        report(_work(planned, calibrated), "")
+        report(source_bytes(planned, calibrated), "")
         return check_finished(output, device) if check else None
     quantized = () if calibrated is None else calibrated.quantized_files
     measured = record(write_shards(checkpoint, planned, output, device, report, quantized))
@@ -372,7 +374,9 @@ def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration |
             )
 
 
-def _to_write(checkpoint: Checkpoint, planned: Plan, calibrated: Calibration | None) -> tuple[list[str], int]:
+def files_to_write(
+    checkpoint: Checkpoint, planned: Plan, calibrated: Calibration | None
+) -> tuple[list[str], int]:
     """The names and about the bytes of all files that a run writes, its work files among them."""
     work_names, work = ((), 0) if calibrated is None else (calibrated.work_files, calibrated.work_bytes)
     side = sum(checkpoint.stamps[path].size for path in checkpoint.side_files)
@@ -386,7 +390,7 @@ def _late_names(checkpoint: Checkpoint) -> list[str]:
     return [*side, INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
 
 
-def _work(planned: Plan, calibrated: Calibration | None) -> int:
+def source_bytes(planned: Plan, calibrated: Calibration | None) -> int:
     """Source bytes to deal with: those of what is calibrated, and then those of all tensors."""
     shards = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
     return shards + (0 if calibrated is None else calibrated.source_bytes)

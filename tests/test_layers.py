@@ -28,7 +28,7 @@ ALLOWED = {
     "bench": RUNNING | {"runtime", "eval"},
     "report": {"checkpoint", "eval", "bench"},
     "publish": PROVING | {"verification", "eval", "bench", "report"},
-    "cli": PROVING | {"verification", "eval", "bench", "report", "publish", "quantizing"},
+    "cli": PROVING | {"verification", "eval", "bench", "report", "publish", "quantizing", "converting"},
 }
 #: Lines of a file.
 LONGEST = 450

@@ -119,6 +119,8 @@ class Method:
 
     def check(self, chosen: Scheme) -> None:
         """`FormatError` if the method cannot quantize to a scheme."""
+        if (reason := chosen.zero_point_type.why_not_searched) is not None:
+            raise FormatError(f"no method quantizes to {chosen}: {reason}.")
         for what in self.lacks(chosen):
             known = ", ".join(row.name for row in METHODS.values() if what not in row.lacks(chosen))
             raise FormatError(

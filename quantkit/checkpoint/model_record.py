@@ -80,8 +80,8 @@ class ModelRecord:
     """The model part of a manifest. `needs_quantkit` says why other tools cannot read it, if so.
 
     `source` and `source_bytes` are None where there is no manifest that says them. `source_kind` says whether
-    `source` was a "directory" or an id of the "hub", and None that nobody knows, as in manifests of earlier
-    versions; `source_commit` is the commit of the repository.
+    `source` was a "directory", a "file" or an id of the "hub", and None that nobody knows, as in manifests of
+    earlier versions; `source_commit` is the commit of the repository.
     """
 
     source: str | None
@@ -149,9 +149,10 @@ class ModelRecord:
 
 
 def _check_source(source: str, kind: str | None, commit: str | None) -> None:
-    if kind not in (None, "directory", "hub"):
+    if kind not in (None, "directory", "file", "hub"):
         raise CheckpointError(
-            f"quantkit_manifest.json: 'source_kind' is {shown(kind)}; expected 'directory' or 'hub'. {_AGAIN}"
+            f"quantkit_manifest.json: 'source_kind' is {shown(kind)}; expected 'directory', 'file' or "
+            f"'hub'. {_AGAIN}"
         )
     if kind == "hub" and not is_hub_id(source):
         raise CheckpointError(

@@ -31,8 +31,7 @@ HEADERS_ONLY_NAME = ".quantkit-headers-only"
 MAX_CONFIG_BYTES = 16 * 2**20
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
-# One system call reads at most 2**31 - 4096 bytes on Linux.
-_READ_BYTES = 2**30
+_READ_BYTES = 2**30  # one system call reads at most 2**31 - 4096 bytes on Linux
 
 # What to do about weights that cannot be used as they are, by suffix; the first that is there counts.
 _UNPICKLE = (
@@ -42,12 +41,8 @@ _UNPICKLE = (
 _WEIGHTS_REMEDIES = {
     ".safetensors": f"Download {INDEX_NAME} as well",
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _UNPICKLE),
-    ".gguf": "Use the safetensors checkpoint that the GGUF file was made from",
+    ".gguf": "Give the path of the GGUF file itself, as in `quantkit convert MODEL.gguf OUT`",
 }
-
-# Traces of quantization in checkpoints whose config.json does not tell.
-_QUANTIZED_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-_QUANTIZED_TENSORS = {".qweight": "gptq or awq", ".weight_packed": "compressed-tensors"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class Checkpoint:
     a copy of the checkpoint carries unchanged: tokenizer, generation config, license. `stamps` hold
     all of these, config, index and shards as they were when the checkpoint was opened. `headers_only` marks a
     download without tensor data: everything works but `read`. `notes` are what a plan says of how the
-    tensors are read.
+    tensors are read. `derived` are files that were made of the shards when the checkpoint was opened.
     """
 
     directory: Path
@@ -70,6 +65,7 @@ class Checkpoint:
     stamps: Mapping[Path, FileStamp]
     headers_only: bool = False
     notes: tuple[str, ...] = ()
+    derived: frozenset[Path] = frozenset()
 
     @classmethod
     def open(cls, directory: Path, *, strict: bool = False, allow_auto_map: bool = False) -> "Checkpoint":
@@ -146,30 +142,44 @@ class Checkpoint:
         stop = rows if stop is None else stop
         if not 0 <= start <= stop <= rows or (not tensor.shape and start == stop):
             raise IndexError(f"tensor {name!r} has {rows} rows, not [{start}, {stop})")
+        return tensor.values(self.read_stored, start, stop)
+
+    def read_stored(
+        self,
+        tensor: StoredTensor,
+        start: int = 0,
+        stop: int | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """`Read` of the tensors in files; raises as `read` does."""
+        if self.headers_only:
+            problem = f"only the header was downloaded; expected the data of {tensor.name!r} as well"
+            _fail(tensor.file, problem, "Download the whole checkpoint with `hf download`")
+        rows = tensor.shape[0] if tensor.shape else 1
+        stop = rows if stop is None else stop
         row_bytes = tensor.nbytes // rows
+        inside = (0, row_bytes)
+        if columns is not None:
+            inside = (columns[0] * tensor.torch_dtype.itemsize, columns[1] * tensor.torch_dtype.itemsize)
         # A plain read: mapped pages would count as resident memory, and a mapped file that someone
         # truncates kills the process with SIGBUS.
-        data = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
-        offset = tensor.offset + start * row_bytes
-        got = _read_into(data, tensor.file, offset, self.stamps[tensor.file])
-        if got < len(data):
-            found = f"expected {len(data)} bytes of tensor {name!r}, got {got}"
+        data = torch.empty(stop - start, inside[1] - inside[0], dtype=torch.uint8)
+        offset = tensor.offset + start * row_bytes + inside[0]
+        got = _read_into(data, tensor.file, offset, row_bytes, self.stamps[tensor.file])
+        if got < data.numel():
+            found = f"expected {data.numel()} bytes of tensor {tensor.name!r}, got {got}"
             _fail(tensor.file, f"{found}: the file was truncated", "Download the file again")
         if tensor.torch_dtype == torch.bool and bool((data > 1).any()):
-            found = f"tensor {name!r} has dtype BOOL and the byte {int(data.max())}"
+            found = f"tensor {tensor.name!r} has dtype BOOL and the byte {int(data.max())}"
             _fail(tensor.file, f"{found}; expected 0 or 1", "Write the file again")
-        shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-        return data.view(tensor.torch_dtype).reshape(shape)
+        inner = tensor.shape[1:] if columns is None else (columns[1] - columns[0],)
+        return data.flatten().view(tensor.torch_dtype).reshape((stop - start, *inner) if tensor.shape else ())
 
     def _tensor(self, name: str) -> StoredTensor:
         if name not in self.tensors:
             problem = f"there is no tensor {shown(name)} among its {len(self.tensors)} tensors"
             _fail(self.directory, problem, f"Check the name, or the architecture in {CONFIG_NAME}")
-        tensor = self.tensors[name]
-        if self.headers_only:
-            problem = f"only the header was downloaded; expected the data of {name!r} as well"
-            _fail(tensor.file, problem, "Download the whole checkpoint with `hf download`")
-        return tensor
+        return self.tensors[name]
 
     def fingerprint(self, *, of_copies: bool = False) -> str:
         """Hex SHA-256 over names, sizes and times of config, index and shards.
@@ -180,7 +190,7 @@ class Checkpoint:
         rows = sorted(
             (path.name, stamp.size, stamp.mtime_ns, 0 if of_copies else stamp.ctime_ns)
             for path, stamp in self.stamps.items()
-            if path not in self.side_files
+            if path not in self.side_files and path not in self.derived
         )
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
@@ -188,40 +198,6 @@ class Checkpoint:
         """`CheckpointError` if config, index, a shard or a side file has changed since they were opened."""
         for path, stamp in self.stamps.items():
             stamp.check(path)
-
-
-def check_not_quantized(checkpoint: Checkpoint) -> None:
-    """`CheckpointError`, with the method's name, for a checkpoint that is quantized already."""
-    config = checkpoint.config
-    # Multimodal models keep it in the config of one part.
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    found = [
-        f"{key} of {CONFIG_NAME} has quant_method {shown(_quant_method(part[key]))}"
-        for part in parts
-        for key in ("quantization_config", "compression_config")
-        if part.get(key)
-    ]
-    found += [
-        f"{path.name} belongs to {_QUANTIZED_FILES[path.name]}"
-        for path in checkpoint.side_files
-        if path.name in _QUANTIZED_FILES
-    ]
-    found += [
-        f"tensor {name!r} belongs to {method}"
-        for suffix, method in _QUANTIZED_TENSORS.items()
-        for name in checkpoint.tensors
-        if name.endswith(suffix)
-    ]
-    if found:
-        _fail(
-            checkpoint.directory,
-            f"the checkpoint is quantized already: {found[0]}; expected plain weights",
-            "Start from the original checkpoint, or dequantize this one first",
-        )
-
-
-def _quant_method(value: object) -> object:
-    return value.get("quant_method") if isinstance(value, dict) else value
 
 
 def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any], list[str]]:
@@ -403,23 +379,36 @@ def _compare(
     return warnings
 
 
-def _read_into(data: torch.Tensor, path: Path, offset: int, stamp: FileStamp) -> int:
-    """Fills the bytes `data` from `offset` of a file; returns the bytes read, less at its end."""
-    buffer = memoryview(data.numpy())  # type: ignore[arg-type]
+def _read_into(data: torch.Tensor, path: Path, offset: int, stride: int, stamp: FileStamp) -> int:
+    """Fills the bytes `data` [R, B] from a file, rows `stride` bytes apart; returns the bytes read.
+
+    They are fewer where the file ends early.
+    """
+    rows = [data.flatten()] if stride == data.shape[1] else list(data)
     done = 0
     try:
         # A descriptor of its own and pread, which has no position: safe from several threads.
         with open_regular(path) as file:
             stamp.check(path, file.fileno())
-            while done < len(buffer):
-                part = buffer[done : done + _READ_BYTES]
-                count = os.preadv(file.fileno(), [part], offset + done)
-                if count == 0:
+            for i, row in enumerate(rows):
+                got = _read_bytes(file.fileno(), row, offset + i * stride)
+                done += got
+                if got < len(row):
                     break
-                done += count
     except OSError as error:
-        problem = f"cannot be read ({error.strerror or error}); expected {len(buffer)} bytes"
+        problem = f"cannot be read ({error.strerror or error}); expected {data.numel()} bytes"
         _fail(path, f"{problem} from byte {offset}", "Check the file and the disk")
+    return done
+
+
+def _read_bytes(fd: int, data: torch.Tensor, offset: int) -> int:
+    buffer = memoryview(data.numpy())  # type: ignore[arg-type]
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done : done + _READ_BYTES]], offset + done)
+        if count == 0:
+            break
+        done += count
     return done
 
 

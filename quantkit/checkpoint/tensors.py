@@ -1,12 +1,14 @@
-"""What is known of a tensor from a safetensors header alone."""
+"""What is known of a tensor from a header alone."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES, torch_dtype
+from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,24 @@ class TensorSpec:
         return self.elements * self.torch_dtype.itemsize
 
 
+class Read(Protocol):
+    """Rows `[start, stop)` of a tensor in a file; of a matrix also only its `columns` [first, last)."""
+
+    def __call__(
+        self,
+        tensor: "StoredTensor",
+        start: int = 0,
+        stop: int | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class StoredTensor(TensorSpec):
     """A tensor in a file: its bytes are `file[offset : offset + nbytes]`.
 
-    `whole` if its rows depend on each other, so that reading some costs as much as reading all.
+    `whole` if its rows depend on each other, so that reading some costs as much as reading all. A subclass
+    makes its numbers of other bytes.
     """
 
     file: Path
@@ -48,4 +63,27 @@ class StoredTensor(TensorSpec):
     @property
     def location(self) -> tuple[Path, int, int]:
         """Where its bytes are: two tensors may be made of the same."""
-        return self.file, self.offset, self.nbytes
+        return self.file, self.offset, self.stored_bytes
+
+    def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
+        """Rows `[start, stop)` along the first dimension, from what `read` gives of files."""
+        return read(self, start, stop)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that it takes in files."""
+        return self.nbytes
+
+    @property
+    def stored_as(self) -> str | None:
+        """The low-bit format of its bytes, in words; None for a tensor of plain numbers."""
+        return None
+
+    @property
+    def grid_spec(self) -> GridSpec | None:
+        """The grid that the weights are stored on; None for plain numbers, and for scales of scales."""
+        return None
+
+    def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
+        """Codes and scales of the same rows; None where there is no `grid_spec`."""
+        return None

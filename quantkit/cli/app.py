@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.commands.bench import bench
+from quantkit.cli.commands.convert import convert
 from quantkit.cli.commands.demo import demo
 from quantkit.cli.commands.doctor import doctor
 from quantkit.cli.commands.evaluate import evaluate
@@ -32,6 +33,7 @@ app = typer.Typer(
 #: Commands that compute, on a CPU unless there is a GPU, and take `--threads`.
 COMPUTING: dict[str, Callable[..., None]] = {
     "quantize": quantize,
+    "convert": convert,
     "plan": plan,
     "verify": verify,
     "eval": evaluate,

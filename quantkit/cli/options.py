@@ -44,7 +44,25 @@ def shown_size(count: int) -> str:
 
 
 Source = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a model id on the hub.")
+    str,
+    typer.Argument(metavar="SOURCE", help="A checkpoint directory, a GGUF file, or a model id on the hub."),
+]
+OutDirectory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="OUT",
+        readable=False,  # typer would refuse what cannot be listed in its own words
+        help="The directory to write; new, empty or, with --resume or --overwrite, an earlier output.",
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")]
+CheckOutput = Annotated[
+    bool,
+    typer.Option(
+        "--check/--no-check",
+        help="Run the result on a fixed prompt and store its logits, with which 'verify' compares.",
+    ),
 ]
 Model = Annotated[
     str,
@@ -202,7 +220,8 @@ ShardSize = Annotated[
 ]
 
 
-_SHARD_SIZE = shown_size(QuantizeOptions.max_shard_bytes)
+#: The default.
+SHARD_SIZE = shown_size(QuantizeOptions.max_shard_bytes)
 
 
 @dataclass(frozen=True)
@@ -228,7 +247,7 @@ class QuantizeArguments:
     calibration_length: CalibrationLength = None
     seed: Seed = CalibrationOptions.seed
     device: Device = QuantizeOptions.device
-    max_shard_size: ShardSize = _SHARD_SIZE
+    max_shard_size: ShardSize = SHARD_SIZE
     allow_auto_map: AllowAutoMap = False
     every_layer: EveryLayer = False
     json: Json = False

@@ -171,9 +171,13 @@ def _run_task(lm: Any, name: str, tasks: Tasks, manager: Any) -> dict[str, Any]:
     from huggingface_hub.errors import OfflineModeIsEnabled
     from lm_eval import evaluate
 
+    from quantkit.checkpoint.hub.answers import FILE_SECONDS
+    from quantkit.checkpoint.hub.client import guarded
+
     try:
         # What lm_eval.simple_evaluate does, less seconds of looking at the machine and at git.
-        loaded = manager.load([name])
+        with guarded(FILE_SECONDS):
+            loaded = manager.load([name])
         for task in loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)

@@ -53,7 +53,7 @@ class Problem:
     #: None on a CPU, and where no tile tables are to be used.
     gpu: Gpu | None = None
     #: True if torch's `allow_fp16_accumulation` permits float16 sums of float16 products.
-    half_sums: bool = False
+    fp16_accumulation: bool = False
 
     @classmethod
     def on(
@@ -68,15 +68,15 @@ class Problem:
     ) -> "Problem":
         """Return the problem on a device of this machine, with that device's features."""
         kind = device.type
-        half_sums = (
+        fp16_accumulation = (
             dtype == torch.float16 and kind == "cuda" and torch.backends.cuda.matmul.allow_fp16_accumulation
         )
         features, gpu = device_features(device), gpu_of(device)
-        return cls(m, n, k, scheme, dtype, kind, features, layout, gpu, half_sums)
+        return cls(m, n, k, scheme, dtype, kind, features, layout, gpu, fp16_accumulation)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        sums = ", float16 sums allowed" if self.half_sums else ""
+        sums = ", float16 sums allowed" if self.fp16_accumulation else ""
         return f"{self.scheme}, M={self.m} N={self.n} K={self.k}, {dtype} on {self.device}{sums}"
 
 
@@ -200,7 +200,7 @@ class TileError(KernelError):
 
 
 def tile_text(tile: Any) -> str:
-    """Return a tile as its fields: `warps=4 columns=512 row_tiles=1 ahead=False`."""
+    """Return a tile as its fields: `warps=4 columns=512 row_tiles=1 prefetch=False`."""
     return " ".join(f"{field.name}={getattr(tile, field.name)}" for field in fields(tile))
 
 

@@ -58,8 +58,8 @@ def choosing(dtype: torch.dtype) -> tuple[Any, ...]:
 
     The environment is read as bytes: `os.environ` takes 1 us to decode a variable.
     """
-    half_sums = dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
-    return _stored(_FORCE_KEY), _stored(_VERBOSE_KEY), half_sums, _tables_read[0]
+    fp16_accumulation = dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
+    return _stored(_FORCE_KEY), _stored(_VERBOSE_KEY), fp16_accumulation, _tables_read[0]
 
 
 #: The dict inside `os.environ`; on systems where that differs from Linux, `os.environ` itself.
@@ -330,9 +330,9 @@ def _how(chosen: Chosen) -> str:
 
 def sums_text(problem: Problem, tile: Any) -> str:
     """Return what became of torch's permission to sum in float16; empty without permission."""
-    if not problem.half_sums:
+    if not problem.fp16_accumulation:
         return ""
-    if getattr(tile, "half_sums", False):
+    if getattr(tile, "fp16_accumulation", False):
         return ", sums of a step in float16"
     return ", sums in float32 (float16 is allowed, but brings nothing here)"
 

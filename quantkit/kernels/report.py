@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kernels.gemm.fused_kernels import ungroupable
-from quantkit.kernels.gemm.support import why_not_narrow_experts
+from quantkit.kernels.gemm.fused_kernels import why_not_groupable
+from quantkit.kernels.gemm.support import why_not_small_m_experts
 from quantkit.kernels.problem import Kernel, Problem, tile_text
 from quantkit.kernels.registry import KERNELS, choose_unforced, explain, sums_text
 from quantkit.packing.schemes import Scheme
@@ -28,7 +28,7 @@ class Selection:
     #: Reason why experts with such weights run one after the other; None where they run grouped.
     ungrouped: str | None
     #: Reason why `fused-small-m` does not run such experts, grouped, for few tokens.
-    not_narrow: str | None
+    not_small_m: str | None
 
 
 def selections(
@@ -65,8 +65,8 @@ def selection_of(problem: Problem) -> Selection:
         None if tile is None else tile_text(tile) + sums_text(problem, tile) + source,
         None if chosen is None else chosen.us,
         tuple((name, reason) for name, reason in verdicts if reason is not None),
-        ungroupable(problem),
-        why_not_narrow_experts(problem, 2),
+        why_not_groupable(problem),
+        why_not_small_m_experts(problem, 2),
     )
 
 

@@ -75,10 +75,10 @@ class Scheme:
     """How the weight of one linear layer, [N output channels, K input features], is stored.
 
     A weight is `scale * value(code)`, or with a zero-point, which is a code or a float between codes,
-    `scale * (code - zero_point)`. A scale is shared by `group_size` consecutive input features of one
-    output channel; the last group of a row holds what is left. `group_size` None is one group per output
-    channel, and "tensor" one scale for all weights. With `global_scale`, all scales of a tensor are divided
-    by one float32.
+    `scale * (code - zero_point)`, or with a minimum `scale * code + minimum`. A scale is shared by
+    `group_size` consecutive input features of one output channel; the last group of a row holds what is left.
+    None is one group per output channel, and "tensor" one scale for all weights. With `global_scale`, all
+    scales of a tensor are divided by one float32.
 
     With `planes` above 1 a weight is the sum of so many values, each with a scale of its own, and its code
     holds theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a

@@ -139,13 +139,17 @@ class PackedTensor:
         return scale if divisor is None else scale / divisor
 
     def zero_points(self) -> torch.Tensor | None:
-        """What is subtracted from codes, [N, groups] of `scheme.zero_point_dtype`; None for a symmetric
-        scheme."""
+        """Zero-points or minimums, [N, groups] of `scheme.zero_point_dtype`; None for a symmetric scheme."""
         stored = self.part("zero_point")
         storage = self.scheme.zero_point_type.storage
         if stored is None or storage is None:
             return None
         return storage.unpack(stored, self.shape[0], self.scheme.format.bits)
+
+    def zeros_in_codes(self) -> torch.Tensor | None:
+        """What is subtracted from codes, [N, groups]; within float32 rounding of a minimum."""
+        zeros = self.zero_points()
+        return None if zeros is None else self.scheme.zero_point_type.in_codes(zeros, self.group_scale())
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, *, start: int = 0, stop: int | None = None
@@ -204,8 +208,9 @@ def dequantize_codes(
         return wide.unsqueeze(2) if even else spread(wide, columns, scheme)
 
     if zero_point is not None:
-        values = codes.to(torch.float32).view(grouped).sub_(spread_out(zero_point))
-        return values.mul_(spread_out(scale)).view(rows, columns)
+        values = codes.to(torch.float32).view(grouped)
+        weights_of = scheme.zero_point_type.weights
+        return weights_of(values, spread_out(scale), spread_out(zero_point)).view(rows, columns)
     weights: torch.Tensor | None = None
     for plane, of_plane in enumerate(plane_codes(codes, scheme)):
         decoded = scheme.format.decode(of_plane) if codebook is None else look_up(of_plane, codebook)

@@ -1,7 +1,8 @@
 """Kinds of zero-points, as rows of a table: how z of `scale * (code - z)` is rounded, stored and searched.
 
 Each group of a matrix [N, K] has one z: [N, G] for G groups in a row. A kind may store z in any way, and
-round it to any set of numbers. A weight stays `scale * (code - z)`.
+round it to any set of numbers. A weight is `scale * (code - z)`. The kind "minimum" stores -scale * z in
+place of z, and a weight is `scale * code + minimum`.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from quantkit.packing import bitpack
 from quantkit.packing.formats import IntFormat, NumberFormat
 
-ZeroPoint = Literal["none", "integer", "float"]
+ZeroPoint = Literal["none", "integer", "float", "minimum"]
 
 
 def at_least_16_bits(scale_dtype: torch.dtype) -> torch.dtype:
@@ -71,12 +72,26 @@ PACKED_CODES = ZeroPointStorage(
 )
 
 
+def _shifted(codes: torch.Tensor, scale: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    return codes.sub_(z).mul_(scale)
+
+
+def _with_minimum(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
+    return codes.mul_(scale).add_(torch.where(scale == 0, 0.0, minimum))
+
+
+def _minimum_in_codes(minimum: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale == 0, 0.0, -minimum.float() / scale)
+
+
 @dataclass(frozen=True)
 class ZeroPointType:
     """A kind of zero-point: a row of `ZERO_POINTS`. z is None where `storage` is.
 
     suffix           of the name of a scheme
     storage          how z is stored; None where there is no zero-point
+    weights(codes, scale, z)   float32 weights of codes, which are float32 and overwritten
+    in_codes(z, scale)         what is subtracted from codes, for scales float32 [N, G]
 
     Rounding z and weights, for units = weight / scale, float32:
 
@@ -86,6 +101,7 @@ class ZeroPointType:
 
     Searching z, for `mse`:
 
+    why_not_searched why no method finds it; None where they do
     step             between candidates, in codes
     refits           least-squares refits of the winner
     is_continuous    whether z may lie between codes, so that a refit moves it too
@@ -103,6 +119,9 @@ class ZeroPointType:
     # Any is a format that `why_not` has no reason against, and z, a tensor or None.
     nearest: Callable[[Any, torch.Tensor, Any], torch.Tensor]
     quantize: Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+    weights: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = _shifted
+    in_codes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, scale: z
+    why_not_searched: str | None = None
     step: float = 1.0
     refits: int = 1
     is_continuous: bool = False
@@ -157,5 +176,23 @@ ZERO_POINTS: dict[str, ZeroPointType] = {
             why_not_int8="its weights are integers, and a float zero-point makes them fractions; "
             "use an integer one",
         ),
+        ZeroPointType(
+            "minimum",
+            " asym-min",
+            plain_storage(at_least_16_bits),
+            round=lambda number_format, z, scale_dtype: z.float(),
+            nearest=IntFormat.round_offset,
+            quantize=IntFormat.quantize_offset,
+            weights=_with_minimum,
+            in_codes=_minimum_in_codes,
+            why_not_searched="a minimum is the grid of files that have one, which `convert` keeps; use float",
+            is_continuous=True,
+            why_not_int8="its weights are integers, and a minimum makes them fractions; use an integer one",
+        ),
     )
 }
+
+
+def searched() -> tuple[ZeroPoint, ...]:
+    """The kinds that methods find."""
+    return tuple(kind.name for kind in ZERO_POINTS.values() if kind.why_not_searched is None)

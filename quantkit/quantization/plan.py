@@ -155,6 +155,18 @@ def make_plan(
             **{name.removesuffix(".weight"): reason for name, reason in structure.dense.items()},
         },
     )
+    return plan_of(checkpoint, structure, fates, max_shard_bytes=max_shard_bytes)
+
+
+def plan_of(
+    checkpoint: Checkpoint,
+    structure: Structure,
+    fates: Mapping[str, Fate],
+    *,
+    max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
+) -> Plan:
+    """The plan of giving every linear its fate, by module; raises as `make_plan` does. Reads no weights."""
+    sources = _sources(checkpoint, structure)
     schemes = {
         name: None if fate.scheme is None else fate.scheme.for_columns(structure.linears[name].shape[1])
         for name, fate in fates.items()

@@ -28,11 +28,12 @@ def run_record(
         "recipe": recipe.to_dict(),
         "device": device.type,
         "max_shard_bytes": max_shard_bytes,
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions of all that determines the bytes written."""
     from importlib.metadata import version
 
     from quantkit import __version__
@@ -61,7 +62,7 @@ def model_record(
         container=planned.config.container,
         needs_quantkit=planned.not_portable,
         bits_per_weight=planned.bits_per_weight,
-        versions=_versions(),
+        versions=versions(),
         recipe=recipe.to_dict(),
         layers=planned.layer_records(measured),
         dense=_dense(planned, calibrated),

@@ -6,7 +6,7 @@ so the bytes do not depend on the workers.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from itertools import chain
@@ -26,6 +26,7 @@ from quantkit.memory import STREAM_IDLE_BYTES, in_pieces, trim_cache
 from quantkit.packing.bitpack import BLOCK
 from quantkit.packing.tensor import store_zero_points
 from quantkit.progress import Advance
+from quantkit.quantization.nesting import kept_rows
 from quantkit.quantization.plan import Plan, Shard
 from quantkit.quantization.task import Task
 from quantkit.workers import cpu_workers, working
@@ -111,7 +112,7 @@ def write_shard(
     # Before the chunks, so that a chunk that waits for its tensor's parameters never keeps them waiting.
     fits = [
         None
-        if task.scheme is None or _is_in(prepared, task)
+        if task.method is None or _is_in(prepared, task)
         else workers.submit(_fit_parameters, checkpoint, task, device)
         for task in shard.tasks
     ]
@@ -221,10 +222,12 @@ def _write_rows(
     fit: Future[TensorParameters] | None,
     device: torch.device,
 ) -> tuple[float, float] | None:
-    """Copy or quantize some rows of a tensor; the sums of squared error and squared weights of the latter."""
-    if fit is None:
+    """Copy, keep or quantize some rows of a tensor; the sums of squared error and weights if packed."""
+    if task.scheme is None:
         _copy_rows(checkpoint, task, file, start, stop)
         return None
+    if fit is None:
+        return _keep_rows(checkpoint, task, file, start, stop)
     return _quantize_rows(checkpoint, task, file, start, stop, fit.result(), device)
 
 
@@ -262,18 +265,48 @@ def _quantize_rows(
         ]
     except FormatError as error:
         raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
-    before = scheme.storage_shapes((start, weights.shape[1]))
-    for part, tensor in _parts(pieces, task).items():
+    _write_parts(file, task, start, _parts(pieces, task), parameters.parts(task.scheme))
+    return sum(p.squared_error for p in pieces), sum(p.squared_norm for p in pieces)
+
+
+def _keep_rows(
+    checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int
+) -> tuple[float, float]:
+    """Write the codes and scales of the source, and prove that they have its values."""
+    assert task.scheme is not None
+    try:
+        packed, norm = kept_rows(checkpoint, task.source, task.scheme, start, stop)
+    except FormatError as error:
+        raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
+    parts = dict(packed.parts())
+    # One of each is there for all rows.
+    once = {part: parts.pop(part) for part in ("global_scale",) if part in parts}
+    if task.scheme.per_tensor:
+        once["scale"] = parts.pop("scale")
+    _write_parts(file, task, start, parts, once)
+    return 0.0, norm
+
+
+def _write_parts(
+    file: ShardFile,
+    task: Task,
+    start: int,
+    parts: Mapping[str, torch.Tensor],
+    once: Mapping[str, torch.Tensor],
+) -> None:
+    """Write `parts` of rows from `start` on, and with the first of them what there is `once` for all rows."""
+    assert task.scheme is not None
+    before = task.scheme.storage_shapes((start, task.source.shape[1]))
+    for part, tensor in parts.items():
         spec = dict(task.parts)[part]
         # As many stored rows are before it as the rows of the matrix before it are stored in.
         first = before[part][1][0]
         file.write(spec.name, tensor.cpu().view(spec.torch_dtype), offset=first * spec.shape[1])
     if start == 0:
-        whole = {"shape": torch.tensor(task.source.shape), **parameters.parts(task.scheme)}
+        whole = {"shape": torch.tensor(task.source.shape), **once}
         for part, spec in task.parts:
             if part in whole:
                 file.write(spec.name, whole[part])
-    return sum(p.squared_error for p in pieces), sum(p.squared_norm for p in pieces)
 
 
 def _parts(pieces: list[QuantizedRows], task: Task) -> dict[str, torch.Tensor]:

@@ -14,8 +14,8 @@ class Task:
     """One source tensor and what is written for it.
 
     `scheme` None copies it. Otherwise `parts` maps packed, scale, zero_point and shape to the output
-    tensors, and `module` is the linear it belongs to. `beside` are other sources with the same global scale,
-    or one scale.
+    tensors, and `module` is the linear it belongs to. `method` None keeps the codes and scales of the source.
+    `beside` are other sources with the same global scale, or one scale.
     """
 
     source: StoredTensor

@@ -32,7 +32,7 @@ from quantkit.files import open_regular
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
 from quantkit.packing.schemes import MAX_GROUP_SIZE, SCALE_DTYPES, GroupSize, Scheme, scheme
-from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint
+from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def parse_group_size(text: str | None) -> GroupSize:
 
 def parse_zero_point(text: str) -> ZeroPoint:
     """A kind of zero-point from the command line or a file."""
-    if text not in ZERO_POINTS:
-        raise UsageError(f"zero-point {text!r} is unknown; use one of {', '.join(ZERO_POINTS)}.")
+    if text not in searched():
+        raise UsageError(f"zero-point {text!r} is unknown; use one of {', '.join(searched())}.")
     return ZERO_POINTS[text].name
 
 

@@ -15,6 +15,7 @@ from quantkit.errors import QuantkitError
 from quantkit.packing.names import packed_parameters
 from quantkit.progress import Progress, counting
 from quantkit.runtime.saved_model import NO_MANIFEST, is_saved, record_of
+from quantkit.verification.against_source import compare_with_source
 from quantkit.verification.prompt_logits import PromptLogits
 
 #: Program that runs the model of argv[1] on the CPU and prints the differences of its logits, in a fresh
@@ -48,7 +49,13 @@ class Check:
     skipped: bool = False
 
 
-def verify(directory: Path, *, reload: bool = True, progress: Progress | None = None) -> tuple[Check, ...]:
+def verify(
+    directory: Path,
+    *,
+    reload: bool = True,
+    against: str | Path | None = None,
+    progress: Progress | None = None,
+) -> tuple[Check, ...]:
     """Run every check on `directory`; a check without `problems` passed.
 
     Checks, in this order:
@@ -58,13 +65,15 @@ def verify(directory: Path, *, reload: bool = True, progress: Progress | None = 
         layers    layers of the manifest against config.json and the packed tensors
         reload    with `reload`: loading and running in a fresh process
         logits    with `reload`: logits for a fixed prompt against those stored at quantization
+        values    with `against`: every weight against that of the source, which `convert` keeps
 
     Unreadable headers or an unreadable manifest end the checks. A directory by `save_pretrained` has no
     manifest: its files are not compared, and its logits only have to be finite. Raises `CheckpointError` if
     the directory is not a packed checkpoint.
     """
+    compared = () if against is None else (_check_values(directory, against, progress),)
     if is_saved(directory):
-        return _verify_saved(directory, reload)
+        return (*_verify_saved(directory, reload), *compared)
     manifest = read_manifest(directory)
     total = sum(entry["size"] for entry in manifest["files"].values())
     advance = counting(total, progress)
@@ -87,7 +96,17 @@ def verify(directory: Path, *, reload: bool = True, progress: Progress | None = 
         return (*checks, Check("layers", "unreadable", (str(error),)))
     if reload:
         checks += _check_reload(directory, stored)
-    return tuple(checks)
+    return (*checks, *compared)
+
+
+def _check_values(directory: Path, against: str | Path, progress: Progress | None) -> Check:
+    """Compare all weights with those of the source `against`."""
+    try:
+        compared = compare_with_source(directory, against, progress)
+    except QuantkitError as error:
+        return Check("values", f"against {against}", (str(error),))
+    detail = f"{compared.tensors} tensors, {compared.packed} of them packed, against {against}"
+    return Check("values", detail, compared.problems)
 
 
 def _verify_saved(directory: Path, reload: bool) -> tuple[Check, ...]:

@@ -11,7 +11,7 @@ from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
 from quantkit.packing.schemes import SCALE_TYPES, Scheme, scheme
 from quantkit.packing.tensor import encode_groups
-from quantkit.packing.zero_points import ZERO_POINTS
+from quantkit.packing.zero_points import searched
 
 INT_FORMATS = [name for name, row in FORMATS.items() if isinstance(row, IntFormat)]
 
@@ -70,7 +70,7 @@ def test_it_is_the_published_loop():
 
 
 @pytest.mark.parametrize("name", INT_FORMATS)
-@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+@pytest.mark.parametrize("zero_point", searched())
 @pytest.mark.parametrize("scale_dtype", SCALE_TYPES)
 @pytest.mark.parametrize("draw", [gaussian, student_t])
 def test_never_above_plain_rounding_in_its_own_norm(name, zero_point, scale_dtype, draw):
@@ -93,7 +93,7 @@ def test_it_finds_less_than_plain_rounding_where_it_can(record_property):
         record_property(f"squared_error_{zero_point}", float(mine.square().sum() / plain.square().sum()))
 
 
-@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+@pytest.mark.parametrize("zero_point", searched())
 @pytest.mark.parametrize("name", ["int8", "int3", "int2"])
 def test_each_group_only_depends_on_itself(name, zero_point):
     chosen = scheme(name, zero_point=zero_point)
@@ -111,13 +111,13 @@ def test_each_group_only_depends_on_itself(name, zero_point):
 def test_the_input_is_left_alone():
     groups = student_t(5, 32)
     before = groups.clone()
-    for zero_point in ZERO_POINTS:
+    for zero_point in searched():
         hqq(groups, scheme("int4", zero_point=zero_point))
     assert torch.equal(groups, before)
 
 
 @pytest.mark.parametrize("name", INT_FORMATS)
-@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+@pytest.mark.parametrize("zero_point", searched())
 def test_edge_cases(name, zero_point):
     chosen = scheme(name, zero_point=zero_point)
     outlier = torch.zeros(1, 64)
@@ -156,7 +156,7 @@ def test_other_formats_are_refused(name):
         quantize_tensor(gaussian(2, 32), Scheme(FORMATS[name], 32), method="hqq")
 
 
-@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+@pytest.mark.parametrize("zero_point", searched())
 def test_as_a_method(zero_point):
     assert METHODS["hqq"].scale_search.fit is hqq
     packed = quantize_tensor(gaussian(33, 172), "int4", group_size=64, method="hqq", zero_point=zero_point)

@@ -12,7 +12,7 @@ from quantkit.calibrate.scale_search import ScaleZero, global_scale, mse, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import encode_groups
-from quantkit.packing.zero_points import ZERO_POINTS
+from quantkit.packing.zero_points import searched
 
 INT_FORMATS = ("int8", "int4", "int2")
 FORMATS = (*INT_FORMATS, "fp8", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4", "ternary", "binary")
@@ -63,7 +63,7 @@ def rtn_reference(group: list[float], scheme: Scheme) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+@pytest.mark.parametrize("zero_point", searched())
 def test_rtn_is_what_plain_loops_compute(name, zero_point):
     if zero_point != "none" and name not in INT_FORMATS:
         pytest.skip("only int formats have a zero-point")
@@ -95,7 +95,7 @@ def problems(draw: st.DrawFn) -> tuple[torch.Tensor, Scheme]:
     chosen = scheme(
         name,
         group_size=draw(st.sampled_from([1, 2, 7, 32, 128])),
-        zero_point=draw(st.sampled_from(tuple(ZERO_POINTS) if name in INT_FORMATS else ["none"])),
+        zero_point=draw(st.sampled_from(tuple(searched()) if name in INT_FORMATS else ["none"])),
         scale_dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, E8M0])),
     )
     seed = draw(st.integers(0, 10_000))
@@ -223,7 +223,7 @@ def test_the_factor_of_a_tensor_makes_its_largest_scale_the_largest_there_is():
     assert torch.equal(zeros.dequantize(), torch.zeros(4, 64))
 
 
-@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+@pytest.mark.parametrize("zero_point", searched())
 def test_a_zero_point_pays_where_the_weights_are_one_sided(zero_point):
     weight = gaussian(64, 256) + 2
     error = relative_error(weight, "int4", zero_point=zero_point)
@@ -236,7 +236,7 @@ def test_a_zero_point_pays_where_the_weights_are_one_sided(zero_point):
 def test_zero_groups_are_exactly_zero(method, name):
     groups = torch.zeros(3, 32)
     groups[1] = gaussian(1, 32)[0]
-    for kind in ZERO_POINTS if name in INT_FORMATS else ("none",):
+    for kind in searched() if name in INT_FORMATS else ("none",):
         chosen = scheme(name, zero_point=kind)
         values = stored(groups, method(groups, chosen), chosen)
         assert not values[0].any() and not values[2].any() and values[1].any()
@@ -325,7 +325,7 @@ def test_the_grid_of_a_group_does_not_depend_on_the_others(name):
 
 @pytest.mark.fault(39)
 @pytest.mark.parametrize("method", ["rtn", "mse"])
-@pytest.mark.parametrize("zero_point", ZERO_POINTS)
+@pytest.mark.parametrize("zero_point", searched())
 def test_nan_and_infinity_are_counted_and_refused(method, zero_point):
     weight = gaussian(4, 70)
     weight[0, 3] = weight[1, 69] = math.nan

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from quantkit.checkpoint.low_bit.dequantized import dequantized
 from quantkit.checkpoint.source import (
     CONFIG_NAME,
     HEADERS_ONLY_NAME,
@@ -23,7 +24,6 @@ from quantkit.checkpoint.source import (
     MAX_CONFIG_BYTES,
     SINGLE_NAME,
     Checkpoint,
-    check_not_quantized,
 )
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.files import MAX_CONTAINERS
@@ -268,7 +268,7 @@ UNPICKLE = "quantkit never unpickles weights. Convert them with transformers: "
         ((), "no weights", "Download the weights as well."),
         (("pytorch_model.bin",), "pytorch_model.bin", UNPICKLE),
         (("model.pt", "model.gguf"), "model.gguf, model.pt", UNPICKLE),
-        (("model.gguf",), "model.gguf", "Use the safetensors checkpoint that the GGUF file was"),
+        (("model.gguf",), "model.gguf", "Give the path of the GGUF file itself"),
         ((ONE, TWO), f"{ONE}, {TWO}", f"Download {INDEX_NAME} as well."),
     ],
 )
@@ -342,39 +342,6 @@ def test_auto_map_is_ignored_on_request(single: Path) -> None:  # 30
         f"{single / CONFIG_NAME}: auto_map is ignored; the code that it names is not run",
     )
     assert checkpoint.side_files == ()
-
-
-GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-
-
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [
-        (GPTQ, "quantization_config of config.json has quant_method 'gptq'"),
-        ({"text_config": GPTQ}, "quantization_config of config.json has quant_method 'gptq'"),
-        ({"compression_config": "x"}, "compression_config of config.json has quant_method 'x'"),
-    ],
-)
-def test_tells_a_quantized_config(single: Path, config: dict[str, Any], found: str) -> None:  # 31
-    write_json(single / CONFIG_NAME, config)
-    checkpoint = Checkpoint.open(single)
-    with pytest.raises(CheckpointError) as caught:
-        check_not_quantized(checkpoint)
-    assert str(caught.value) == (
-        f"{single}: the checkpoint is quantized already: {found}; expected plain weights. Start from "
-        "the original checkpoint, or dequantize this one first."
-    )
-
-
-def test_tells_a_quantized_checkpoint_without_config(single: Path) -> None:  # 31
-    write_json(single / CONFIG_NAME, {"quantization_config": None})
-    check_not_quantized(Checkpoint.open(single))
-    save_file({"q_proj.qweight": torch.ones(2)}, single / SINGLE_NAME)
-    with pytest.raises(CheckpointError, match=r"tensor 'q_proj\.qweight' belongs to gptq or awq;"):
-        check_not_quantized(Checkpoint.open(single))
-    write_json(single / "quantize_config.json", {})
-    with pytest.raises(CheckpointError, match=r"quantize_config\.json belongs to gptq;"):
-        check_not_quantized(Checkpoint.open(single))
 
 
 def test_refuses_what_is_no_directory(single: Path) -> None:
@@ -555,7 +522,7 @@ def test_any_json_is_valid_or_an_error(sharded: Path, value: object, name: str) 
     original = (sharded / name).read_bytes()
     write_json(sharded / name, value)
     try:
-        check_not_quantized(Checkpoint.open(sharded))
+        dequantized(Checkpoint.open(sharded))
     except CheckpointError as error:
         str(error).encode()
     finally:
@@ -566,7 +533,7 @@ def test_any_json_is_valid_or_an_error(sharded: Path, value: object, name: str) 
 @pytest.mark.parametrize("model", ["stories260K", "tinystories-656k", "books-28m"])
 def test_reads_real_models(model: str) -> None:
     checkpoint = Checkpoint.open(MODELS / model, strict=True)
-    check_not_quantized(checkpoint)
+    assert dequantized(checkpoint) is checkpoint
     assert checkpoint.warnings == ()
     for shard in checkpoint.shards:
         with safe_open(shard, "pt") as file:

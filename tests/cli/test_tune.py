@@ -93,10 +93,10 @@ def test_shapes_and_formats(run: Callable[..., Any]) -> None:
     assert done.code == 0
     assert f"12 problems measured, 4 faster than by the rules; wrote {path}\n" in done.out
     assert "gain" in done.out and "1.50x" in done.out
-    assert "fused-portable-gemv warps=8 columns=512 row_tiles=1 ahead=True" in done.out
+    assert "fused-portable-gemv warps=8 columns=512 row_tiles=1 prefetch=True" in done.out
     assert (
-        "fused-portable-gemv warps=4 columns=256 row_tiles=1 ahead=True unroll=16 "
-        "present=False together=False is not used: its result is wrong" in done.err
+        "fused-portable-gemv warps=4 columns=256 row_tiles=1 prefetch=True unroll=16 "
+        "predicate_x=False one_accumulator=False is not used: its result is wrong" in done.err
     )
     found = entries()
     assert {key[:3] for key in found} == {
@@ -201,7 +201,7 @@ def test_float16_sums_have_entries_of_their_own(run: Callable[..., Any]) -> None
     assert run(*arguments, "--fp16-accumulation").code == 0
     table = user_table(GPU, KERNELS)
     assert table is not None
-    assert {key.half_sums for key in table.entries} == {False, True}
+    assert {key.fp16_accumulation for key in table.entries} == {False, True}
 
 
 def test_shapes_or_a_checkpoint(run: Callable[..., Any], packed: Path) -> None:

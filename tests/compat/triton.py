@@ -3,9 +3,10 @@
     python tests/compat/triton.py                           all tested versions, a preset of each kind
     python tests/compat/triton.py --versions 3.9 --all      one version, every preset
 
-Checks that each kernel compiles, fits in shared memory, and waits for its products before it overwrites
-their operands. Each version is installed into a directory of its own, kept in --environments for the next
-run; everything else comes from the environment that runs this. Exit status 1 if any version failed.
+Checks that each kernel compiles, fits in shared memory, and waits for its products before it overwrites their
+operands, and runs the tests of compiling and launching. Each version is installed into a directory of its
+own, kept in --environments for the next run; everything else comes from the environment that runs this. Exit
+status 1 if any version failed.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> int:
         for case, reason in wrong:
             print(f"triton {version}: {case}: {reason}")
         print(f"triton {version}: {len(found) - len(wrong)} of {len(found)} right", flush=True)
-        failures += len(wrong)
+        failures += len(wrong) + (not passes(installed(arguments.environments, version)))
     return 1 if failures else 0
 
 
@@ -71,15 +72,30 @@ def installed(directory: Path, version: str) -> Path:
     return home
 
 
-def compile_with(triton: Path, cases: list[tuple[str, str, int, int]]) -> list[tuple[Any, dict[str, Any]]]:
-    """What `codegen.py` says of each case with the Triton in a directory."""
+def passes(triton: Path) -> bool:
+    """Run the tests of compiling and launching with the Triton in a directory: they meet its own classes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/kernels/jit"],
+        cwd=ROOT,
+        env=environment_of(triton),
+        check=False,
+    )
+    return done.returncode == 0
+
+
+def environment_of(triton: Path) -> dict[str, str]:
+    """The variables of a process that imports the Triton in a directory, and everything else from here."""
     places = [str(triton), str(ROOT), *filter(None, sys.path)]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(places), "TRITON_CACHE_DIR": str(triton / "cache")}
+    return environment | {"PYTHONPATH": os.pathsep.join(places), "TRITON_CACHE_DIR": str(triton / "cache")}
+
+
+def compile_with(triton: Path, cases: list[tuple[str, str, int, int]]) -> list[tuple[Any, dict[str, Any]]]:
+    """What `codegen.py` says of each case with the Triton in a directory."""
     lines = "".join(json.dumps(case) + "\n" for case in cases)
     command = [sys.executable, "-W", "ignore", str(CODEGEN)]
     done = subprocess.run(
-        command, input=lines, text=True, stdout=subprocess.PIPE, env=environment, check=True
+        command, input=lines, text=True, stdout=subprocess.PIPE, env=environment_of(triton), check=True
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     return list(zip(cases, answers, strict=True))

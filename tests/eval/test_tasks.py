@@ -10,14 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
-from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
+from quantkit.checkpoint.hub.deadline import MAX_ANSWER_BYTES
+from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.evaluate import evaluate_many
 from quantkit.eval.result_cache import Partial
-from quantkit.eval.tasks import TaskRun, Tasks, jsonable, task_manager, task_metrics
+from quantkit.eval.tasks import TaskRun, Tasks, _run_task, jsonable, task_manager, task_metrics
 from quantkit.quantizing import quantize
+
+from ..hub_answers import Answer, answering
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STORIES = EXAMPLES / "stories260K"
@@ -151,6 +155,21 @@ def test_missing_data_and_unknown_tasks_are_named(questions, lossless, monkeypat
         )
     with pytest.raises(UsageError, match="lm-eval has no task 'arc_sleazy'"):
         task_manager(Tasks(("arc_sleazy",), path=EXAMPLES / "tasks"))
+
+
+def test_answers_of_the_hub_are_bounded_while_a_task_is_read():
+    pytest.importorskip("lm_eval")
+
+    class Manager:
+        def load(self, names):
+            return HfApi(endpoint="https://hub.test").dataset_info("org/name")
+
+    long = json.dumps({"id": "org/name", "description": "x" * MAX_ANSWER_BYTES}).encode()
+    with (
+        answering({"/api/datasets/org/name": Answer(long)}),
+        pytest.raises(QuantkitError, match=f"more than {MAX_ANSWER_BYTES} bytes"),
+    ):
+        _run_task(None, "arc_easy", Tasks(("arc_easy",)), Manager())
 
 
 def test_lm_eval_finds_the_model_class_by_name():

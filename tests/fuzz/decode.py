@@ -37,8 +37,13 @@ def decode(
             for plane in range(planes):
                 at = (0,) if scheme.per_tensor else (n, g * planes + plane)
                 one = code >> (plane * bits) & ((1 << bits) - 1)
-                value = one - zeros[n][g] if zeros is not None else values[one]
-                term = value * float(scales[at])
+                scale = float(scales[at])
+                if scheme.zero_point == "minimum":
+                    assert zeros is not None
+                    size += abs(zeros[n][g]) if scale else 0.0
+                    term = one * scale + (zeros[n][g] if scale else 0.0)
+                else:
+                    term = (one - zeros[n][g] if zeros is not None else values[one]) * scale
                 total, size = total + term, size + abs(term)
             weights[n, k], sizes[n, k] = total * factors[k], size * abs(factors[k])
     return weights, sizes
@@ -48,7 +53,7 @@ def _zero_points(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int) -
     if "zero_point" not in parts:
         return None
     stored = parts["zero_point"]
-    if scheme.zero_point == "float":
+    if scheme.zero_point in ("float", "minimum"):
         return [list(map(float, row)) for row in stored.tolist()]
     columns = [
         bitpack.unpack_reference([word & 0xFFFFFFFF for word in column], scheme.format.bits, rows)
@@ -70,5 +75,5 @@ def largest_term(parts: Mapping[str, torch.Tensor], scheme: Scheme) -> float:
     if scheme.zero_point_type.is_continuous:
         most += float(parts["zero_point"].float().abs().max())
     columns = float(parts["column_scale"].float().abs().max()) if "column_scale" in parts else 1.0
-    found = scale * most * max(1.0, columns) * scheme.planes
+    found = max(1.0, scale) * most * max(1.0, columns) * scheme.planes
     return found if found == found else math.inf

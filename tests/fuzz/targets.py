@@ -25,7 +25,7 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_fi
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.safetensors_header import parse_json, read_header, read_json
-from quantkit.checkpoint.source import Checkpoint, check_not_quantized
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
@@ -41,6 +41,7 @@ from quantkit.verification.prompt_logits import TOLERANCE, PromptLogits, differe
 from .decode import decode, largest_term
 from .files import packed_parts, write_items
 from .hub import check_hub, hub_cases, mutate_hub
+from .low_bit import check_low_bit, low_bit_checkpoints, mutate_low_bit
 from .models import (
     check_generation,
     check_load,
@@ -182,7 +183,6 @@ def _checkpoints() -> tuple[bytes, ...]:
 def _check_checkpoint(case: bytes, directory: Path) -> None:
     write_items(directory, unpack_directory(case))
     checkpoint = Checkpoint.open(directory)
-    check_not_quantized(checkpoint)
     checkpoint.fingerprint()
     checkpoint.check_unchanged()
     expected = [entry for shard in checkpoint.shards for entry in _deserialized(shard.read_bytes())]
@@ -204,6 +204,7 @@ _CUSTOM = (
     scheme("ternary", group_size=16, packing="radix"),
     scheme("int8", group_size="tensor"),
     scheme("int3", group_size=8, zero_point="float", scale_dtype=torch.float8_e4m3fn),
+    scheme("int4", group_size=32, zero_point="minimum", scale_dtype=torch.float16),
 )
 _SCHEMES = (*(scheme(name) for name in PRESETS), *_CUSTOM)
 
@@ -430,7 +431,7 @@ def _check_table(case: bytes, directory: Path) -> None:
     for key, entry in table.entries.items():
         row = kernel_named(entry.kernel)
         problem = Problem(
-            key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, GPU, key.half_sums
+            key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, GPU, key.fp16_accumulation
         )
         assert 0 < entry.us < math.inf
         if row.tiling is not None:
@@ -569,6 +570,7 @@ TARGETS: dict[str, Target] = {
         Target("header", lambda: (_small_file(),), mutate_safetensors, _check_header, 0.25),
         Target("json", lambda: _JSON, mutate_json, _check_json, 0.2),
         Target("checkpoint", _checkpoints, mutate_directory, _check_checkpoint, 0.1),
+        Target("low bit", low_bit_checkpoints, mutate_low_bit, check_low_bit, 0.06),
         Target("config", _configs, mutate_json, _check_config, 0.1),
         Target("manifest", _manifests, mutate_directory, _check_manifest, 0.1),
         Target("journal", journals, mutate_directory, check_journal, 0.03),

@@ -27,11 +27,11 @@ from quantkit.kernels.gemm.decode import decode_launch, decode_tiles
 from quantkit.kernels.gemm.dequantize import dequantize_launch
 from quantkit.kernels.gemm.dequantize.dequantize_kernel import dequantize
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.gemm.operands import RASTER, Grouping, constants, table_bytes
+from quantkit.kernels.gemm.operands import GROUP_M, Grouping, constants, table_bytes
 from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm
 from quantkit.kernels.gemm.portable.portable_gemm_launch import (
-    HOLD,
-    half_unit,
+    WAIT_PTX,
+    fp16_weight_scale,
     portable_gemm_tile,
     shared_memory,
 )
@@ -41,13 +41,13 @@ from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm
 from quantkit.kernels.gemm.wgmma.wgmma_launch import (
     COLUMNS,
-    MOST_EVEN,
-    PART_ROWS,
+    MAX_STORE_VECTOR,
     SCRATCH,
+    TMA_ROWS,
     WgmmaTile,
     constants_of,
     copies,
-    occupancy,
+    launch_bounds,
     stages,
     wgmma_tile,
 )
@@ -132,24 +132,37 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     if not experts:
         known |= {"order": None, "expert_blocks": None}
     if case.kernel.startswith("skinny") or case.kernel == "present":
-        tile = replace(portable_gemv_tile(shape, case.m), present=case.kernel == "present")
+        tile = replace(portable_gemv_tile(shape, case.m), predicate_x=case.kernel == "present")
         known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
-        known |= {"BM": rows_of_x(case.m, features), "AHEAD": tile.ahead}
+        known |= {"BM": rows_of_x(case.m, features), "PREFETCH": tile.prefetch}
         known |= {
             "UNROLL": unrolled(tile, shape),
-            "PRESENT": tile.present,
-            "TOGETHER": tile.together,
+            "PREDICATE_X": tile.predicate_x,
+            "ONE_ACCUMULATOR": tile.one_accumulator,
             "PDL": 90 <= case.capability < 942,
         }
         return Source(portable_gemv, known, tile.warps, 1, None)
     tile = portable_gemm_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED), features=features)
     if experts:
-        tile = replace(tile, split=1)
-    half = half_unit(N, K, row) if case.kernel == "halves" else None
-    known |= {"RT": tile.row_tiles, "BM": tile.m, "CHAINS": tile.chains, "SPLIT": tile.split}
-    known |= {"SOME_WHOLE": tile.at_once > 0, "TILES_OF_BLOCK": 1}
-    known |= {"WAIT": not amd and tile.chains == 1, "HOLD": HOLD if tile.chains > 1 else None}
-    known |= {"STAGES": tile.stages, "RASTER": RASTER, "HALF": half, "PDL": 90 <= case.capability < 942}
+        tile = replace(tile, split_k=1)
+    half = fp16_weight_scale(N, K, row) if case.kernel == "halves" else None
+    known |= {
+        "RT": tile.row_tiles,
+        "BM": tile.block_m,
+        "ACCUMULATORS": tile.accumulators,
+        "SPLIT_K": tile.split_k,
+    }
+    known |= {"SPLIT_LAST_WAVE": tile.occupancy > 0, "TILES_OF_BLOCK": 1}
+    known |= {
+        "SYNC_MMA": not amd and tile.accumulators == 1,
+        "WAIT_PTX": WAIT_PTX if tile.accumulators > 1 else None,
+    }
+    known |= {
+        "STAGES": tile.stages,
+        "GROUP_M": GROUP_M,
+        "FP16_SCALE": half,
+        "PDL": 90 <= case.capability < 942,
+    }
     return Source(portable_gemm, known, tile.warps, tile.stages, shared_memory(tile, shape, features))
 
 
@@ -261,21 +274,29 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     known = constants_of(N, K, row, dtype, tile)
     known = {name: value for name, value in known.items() if name in wgmma_gemm.arg_names}
     blocks = stages(tile, table_bytes(row, dtype, copies(tile)))
-    known |= {"HAS_BIAS": True, "ROWS": tile.rows, "BM": tile.m, "AHEAD": tile.ahead, "STAGES": blocks}
     known |= {
-        "REGISTERS": occupancy(tile).multiplying,
-        "RASTER": RASTER,
-        "TURN": tile.columns,
-        "EVEN": int(even or MOST_EVEN),
+        "HAS_BIAS": True,
+        "BN": tile.block_n,
+        "BM": tile.block_m,
+        "PREFETCH": tile.prefetch,
+        "STAGES": blocks,
+    }
+    known |= {
+        "REGISTERS": launch_bounds(tile).mma_registers,
+        "GROUP_M": GROUP_M,
+        "BLOCK_K": tile.block_k,
+        "STORE_VECTOR": int(even or MAX_STORE_VECTOR),
         "PDL": True,
     }
     types = {
         **dict.fromkeys(wgmma_gemm.arg_names, "*bf16"),
-        "x": f"tensordesc<bf16[{min(tile.m, PART_ROWS)},{COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
+        "x": f"tensordesc<bf16[{min(tile.block_m, TMA_ROWS)},{COLUMNS}],{NVMMASharedLayout(128, 16, 2)!r}>",
         "codes": "*i16",
         "scale": "*i8" if shape.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "sums"), "*fp32"),
-        **dict.fromkeys(("M", "N", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS"), "i32"),
+        **dict.fromkeys(
+            ("M", "N", "WHOLE_TILES", "STEPS_PER_PROGRAM", "TILE_STRIDE", "SPANS", "BLOCKS"), "i32"
+        ),
         "TOKEN": "i64",
         **dict.fromkeys(known, "constexpr"),
     }
@@ -287,9 +308,9 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         {(names.index(name),): known[name] for name in known},
         aligned,
     )
-    bound = 2 * blocks * tile.m * COLUMNS + SCRATCH
+    bound = 2 * blocks * tile.block_m * COLUMNS + SCRATCH
     found = Source(wgmma_gemm, known, 4, blocks, bound)
-    options = {"num_warps": 4, "launch_pdl": True, "maxnreg": occupancy(tile).launched}
+    options = {"num_warps": 4, "launch_pdl": True, "maxnreg": launch_bounds(tile).max_registers}
     return triton.compile(code, target=target, options=options), found
 
 
@@ -344,8 +365,10 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     language = GluonASTSource if begins is None else ASTSource
     code = language(launch._kernel, types, {(names.index(name),): known[name] for name in known}, aligned)
     others = {name: value for name, value in options.items() if name not in names}
-    roots = 0 if ends is None else small_m_launch.root_bytes(case.m)
-    room = small_m_launch.room(tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), roots)
+    roots = 0 if ends is None else small_m_launch.rms_bytes(case.m)
+    room = small_m_launch.plan_shared_memory(
+        tile, shape, case.m, row, HOPPER_SHARED, table_bytes(row, dtype), roots
+    )
     bound = room.nbytes + roots
     found = Source(launch._kernel, known, options["num_warps"], 1, bound)
     return triton.compile(code, target=target, options=others), found
@@ -379,7 +402,7 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "codes": "*i16",
         "scale": "*i8" if known.scale_kind else "*bf16",
         **dict.fromkeys(("factor", "lut", "squares"), "*fp32"),
-        **dict.fromkeys(("M", "N", "EACH", "MORE"), "i32"),
+        **dict.fromkeys(("M", "N", "ROW_TILES", "REMAINDER"), "i32"),
         **dict.fromkeys(("order", "expert_blocks"), "*i32" if grouping else "constexpr"),
         "S": "constexpr",
     }
@@ -389,7 +412,7 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         constant |= {(names.index(name),): options.pop(name) for name in ("order", "expert_blocks")}
     code = GluonASTSource(launch._kernel, types, constant, aligned)
     # What is around sums for other threads, of four bytes each.
-    found = Source(launch._kernel, {}, tile.warps, 1, known.counted_memory)
+    found = Source(launch._kernel, {}, tile.warps, 1, known.declared_bytes)
     return triton.compile(code, target=target, options=options), found
 
 
@@ -420,7 +443,7 @@ def build(case: Case) -> tuple[Any, Source]:
         **dict.fromkeys(("x", "bias", "y", "out", "weights"), lane),
         **dict.fromkeys(("order", "expert_blocks", "counts"), "*i32"),
         "index": "*i64",
-        **dict.fromkeys(("M", "P", "CHUNKS", "first", "N", "K", "STRIDE", "SPANS", "FULL"), "i32"),
+        **dict.fromkeys(("M", "P", "CHUNKS", "first", "N", "K", "STRIDE", "SPANS", "UNSPLIT"), "i32"),
         **dict.fromkeys(found.constants, "constexpr"),
     }
     names = found.function.arg_names
@@ -446,7 +469,7 @@ def facts(case: Case) -> dict[str, Any]:
         # Products of the tensor cores after each wait for those of the other chain.
         "chains": [
             len(re.findall("mma_async", part))
-            for part in re.split(re.escape(HOLD.split("\n", maxsplit=1)[0].strip("{;")), assembly)
+            for part in re.split(re.escape(WAIT_PTX.split("\n", maxsplit=1)[0].strip("{;")), assembly)
         ],
         "shuffles": count(r"shfl\.sync"),
         "stores": count(r"st\.shared"),

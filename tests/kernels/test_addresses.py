@@ -115,7 +115,7 @@ RUNS: dict[str, Callable[[Operands], torch.Tensor]] = {
     "skinny": lambda op: portable_gemv_launch.run(op, PortableGemvTile(1, 128, 4), FEATURES),
     "tiled": lambda op: portable_gemm_launch.run(op, PortableGemmTile(4, 64, stages=2), FEATURES),
     "stream": lambda op: decode_launch.run(
-        op, DecodeTile(4, 1, ahead=1), FEATURES or GPU_FEATURES - {"overlap"}
+        op, DecodeTile(4, 1, prefetch=1), FEATURES or GPU_FEATURES - {"overlap"}
     ),
 }
 

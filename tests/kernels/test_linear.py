@@ -18,7 +18,7 @@ from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, explain
 from quantkit.packing.formats import CodebookFormat, IntFormat, number_format
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, parse_token, scheme
-from quantkit.packing.zero_points import ZERO_POINTS
+from quantkit.packing.zero_points import searched
 
 ROWS_OF_X = (0, 1, 3, 17, 65)
 #: Plain, both dimensions odd for the words, ragged groups and less than a block.
@@ -33,7 +33,7 @@ SAME = ("fp8-e4m3", "fp6-e2m3")
 
 
 def zero_points(name):
-    return ZERO_POINTS if isinstance(number_format(PRESETS[name].format), IntFormat) else ("none",)
+    return searched() if isinstance(number_format(PRESETS[name].format), IntFormat) else ("none",)
 
 
 CASES = [(name, kind) for name in PRESETS if name not in SAME for kind in zero_points(name)]

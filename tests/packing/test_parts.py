@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quantkit.calibrate.methods import method_named
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
 from quantkit.packing.schemes import PARTS, Scheme, scheme
@@ -27,6 +28,8 @@ SCHEMES = [
     ],
     Scheme(FORMATS["int4"], 24, "integer", column_scale=True),
     Scheme(FORMATS["int4"], 24, "float", E4M3, True, column_scale=True),
+    Scheme(FORMATS["int4"], 24, "minimum", torch.float16),
+    Scheme(FORMATS["int5"], 24, "minimum", E4M3, True, column_scale=True),
     Scheme(BOOK3, 24),
     Scheme(BOOK3, 32, "none", E4M3, True, column_scale=True),
     scheme("book4"),
@@ -54,7 +57,7 @@ def example(chosen: Scheme, shape: tuple[int, int]) -> PackedTensor:
     numbers = torch.tensor(numbers_of(chosen), dtype=torch.uint8)
     per_group = (shape[0], groups * chosen.planes)
     zero = torch.randint(0, top, (shape[0], groups), generator=generator, dtype=torch.uint8)
-    zeros = {"none": None, "integer": zero, "float": zero + 0.25}[chosen.zero_point]
+    zeros = {"none": None, "integer": zero, "float": zero + 0.25, "minimum": zero - 2.25}[chosen.zero_point]
     factors = torch.randint(1, 16, (shape[1],), generator=generator) / 8
     return PackedTensor.from_codes(
         numbers[torch.randint(0, len(numbers), shape, generator=generator)],
@@ -79,10 +82,12 @@ def definition(packed: PackedTensor) -> torch.Tensor:
             total = 0.0
             for plane, code in enumerate(planes_of(int(codes[n, k]), chosen)):
                 value = chosen.format.values[code] if book is None else float(book[code])
-                if zeros is not None:
-                    value = code - float(zeros[n, g])
                 scale = float(packed.scale[n, g * chosen.planes + plane])
-                total += value * scale / (1 if divisor is None else float(divisor))
+                scale /= 1 if divisor is None else float(divisor)
+                if zeros is not None:
+                    zero = float(zeros[n, g])
+                    value = code + zero / scale if chosen.zero_point == "minimum" else code - zero
+                total += value * scale
             weights[n, k] = total * (1 if factors is None else float(factors[k]))
     return weights
 
@@ -154,3 +159,31 @@ def test_a_fitted_format_has_values_once_it_is_bound() -> None:
     assert (BOOK3.absmax, BOOK3.numbers) == (1.0, ())
     book = tuple((torch.arange(8) / 8).tolist())
     assert BOOK3.bind(book) == CodebookFormat("book3", 3, book)
+
+
+def test_a_minimum_is_added_and_not_multiplied() -> None:
+    """Where z = -minimum / scale is no float, `scale * code + minimum` is still exact."""
+    chosen = Scheme(FORMATS["int4"], 16, "minimum", torch.float16)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2, 1)
+    scale, minimum = torch.tensor([[0.1], [3e-5]]).half(), torch.tensor([[-0.7], [100.0]]).half()
+    packed = PackedTensor.from_codes(codes, scale, minimum, chosen)
+    exact = scale.double() * codes + minimum.double()
+    assert torch.equal(packed.dequantize(), exact.float())
+    zeros = packed.zeros_in_codes()
+    assert zeros is not None
+    assert bool(((scale.double() * (codes - zeros.double()) - exact).abs() <= 2**-22 * minimum.abs()).all())
+
+
+def test_a_group_of_scale_0_is_zeros_whatever_its_minimum() -> None:
+    chosen = Scheme(FORMATS["int4"], 2, "minimum", torch.float16)
+    minimum = torch.ones(1, 2).half()
+    packed = PackedTensor.from_codes(torch.ones(1, 4).byte(), torch.tensor([[0.0, 1.0]]), minimum, chosen)
+    assert packed.dequantize().tolist() == [[0, 0, 2, 2]]
+    zeros = packed.zeros_in_codes()
+    assert zeros is not None
+    assert zeros.tolist() == [[0, -1]]
+
+
+def test_no_method_finds_minimums() -> None:
+    with pytest.raises(FormatError, match=r"no method quantizes to int4 g32 asym-min.*`convert`"):
+        method_named("mse").check(Scheme(FORMATS["int4"], 32, "minimum"))

@@ -19,7 +19,7 @@ from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, choose, kernel_na
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
-from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, plain_storage
+from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, plain_storage, searched
 from quantkit.recipes.recipe import parse_zero_point
 from quantkit.runtime.load import load
 from quantkit.runtime.replace import packed_modules
@@ -194,7 +194,7 @@ def test_no_module_asks_which_kind_it_is() -> None:
     assert {name: all_ for name, all_ in found.items() if all_} == {}
 
 
-@pytest.mark.parametrize("name", ZERO_POINTS)
+@pytest.mark.parametrize("name", searched())
 def test_help_and_pages_name_every_kind(name: str) -> None:
     assert name in (ROOT / "tests/golden/help.txt").read_text("utf-8")
     for page in ("cli.md", "format.md"):

@@ -107,7 +107,11 @@ FAULTS: dict[str, dict[int, Fault]] = {
             "error",
             "`--allow-auto-map` drops the key; the code is run in neither case",
         ),
-        31: Fault("a source that is quantized already", "error", "by config, side file or tensor name"),
+        31: Fault(
+            "a source that is quantized in a way that no reader fits, or by quantkit",
+            "error",
+            "by config, side file, or names and dtypes of tensors",
+        ),
         32: Fault(
             "a group size that does not divide a row",
             "fallback",

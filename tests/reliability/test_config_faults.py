@@ -100,15 +100,18 @@ def test_code_of_a_repository_is_never_run(run: Run, source: Path, out: Path, co
         ({"quantization_config": {"quant_method": "fp8"}}, None, "has quant_method 'fp8'"),
         ({"text_config": {"quantization_config": {"quant_method": "x"}}}, None, "has quant_method 'x'"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, None, "'compressed-tensors'"),
-        ({}, "model.layers.0.mlp.up_proj.qweight", "up_proj.qweight' belongs to gptq or awq"),
+        ({"compression_config": "x"}, None, "compression_config of config.json is 'x'"),
+        ({}, "model.layers.0.mlp.up_proj.qweight", "up_proj.qweight' is F32 [2], with ["),
+        ({}, "model.layers.0.mlp.up_proj.weight", "up_proj.weight' is U8 [2], with ["),
     ],
 )
-def test_a_source_that_is_quantized_already(
+def test_a_source_that_is_quantized_in_an_unknown_way(
     run: Run, source: Path, out: Path, config: dict[str, Any], tensor: str | None, found: str
 ) -> None:
     edit_json(source / CONFIG, lambda known: known.update(config))
     if tensor is not None:
-        edit_tensors(source / WEIGHTS, lambda tensors: tensors.update({tensor: torch.ones(2)}))
+        codes = torch.ones(2, dtype=torch.uint8 if tensor.endswith(".weight") else torch.float32)
+        edit_tensors(source / WEIGHTS, lambda tensors: tensors.update({tensor: codes}))
     message = Message(source, found, "expected plain weights", "Start from the original checkpoint")
     refused(run, ("quantize", source, out), CheckpointError, message, source.parent)
 

@@ -215,7 +215,7 @@ def test_the_index_wins_over_a_single_file(run: Run, sharded: Path, out: Path) -
     [
         (("pytorch_model.bin",), "Convert them with transformers: AutoModelForCausalLM"),
         (("model.pt",), "Convert them with transformers: AutoModelForCausalLM"),
-        (("model.gguf",), "Use the safetensors checkpoint that the GGUF file was made from"),
+        (("model.gguf",), "Give the path of the GGUF file itself"),
         ((ONE, TWO), f"Download {INDEX} as well"),
         ((), "Download the weights as well"),
     ],

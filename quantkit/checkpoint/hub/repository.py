@@ -107,8 +107,8 @@ _FINAL = ("GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError")
 class Located:
     """A model: what the user called it, its local directory, and what that is.
 
-    `kind` is "directory", or "hub" where `name` is a hub id; `commit` is that of the repository, None where
-    it is not known.
+    `kind` is "directory", "file" for a GGUF file, or "hub" where `name` is a hub id; `commit` is that of the
+    repository, None where it is not known.
     """
 
     name: str
@@ -140,6 +140,7 @@ def locate(source: str | Path, *, revision: str | None = None, headers_only: boo
     try:
         path = Path(source).expanduser()
         found = bool(str(source)) and path.is_dir()
+        is_gguf_file = path.suffix == ".gguf" and path.is_file()
     except RuntimeError:
         raise UsageError(
             f"{str(source)!r} is in a home directory, and there is none. Set HOME, or give another path."
@@ -155,10 +156,12 @@ def locate(source: str | Path, *, revision: str | None = None, headers_only: boo
                 "Leave the revision out."
             )
         return Located(str(source), path, "directory")
+    if is_gguf_file:
+        return Located(str(source), path, "file")
     if isinstance(source, Path) or path.exists() or not is_hub_id(source):
         raise UsageError(
             f"{str(source)!r} is no directory; expected a checkpoint directory or a hub id such as "
-            "org/name. Check the path."
+            "org/name, or a .gguf file. Check the path."
         )
     from quantkit.checkpoint.hub.client import guarded
 

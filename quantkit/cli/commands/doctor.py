@@ -76,7 +76,7 @@ def doctor(
     for name, value in machine.items():
         say(f"{name:16} {value}")
     if "gpu 0" in machine:
-        say(f"{'float16 sums':16} {_half_sums()}")
+        say(f"{'float16 sums':16} {_fp16_accumulation()}")
         _say_tables(tables)
     # Every format has the one shape.
     shape = [] if directory is None else ["NxK"]
@@ -178,7 +178,7 @@ def _why_slow() -> dict[str, str]:
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
-def _half_sums() -> str:
+def _fp16_accumulation() -> str:
     """Whether summing in float16 may pay on the current GPU. The process that runs a model has the switch."""
     import torch
 
@@ -231,7 +231,7 @@ def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any
             "us": selection.us,
             "refused": dict(selection.refusals),
             "experts_ungrouped": selection.ungrouped,
-            "experts_not_narrow": selection.not_narrow,
+            "experts_not_narrow": selection.not_small_m,
         }
         for scheme, shape in _weights(directory)
         for selection in selections(

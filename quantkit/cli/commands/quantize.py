@@ -1,11 +1,8 @@
 """`quantkit quantize`: a checkpoint in, a packed checkpoint out."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, progress, say
@@ -26,24 +23,11 @@ LOST = 0.5
 @options.with_fields
 def quantize(
     source: options.Source,
-    out_directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT",
-            readable=False,  # typer would refuse what cannot be listed in its own words
-            help="The directory to write; new, empty or, with --resume or --overwrite, an earlier output.",
-        ),
-    ],
+    out_directory: options.OutDirectory,
     given: options.QuantizeArguments,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check/--no-check",
-            help="Run the result on a fixed prompt and store its logits, with which 'verify' compares.",
-        ),
-    ] = True,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    check: options.CheckOutput = True,
 ) -> None:
     """Quantize a checkpoint to a packed one.
 

@@ -193,7 +193,7 @@ def _searched(names: str | None) -> frozenset[str] | None:
 
 
 def _weights(
-    directory: Path | None, shapes: str | None, formats: str, dtype: str, half_sums: bool
+    directory: Path | None, shapes: str | None, formats: str, dtype: str, fp16_accumulation: bool
 ) -> "list[Weight]":
     """What to tune for, each weight once."""
     from quantkit.kernels.tuning.search import LIMITS, Weight
@@ -206,7 +206,7 @@ def _weights(
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in LIMITS}
     if dtype not in dtypes:
         raise UsageError(f"--dtype is {dtype!r}; kernels with tiles take {' or '.join(dtypes)}.")
-    if half_sums and dtype != "float16":
+    if fp16_accumulation and dtype != "float16":
         raise UsageError(f"--fp16-accumulation is for --dtype float16, not {dtype}.")
     if (directory is None) == (shapes is None):
         raise UsageError("name a packed checkpoint directory to tune for, or --shapes such as llama3-8b.")
@@ -220,7 +220,9 @@ def _weights(
             schemes.append(scheme(number_format, group_size=parse_group_size(size or None)))
         named = dict.fromkeys(shapes_named(options.parse_list(shapes, "--shapes")).values())
         pairs = [(one, shape) for shape in named for one in schemes]
-    weights = [Weight(as_computed(one, shape[1]), *shape, dtypes[dtype], half_sums) for one, shape in pairs]
+    weights = [
+        Weight(as_computed(one, shape[1]), *shape, dtypes[dtype], fp16_accumulation) for one, shape in pairs
+    ]
     return list(dict.fromkeys(weights))
 
 
@@ -229,7 +231,7 @@ def _as_json(one: "Search") -> dict[str, Any]:
     return {
         "scheme": str(problem.scheme),
         "dtype": str(problem.dtype).removeprefix("torch."),
-        "half_sums": problem.half_sums,
+        "fp16_accumulation": problem.fp16_accumulation,
         "n": problem.n,
         "k": problem.k,
         "m": problem.m,

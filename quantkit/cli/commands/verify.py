@@ -16,18 +16,27 @@ def verify(
         bool,
         typer.Option("--reload/--no-reload", help="Load the model in a fresh process and run a few tokens."),
     ] = True,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="SOURCE",
+            help="Compare every weight with SOURCE, whose weights 'convert' keeps.",
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Check that a packed checkpoint is whole and runs.
 
     Files against the hashes of the manifest, headers, config.json and manifest against each other, and
     that a fresh process loads the model and runs it. Exits with 3 if a check fails. What save_pretrained
-    wrote has no manifest: the checks that take one are skipped.
+    wrote has no manifest: the checks that take one are skipped. With --against, every weight is compared with
+    that of SOURCE, bit by bit.
     """
     from quantkit.verification.verify import verify as check
 
     with progress("verifying") as report:
-        checks = check(directory, reload=reload, progress=report)
+        checks = check(directory, reload=reload, against=against, progress=report)
     failed = [one for one in checks if one.problems]
     if json:
         print_json(

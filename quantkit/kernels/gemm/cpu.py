@@ -76,7 +76,7 @@ def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
         for start in range(0, rows, step)
     ]
     scale = weight.group_scale()
-    zero_point = weight.zero_points()
+    zero_point = weight.zeros_in_codes()
     offset = torch.zeros_like(scale) if zero_point is None else scale * (8 - zero_point.float())
     scales = torch.stack([scale, offset], dim=-1).transpose(0, 1)
     return torch.cat(packed), scales.to(dtype).contiguous()

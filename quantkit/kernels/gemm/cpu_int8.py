@@ -101,7 +101,7 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
     table = torch.tensor(values, dtype=torch.int8, device=device)
     reserved = torch.tensor([math.isnan(value) for value in scheme.format.values], device=device)
     is_partial = any(math.isnan(value) for value in scheme.format.values)
-    zero_point = weight.zero_points()
+    zero_point = weight.zeros_in_codes()
     # Groups, or parts of them, and the scale of each.
     scale = (weight.group_scale() * 2.0**-shift).T
     scale = scale.repeat_interleave(segments // scale.shape[0], dim=0).contiguous()

@@ -121,22 +121,22 @@ _RUNS: dict[str, _Run] = {
 }
 
 
-def ungroupable(problem: Problem) -> str | None:
+def why_not_groupable(problem: Problem) -> str | None:
     """Why no grouped kernels multiply with experts that have such weights; see `grouped`."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
         return "each expert scales the columns of x by factors of its own"
-    if (reason := support.unmultipliable(problem)) is not None:
+    if (reason := support.why_no_fused_kernel(problem)) is not None:
         return reason
     if support.looked_up(problem):
         return f"they would look up every value of {problem.scheme.format.name} in memory"
     return None
 
 
-def expert_block_rows(pairs: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
+def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
     """`usual_block_rows`, with as many as the kernels of a forced row take."""
-    usual = usual_block_rows(pairs, experts, single_row_ratio)
+    usual = usual_block_rows(routed, experts, single_row_ratio)
     if forced == "fused-gemv" and usual == 1:
         return usual
     return {"": usual, "fused-portable": max(usual, 2 * SMALL_BLOCK_ROWS)}.get(forced, SMALL_BLOCK_ROWS)
@@ -163,7 +163,7 @@ def group(
     # All segments keep processors busy together.
     every = replace(expert, n=expert.n * grouping.expert_blocks)
     if size > SMALL_BLOCK_ROWS:
-        return "fused-portable", grouping, replace(portable_gemm_launch.TILING.rule(every), split=1)
+        return "fused-portable", grouping, replace(portable_gemm_launch.TILING.rule(every), split_k=1)
     if forced == "fused-portable-gemv" or not (forced or single_row_ratio):
         return "fused-portable-gemv", grouping, portable_gemv_launch.TILING.rule(every)
     row = forced or "fused-small-m"
@@ -173,7 +173,7 @@ def group(
     if tile is not None and not forced:
         # What is spread is for kernels that have x in shared memory.
         return "fused-gemv", grouping, tile
-    reason = support.why_not_shared(row, problem, matrices, size)
+    reason = support.why_not_experts(row, problem, matrices, size)
     if reason is None and forced == "fused-gemv" and tile is None:
         reason = f"x and sums of {size} pairs take more shared memory than there is"
     if reason is not None:
@@ -196,7 +196,7 @@ def grouped(
     layout: tuple[torch.Tensor, ...],
     scheme: Scheme,
     n: int,
-    pairs: RoutedTokens,
+    routed: RoutedTokens,
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
@@ -205,7 +205,7 @@ def grouped(
     `layout` is from `stacks.stacked`. With the kind of a `gate`, y [P, n] are the gated columns, where
     `why_no_gated_experts` has no reason. Nothing waits for the device.
     """
-    return _started(_RUNS[row], Operands(x, layout, None, scheme, n, pairs, gate=gate), tile)
+    return _started(_RUNS[row], Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
 
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
@@ -225,7 +225,7 @@ FUSED_KERNELS = (
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
         devices=("cuda",),
-        supports=support.stream_supports,
+        supports=support.why_unsupported_decode,
         pays=support.why_slower_decode,
         layout=FRAGMENTS,
         launch=_launch(decode_launch.run),
@@ -250,7 +250,7 @@ FUSED_KERNELS = (
         summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for up to "
         "32 rows of x",
         devices=("cuda",),
-        supports=support.narrow_supports,
+        supports=support.why_unsupported_small_m,
         pays=support.why_slower_small_m,
         layout=FRAGMENTS,
         launch=_launch(small_m_launch.run),
@@ -274,7 +274,7 @@ FUSED_KERNELS = (
         summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
         devices=("cuda",),
-        supports=support.unmultipliable,
+        supports=support.why_no_fused_kernel,
         pays=support.why_slower_portable_gemm,
         layout=FRAGMENTS,
         launch=_launch(portable_gemm_launch.run),
@@ -285,7 +285,7 @@ FUSED_KERNELS = (
         name="dequantize",
         summary="Triton: writes the weight in the dtype of x, 2^27 at a time, for the library to multiply",
         devices=("cuda",),
-        supports=support.unpackable,
+        supports=support.why_no_layout,
         pays=always,
         layout=FRAGMENTS,
         launch=_launch(dequantize_launch.run),

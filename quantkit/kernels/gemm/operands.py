@@ -20,7 +20,7 @@ from quantkit.kernels.problem import Gpu, Normed, Problem
 from quantkit.packing.schemes import Scheme
 
 #: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
-RASTER = 8
+GROUP_M = 8
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Grouping:
         return min(self.expert_blocks, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
 
 
-def max_expert_blocks(pairs: int, experts: int, rows: int) -> int:
+def max_expert_blocks(routed: int, experts: int, rows: int) -> int:
     """How many segments of up to so many rows so many pairs can have."""
-    return (pairs + min(experts, pairs) * (rows - 1)) // rows
+    return (routed + min(experts, routed) * (rows - 1)) // rows
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class RoutedTokens:
 class Operands:
     """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values.
 
-    Kernels take besides what the device can do, of `GPU_FEATURES`. With `pairs`, the parts of the layout have
-    a first dimension more, that of matrices of experts. With `normed`, they do a part of a norm; with the
-    kind of a `gate`, y are the gated columns.
+    Kernels take besides what the device can do, of `GPU_FEATURES`. With `routed`, the parts of the layout
+    have a first dimension more, that of matrices of experts. With `normed`, they do a part of a norm; with
+    the kind of a `gate`, y are the gated columns.
     """
 
     x: torch.Tensor
@@ -82,7 +82,7 @@ class Operands:
     bias: torch.Tensor | None
     scheme: Scheme
     n: int
-    pairs: RoutedTokens | None = None
+    routed: RoutedTokens | None = None
     normed: Normed | None = None
     gate: str = ""
     #: The GPU that kernels are compiled for, where x is on none.
@@ -99,16 +99,16 @@ class Operands:
         return shared_memory_of(self.x.device) if self.gpu is None else self.gpu.shared_memory
 
     @property
-    def begins(self) -> float | None:
+    def norm_offset(self) -> float | None:
         """What a norm that is begun adds to its weights; None where none is."""
         return NORMS[self.normed.kind][1] if self.normed and self.normed.part == "begin" else None
 
     @property
-    def ends(self) -> float | None:
+    def norm_eps(self) -> float | None:
         """The eps of a norm that is ended; None where none is."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
-    def of_norm(self, instead: Operand) -> tuple[Any, ...]:
+    def norm_operands(self, instead: Operand) -> tuple[Any, ...]:
         """What a norm adds, its weights, the sum, and the squares of that; `instead` of what there is not."""
         if (normed := self.normed) is None:
             return (instead,) * 4
@@ -117,12 +117,12 @@ class Operands:
 
     @property
     def grouping(self) -> Grouping | None:
-        return None if self.pairs is None else self.pairs.grouping
+        return None if self.routed is None else self.routed.grouping
 
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:
         """What kernels take of pairs, after their other arguments."""
-        return () if self.pairs is None else (self.pairs.order, self.pairs.expert_blocks)
+        return () if self.routed is None else (self.routed.order, self.routed.expert_blocks)
 
     @property
     def shape(self) -> Geometry:
@@ -208,7 +208,7 @@ def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.T
     return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
 
 
-def no_pairs(problem: Problem) -> str | None:
+def why_no_gate_up_tiles(problem: Problem) -> str | None:
     """Why rows of a weight cannot be pairs of row tiles, one of each half."""
     if problem.n % (2 * ROWS):
         return f"halves of {problem.n} rows are no multiples of {ROWS}"

@@ -20,7 +20,7 @@ from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
 from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
 #: The most rows of x that `fused-portable-gemv` takes.
-SKINNY_ROWS = 32
+GEMV_ROWS = 32
 #: The most scales of a weight, with their padding: they alone are addressed in 32 bits.
 MOST_SCALES = 1 << 30
 #: Weights of so many numbers or fewer have no use for the tiles of `fused-wgmma` with few or many rows of x.
@@ -33,8 +33,8 @@ MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
 SMALL_FOR_WIDE_CODES = 1 << 24
 #: Bits of codes for which `fused-gemv` is as fast as `fused-small-m` with 5 to 8 rows of x (H100, 10 weights
 #: of 2560 to 27648 rows: with 8 rows the rules take 1.02 times the best tile timed).
-STREAMED_BITS = (2, 5, 7)
-#: From this `idleness` on `fused-gemv` divides a weight unevenly.
+DECODE_BITS = (2, 5, 7)
+#: From this `imbalance` on `fused-gemv` divides a weight unevenly.
 UNEVEN = 1.2
 #: Columns of a warp of `fused-gemv`, of all its row tiles, up to which it is as fast with 5 to 8 rows of x,
 #: if it divides the weight evenly, and unevenly.
@@ -44,7 +44,7 @@ EVEN_COLUMNS, UNEVEN_COLUMNS = 768, 512
 FULL = 0.8
 
 
-def unpackable(problem: Problem) -> str | None:
+def why_no_layout(problem: Problem) -> str | None:
     """Why the fragment layout cannot hold a weight."""
     if "triton" not in problem.features:
         return "Triton is not installed"
@@ -61,18 +61,18 @@ def unpackable(problem: Problem) -> str | None:
     return None
 
 
-def unmultipliable(problem: Problem) -> str | None:
+def why_no_fused_kernel(problem: Problem) -> str | None:
     """Why no fused kernel multiplies with a weight; they all do with float16 and bfloat16."""
     if problem.dtype == torch.float32:
         return "it multiplies bfloat16 or float16 activations; cast x to one of them"
-    return unpackable(problem)
+    return why_no_layout(problem)
 
 
 def why_unsupported_portable_gemv(problem: Problem) -> str | None:
     """Why `fused-portable-gemv` cannot run a problem."""
-    if problem.m > SKINNY_ROWS:
-        return f"it takes up to {SKINNY_ROWS} rows of x, not {problem.m}"
-    return unmultipliable(problem)
+    if problem.m > GEMV_ROWS:
+        return f"it takes up to {GEMV_ROWS} rows of x, not {problem.m}"
+    return why_no_fused_kernel(problem)
 
 
 def looked_up(problem: Problem) -> bool:
@@ -82,13 +82,13 @@ def looked_up(problem: Problem) -> bool:
     return portable(problem.scheme.format)[0].looked_up
 
 
-def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
+def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
     """What a row says whose programs have up to so many rows of x in shared memory."""
 
     def supports(problem: Problem) -> str | None:
         if problem.m > most:
             return f"it takes up to {most} rows of x, not {problem.m}"
-        if (reason := unmultipliable(problem)) is not None:
+        if (reason := why_no_fused_kernel(problem)) is not None:
             return reason
         if not {"ptx", "gluon"} <= problem.features:
             return "it is for NVIDIA GPUs from compute capability 8.0 on, and a Triton whose Gluon compiles"
@@ -101,20 +101,20 @@ def _shares_x(most: int, why_no_tile: Verdict) -> Verdict:
     return supports
 
 
-def _streams(problem: Problem) -> str | None:
+def _why_decode_is_as_fast(problem: Problem) -> str | None:
     """Why `fused-gemv`, or without room for its x `fused-portable-gemv`, is as fast with up to 8
     rows of x; None where it is not, as where there is no room for all the warps of `fused-gemv`, but for
     int5 and int7.
     """
     if problem.m <= 2:
         return "up to M=2 it was not seen to be faster"
-    if stream_supports(problem) is not None:
+    if why_unsupported_decode(problem) is not None:
         return None
     tile, shape = decode_launch.TILING.rule(problem), shape_of(problem)
-    bits, is_wide = shape.bits, small_m_launch.is_wide(shape)
-    if tile.warps * tile.programs < decode_launch.RESIDENT_WARPS and not is_wide:
+    bits, has_wide_codes = shape.bits, small_m_launch.has_wide_codes(shape)
+    if tile.warps * tile.occupancy < decode_launch.RESIDENT_WARPS and not has_wide_codes:
         return None
-    uneven = decode_launch.idleness(problem, tile) > UNEVEN
+    uneven = decode_launch.imbalance(problem, tile) > UNEVEN
     most = UNEVEN_COLUMNS if uneven else EVEN_COLUMNS
     reasons = (
         (
@@ -122,20 +122,20 @@ def _streams(problem: Problem) -> str | None:
             "up to M=4 it pays for many columns that `fused-gemv` divides unevenly",
         ),
         (
-            problem.m > 4 and bits in STREAMED_BITS,
+            problem.m > 4 and bits in DECODE_BITS,
             f"up to M=8 `fused-gemv` is as fast for {bits} bits",
         ),
         (
-            problem.m > 4 and decode_launch.columns_of_warp(problem, tile) <= most,
+            problem.m > 4 and decode_launch.columns_per_warp(problem, tile) <= most,
             f"up to M=8 `fused-gemv` is as fast where warps have up to {most} columns",
         ),
     )
     return next((reason for loses, reason in reasons if loses), None)
 
 
-def _shared_by_warps(problem: Problem) -> bool:
+def _small_m_is_faster(problem: Problem) -> bool:
     """Whether `fused-small-m` can run, and pays by its rules."""
-    return narrow_supports(problem) is None and why_slower_small_m(problem) is None
+    return why_unsupported_small_m(problem) is None and why_slower_small_m(problem) is None
 
 
 def why_slower_decode(problem: Problem) -> str | None:
@@ -146,30 +146,33 @@ def why_slower_decode(problem: Problem) -> str | None:
     )
     if problem.m > 8 and not small:
         return "from M=9 on each program copies so much x that it is faster only on small weights"
-    if _shared_by_warps(problem):
+    if _small_m_is_faster(problem):
         return "warps of `fused-small-m` share x, where those of a program copy all of it"
     return None
 
 
-stream_supports = _shares_x(decode_launch.MOST_ROWS, decode_launch.why_no_tile)
-narrow_supports = _shares_x(small_m_launch.MOST_ROWS, small_m_launch.why_no_tile)
+why_unsupported_decode = _stages_x(decode_launch.MOST_ROWS, decode_launch.why_no_tile)
+why_unsupported_small_m = _stages_x(small_m_launch.MOST_ROWS, small_m_launch.why_no_tile)
 
 
 #: What those of the rows for few pairs of experts can run that have x in shared memory. Whether there is room
 #: for that of `fused-gemv`, `stream.experts_tile` says.
-_SHARING = {"fused-gemv": _shares_x(decode_launch.MOST_ROWS, always), "fused-small-m": narrow_supports}
+_STAGE_X = {
+    "fused-gemv": _stages_x(decode_launch.MOST_ROWS, always),
+    "fused-small-m": why_unsupported_small_m,
+}
 
 
-def why_not_narrow_experts(problem: Problem, matrices: int) -> str | None:
+def why_not_small_m_experts(problem: Problem, matrices: int) -> str | None:
     """Why `fused-small-m` does not multiply few pairs with experts of so many matrices, one the problem's."""
-    return why_not_shared("fused-small-m", problem, matrices, SMALL_BLOCK_ROWS)
+    return why_not_experts("fused-small-m", problem, matrices, SMALL_BLOCK_ROWS)
 
 
-def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str | None:
+def why_not_experts(row: str, problem: Problem, matrices: int, pairs: int) -> str | None:
     """Why `fused-small-m` or `fused-gemv` does not multiply segments of up to so many pairs with experts of
     so many matrices, one the problem's.
     """
-    if (reason := _SHARING[row](replace(problem, m=pairs, n=problem.n * matrices))) is not None:
+    if (reason := _STAGE_X[row](replace(problem, m=pairs, n=problem.n * matrices))) is not None:
         return reason
     if matrices > 1 and problem.n % ROWS:
         return (
@@ -180,7 +183,7 @@ def why_not_shared(row: str, problem: Problem, matrices: int, pairs: int) -> str
     return None
 
 
-def _lacks_registers(problem: Problem) -> bool:
+def _spills_codes(problem: Problem) -> bool:
     """Return True if `fused-small-m` runs out of registers for an int5 or int7 weight.
 
     Above 16 rows of x: always, unless the weight is so small that nothing else is faster. Up to 16 rows:
@@ -199,19 +202,19 @@ def _has_wide_codes(problem: Problem) -> bool:
     return (
         problem.m > 8
         and "wgmma" in problem.features
-        and small_m_launch.is_wide(shape_of(problem))
+        and small_m_launch.has_wide_codes(shape_of(problem))
         and not is_small
     )
 
 
-def _is_late(problem: Problem) -> bool:
+def _wgmma_is_faster(problem: Problem) -> bool:
     """Whether 9 to 16 rows of x take `fused-small-m` longer than `fused-wgmma`: of int5 and int7 where there
     are many rows of the weight, or of int7 more than the programs have that run at once.
     """
     if problem.m > 16 or not _has_wide_codes(problem):
         return False
     tile, shape, count = small_m_launch.TILING.rule(problem), shape_of(problem), processors(problem)
-    is_many = shape.bits > 6 and small_m_launch.rounds(tile, shape, count) > 1
+    is_many = shape.bits > 6 and small_m_launch.waves(tile, shape, count) > 1
     return is_many or not has_few_rows(problem.n, count, MOST_ROWS)
 
 
@@ -223,11 +226,11 @@ def why_slower_small_m(problem: Problem) -> str | None:
     has_wgmma = "wgmma" in problem.features
     # Of so few rows others have too few tiles as well, but for `fused-gemv`, where there is room for x.
     fewest, left = (5, 32) if has_wgmma else (9, 16)
-    is_left = fewest <= problem.m <= left and stream_supports(problem) is not None
+    is_left = fewest <= problem.m <= left and why_unsupported_decode(problem) is not None
     reasons = (
         (least and not is_left, f"it has too few row tiles of {problem.n} rows"),
         (
-            problem.m > 8 and not most and not (has_wgmma and _decodes_slowly(problem)),
+            problem.m > 8 and not most and not (has_wgmma and _dequantizes_slowly(problem)),
             "each multiprocessor would read all of x for many rows, as tiles do not",
         ),
         (
@@ -238,11 +241,14 @@ def why_slower_small_m(problem: Problem) -> str | None:
             problem.m > 16 and not has_wgmma and not (few and problem.k <= MANY_COLUMNS),
             "from M=17 on each warp would read much of x from shared memory",
         ),
-        (_lacks_registers(problem), f"it lacks registers for codes of {problem.scheme.format.bits} bits"),
-        (_is_late(problem), f"tiles decode {problem.scheme.format.bits} bits sooner for as many rows"),
+        (_spills_codes(problem), f"it lacks registers for codes of {problem.scheme.format.bits} bits"),
+        (
+            _wgmma_is_faster(problem),
+            f"tiles decode {problem.scheme.format.bits} bits sooner for as many rows",
+        ),
     )
     reason = next((reason for loses, reason in reasons if loses), None)
-    return _streams(problem) if reason is None and problem.m <= 8 else reason
+    return _why_decode_is_as_fast(problem) if reason is None and problem.m <= 8 else reason
 
 
 def why_slower_portable_gemv(problem: Problem) -> str | None:
@@ -256,14 +262,14 @@ def why_slower_portable_gemv(problem: Problem) -> str | None:
     )
     if problem.m > limit:
         return f"tensor cores are busier in tiles from M={limit + 1} on"
-    if _shared_by_warps(problem):
+    if _small_m_is_faster(problem):
         return "warps of `fused-small-m` share x, where these each load it"
     return None
 
 
 def why_unsupported_wgmma(problem: Problem) -> str | None:
     """Why `fused-wgmma` cannot run a problem."""
-    if (reason := unmultipliable(problem)) is not None:
+    if (reason := why_no_fused_kernel(problem)) is not None:
         return reason
     if not {"wgmma", "gluon"} <= problem.features:
         return "it is for compute capability 9, and a Triton whose Gluon compiles"
@@ -272,7 +278,7 @@ def why_unsupported_wgmma(problem: Problem) -> str | None:
     return None
 
 
-def _decodes_slowly(problem: Problem) -> bool:
+def _dequantizes_slowly(problem: Problem) -> bool:
     """Whether `fused-portable` decodes codes slower than others: those of long spans or of short groups, and
     those that are looked up.
     """
@@ -280,14 +286,14 @@ def _decodes_slowly(problem: Problem) -> bool:
     return shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
 
 
-def _fills_rounds(problem: Problem) -> bool:
+def _fills_waves(problem: Problem) -> bool:
     """Whether `fused-portable`, with two programs on a multiprocessor, is hardly ever idle at its end."""
     if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)
     tile = portable_gemm_launch.TILING.rule(problem)
-    rounds = portable_gemm_launch.programs(tile, shape, problem.m) / (2 * processors(problem))
-    return tile.split == 1 and rounds > FULL * math.ceil(rounds)
+    waves = portable_gemm_launch.programs(tile, shape, problem.m) / (2 * processors(problem))
+    return tile.split_k == 1 and waves > FULL * math.ceil(waves)
 
 
 def why_slower_wgmma(problem: Problem) -> str | None:
@@ -295,11 +301,11 @@ def why_slower_wgmma(problem: Problem) -> str | None:
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     reasons = (
         (
-            problem.m <= 16 and not (_lacks_registers(problem) or _is_late(problem)),
+            problem.m <= 16 and not (_spills_codes(problem) or _wgmma_is_faster(problem)),
             "up to M=16 warps that share x, or smaller tiles, are faster",
         ),
         (
-            problem.m <= 16 and shape_of(problem).bits < 6 and _fills_rounds(problem),
+            problem.m <= 16 and shape_of(problem).bits < 6 and _fills_waves(problem),
             "up to M=16 tiles of `fused-portable` are as fast for int5 where no multiprocessor is idle",
         ),
         (
@@ -307,7 +313,7 @@ def why_slower_wgmma(problem: Problem) -> str | None:
             f"up to M=32 it has too few tiles of a weight of {problem.n} x {problem.k}",
         ),
         (
-            32 < problem.m <= 64 and not _decodes_slowly(problem) and _fills_rounds(problem),
+            32 < problem.m <= 64 and not _dequantizes_slowly(problem) and _fills_waves(problem),
             "up to M=64 tiles of `fused-portable` are as fast where they leave no multiprocessor idle",
         ),
         (

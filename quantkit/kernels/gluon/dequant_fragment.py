@@ -4,7 +4,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.layouts.dequant_blocks import decode
+from quantkit.kernels.layouts.dequant_blocks import dequant_codes
 
 
 @gluon.jit
@@ -37,13 +37,13 @@ def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
 
 
 @gluon.constexpr_function
-def unit_columns(PLANES: int, TURN: int = 128) -> int:
+def k_step_columns(PLANES: int, BLOCK_K: int = 128) -> int:
     """Columns whose codes are loaded at a time: so many, or a span where that is longer."""
-    return max(TURN, 16 * PLANES)
+    return max(BLOCK_K, 16 * PLANES)
 
 
 @gluon.constexpr_function
-def _squares_of(W: int, SIZE: int) -> gl.BlockedLayout:
+def _squares_layout(W: int, SIZE: int) -> gl.BlockedLayout:
     """Sums of squares [rows of x, SIZE]: a warp has all of a row."""
     return gl.BlockedLayout([1, min(4, max(1, SIZE // 32))], [1, 32], [W, 1], [1, 0])
 
@@ -53,7 +53,7 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
     """Sums of squares of BM rows of x [M, K], for `stage_rms` to take when they are there."""
     COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    LAYOUT: gl.constexpr = _squares_of(W, SIZE)
+    LAYOUT: gl.constexpr = _squares_layout(W, SIZE)
     m = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(1, LAYOUT)), 1)
     number = gl.expand_dims(gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT)), 0)
     return gl.load(squares + m * COUNT + number, mask=(m < M) & (number < COUNT), other=0.0)
@@ -63,13 +63,13 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
     """1 / sqrt(mean(x^2) + EPS) of rows of x [BM, K] with such sums of `squares`, in shared memory."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    held = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
-    held.store(gl.rsqrt(gl.sum(squares, 1) / K + EPS))
-    return held
+    rms = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
+    rms.store(gl.rsqrt(gl.sum(squares, 1) / K + EPS))
+    return rms
 
 
 @gluon.jit
-def fill_registers(lut, FILL: gl.constexpr):
+def fill_table(lut, FILL: gl.constexpr):
     """The address that the `TABLE` of an expression takes: that of values, or of a table filled with them."""
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
@@ -77,7 +77,7 @@ def fill_registers(lut, FILL: gl.constexpr):
 
 
 @gluon.constexpr_function
-def load_codes(W: int, C: int) -> gl.DistributedLinearLayout:
+def codes_layout(W: int, C: int) -> gl.DistributedLinearLayout:
     """Codes [W row tiles, C spans, 128 pairs]: a warp has a row tile, a thread 16 bytes of each span."""
     spans = [[0, 1 << bit, 0] for bit in range(C.bit_length() - 1)]
     pairs = [[0, 0, 1 << bit] for bit in range(7)]
@@ -88,22 +88,22 @@ def load_codes(W: int, C: int) -> gl.DistributedLinearLayout:
 @gluon.jit
 def dequant_a_fragment(
     words, lut, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, PIECES: gl.constexpr,
+    PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
     TILES: gl.constexpr,
 ):  # fmt: skip
     """The weights of a unit, [16 * W, 128] for each piece of it, in units of their scales."""
-    q = decode(_halves(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+    q = dequant_codes(_split_words(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
     q = gl.reshape(q, (W, C, 8, 4, 2, 2, 2, PLANES // 2, 2))
-    q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * W, 128 * PIECES))
-    if PIECES == 1:
-        pieces = (q,)
+    q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * W, 128 * SUBTILES))
+    if SUBTILES == 1:
+        subtiles = (q,)
     else:
-        pieces = gl.split(gl.permute(gl.reshape(q, (16 * W, 2, 128)), (0, 2, 1)))
-    return pieces
+        subtiles = gl.split(gl.permute(gl.reshape(q, (16 * W, 2, 128)), (0, 2, 1)))
+    return subtiles
 
 
 @gluon.jit
-def _halves(words, TILES: gl.constexpr):
+def _split_words(words, TILES: gl.constexpr):
     """The lanes of 16 bits that `decode` takes of pairs, which stay in their registers from step to step.
 
     Lanes would be copied one by one at the end of a step, before the products are begun.

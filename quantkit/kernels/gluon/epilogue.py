@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from quantkit.kernels.gluon.compat import reinterpret
 from quantkit.kernels.gluon.dequant_fragment import row_tile_of
-from quantkit.kernels.layouts.dequant_blocks import begun, finish, row_of_y
+from quantkit.kernels.layouts.dequant_blocks import apply_scale_and_bias, begin_rms_norm, output_rows
 from quantkit.kernels.ops.activation_kernel import gated
 
 
@@ -16,21 +16,21 @@ from quantkit.kernels.ops.activation_kernel import gated
 def _outputs_of(S):  # type: ignore[no-untyped-def]
     """Sums [row tiles, W, rows of x * 16]: a thread has those of all warps, and of pairs."""
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
-    tiles = [[1 << bit, 0, 0] for bit in range(S.row_tile_room.bit_length() - 1)]
-    bits += tiles[S.step - 1 :]
-    of_warps = [[0, 1 << bit, 0] for bit in range(S.warps.bit_length() - 1)]
-    threads = 5 + len(of_warps)
+    tiles = [[1 << bit, 0, 0] for bit in range(S.padded_row_tiles.bit_length() - 1)]
+    bits += tiles[S.row_tiles_per_output - 1 :]
+    warps = [[0, 1 << bit, 0] for bit in range(S.warps.bit_length() - 1)]
+    threads = 5 + len(warps)
     among = bits[:threads] + [[0, 0, 0]] * (threads - len(bits))
-    sizes = [S.row_tile_room, S.warps, S.rows * 16]
-    mine = of_warps + tiles[: S.step - 1] + bits[threads:]
-    return gl.DistributedLinearLayout(mine, among[:5], among[5:], [], sizes)
+    sizes = [S.padded_row_tiles, S.warps, S.rows * 16]
+    registers = warps + tiles[: S.row_tiles_per_output - 1] + bits[threads:]
+    return gl.DistributedLinearLayout(registers, among[:5], among[5:], [], sizes)
 
 
 @gluon.jit
 def _outputs(first, count, N, S: gl.constexpr):
     """Rows of the weight and of x that outputs [row tiles, rows of x * 16] of a thread are of."""
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
-    tile = gl.expand_dims(gl.arange(0, S.row_tile_room, gl.SliceLayout(1, OUT)), 1)
+    tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
     place = gl.expand_dims(gl.arange(0, S.rows * 16, gl.SliceLayout(0, OUT)), 0)
     # Those of no row tile of this program are nobody's.
     rows = gl.where(tile < count, (first + row_tile_of(tile, N, S.gate != "")) * 16 + place % 16, N)
@@ -47,17 +47,17 @@ def load_outputs(values, first, count, M, N, S: gl.constexpr):
 
 @gluon.jit
 def store_epilogue(
-    parts, first, count, scale, factor, bias, y, roots, added, times, total, squares, M, N, order,
+    partials, first, count, scale, factor, bias, y, rms, added, norm_weight, total, squares, M, N, order,
     S: gl.constexpr,
 ):  # fmt: skip
     """Add up what the warps have, in their order, and write y."""
     LAYOUT: gl.constexpr = _outputs_of(S)
-    WIDE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    parts = reinterpret(parts, gl.float32, [S.row_tile_room, S.warps, S.rows * 16], WIDE)
-    sums = gl.sum(parts.load(LAYOUT), axis=1)
+    PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    partials = reinterpret(partials, gl.float32, [S.padded_row_tiles, S.warps, S.rows * 16], PARTIALS)
+    sums = gl.sum(partials.load(LAYOUT), axis=1)
     rows, m = _outputs(first, count, N, S)
-    if S.ends:
-        sums *= _roots_of_outputs(roots[0], S)
+    if S.ends_norm:
+        sums *= _rms_of_outputs(rms[0], S)
     SCALES: gl.constexpr = S.groups
     KIND: gl.constexpr = S.scale_kind
     HAS_FACTOR: gl.constexpr = S.has_factor
@@ -65,7 +65,7 @@ def store_epilogue(
     MATRICES: gl.constexpr = S.matrices
     if MATRICES > 1:
         factor += gl.minimum(rows, N - 1) // (N // MATRICES)
-    out = finish(sums, rows, scale, factor, bias, N, SCALES, KIND, HAS_FACTOR, HAS_BIAS)
+    out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, SCALES, KIND, HAS_FACTOR, HAS_BIAS)
     out = out.to(y.dtype.element_ty)
     GATE: gl.constexpr = S.gate
     if GATE != "":
@@ -73,9 +73,9 @@ def store_epilogue(
         out = gated(out, up, GATE)
         m, _ = _gate_up_rows(m + rows * 0, S)
         rows, N = _gate_up_rows(rows, S)[0], N // 2
-    at, inside = row_of_y(order, m, M) * N + rows, (m < M) & (rows < N)
-    if S.begins:
-        whole, out = begun(out, added[0], times[0], S.norm.offset)
+    at, inside = output_rows(order, m, M) * N + rows, (m < M) & (rows < N)
+    if S.begins_norm:
+        whole, out = begin_rms_norm(out, added[0], norm_weight[0], S.norm.offset)
         gl.store(total + at, whole, mask=inside)
         _store_squares(gl.where(rows < N, whole.to(gl.float32), 0.0), squares, first, count, M, N, S)
     gl.store(y + at, out, mask=inside)
@@ -84,30 +84,30 @@ def store_epilogue(
 @gluon.jit
 def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
     """Add up the squares of the outputs of each row tile."""
-    sums = gl.sum(gl.reshape(outputs * outputs, (S.row_tile_room, S.rows, 16)), axis=2)
+    sums = gl.sum(gl.reshape(outputs * outputs, (S.padded_row_tiles, S.rows, 16)), axis=2)
     LAYOUT: gl.constexpr = sums.type.layout
-    tile = gl.expand_dims(gl.arange(0, S.row_tile_room, gl.SliceLayout(1, LAYOUT)), 1)
+    tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, LAYOUT)), 1)
     row = gl.expand_dims(gl.arange(0, S.rows, gl.SliceLayout(0, LAYOUT)), 0)
     at = squares + row.to(gl.int64) * ((N + 15) // 16) + first + tile
     gl.store(at, sums, mask=(row < M) & (tile < count))
 
 
 @gluon.jit
-def _roots_of_outputs(held, S: gl.constexpr):
+def _rms_of_outputs(rms_smem, S: gl.constexpr):
     """What rows of x of the outputs of a thread are multiplied with, [1, rows of x * 16]."""
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     zeros = gl.reshape(
-        gl.full([S.row_tile_room, S.rows * 16], 0.0, gl.float32, OUT), (S.row_tile_room, S.rows, 16)
+        gl.full([S.padded_row_tiles, S.rows * 16], 0.0, gl.float32, OUT), (S.padded_row_tiles, S.rows, 16)
     )
     BOTH: gl.constexpr = zeros.type.layout
-    found = held.load(gl.SliceLayout(0, gl.SliceLayout(2, BOTH)))
+    found = rms_smem.load(gl.SliceLayout(0, gl.SliceLayout(2, BOTH)))
     found = gl.expand_dims(gl.expand_dims(found, 0), 2)
     found, _ = gl.broadcast(found, zeros)
-    return gl.convert_layout(gl.reshape(found, (S.row_tile_room, S.rows * 16)), OUT, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(found, (S.padded_row_tiles, S.rows * 16)), OUT, assert_trivial=True)
 
 
 @gluon.jit
 def _gate_up_rows(values, S: gl.constexpr):
     """Those of row tiles that gate others, and of these."""
-    values = gl.reshape(values, (S.row_tile_room // 2, 2, S.rows * 16))
+    values = gl.reshape(values, (S.padded_row_tiles // 2, 2, S.rows * 16))
     return gl.split(gl.permute(values, (0, 2, 1)))

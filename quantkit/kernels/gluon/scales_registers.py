@@ -7,7 +7,7 @@ Written in Gluon, for kernels whose lane 4 r + t has row r; `S` is the `DecodeCo
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.gluon.stage_x_per_warp import pair, pair_of, quads_of
+from quantkit.kernels.gluon.stage_x_per_warp import pack2, unpack2, vec4_layout
 from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_value
 
 
@@ -18,21 +18,21 @@ def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def words_of(values, at, there, S: gl.constexpr):
+def load_scale_words(values, at, mask, S: gl.constexpr):
     """Values of a block of rows r and r + 8, in words: narrower ones would be copied before they are used."""
     WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
     if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
-        words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at, mask=there).to(gl.int32)
+        words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at, mask=mask).to(gl.int32)
     elif WORDS == 1:
-        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at, mask=there)
+        words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at, mask=mask)
     else:
-        LAYOUT: gl.constexpr = quads_of(S.warps, WORDS)
+        LAYOUT: gl.constexpr = vec4_layout(S.warps, WORDS)
         at = gl.convert_layout(at, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
-        there = gl.convert_layout(there, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+        mask = gl.convert_layout(mask, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
         word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
         at = gl.expand_dims(at * WORDS, 2) + gl.expand_dims(gl.expand_dims(word, 0), 1)
         values = values.to(gl.pointer_type(gl.int32), bitcast=True)
-        words = gl.load(values + at, mask=gl.expand_dims(there, 2))
+        words = gl.load(values + at, mask=gl.expand_dims(mask, 2))
     return words
 
 
@@ -52,7 +52,7 @@ def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def of_rows(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Value v of a block of rows r and of r + 8, as float32 [W, 32]."""
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     KIND: gl.constexpr = S.scale_kind
@@ -62,7 +62,7 @@ def of_rows(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
         low = word.to(DTYPE, bitcast=True)
         high = _word(words, v * 2 + 1, COUNT, S.warps).to(DTYPE, bitcast=True)
     elif BITS == 16:
-        low, high = pair_of(word, DTYPE)
+        low, high = unpack2(word, DTYPE)
     else:
         low = scale_value((word >> (v * 16 % 32)).to(gl.int8), KIND)
         high = scale_value((word >> (v * 16 % 32 + 8)).to(gl.int8), KIND)
@@ -76,14 +76,14 @@ def _twice(KIND, NUMBER):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def for_sums(low, high, W: gl.constexpr):
+def scales_for_accumulator(low, high, W: gl.constexpr):
     """What rows r and r + 8 have, where sums are (row // 8, column)."""
-    quads = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
-    return gl.convert_layout(quads, quads_of(W), assert_trivial=True)
+    vec4s = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
+    return gl.convert_layout(vec4s, vec4_layout(W), assert_trivial=True)
 
 
 @gluon.jit
-def for_operand(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
+def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
     """Value v of rows r and r + 8 as both 16-bit numbers of a word, where operand A is (e1, row // 8)."""
     if STORED == S.dtype:
         word = _word(words, v, _word_count(STORED, S), S.warps)
@@ -94,7 +94,7 @@ def for_operand(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
         ASM: gl.constexpr = _twice(S.scale_kind, v % 2)
         low, high = gl.inline_asm_elementwise(ASM, "=r,=r,r", [word], (gl.int32, gl.int32), True, 1)
     else:
-        low, high = of_rows(words, v, STORED, S)
-        low, high = pair(low, low, S.dtype), pair(high, high, S.dtype)
-    quads = gl.reshape(gl.join(gl.join(low, low), gl.join(high, high)), (S.warps, 32, 4))
-    return gl.convert_layout(quads, quads_of(S.warps), assert_trivial=True)
+        low, high = row_scales(words, v, STORED, S)
+        low, high = pack2(low, low, S.dtype), pack2(high, high, S.dtype)
+    vec4s = gl.reshape(gl.join(gl.join(low, low), gl.join(high, high)), (S.warps, 32, 4))
+    return gl.convert_layout(vec4s, vec4_layout(S.warps), assert_trivial=True)

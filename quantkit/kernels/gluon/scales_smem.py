@@ -14,7 +14,7 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 
 
 @gluon.constexpr_function
-def places_of(W: int, WORDS: int) -> gl.DistributedLinearLayout:
+def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
     """Scales of rows r and r + 8 of each row tile, in words [W, 8 r, WORDS], or addresses of them [W, 8 r].
 
     The four lanes of a row have the same.
@@ -28,7 +28,7 @@ def places_of(W: int, WORDS: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def words_of(values, at, V: gl.constexpr, W: gl.constexpr):
+def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
     """2 V values from `at` [W, 8] on, in words: narrower ones would be copied before they are waited for."""
     BITS: gl.constexpr = 2 * V * values.dtype.element_ty.primitive_bitwidth
     if BITS == 16:
@@ -37,7 +37,7 @@ def words_of(values, at, V: gl.constexpr, W: gl.constexpr):
         words = gl.load(values.to(gl.pointer_type(gl.int32), bitcast=True) + at)
     else:
         WORDS: gl.constexpr = BITS // 32
-        LAYOUT: gl.constexpr = places_of(W, WORDS)
+        LAYOUT: gl.constexpr = scale_words_layout(W, WORDS)
         word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
         at = gl.convert_layout(at, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
         at = gl.expand_dims(at, 2) * WORDS + gl.expand_dims(gl.expand_dims(word, 0), 1)
@@ -46,7 +46,7 @@ def words_of(values, at, V: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _held_as(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
+def _smem_type(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
     """The numbers that 2 V values of a row tile are in shared memory, and how many of them."""
     bits = 2 * V * STORED.primitive_bitwidth
     return (gl.int16, 1) if bits == 16 else (gl.int32, bits // 32)
@@ -54,52 +54,58 @@ def _held_as(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
 
 @gluon.jit
 def stage_scales(
-    values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr, HELD: gl.constexpr,
-    V: gl.constexpr, W: gl.constexpr,
+    values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr,
+    STAGED_BLOCKS: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Have the words of HELD blocks from `block` on copied to shared memory, of COUNT row tiles from `first`
-    on. They are there when the next group of copies is.
+    """Have the words of STAGED_BLOCKS blocks from `block` on copied to shared memory, of COUNT row tiles from
+    `first` on. They are there when the next group of copies is.
     """
-    KIND: gl.constexpr = _held_as(values.dtype.element_ty, V)
-    SIZE: gl.constexpr = triton.next_power_of_2(HELD)
-    EACH: gl.constexpr = 8 * KIND[1]
+    KIND: gl.constexpr = _smem_type(values.dtype.element_ty, V)
+    SIZE: gl.constexpr = triton.next_power_of_2(STAGED_BLOCKS)
+    WORDS_PER_TILE: gl.constexpr = 8 * KIND[1]
     # 16 bytes of a thread.
     VECTOR: gl.constexpr = 128 // KIND[0].primitive_bitwidth
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 1, VECTOR], [32 * VECTOR // EACH, 1, EACH // VECTOR], [1, W, 1], [2, 1, 0]
+        [1, 1, VECTOR], [32 * VECTOR // WORDS_PER_TILE, 1, WORDS_PER_TILE // VECTOR], [1, W, 1], [2, 1, 0]
     )
-    held = gl.allocate_shared_memory(KIND[0], [SIZE, W, EACH], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    staged = gl.allocate_shared_memory(
+        KIND[0], [SIZE, W, WORDS_PER_TILE], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
     number = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     warp = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    word = gl.arange(0, EACH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    word = gl.arange(0, WORDS_PER_TILE, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     tile = row_tile_of_warp(warp, first, last, COUNT, N, GATED)
     at = gl.expand_dims(tile * BLOCKS, 0) + gl.expand_dims(gl.minimum(block + number, BLOCKS - 1), 1)
-    at = gl.expand_dims(at, 2) * EACH + gl.expand_dims(gl.expand_dims(word, 0), 1)
-    there = (gl.expand_dims(warp, 0) < COUNT) & (gl.expand_dims(number, 1) < HELD)
+    at = gl.expand_dims(at, 2) * WORDS_PER_TILE + gl.expand_dims(gl.expand_dims(word, 0), 1)
+    mask = (gl.expand_dims(warp, 0) < COUNT) & (gl.expand_dims(number, 1) < STAGED_BLOCKS)
     async_load(
-        held,
+        staged,
         values.to(gl.pointer_type(KIND[0]), bitcast=True) + at,
-        mask=gl.expand_dims(there, 2),
+        mask=gl.expand_dims(mask, 2),
     )
-    return held
+    return staged
 
 
 @gluon.jit
-def load_staged_scales(held, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """The words that `stage_scales` has of a block, as `words_of` gives them."""
-    KIND: gl.constexpr = _held_as(STORED, V)
+def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
+    """The words that `stage_scales` has of a block, as `load_scale_words` gives them."""
+    KIND: gl.constexpr = _smem_type(STORED, V)
     if KIND[1] == 1:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        words = reinterpret(held, KIND[0], [held.shape[0], W, 8], FLAT).index(block).load(places_of(W, 1))
+        words = (
+            reinterpret(staged, KIND[0], [staged.shape[0], W, 8], FLAT)
+            .index(block)
+            .load(scale_words_layout(W, 1))
+        )
     else:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        of_rows = reinterpret(held, KIND[0], [held.shape[0], W, 8, KIND[1]], FLAT)
-        words = of_rows.index(block).load(places_of(W, KIND[1]))
+        row_words = reinterpret(staged, KIND[0], [staged.shape[0], W, 8, KIND[1]], FLAT)
+        words = row_words.index(block).load(scale_words_layout(W, KIND[1]))
     return words
 
 
 @gluon.jit
-def values_of(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
+def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
     """The values [16 W, V] that words hold."""
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
@@ -115,14 +121,14 @@ def values_of(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def scales_of(
+def dequant_scales(
     words, STORED: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr
 ):
     """The scales [16 W, V] that words hold, as DTYPE."""
     if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
         scales = _of_bytes(words, KIND, DTYPE, V, W)
     else:
-        scales = scale_value(values_of(words, STORED, V, W), KIND).to(DTYPE)
+        scales = scale_value(unpack_scales(words, STORED, V, W), KIND).to(DTYPE)
     return scales
 
 
@@ -132,7 +138,7 @@ def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W
     ASM: gl.constexpr = bfloat16_of_bytes(KIND, "4140", "4342")
     word = words.to(gl.int32)
     first, second = gl.inline_asm_elementwise(ASM, "=r,=r,r", [word], (gl.int32, gl.int32), True, 1)
-    return values_of(first if V == 1 else gl.join(first, second), DTYPE, V, W)
+    return unpack_scales(first if V == 1 else gl.join(first, second), DTYPE, V, W)
 
 
 @gluon.jit

@@ -3,7 +3,12 @@
 import triton
 import triton.language as tl
 
-from quantkit.kernels.layouts.dequant_blocks import begun, expert_block, finish, row_of_y
+from quantkit.kernels.layouts.dequant_blocks import (
+    apply_scale_and_bias,
+    begin_rms_norm,
+    load_expert_block,
+    output_rows,
+)
 from quantkit.kernels.ops.activation_kernel import gated
 
 
@@ -11,15 +16,16 @@ from quantkit.kernels.ops.activation_kernel import gated
 def split_k_reduce(
     sums, scale, factor, bias, y, other, norm, total, squares, M, N, order, expert_blocks,
     GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BM: tl.constexpr, PARTS: tl.constexpr, MR: tl.constexpr, BEGINS: tl.constexpr, GATE: tl.constexpr,
+    BM: tl.constexpr, SPLIT_K: tl.constexpr, MR: tl.constexpr, NORM_OFFSET: tl.constexpr, GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] from `sums` [PARTS, row tiles, BM, 16], in the order of the parts: a row tile of MR rows of x.
+    """y [M, N] from `sums` [SPLIT_K, row tiles, BM, 16], in the order of the parts: a row tile of MR rows of
+    x.
 
-    With BEGINS, what is added to weights, a norm of y + `other` is begun (`quantkit.kernels.problem.Normed`).
-    With GATE there are twice as many row tiles of sums as of y, the second half gated by the first. With
-    `expert_blocks` there are such sums of each of them, finished but for being parts, and rows of y are
-    those of routed tokens (`quantkit.kernels.moe.permute_kernels`).
+    With NORM_OFFSET, what is added to weights, a norm of y + `other` is begun
+    (`quantkit.kernels.problem.Normed`). With GATE there are twice as many row tiles of sums as of y, the
+    second half gated by the first. With `expert_blocks` there are such sums of each of them, finished but for
+    being parts, and rows of y are those of routed tokens (`quantkit.kernels.moe.permute_kernels`).
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     outputs = N
@@ -30,32 +36,32 @@ def split_k_reduce(
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
-        _, its_first, M = expert_block(expert_blocks, tl.program_id(2))
+        _, its_first, M = load_expert_block(expert_blocks, tl.program_id(2))
         if M == 0:
             return
         order += its_first
-        sums += tl.program_id(2).to(tl.int64) * (PARTS * BM * 16) * tiles
+        sums += tl.program_id(2).to(tl.int64) * (SPLIT_K * BM * 16) * tiles
     rows = tile * 16 + tl.arange(0, 16)
     m = tl.program_id(1) * MR + tl.arange(0, MR)
     inside = (rows < outputs)[:, None] & (m < M)[None, :]
-    at = row_of_y(order, m, M)[None, :] * outputs + rows[:, None]
-    if BEGINS is not None:
+    at = output_rows(order, m, M)[None, :] * outputs + rows[:, None]
+    if NORM_OFFSET is not None:
         weights = tl.load(norm + rows, mask=rows < N, other=0.0)
     if PDL and expert_blocks is None:
         # Sums, and what is added to them, are written by kernels before this one.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if BEGINS is not None:
+    if NORM_OFFSET is not None:
         more = tl.load(other + at, mask=inside, other=0.0)
     after = (scale, factor, bias, N)
-    out = _added(sums, tile, tiles, m, after, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, BM, PARTS)
+    out = _sum_splits(sums, tile, tiles, m, after, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, BM, SPLIT_K)
     out = out.to(y.dtype.element_ty)
     if GATE != "":
         second = tile + tiles // 2
-        up = _added(sums, second, tiles, m, after, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, BM, PARTS)
+        up = _sum_splits(sums, second, tiles, m, after, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, BM, SPLIT_K)
         out = gated(out, up.to(out.dtype), GATE)
-    if BEGINS is not None:
-        whole, out = begun(out, more, weights[:, None], BEGINS)
+    if NORM_OFFSET is not None:
+        whole, out = begin_rms_norm(out, more, weights[:, None], NORM_OFFSET)
         tl.store(total + at, whole, mask=inside)
         wide = tl.where(inside, whole.to(tl.float32), 0.0)
         tl.store(squares + m * tiles + tile, tl.sum(wide * wide, 0), mask=m < M)
@@ -63,15 +69,15 @@ def split_k_reduce(
 
 
 @triton.jit
-def _added(
+def _sum_splits(
     sums, tile, tiles, m, after, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BM: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """The sums of a row tile [16, rows of x], with what comes `after` the last column."""
     first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)
-    for part in tl.static_range(1, PARTS):
-        out += tl.load(first + tiles.to(tl.int64) * (part * BM * 16))
+    for split in tl.static_range(1, SPLIT_K):
+        out += tl.load(first + tiles.to(tl.int64) * (split * BM * 16))
     rows = (tile * 16 + tl.arange(0, 16))[:, None]
     scale, factor, bias, N = after
-    return finish(out, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    return apply_scale_and_bias(out, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)

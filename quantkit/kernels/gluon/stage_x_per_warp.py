@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from quantkit.kernels.gluon.compat import async_load, reinterpret
-from quantkit.kernels.gluon.smem_layouts import side_by_side, stored
+from quantkit.kernels.gluon.smem_layouts import copy_layout, x_smem_layout
 
 #: 1.5 * 2**23: what a float32 is added to for its last place to be 1, and its bits, less 0x808080.
 ROUNDING = gl.constexpr(12582912.0)
@@ -59,7 +59,7 @@ selp.b32 $2, own2, give0, p1; selp.b32 $3, own3, give1, p1;}""")
 
 
 @gluon.constexpr_function
-def quads_of(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
+def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
     """[W warps, 32 lanes, WORDS]: a thread has its words in registers."""
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
     lanes = [[0, 1 << bit, 0] for bit in range(5)]
@@ -71,8 +71,8 @@ def quads_of(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
 def norm_weights(norm, S: gl.constexpr):
     """What the norm of x is multiplied with, for the columns of each warp; nothing where x is no norm."""
     weights = ()
-    if S.is_normed:
-        weights = _own(norm, 1, None, S)
+    if S.norms_x:
+        weights = _load_x(norm, 1, None, S)
     return weights
 
 
@@ -82,45 +82,47 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
     [W, rows]; 1 of floats, and none where sums are not weighed.
 
     A piece has a quad for each of `S.column_groups`, whose numbers follow each other. Beyond K are zeros.
-    With `S.is_normed` they are those of the norm of x, or of x + other, which becomes `total`.
+    With `S.norms_x` they are those of the norm of x, or of x + other, which becomes `total`.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    held = gl.allocate_shared_memory(gl.int32, [S.held_rows, S.row_words], FLAT)
-    if S.integers or S.shared_table or S.is_normed:
-        words = _own(x, M, order, S)
-        if S.is_normed:
-            words = _normed(words, other, weights, total, M, S)
-        if S.integers:
-            unit = _stage_digits(words, held, S)
+    x_smem = gl.allocate_shared_memory(gl.int32, [S.smem_rows, S.smem_row_words], FLAT)
+    if S.int8_mma or S.shared_table or S.norms_x:
+        words = _load_x(x, M, order, S)
+        if S.norms_x:
+            words = _rms_norm(words, other, weights, total, M, S)
+        if S.int8_mma:
+            x_scale = _stage_digits(words, x_smem, S)
         else:
-            unit = _stage_floats(words, held, S)
+            x_scale = _stage_floats(words, x_smem, S)
     else:
-        _copy(x, M, order, held, S)
-        unit = _ones(S)
-    return held, unit
+        _copy(x, M, order, x_smem, S)
+        x_scale = _unit_scales(S)
+    return x_smem, x_scale
 
 
 @gluon.jit
-def load_b_fragment(held, number, S: gl.constexpr):
+def load_b_fragment(x_smem, number, S: gl.constexpr):
     """Quads [W, 32, 4] by their number; lanes have the same ones where there are fewer than eight columns."""
-    PARTS: gl.constexpr = 8 // S.bm
-    WORDS: gl.constexpr = 1 if S.as_quads else 4
+    COLUMN_DIGITS: gl.constexpr = 8 // S.columns_per_digit
+    WORDS: gl.constexpr = 1 if S.as_vec4 else 4
     LANES: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, WORDS, 4 // WORDS],
-        [1, PARTS, S.bm, 4 // WORDS, WORDS],
+        [1, COLUMN_DIGITS, S.columns_per_digit, 4 // WORDS, WORDS],
         [S.warps, 1, 1, 1, 1],
         [4, 3, 2, 1, 0],
     )
-    words = reinterpret(held.index(number), gl.int32, S.quad_sizes, stored(S.quad_sizes, S))
-    quads, _ = gl.broadcast(words.load(LANES), gl.full([S.warps, PARTS, S.bm, 4, 4], 0, gl.int32, LANES))
-    if not S.as_quads:
-        quads = gl.permute(quads, (0, 1, 2, 4, 3))
-    quads = gl.reshape(quads, (S.warps, 32, 4))
-    return gl.convert_layout(quads, quads_of(S.warps), assert_trivial=True)
+    words = reinterpret(x_smem.index(number), gl.int32, S.vec4_shape, x_smem_layout(S.vec4_shape, S))
+    vec4s, _ = gl.broadcast(
+        words.load(LANES), gl.full([S.warps, COLUMN_DIGITS, S.columns_per_digit, 4, 4], 0, gl.int32, LANES)
+    )
+    if not S.as_vec4:
+        vec4s = gl.permute(vec4s, (0, 1, 2, 4, 3))
+    vec4s = gl.reshape(vec4s, (S.warps, 32, 4))
+    return gl.convert_layout(vec4s, vec4_layout(S.warps), assert_trivial=True)
 
 
 @gluon.jit
-def pair_of(words, DTYPE: gl.constexpr):
+def unpack2(words, DTYPE: gl.constexpr):
     """The two numbers of 16 bits of each word, as float32."""
     if DTYPE == gl.bfloat16:
         low = (words << 16).to(gl.float32, bitcast=True)
@@ -132,34 +134,38 @@ def pair_of(words, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def pair(low, high, DTYPE: gl.constexpr):
+def pack2(low, high, DTYPE: gl.constexpr):
     """Two float32 as the 16-bit numbers of a word."""
     low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
 
 
 @gluon.jit
-def _copy(x, M, order, held, S: gl.constexpr):
+def _copy(x, M, order, x_smem, S: gl.constexpr):
     """Have x copied, 16 bytes at a time, to [number of a quad, warp, 1, row, word, t]."""
-    SIZES: gl.constexpr = S.copied_sizes
-    LAYOUT: gl.constexpr = side_by_side(SIZES, S.warps)
-    number, warp = _along(0, SIZES, LAYOUT), _along(1, SIZES, LAYOUT)
-    piece, group = number // S.column_groups, number % S.column_groups
+    SIZES: gl.constexpr = S.x_shape
+    LAYOUT: gl.constexpr = copy_layout(SIZES, S.warps)
+    number, warp = _axis_index(0, SIZES, LAYOUT), _axis_index(1, SIZES, LAYOUT)
+    mma_pair, group = number // S.column_groups, number % S.column_groups
     # Two columns to a word.
-    column = (warp * S.pieces + piece) * 16 + _along(4, SIZES, LAYOUT) * 4 + _along(5, SIZES, LAYOUT)
-    row = _row_of_x(group * S.group_rows + _along(3, SIZES, LAYOUT), M, order, S)
+    column = (
+        (warp * S.mma_pairs + mma_pair) * 16
+        + _axis_index(4, SIZES, LAYOUT) * 4
+        + _axis_index(5, SIZES, LAYOUT)
+    )
+    row = _row_of_x(group * S.rows_per_group + _axis_index(3, SIZES, LAYOUT), M, order, S)
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
     async_load(
-        reinterpret(held, gl.int32, SIZES, stored(SIZES, S)),
+        reinterpret(x_smem, gl.int32, SIZES, x_smem_layout(SIZES, S)),
         at,
-        mask=(piece < S.pieces) & (column < S.k // 2),
+        mask=(mma_pair < S.mma_pairs) & (column < S.k // 2),
     )
     async_copy.commit_group()
     async_copy.wait_group(0)
 
 
 @gluon.constexpr_function
-def _axis_of(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
+def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
     for other, _ in list(enumerate(SIZES))[::-1]:
         if other != AXIS:
             LAYOUT = gl.SliceLayout(other, LAYOUT)
@@ -167,10 +173,10 @@ def _axis_of(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _along(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
+def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
     """Numbers along an axis of a tensor of `SIZES`."""
     RANK: gl.constexpr = len(SIZES)
-    numbers = gl.arange(0, SIZES[AXIS], _axis_of(LAYOUT, AXIS, SIZES))
+    numbers = gl.arange(0, SIZES[AXIS], _axis_layout(LAYOUT, AXIS, SIZES))
     for other in gl.static_range(RANK):
         if other != AXIS:
             numbers = gl.expand_dims(numbers, other)
@@ -178,9 +184,11 @@ def _along(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _tasks_of(S):  # type: ignore[no-untyped-def]
+def _row_layout(S):  # type: ignore[no-untyped-def]
     """Lanes [W, pieces at a time, rows of x, t]."""
-    return gl.BlockedLayout([1, 1, 1, 1], [1, S.at_once, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0])
+    return gl.BlockedLayout(
+        [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
+    )
 
 
 @gluon.jit
@@ -193,200 +201,210 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 
 
 @gluon.jit
-def _place(x, M, order, number: gl.constexpr, S: gl.constexpr):
+def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
     """Where the words [W, 32 = (piece of a turn, row, number of 16 bytes), 4] of each warp are in rows of x,
     and which there are.
 
     A turn of integers has two numbers, one for each half of its pieces.
     """
-    HALVES: gl.constexpr = S.product // 16
-    QUADS: gl.constexpr = quads_of(S.warps)
-    warp = gl.arange(0, S.warps, gl.SliceLayout(1, gl.SliceLayout(2, QUADS)))
+    HALVES: gl.constexpr = S.mma_k // 16
+    VEC4: gl.constexpr = vec4_layout(S.warps)
+    warp = gl.arange(0, S.warps, gl.SliceLayout(1, gl.SliceLayout(2, VEC4)))
     warp = gl.expand_dims(gl.expand_dims(warp, 1), 2)
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, QUADS)))
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, VEC4)))
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 2)
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, QUADS)))
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, VEC4)))
     word = gl.expand_dims(gl.expand_dims(word, 0), 1)
     row = _row_of_x(lane // 4 % S.rows, M, order, S)
-    piece = lane // (4 * S.rows) + number // HALVES * S.at_once
-    run = piece
-    if S.integers:
-        run = _run(piece, number % HALVES, S.apart)
-    column = warp * (S.pieces * S.product) + run * 16 + lane % 4 * 4 + word
+    mma_pair = lane // (4 * S.rows) + number // HALVES * S.mma_pairs_per_pass
+    run = mma_pair
+    if S.int8_mma:
+        run = _run_of(mma_pair, number % HALVES, S.plane_distance)
+    column = warp * (S.mma_pairs * S.mma_k) + run * 16 + lane % 4 * 4 + word
     at = x.to(gl.pointer_type(gl.int32), bitcast=True) + row * (S.k // 2) + column
-    return at, (column < S.k // 2) & (piece < S.pieces)
+    return at, (column < S.k // 2) & (mma_pair < S.mma_pairs)
 
 
 @gluon.jit
-def _own(x, M, order, S: gl.constexpr):
-    """All words that `_place` names, by their number; zeros beyond K."""
-    NUMBERS: gl.constexpr = S.room // S.at_once * (S.product // 16)
+def _load_x(x, M, order, S: gl.constexpr):
+    """All words that `_x_pointers` names, by their number; zeros beyond K."""
+    NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
     for number in gl.static_range(NUMBERS):
-        at, inside = _place(x, M, order, number, S)
+        at, inside = _x_pointers(x, M, order, number, S)
         words = words + (gl.load(at, mask=inside, other=0),)
     return words
 
 
 @gluon.jit
-def _normed(words, other, weights, total, M, S: gl.constexpr):
+def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
     """Return the RMSNorm of x, of which this warp has `words`; with `other`, of x + other, kept in `total`.
 
     Numbers are rounded where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
     """
-    QUADS: gl.constexpr = quads_of(S.warps)
-    TASKS: gl.constexpr = _tasks_of(S)
+    VEC4: gl.constexpr = vec4_layout(S.warps)
+    ROW_LAYOUT: gl.constexpr = _row_layout(S)
     NUMBERS: gl.constexpr = len(words)
     if S.norm.adds:
-        others = _own(other, M, None, S)
+        others = _load_x(other, M, None, S)
         sums = ()
         for number in gl.static_range(NUMBERS):
-            low, high = pair_of(words[number], S.dtype)
-            more_low, more_high = pair_of(others[number], S.dtype)
-            sums = sums + (pair(low + more_low, high + more_high, S.dtype),)
-            at, inside = _place(total, M, None, number, S)
+            low, high = unpack2(words[number], S.dtype)
+            more_low, more_high = unpack2(others[number], S.dtype)
+            sums = sums + (pack2(low + more_low, high + more_high, S.dtype),)
+            at, inside = _x_pointers(total, M, None, number, S)
             # All programs have all of it.
             gl.store(at, sums[number], mask=inside & (gl.program_id(0) == 0))
         words = sums
-    squares = gl.full([S.warps, 32, 4], 0.0, gl.float32, QUADS)
+    squares = gl.full([S.warps, 32, 4], 0.0, gl.float32, VEC4)
     for number in gl.static_range(NUMBERS):
-        low, high = pair_of(words[number], S.dtype)
+        low, high = unpack2(words[number], S.dtype)
         squares += low * low + high * high
-    of_rows = gl.reshape(gl.sum(squares, axis=2), (S.warps, S.at_once, S.rows, 4))
-    of_rows = gl.convert_layout(of_rows, TASKS, assert_trivial=True)
+    of_rows = gl.reshape(gl.sum(squares, axis=2), (S.warps, S.mma_pairs_per_pass, S.rows, 4))
+    of_rows = gl.convert_layout(of_rows, ROW_LAYOUT, assert_trivial=True)
     of_rows = gl.sum(gl.sum(gl.sum(of_rows, axis=3), axis=1), axis=0)
     times = gl.expand_dims(gl.rsqrt(of_rows / S.k + S.norm.eps), 0)
-    times = _of_lanes(times, S)
-    made = ()
+    times = _per_lane(times, S)
+    scaled = ()
     for number in gl.static_range(NUMBERS):
-        low, high = pair_of(words[number], S.dtype)
+        low, high = unpack2(words[number], S.dtype)
         low, high = low * times, high * times
         if S.norm.rounded:
             low, high = low.to(S.dtype).to(gl.float32), high.to(S.dtype).to(gl.float32)
-        weight_low, weight_high = pair_of(weights[number], S.dtype)
+        weight_low, weight_high = unpack2(weights[number], S.dtype)
         low, high = low * (weight_low + S.norm.offset), high * (weight_high + S.norm.offset)
-        made = made + (pair(low, high, S.dtype),)
-    return made
+        scaled = scaled + (pack2(low, high, S.dtype),)
+    return scaled
 
 
 @gluon.jit
-def _of_lanes(of_rows, S: gl.constexpr):
+def _per_lane(of_rows, S: gl.constexpr):
     """What rows of x [W or 1, rows] have, where lanes have words of them: [W, 32, 1]."""
-    TASKS: gl.constexpr = _tasks_of(S)
+    ROW_LAYOUT: gl.constexpr = _row_layout(S)
     of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
-    of_rows, _ = gl.broadcast(of_rows, gl.full([S.warps, S.at_once, S.rows, 4], 0, gl.float32, TASKS))
+    of_rows, _ = gl.broadcast(
+        of_rows, gl.full([S.warps, S.mma_pairs_per_pass, S.rows, 4], 0, gl.float32, ROW_LAYOUT)
+    )
     of_rows = gl.convert_layout(
-        gl.reshape(of_rows, (S.warps, 32)), gl.SliceLayout(2, quads_of(S.warps)), assert_trivial=True
+        gl.reshape(of_rows, (S.warps, 32)), gl.SliceLayout(2, vec4_layout(S.warps)), assert_trivial=True
     )
     return gl.expand_dims(of_rows, 2)
 
 
 @gluon.jit
-def _ones(S: gl.constexpr):
+def _unit_scales(S: gl.constexpr):
     """The unit of floats, if sums are weighed."""
-    unit = ()
-    if S.weighed:
-        unit = gl.full([S.warps, S.rows], 1.0, gl.float32, gl.SliceLayout(1, gl.SliceLayout(3, _tasks_of(S))))
-    return unit
+    x_scale = ()
+    if S.has_column_weights:
+        x_scale = gl.full(
+            [S.warps, S.rows], 1.0, gl.float32, gl.SliceLayout(1, gl.SliceLayout(3, _row_layout(S)))
+        )
+    return x_scale
 
 
 @gluon.jit
-def _quads(words):
+def _transpose_words(words):
     """Quads (p0, e1) of what lanes have as 16 bytes of x."""
     return gl.inline_asm_elementwise(_EXCHANGE, "=r,=r,=r,=r,r,r,r,r", [words], gl.int32, True, 4)
 
 
 @gluon.jit
-def _stage_floats(words, held, S: gl.constexpr):
-    """Words of `_own` to shared memory, where `_copy` has them; the unit of x.
+def _stage_floats(words, x_smem, S: gl.constexpr):
+    """Words of `_load_x` to shared memory, where `_copy` has them; the unit of x.
 
     For `S.shared_table` they are (e0, e1) of numbers p0 instead of (p0, e1) of e0.
     """
-    TURNS: gl.constexpr = S.room // S.at_once
-    SIZES: gl.constexpr = S.float_sizes
-    turns = reinterpret(held, gl.int32, [TURNS, S.at_once * S.warps * S.rows * 16], held.type.layout)
-    for turn in gl.static_range(TURNS):
+    PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
+    SIZES: gl.constexpr = S.float_shape
+    x_passes = reinterpret(
+        x_smem, gl.int32, [PASSES, S.mma_pairs_per_pass * S.warps * S.rows * 16], x_smem.type.layout
+    )
+    for number in gl.static_range(PASSES):
         if S.shared_table:
-            first, second = _split_words(_quads(words[turn]), S.warps)
+            first, second = _split_words(_transpose_words(words[number]), S.warps)
             low = gl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], gl.int32, True, 1
             )
             high = gl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, second], gl.int32, True, 1
             )
-            own = gl.permute(gl.join(low, high), (0, 1, 3, 2))
+            words_of_pass = gl.permute(gl.join(low, high), (0, 1, 3, 2))
         else:
-            own = words[turn]
-        own = gl.reshape(own, (S.warps, S.at_once, 1, S.rows, 4, 4))
-        reinterpret(turns.index(turn), gl.int32, SIZES, stored(SIZES, S)).store(
-            gl.permute(own, (1, 0, 2, 3, 4, 5))
+            words_of_pass = words[number]
+        words_of_pass = gl.reshape(words_of_pass, (S.warps, S.mma_pairs_per_pass, 1, S.rows, 4, 4))
+        reinterpret(x_passes.index(number), gl.int32, SIZES, x_smem_layout(SIZES, S)).store(
+            gl.permute(words_of_pass, (1, 0, 2, 3, 4, 5))
         )
-    return _ones(S)
+    return _unit_scales(S)
 
 
 @gluon.jit
-def _stage_digits(words, held, S: gl.constexpr):
+def _stage_digits(words, x_smem, S: gl.constexpr):
     """Digits of x to shared memory; the units of x."""
     GROUPS: gl.constexpr = S.column_groups
-    TURNS: gl.constexpr = S.room // S.at_once
-    SIZES: gl.constexpr = S.digit_sizes
-    unit, inverse = _units(words, S)
-    for turn in gl.static_range(TURNS):
-        first, second = words[2 * turn], words[2 * turn + 1]
-        if S.apart == 1:
-            first, second = _quads(first), _quads(second)
-        digits = _digits(first, second, inverse, S)
+    PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
+    SIZES: gl.constexpr = S.digit_shape
+    x_scale, inverse_scale = _x_scales(words, S)
+    for number in gl.static_range(PASSES):
+        first, second = words[2 * number], words[2 * number + 1]
+        if S.plane_distance == 1:
+            first, second = _transpose_words(first), _transpose_words(second)
+        digits = _digits(first, second, inverse_scale, S)
         high = gl.join(digits[0], digits[2])
         low = gl.join(digits[1], gl.zeros_like(digits[1]))
         # Digits as columns n have them: groups, and those of a group.
-        value = gl.reshape(gl.join(high, low), (S.warps, S.at_once, S.rows, 4, 4, GROUPS, 2 // GROUPS, 2))
+        value = gl.reshape(
+            gl.join(high, low), (S.warps, S.mma_pairs_per_pass, S.rows, 4, 4, GROUPS, 2 // GROUPS, 2)
+        )
         value = gl.permute(value, (1, 5, 0, 6, 7, 2, 3, 4))
-        turns = reinterpret(held, gl.int32, [TURNS, S.at_once * S.warps * S.rows * 64], held.type.layout)
-        reinterpret(turns.index(turn), gl.int32, SIZES, stored(SIZES, S)).store(value)
-    return unit
+        x_passes = reinterpret(
+            x_smem, gl.int32, [PASSES, S.mma_pairs_per_pass * S.warps * S.rows * 64], x_smem.type.layout
+        )
+        reinterpret(x_passes.index(number), gl.int32, SIZES, x_smem_layout(SIZES, S)).store(value)
+    return x_scale
 
 
 @gluon.jit
-def _run(piece, HALF: gl.constexpr, APART: gl.constexpr):
+def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
     """The run of 32 columns that is a half of a piece: that of every other byte, or of a product."""
     if APART == 1:
-        run = 2 * piece + HALF
+        run = 2 * mma_pair + HALF
     else:
-        run = piece // (APART // 2) * APART + piece % (APART // 2) + HALF * (APART // 2)
+        run = mma_pair // (APART // 2) * APART + mma_pair % (APART // 2) + HALF * (APART // 2)
     return run
 
 
 @gluon.jit
-def _units(words, S: gl.constexpr):
+def _x_scales(words, S: gl.constexpr):
     """The unit of each row of x [W, rows], NaN where not all of it is finite, and 1 / unit [W, 32, 1]."""
-    TASKS: gl.constexpr = _tasks_of(S)
-    largest = gl.full([S.warps, 32, 4], 0, gl.int32, quads_of(S.warps))
+    ROW_LAYOUT: gl.constexpr = _row_layout(S)
+    largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
     for number in gl.static_range(len(words)):
-        low, high = pair_of(words[number], S.dtype)
+        low, high = unpack2(words[number], S.dtype)
         low, high = low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
         # Magnitudes in the order of their bits.
         largest = gl.maximum(largest, gl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF))
-    most = gl.reshape(gl.max(largest, axis=2), (S.warps, S.at_once, S.rows, 4))
-    most = gl.convert_layout(most, TASKS, assert_trivial=True)
+    most = gl.reshape(gl.max(largest, axis=2), (S.warps, S.mma_pairs_per_pass, S.rows, 4))
+    most = gl.convert_layout(most, ROW_LAYOUT, assert_trivial=True)
     most = gl.max(gl.max(most, axis=3), axis=1)
     # Smaller or larger ones would be no floats any more.
     exponent = gl.minimum(gl.maximum(most >> 23, 30), 254)
-    unit = ((exponent - 21) << 23).to(gl.float32, bitcast=True)
-    unit = gl.where(most < 0x7F800000, unit, float("nan"))
-    inverse = ((275 - exponent) << 23).to(gl.float32, bitcast=True)
-    return unit, _of_lanes(inverse, S)
+    x_scale = ((exponent - 21) << 23).to(gl.float32, bitcast=True)
+    x_scale = gl.where(most < 0x7F800000, x_scale, float("nan"))
+    inverse_scale = ((275 - exponent) << 23).to(gl.float32, bitcast=True)
+    return x_scale, _per_lane(inverse_scale, S)
 
 
 @gluon.jit
-def _digits(first, second, inverse, S: gl.constexpr):
+def _digits(first, second, inverse_scale, S: gl.constexpr):
     """The three digits of two runs, of numbers e0 of words, as words of four digits.
 
     Bytes are (e0, run) where planes of different runs share registers. Where those of a run do they are
     (e0, p0): quads (run, e1) of quads (p0, e1).
     """
-    first_low, first_high = _fixed(first, inverse, S.dtype)
-    second_low, second_high = _fixed(second, inverse, S.dtype)
-    if S.apart == 1:
+    first_low, first_high = _fixed_point(first, inverse_scale, S.dtype)
+    second_low, second_high = _fixed_point(second, inverse_scale, S.dtype)
+    if S.plane_distance == 1:
         a, b = _split_words(first_low, S.warps)
         c, d = _split_words(first_high, S.warps)
         of_first = _split_digits(a, b, c, d)
@@ -395,27 +413,27 @@ def _digits(first, second, inverse, S: gl.constexpr):
         of_second = _split_digits(a, b, c, d)
         digits = ()
         for digit in gl.static_range(3):
-            quad = gl.permute(gl.join(of_first[digit], of_second[digit]), (0, 1, 3, 2))
-            quad = gl.reshape(quad, (S.warps, 32, 4))
-            digits = digits + (gl.convert_layout(quad, quads_of(S.warps), assert_trivial=True),)
+            vec4 = gl.permute(gl.join(of_first[digit], of_second[digit]), (0, 1, 3, 2))
+            vec4 = gl.reshape(vec4, (S.warps, 32, 4))
+            digits = digits + (gl.convert_layout(vec4, vec4_layout(S.warps), assert_trivial=True),)
     else:
         digits = _split_digits(first_low, second_low, first_high, second_high)
     return digits
 
 
 @gluon.jit
-def _fixed(words, inverse, DTYPE: gl.constexpr):
+def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
     """The two numbers of each word in units, plus 0x808080."""
-    low, high = pair_of(words, DTYPE)
-    low = (low * inverse + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
-    high = (high * inverse + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
+    low, high = unpack2(words, DTYPE)
+    low = (low * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
+    high = (high * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
     return low, high
 
 
 @gluon.jit
-def _split_words(quads, W: gl.constexpr):
+def _split_words(vec4s, W: gl.constexpr):
     """Quads (p0, e1) as the two [W, 32, e1] of p0."""
-    return gl.split(gl.permute(gl.reshape(quads, (W, 32, 2, 2)), (0, 1, 3, 2)))
+    return gl.split(gl.permute(gl.reshape(vec4s, (W, 32, 2, 2)), (0, 1, 3, 2)))
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.constexpr_function
-def sums_of(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
+def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
     """Sums [16 W, BM]: a warp has 16 rows."""
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
@@ -59,12 +59,12 @@ def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
 
 
 @gluon.jit
-def added(total, q, times, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
+def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
     """Sums with the product of weights and 128 columns of x [BM, 128], ON_SUMS times the scales of rows."""
     q = gl.convert_layout(q, A, assert_trivial=True)
     columns = x.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2))
     if ON_SUMS:
-        total += mma_v2(q, columns, gl.zeros_like(total)) * gl.expand_dims(times, 1)
+        total += mma_v2(q, columns, gl.zeros_like(total)) * gl.expand_dims(row_scales, 1)
     else:
         total = mma_v2(q, columns, total)
     return total
@@ -95,29 +95,29 @@ def _wait(product, BM: gl.constexpr):
 
 
 @gluon.jit
-def start_mma(total, q, times, held, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
+def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
     """A product that is under way, and the scales of its rows.
 
     Its 128 columns are multiplied in two halves, as the weights of all would take twice the registers.
     """
     first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
     first = gl.convert_layout(first, A, assert_trivial=True)
-    x = held.index(2 * at).permute((1, 0))
+    x = x_smem.index(2 * at).permute((1, 0))
     if ON_SUMS:
         product = warpgroup_mma(first, x, gl.zeros_like(total), use_acc=False, is_async=True)
     else:
         product = warpgroup_mma(first, x, total, is_async=True)
     product = _wait(product, total.shape[1])
     second = gl.convert_layout(second, A, assert_trivial=True)
-    product = warpgroup_mma(second, held.index(2 * at + 1).permute((1, 0)), product, is_async=True)
-    return product, times
+    product = warpgroup_mma(second, x_smem.index(2 * at + 1).permute((1, 0)), product, is_async=True)
+    return product, row_scales
 
 
 @gluon.jit
-def wait_mma(total, begun, ON_SUMS: gl.constexpr):
+def wait_mma(total, pending, ON_SUMS: gl.constexpr):
     """Sums with a product that `start_mma` began."""
-    product, times = begun
+    product, row_scales = pending
     found = _wait(product, total.shape[1])
     if ON_SUMS:
-        found = total + found * gl.expand_dims(times, 1)
+        found = total + found * gl.expand_dims(row_scales, 1)
     return found

@@ -16,14 +16,23 @@ from quantkit.kernels.jit.compile_worker import Request, compile_elsewhere
 class SideBySide(AsyncCompileMode):  # type: ignore[misc]
     """Compile mode: kernels in Triton's cache on disk are loaded at once, others compiled meanwhile."""
 
-    def submit(self, key: str, compile_kernel: Callable[[], Any], finish: Callable[[Any], None]) -> Any:
-        """Return the kernel if Triton's cache has it, else a promise of it."""
+    def submit(
+        self,
+        key: str,
+        compile_kernel: Callable[[], Any],
+        finish: Callable[[Any], None],
+        *clean_up: Callable[[Any], None],
+    ) -> Any:
+        """Return the kernel if Triton's cache has it, else a promise of it.
+
+        `clean_up` forgets a promise that failed; Triton passes it from 3.9 on.
+        """
         request = _request(compile_kernel)
         if key not in self.future_kernels and request is not None and _is_on_disk(key, request.name):
             kernel = compile_kernel()
             finish(kernel)
             return kernel
-        return super().submit(key, partial(_compiled, request, compile_kernel), finish)
+        return super().submit(key, partial(_compiled, request, compile_kernel), finish, *clean_up)
 
 
 def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:

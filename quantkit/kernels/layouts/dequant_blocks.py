@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
+def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
     """Expert, first pair and number of pairs of a segment (`quantkit.kernels.moe.permute_kernels`).
 
     EARLY, before the wait for the kernel before this one, they do not come from a multiprocessor's cache.
@@ -22,7 +22,7 @@ def expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
 
 
 @triton.jit
-def row_of_y(order, m, M):
+def output_rows(order, m, M):
     """The rows of y that are computed as numbers `m` of M: those, or those of the pairs of a segment, which
     begins at `order`.
     """
@@ -32,7 +32,7 @@ def row_of_y(order, m, M):
 
 
 @triton.jit
-def of_matrix(
+def select_matrix(
     codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr,
     PLANES: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def of_matrix(
 
 
 @triton.jit
-def load_tiles(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr):
+def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr):
     """The tiles (int16 [W, L, 256]) of each part: of row tiles `row_tile` [L] and spans `span` [W, L]."""
     lane = tl.arange(0, 256)
     at = codes + ((row_tile.to(tl.int64)[None, :] * SPANS + span) * (TILES * 256))[:, :, None] + lane
@@ -59,7 +59,7 @@ def load_tiles(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, 
 
 
 @triton.jit
-def decode(
+def dequant_codes(
     tiles, lut, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     PLANES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -264,14 +264,14 @@ def scale_value(stored, KIND: tl.constexpr):
 
 
 @triton.jit
-def begun(out, other, weight, OFFSET: tl.constexpr):
+def begin_rms_norm(out, other, weight, OFFSET: tl.constexpr):
     """`out` plus `other`, rounded; and times `weight` + OFFSET, which is their norm but for roots of rows."""
     total = (out.to(tl.float32) + other.to(tl.float32)).to(out.dtype)
     return total, (total.to(tl.float32) * (weight.to(tl.float32) + OFFSET)).to(out.dtype)
 
 
 @triton.jit
-def finish(
+def apply_scale_and_bias(
     sums, rows, scale, factor, bias, N, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip

@@ -90,14 +90,14 @@ class Geometry:
         return -(-self.k // self.group)
 
     @property
-    def unit(self) -> int:
+    def k_step(self) -> int:
         """Columns that are decoded at a time: 128, or a span where that is longer."""
         return max(128, self.span)
 
     @property
-    def steps(self) -> int:
+    def k_steps(self) -> int:
         """How many units the columns are."""
-        return self.spans * self.span // self.unit
+        return self.spans * self.span // self.k_step
 
     @property
     def per_block(self) -> int:
@@ -185,7 +185,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
 
-    zero_point = weight.zero_points()
+    zero_point = weight.zeros_in_codes()
     zero = codes.new_empty(0)
     if zero_point is not None:
         lowest = weight.scheme.format.values[0]

@@ -26,13 +26,13 @@ from quantkit.packing.formats import NumberFormat
 @dataclass(frozen=True)
 class Bytes:
     """How codes become signed bytes: shifted to bits `lift` and on, then what is `less` taken from each, then
-    bits that are to `flip`. A byte counts `worth`.
+    bits that are to `flip`. A byte counts `byte_scale`.
     """
 
     lift: int
     flip: int
     less: int
-    worth: float
+    byte_scale: float
 
     def of(self, code: int) -> int:
         """The byte of a code."""
@@ -51,7 +51,7 @@ def as_bytes(number_format: NumberFormat) -> Bytes | None:
         (
             way
             for way in _ways(number_format)
-            if all(way.of(code) * way.worth == value for code, value in enumerate(values))
+            if all(way.of(code) * way.byte_scale == value for code, value in enumerate(values))
         ),
         None,
     )

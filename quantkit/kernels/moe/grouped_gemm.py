@@ -17,7 +17,7 @@ from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.operands import Grouping, RoutedTokens
-from quantkit.kernels.gemm.support import why_not_narrow_experts, why_not_shared
+from quantkit.kernels.gemm.support import why_not_experts, why_not_small_m_experts
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.moe import permute, stacked_weights
 from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
@@ -72,9 +72,9 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
     forced = forced_kernel()
     if forced and kernel_named(forced).name not in GROUPED_KERNELS:
         return f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time"
-    reason = fused_kernels.ungroupable(problem)
+    reason = fused_kernels.why_not_groupable(problem)
     if reason is None and forced in ("fused-gemv", "fused-small-m"):
-        return why_not_shared(forced, problem, matrices, SMALL_BLOCK_ROWS)
+        return why_not_experts(forced, problem, matrices, SMALL_BLOCK_ROWS)
     return reason
 
 
@@ -97,9 +97,9 @@ def build_experts_layout(
     # Tensors of inference mode could not be saved for the backward pass of experts that run one by one.
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = stacked_weights.stacked(weights, dtype)
-    shares = forced_kernel() in ("", "fused-gemv", "fused-small-m")
-    shares = shares and why_not_narrow_experts(problem, matrices) is None
-    single_row_ratio = decode_launch.single_row_ratio(problem) if shares else 0
+    stages_x = forced_kernel() in ("", "fused-gemv", "fused-small-m")
+    stages_x = stages_x and why_not_small_m_experts(problem, matrices) is None
+    single_row_ratio = decode_launch.single_row_ratio(problem) if stages_x else 0
     return ExpertsLayout(
         dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, single_row_ratio
     )
@@ -110,8 +110,8 @@ def sort_tokens_by_expert(index: torch.Tensor, *layouts: ExpertsLayout) -> Sorte
 
     An index outside 0 to experts - 1 stands for no expert.
     """
-    spreads = [layout.single_row_ratio for layout in layouts]
-    single_row_ratio = max(spreads) if all(spreads) else 0
+    ratios = [layout.single_row_ratio for layout in layouts]
+    single_row_ratio = max(ratios) if all(ratios) else 0
     order, expert_blocks = torch.ops.quantkit.sort_tokens_by_expert(
         index, layouts[0].experts, single_row_ratio
     )
@@ -228,7 +228,7 @@ def run_experts(
     problem, row, grouping, tile = _grouped(x.device, x, order, *of)
     if gate and (reason := fused_kernels.why_no_gated_experts(row, grouping.matrices)) is not None:
         raise KernelError(f"{row}, which runs experts of {problem}, does not gate y: {reason}.")
-    log_grouped(problem, grouping.experts, row, tile, partial(_why_not_narrow, problem, grouping))
+    log_grouped(problem, grouping.experts, row, tile, partial(_why_not_small_m, problem, grouping))
     routed = RoutedTokens(order, expert_blocks, grouping)
     return fused_kernels.grouped(
         row, x.contiguous(), tuple(layout), problem.scheme, problem.n, routed, tile, gate
@@ -270,11 +270,11 @@ def _grouped(
     )
 
 
-def _why_not_narrow(problem: Problem, grouping: Grouping) -> str | None:
+def _why_not_small_m(problem: Problem, grouping: Grouping) -> str | None:
     """Return why `fused-small-m` does not run these expert blocks, for the log; None if it is forced."""
     if grouping.rows > SMALL_BLOCK_ROWS:
         return f"tiles are faster for segments of up to {grouping.rows} pairs"
-    reason = why_not_narrow_experts(problem, grouping.matrices)
+    reason = why_not_small_m_experts(problem, grouping.matrices)
     return reason or (
         None if forced_kernel() else "it cannot multiply with the other matrices of these experts"
     )

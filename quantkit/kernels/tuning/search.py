@@ -40,13 +40,14 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight [n, k] in `scheme`, for activations of `dtype`; sums may be float16 with `half_sums`."""
+    """A weight [n, k] in `scheme`, for activations of `dtype`; sums may be float16 with
+    `fp16_accumulation`."""
 
     scheme: Scheme
     n: int
     k: int
     dtype: torch.dtype = torch.bfloat16
-    half_sums: bool = False
+    fp16_accumulation: bool = False
 
     def __str__(self) -> str:
         return f"{self.scheme} {self.n}x{self.k}"
@@ -54,7 +55,7 @@ class Weight:
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
         """Return its product with m rows of x, with the scheme as kernels see it."""
         problem = Problem(
-            m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.half_sums
+            m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.fp16_accumulation
         )
         return replace(problem, scheme=Key.of(problem).scheme)
 
@@ -191,7 +192,7 @@ class Search:
 
 def _limit(problem: Problem, candidate: Candidate) -> float:
     """Return the largest error that a candidate may have."""
-    return HALF_LIMIT if getattr(candidate.tile, "half_sums", False) else LIMITS[problem.dtype]
+    return HALF_LIMIT if getattr(candidate.tile, "fp16_accumulation", False) else LIMITS[problem.dtype]
 
 
 def tunable_kernels(problem: Problem) -> list[Kernel]:

@@ -1,18 +1,19 @@
 """The tile table of one GPU: its entries, and its JSON.
 
-    {"version": 12,
+    {"version": 14,
      "gpu": {"name": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132},
      "made_with": {"quantkit": "0.1.0", "torch": "2.11.0", "triton": "3.6.0"},
-     "tiles": {"fused-portable-gemv": ["warps", "columns", "row_tiles", "ahead", "unroll", ...], ...},
+     "tiles": {"fused-portable-gemv": ["warps", "columns", "row_tiles", "prefetch", "unroll", ...], ...},
      "weights": [
-      {"scheme": {...}, "dtype": "bfloat16", "half_sums": false, "shapes": {
-        "4096x14336": {"1": [12.4, "fused-portable-gemv", [4, 256, 1, true, 16, 0, 0, false]],
+      {"scheme": {...}, "dtype": "bfloat16", "fp16_accumulation": false, "shapes": {
+        "4096x14336": {"1": [12.4, "fused-portable-gemv", [4, 256, 1, true, 16, false, false]],
                        "32": [19.7, "fused-portable", [4, 32, 4, 4, 4, false, 1, 0],
                               {"fused-portable-gemv": 31.5}], ...}}}]}
 
 A shape is N x K on one line. Its keys are the largest M of a bucket, powers of two. A value is microseconds,
 the kernel, its tile if it has one, and microseconds of the kernels before it in `KERNELS`. Activations have
-`dtype`, and sums may be float16 with `half_sums`. Every value is checked, as a table may come from anyone.
+`dtype`, and sums may be float16 with `fp16_accumulation`. Every value is checked, as a table may come from
+anyone.
 """
 
 import json
@@ -30,14 +31,39 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, Kerne
 from quantkit.packing.schemes import Scheme
 
 #: Version of the format and of the kernels: a table of another version does not apply to these kernels.
-VERSION = 13
-#: Names that tables of version 12 have for kernels, and those of today.
-_NAMES_OF_12 = {
+VERSION = 14
+#: Kernel names in tables of version 12, and those of today.
+_KERNELS_OF_12 = {
     "fused-stream": "fused-gemv",
     "fused-narrow": "fused-small-m",
     "fused-hopper": "fused-wgmma",
     "fused-tiled": "fused-portable",
     "fused-skinny": "fused-portable-gemv",
+}
+#: Fields of each kernel's tile in tables of version 12 and 13, and those of today, in the same order.
+_FIELDS_OF_13 = {
+    "fused-gemv": {
+        "programs": "occupancy",
+        "together": "tiles_per_iter",
+        "ahead": "prefetch",
+        "integers": "int8_mma",
+    },
+    "fused-portable-gemv": {"ahead": "prefetch", "present": "predicate_x", "together": "one_accumulator"},
+    "fused-small-m": {"parts": "split_k", "ahead": "prefetch"},
+    "fused-wgmma": {
+        "m": "block_m",
+        "rows": "block_n",
+        "ahead": "prefetch",
+        "share": "stream_k",
+        "columns": "block_k",
+    },
+    "fused-portable": {
+        "m": "block_m",
+        "split": "split_k",
+        "half_sums": "fp16_accumulation",
+        "chains": "accumulators",
+        "at_once": "occupancy",
+    },
 }
 #: Largest M with a bucket.
 MAX_M = 1 << 16
@@ -52,7 +78,7 @@ _SHAPE = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
 class Key:
     """Key of an entry: a weight [n, k], activations, and M up to `m`, a power of two.
 
-    `half_sums` is True if sums may be float16.
+    `fp16_accumulation` is True if sums may be float16.
     """
 
     scheme: Scheme
@@ -60,13 +86,13 @@ class Key:
     n: int
     k: int
     m: int
-    half_sums: bool = False
+    fp16_accumulation: bool = False
 
     @classmethod
     def of(cls, problem: Problem) -> "Key":
         """Return the key of the bucket of M that `problem` falls into."""
         scheme, m = as_computed(problem.scheme, problem.k), bucket(problem.m)
-        return cls(scheme, problem.dtype, problem.n, problem.k, m, problem.half_sums)
+        return cls(scheme, problem.dtype, problem.n, problem.k, m, problem.fp16_accumulation)
 
 
 @dataclass(frozen=True)
@@ -160,7 +186,9 @@ def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
 def _weight_to_json(key: Key) -> str:
     """Return what the shapes of a scheme share, without braces."""
     dtype = str(key.dtype).removeprefix("torch.")
-    return json.dumps({"scheme": key.scheme.to_dict(), "dtype": dtype, "half_sums": key.half_sums})[1:-1]
+    return json.dumps(
+        {"scheme": key.scheme.to_dict(), "dtype": dtype, "fp16_accumulation": key.fp16_accumulation}
+    )[1:-1]
 
 
 def _rounded(us: float) -> float:
@@ -210,8 +238,8 @@ def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
 
 def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> TileTable:
     version = _get(data, "version", int, "the file")
-    if version == 12:
-        data, version = {**_renamed(data), "version": VERSION}, VERSION
+    if version in (12, 13):
+        data, version = _converted(_renamed(data) if version == 12 else data), VERSION
     if version != VERSION:
         raise OtherTable(f"it has version {shown(version)}, these kernels have {VERSION}")
     _only(data, ("version", "gpu", "made_with", "tiles", "weights"), "the file")
@@ -238,33 +266,55 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
 
 
 def _renamed(value: Any) -> Any:
-    """Return JSON of a table of version 12 with the kernel names of today."""
+    """Return JSON of a table of version 12 with the kernel names of version 13."""
     if isinstance(value, dict):
-        return {_NAMES_OF_12.get(key, key): _renamed(one) for key, one in value.items()}
+        return {_KERNELS_OF_12.get(key, key): _renamed(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_renamed(one) for one in value]
-    return _NAMES_OF_12.get(value, value) if isinstance(value, str) else value
+    return _KERNELS_OF_12.get(value, value) if isinstance(value, str) else value
+
+
+def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return JSON of a table of version 13 with the field names of today; other JSON stays as it is."""
+    tiles, weights = data.get("tiles"), data.get("weights")
+    if isinstance(tiles, dict):
+        tiles = {
+            kernel: [_FIELDS_OF_13.get(kernel, {}).get(str(name), name) for name in names]
+            if isinstance(names, list)
+            else names
+            for kernel, names in tiles.items()
+        }
+    if isinstance(weights, list):
+        weights = [
+            {"fp16_accumulation" if key == "half_sums" else key: value for key, value in group.items()}
+            if isinstance(group, dict)
+            else group
+            for group in weights
+        ]
+    return {**data, "tiles": tiles, "weights": weights}
 
 
 def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:
     """Yield each problem of a list of weights, and its unparsed entry."""
     if type(group) is not dict:
         raise ValueError(f"'weights' has {shown(group)}; expected an object")
-    _only(group, ("scheme", "dtype", "half_sums", "shapes"), "a weight")
+    _only(group, ("scheme", "dtype", "fp16_accumulation", "shapes"), "a weight")
     scheme = Scheme.from_dict(_get(group, "scheme", dict, "a weight"))
     dtype = _get(group, "dtype", str, str(scheme))
     if dtype not in _DTYPES:
         raise ValueError(f"the dtype of {scheme} is {shown(dtype)}; expected {', '.join(_DTYPES)}")
-    half_sums = _get(group, "half_sums", bool, str(scheme))
-    if half_sums and dtype != "float16":
-        raise ValueError(f"'half_sums' of {scheme} is true for {dtype}; expected only for float16")
+    fp16_accumulation = _get(group, "fp16_accumulation", bool, str(scheme))
+    if fp16_accumulation and dtype != "float16":
+        raise ValueError(f"'fp16_accumulation' of {scheme} is true for {dtype}; expected only for float16")
     for shape, by_m in _get(group, "shapes", dict, str(scheme)).items():
         n, k = _sides(shape, scheme)
         if type(by_m) is not dict:
             raise ValueError(f"{scheme} {shape} is {shown(by_m)}; expected an object")
         for m, value in by_m.items():
             yield (
-                Problem(_m(m), n, k, scheme, _DTYPES[dtype], "cuda", GPU_FEATURES, None, gpu, half_sums),
+                Problem(
+                    _m(m), n, k, scheme, _DTYPES[dtype], "cuda", GPU_FEATURES, None, gpu, fp16_accumulation
+                ),
                 value,
             )
 

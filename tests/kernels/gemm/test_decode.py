@@ -39,9 +39,9 @@ InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
 RUN = next((run for run in RUNS if {"gluon", "ptx"} <= run[1]), None)
 needs_gluon = pytest.mark.skipif(RUN is None, reason="no Gluon here")
 KERNEL = "quantkit.kernels.gemm.decode.decode_kernel"
-HELD = "quantkit.kernels.gluon.stage_x_per_warp"
-OUTPUTS = "quantkit.kernels.gluon.epilogue"
-VALUES = "quantkit.kernels.gluon.scales_registers"
+STAGE_X = "quantkit.kernels.gluon.stage_x_per_warp"
+EPILOGUE = "quantkit.kernels.gluon.epilogue"
+SCALES = "quantkit.kernels.gluon.scales_registers"
 H200 = Gpu("NVIDIA H200", (9, 0), H200_PROCESSORS, HOPPER_SHARED)
 FORMATS = {name: scheme(name).format for name in CASES if name in PRESETS}
 INTEGERS = [name for name, number_format in FORMATS.items() if as_bytes(number_format) is not None]
@@ -49,30 +49,34 @@ INTEGERS = [name for name, number_format in FORMATS.items() if as_bytes(number_f
 ALL_SHAPES = WIDELY | {"fp8", "nf4", "ternary"}
 #: What is said in the kernel, and what instead.
 CHANGES: dict[str, tuple[str, str, str]] = {
-    "x is not waited for": (HELD, "async_copy.wait_group(0)", "pass"),
-    "lanes keep words of 16 bytes": (HELD, "selp.b32 $0, give0, own0, p1;", "mov.b32 $0, own0;"),
+    "x is not waited for": (STAGE_X, "async_copy.wait_group(0)", "pass"),
+    "lanes keep words of 16 bytes": (STAGE_X, "selp.b32 $0, give0, own0, p1;", "mov.b32 $0, own0;"),
     "eight columns are those after them": (
-        HELD,
-        "_along(4, SIZES, LAYOUT) * 4",
-        "_along(4, SIZES, LAYOUT) * 4 + 4",
+        STAGE_X,
+        "_axis_index(4, SIZES, LAYOUT) * 4",
+        "_axis_index(4, SIZES, LAYOUT) * 4 + 4",
     ),
-    "x ends after its last column": (HELD, "& (column < S.k // 2)", "& (column < S.k // 2 + 8)"),
-    "words are of neighbours": (HELD, "gl.join(low, high), (0, 1, 3, 2)", "gl.join(low, high), (0, 1, 2, 3)"),
-    "x of digits ends after it": (HELD, "(column < S.k // 2) & (piece", "(column < S.k) & (piece"),
-    "bytes are those of runs next to each other": (HELD, "+ HALF * (APART // 2)", "+ HALF"),
-    "digits have other signs": (HELD, "xor.b32 $1, $1, 0x80808080;", ""),
-    "units are too small": (HELD, "gl.maximum(most >> 23, 30)", "gl.maximum((most >> 23) - 4, 30)"),
-    "codes are those of the unit before": (KERNEL, "unit + S.ahead, S)", "unit, S)"),
-    "codes of no unit are read": (KERNEL, "(unit < S.all_units) & (row_tile < count)", "row_tile >= 0"),
+    "x ends after its last column": (STAGE_X, "& (column < S.k // 2)", "& (column < S.k // 2 + 8)"),
+    "words are of neighbours": (
+        STAGE_X,
+        "gl.join(low, high), (0, 1, 3, 2)",
+        "gl.join(low, high), (0, 1, 2, 3)",
+    ),
+    "x of digits ends after it": (STAGE_X, "(column < S.k // 2) & (mma_pair", "(column < S.k) & (mma_pair"),
+    "bytes are those of runs next to each other": (STAGE_X, "+ HALF * (APART // 2)", "+ HALF"),
+    "digits have other signs": (STAGE_X, "xor.b32 $1, $1, 0x80808080;", ""),
+    "units are too small": (STAGE_X, "gl.maximum(most >> 23, 30)", "gl.maximum((most >> 23) - 4, 30)"),
+    "codes are those of the unit before": (KERNEL, "k_step + S.prefetch, S)", "k_step, S)"),
+    "codes of no unit are read": (KERNEL, "(k_step < S.total_k_steps) & (row_tile < count)", "row_tile >= 0"),
     "scales are those of the first block": (
         KERNEL,
         "(row_tile * S.blocks + block) * 8",
         "row_tile * S.blocks",
     ),
-    "rows have each other's scales": (VALUES, "gl.join(gl.join(low, high)", "gl.join(gl.join(high, low)"),
-    "weights have them": (VALUES, "gl.join(gl.join(low, low)", "gl.join(gl.join(high, low)"),
-    "the last row tile is nobody's": (OUTPUTS, "gl.where(tile < count,", "gl.where(tile < count - 1,"),
-    "copies of sums count": (KERNEL, "counts = gl.where(part == 0, 1.0, 0.0)", "counts = 1.0 + 0.0 * part"),
+    "rows have each other's scales": (SCALES, "gl.join(gl.join(low, high)", "gl.join(gl.join(high, low)"),
+    "weights have them": (SCALES, "gl.join(gl.join(low, low)", "gl.join(gl.join(high, low)"),
+    "the last row tile is nobody's": (EPILOGUE, "gl.where(tile < count,", "gl.where(tile < count - 1,"),
+    "copies of sums count": (KERNEL, "counts = gl.where(digit == 0, 1.0, 0.0)", "counts = 1.0 + 0.0 * digit"),
 }
 
 
@@ -89,7 +93,7 @@ def tiles(op: Operands, features: frozenset[str]) -> list[DecodeTile]:
         DecodeTile(4, 4, 2, 2),
         *([DecodeTile(16, 1, 2, 7), DecodeTile(8, 1, 1, 1)] if DEVICE == "cuda" else []),
     ]
-    kinds = [replace(tile, integers=kind) for kind in (True, False) for tile in all_of_them]
+    kinds = [replace(tile, int8_mma=kind) for kind in (True, False) for tile in all_of_them]
     return [tile for tile in kinds if decode_launch.TILING.why_not(asked, tile) is None]
 
 
@@ -114,7 +118,7 @@ def test_products_are_those_of_the_dequantized_weight(
     for dtype, features in [run for run in RUNS if {"gluon", "ptx"} <= run[1]]:
         op, packed = operands(make_packed, case, n, k, m, dtype)
         found = tiles(op, features)
-        for tile in found if DEVICE == "cuda" else {tile.integers: tile for tile in found}.values():
+        for tile in found if DEVICE == "cuda" else {tile.int8_mma: tile for tile in found}.values():
             y = decode_launch.run(op, tile, features)
             assert error(y, op.x, packed, op.bias) < LIMIT[dtype], tile
             assert DEVICE == "cpu" or torch.equal(y, decode_launch.run(op, tile, features)), tile
@@ -155,7 +159,7 @@ def test_digits_are_x_to_a_part_of_the_largest(
     op = Operands(x.to(DEVICE, RUN[0]), build(packed, RUN[0]), None, packed.scheme, 16)
     weight = packed.dequantize().double()
     expected = op.x.double() @ weight.T
-    y = decode_launch.run(op, DecodeTile(8, integers=True), RUN[1]).double()
+    y = decode_launch.run(op, DecodeTile(8, int8_mma=True), RUN[1]).double()
     unit = op.x.double().abs().amax(1, keepdim=True) * 2.0**-23
     rounding = expected.abs() * 2.0**-8 + (unit if spread > 14 else 0) * weight.abs().sum(1)
     assert ((y - expected).abs() <= rounding + 1e-30).all()
@@ -169,7 +173,7 @@ def test_what_is_no_number_stays_in_its_row(
 ) -> None:
     assert RUN is not None
     op, _ = operands(make_packed, "int4", 32, 256, 3, RUN[0])
-    tile = DecodeTile(8, integers=integers)
+    tile = DecodeTile(8, int8_mma=integers)
     clean = decode_launch.run(op, tile, RUN[1])
     op.x[2, 77] = value
     y = decode_launch.run(op, tile, RUN[1])
@@ -186,7 +190,7 @@ def test_digits_have_units_for_every_float(make_packed: Callable[..., PackedTens
     x = torch.zeros(1, 256, device=DEVICE, dtype=torch.bfloat16)
     x[0, 3] = value
     op = Operands(x, build(packed, torch.bfloat16), None, packed.scheme, 16)
-    y = decode_launch.run(op, DecodeTile(8, integers=True), RUN[1])
+    y = decode_launch.run(op, DecodeTile(8, int8_mma=True), RUN[1])
     expected = (x.double() @ packed.dequantize().double().T).to(torch.bfloat16)
     # Below 2^-118 x is rounded to multiples of that.
     assert ((y.double() - expected.double()).abs() <= (2.0**-115 if value < 1e-30 else 0.0)).all()
@@ -199,7 +203,7 @@ def test_bytes_are_codes_in_proportion_to_their_values(name: str) -> None:
     assert way is not None
     for code, value in enumerate(number_format.numbers):
         assert -128 <= way.of(code) <= 127
-        assert way.of(code) * way.worth == value
+        assert way.of(code) * way.byte_scale == value
 
 
 @pytest.mark.parametrize("apart", [1, 2, 4])
@@ -267,14 +271,14 @@ def test_shared_tables_are_for_values_of_four_bits_that_are_looked_up() -> None:
 def test_formats_without_bytes_are_multiplied_as_floats() -> None:
     assert set(INTEGERS) == {f"int{bits}" for bits in range(2, 9)} | {"ternary", "binary"}
     for name in ("fp8", "nf4", "mxfp4"):
-        assert not decode_launch.TILING.rule(problem(name=name)).integers
-        reason = decode_launch.TILING.why_not(problem(name=name), DecodeTile(integers=True))
+        assert not decode_launch.TILING.rule(problem(name=name)).int8_mma
+        reason = decode_launch.TILING.why_not(problem(name=name), DecodeTile(int8_mma=True))
         assert reason is not None and "no bytes in proportion" in reason
     for m, name in ((5, "up to 4 rows"), (1, "zero-points")):
         asked = problem(m)
         if m == 1:
             asked = replace(asked, scheme=scheme("int4", zero_point="integer").for_columns(4096))
-        reason = decode_launch.TILING.why_not(asked, DecodeTile(integers=True))
+        reason = decode_launch.TILING.why_not(asked, DecodeTile(int8_mma=True))
         assert reason is not None and name in reason
 
 
@@ -282,7 +286,7 @@ def test_formats_without_bytes_are_multiplied_as_floats() -> None:
 @pytest.mark.parametrize("warps", decode_launch.VALUES["warps"])
 def test_x_is_read_where_it_was_written(warps: int) -> None:
     """The interpreter knows of no layouts."""
-    from quantkit.kernels.gluon.smem_layouts import stored
+    from quantkit.kernels.gluon.smem_layouts import x_smem_layout
 
     for name, integers in (("int4", True), ("int4", False), ("int8", True), ("nf4", False), ("nvfp4", False)):
         for m, k in ((1, 1024), (1, 4096), (2, 4096), (3, 4096), (8, 1024), (16, 1024)):
@@ -291,12 +295,12 @@ def test_x_is_read_where_it_was_written(warps: int) -> None:
             asked = scheme(name).for_columns(k)
             tile = DecodeTile(warps, 1, 1, 1, integers)
             known = decode_tiles.decode_config(m, 64, k, asked, torch.bfloat16, False, tile, False, 4)
-            sizes = [known.digit_sizes] if integers else [known.float_sizes] if m <= 8 else []
-            sizes += [] if integers or known.as_quads else [known.copied_sizes]
-            bases = stored(known.quad_sizes, known).offset_bases
-            read = [numbers_of(basis, known.quad_sizes) for basis in bases]
+            sizes = [known.digit_shape] if integers else [known.float_shape] if m <= 8 else []
+            sizes += [] if integers or known.as_vec4 else [known.x_shape]
+            bases = x_smem_layout(known.vec4_shape, known).offset_bases
+            read = [numbers_of(basis, known.vec4_shape) for basis in bases]
             for written in sizes:
-                found = [numbers_of(basis, written) for basis in stored(written, known).offset_bases]
+                found = [numbers_of(basis, written) for basis in x_smem_layout(written, known).offset_bases]
                 # Numbers of quads follow each other.
                 numbers = [1 << bit for bit in range(len(read), len(found))]
                 assert found == [*read, *numbers], (name, m, k, written)
@@ -324,7 +328,7 @@ def test_what_the_kernel_says_is_needed(
     modules = interpreted(GLUON | rewritten({module: GLUON[module]}, [(old, new)], tmp_path))
     tile = DecodeTile(4, 1, 2, 2)
     with pytest.MonkeyPatch.context() as patched:
-        for name in (HELD, VALUES, KERNEL):
+        for name in (STAGE_X, SCALES, KERNEL):
             patched.setitem(sys.modules, name, modules[name])
         decode_launch._launch.cache_clear()
         try:
@@ -336,7 +340,7 @@ def test_what_the_kernel_says_is_needed(
                 ("nf4", False),
             ):
                 op, packed = operands(make_packed, name, 100, 1400 if name != "nvfp4" else 1408, 2, RUN[0])
-                y = decode_launch.run(op, replace(tile, integers=kind), RUN[1])
+                y = decode_launch.run(op, replace(tile, int8_mma=kind), RUN[1])
                 if not error(y, op.x, packed, op.bias) < LIMIT[RUN[0]]:
                     return
         except InterpreterError:
@@ -356,7 +360,7 @@ def test_x_may_begin_anywhere(make_packed: Callable[..., PackedTensor], first: i
     memory = torch.zeros(2 * 256 + 8, dtype=dtype, device=DEVICE)
     x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
     for integers in (True, False):
-        y = decode_launch.run(replace(op, x=x), DecodeTile(integers=integers), features)
+        y = decode_launch.run(replace(op, x=x), DecodeTile(int8_mma=integers), features)
         assert error(y, x, packed, op.bias) < LIMIT[dtype]
 
 
@@ -373,15 +377,15 @@ def test_a_turn_has_whole_rings() -> None:
             found = decode_tiles.decode_config(
                 m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS
             )
-            assert found.once or found.units % found.ahead == 0
-            assert found.ahead <= min(tile.ahead, found.units)
-            mine = decode_tiles.share(tile, shape, H200_PROCESSORS)
-            assert found.once == (mine.row_tiles <= tile.together)
-            assert found.units * tile.warps >= shape.steps == found.all_units
-            assert mine.row_tiles <= found.row_tile_room < 2 * mine.row_tiles
-            assert mine.programs <= H200_PROCESSORS * tile.programs
-            assert mine.programs * mine.each + mine.more == shape.row_tiles
-            assert found.shared_memory * tile.programs <= HOPPER_SHARED
+            assert found.single_iter or found.k_steps_per_warp % found.prefetch == 0
+            assert found.prefetch <= min(tile.prefetch, found.k_steps_per_warp)
+            mine = decode_tiles.schedule_row_tiles(tile, shape, H200_PROCESSORS)
+            assert found.single_iter == (mine.row_tiles <= tile.tiles_per_iter)
+            assert found.k_steps_per_warp * tile.warps >= shape.k_steps == found.total_k_steps
+            assert mine.row_tiles <= found.padded_row_tiles < 2 * mine.row_tiles
+            assert mine.programs <= H200_PROCESSORS * tile.occupancy
+            assert mine.programs * mine.per_program + mine.remainder == shape.row_tiles
+            assert found.shared_memory * tile.occupancy <= HOPPER_SHARED
 
 
 def test_rules_take_no_integers_where_they_have_no_room() -> None:
@@ -390,8 +394,8 @@ def test_rules_take_no_integers_where_they_have_no_room() -> None:
         asked = replace(problem(m, k=14336), gpu=small)
         reason = decode_launch.why_no_tile(asked)
         assert (reason is None) == (m == 1), reason
-    assert decode_launch.TILING.rule(problem(1, k=14336)).integers
-    assert not decode_launch.TILING.rule(replace(problem(1, k=14336), gpu=small)).integers
+    assert decode_launch.TILING.rule(problem(1, k=14336)).int8_mma
+    assert not decode_launch.TILING.rule(replace(problem(1, k=14336), gpu=small)).int8_mma
 
 
 def test_rules_have_all_warps_where_they_fit() -> None:
@@ -401,15 +405,15 @@ def test_rules_have_all_warps_where_they_fit() -> None:
         for gpu in (None, small):
             asked = replace(problem(m, n, k, name), gpu=gpu)
             tile = decode_launch.TILING.rule(asked)
-            fits = decode_launch.TILING.why_not(asked, DecodeTile(16, 1, ahead=1)) is None
-            assert not fits or tile.warps * tile.programs >= 16, (asked, tile)
+            fits = decode_launch.TILING.why_not(asked, DecodeTile(16, 1, prefetch=1)) is None
+            assert not fits or tile.warps * tile.occupancy >= 16, (asked, tile)
     # Without room for them warps that share x do it, if there are more rows of x than two.
     for asked, row in (
         (replace(problem(2, 128256, 5120, "int8"), gpu=small), "fused-gemv"),
         (problem(4, 128256, 4096, "nf4"), "fused-small-m"),
     ):
-        assert decode_launch.TILING.why_not(asked, DecodeTile(16, 1, ahead=1)) is not None
-        assert decode_launch.TILING.rule(asked) == DecodeTile(8, 1, ahead=4 if asked.m == 2 else 2)
+        assert decode_launch.TILING.why_not(asked, DecodeTile(16, 1, prefetch=1)) is not None
+        assert decode_launch.TILING.rule(asked) == DecodeTile(8, 1, prefetch=4 if asked.m == 2 else 2)
         assert choose_by_rules(asked).kernel.name == row
 
 

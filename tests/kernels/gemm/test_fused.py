@@ -83,27 +83,27 @@ CASES = {
 }
 HOPPER_TILES = (
     WgmmaTile(),
-    WgmmaTile(64, share=True, columns=256),
-    WgmmaTile(128, ahead=2, share=True),
-    WgmmaTile(128, rows=192, ahead=2, share=True),
-    WgmmaTile(256, ahead=2, share=True),
-    WgmmaTile(16, ahead=2, share=True),
-    WgmmaTile(32, ahead=2, columns=256),
+    WgmmaTile(64, stream_k=True, block_k=256),
+    WgmmaTile(128, prefetch=2, stream_k=True),
+    WgmmaTile(128, block_n=192, prefetch=2, stream_k=True),
+    WgmmaTile(256, prefetch=2, stream_k=True),
+    WgmmaTile(16, prefetch=2, stream_k=True),
+    WgmmaTile(32, prefetch=2, block_k=256),
 )
 NARROW_TILES = (
-    SmallMTile(8, parts=2),
-    SmallMTile(16, ahead=4),
-    SmallMTile(8, parts=7, ahead=4),
-    SmallMTile(16, parts=4),
-    SmallMTile(8, parts=2, wgmma=True),
-    SmallMTile(16, ahead=4, wgmma=True),
-    SmallMTile(8, parts=7, wgmma=True),
+    SmallMTile(8, split_k=2),
+    SmallMTile(16, prefetch=4),
+    SmallMTile(8, split_k=7, prefetch=4),
+    SmallMTile(16, split_k=4),
+    SmallMTile(8, split_k=2, wgmma=True),
+    SmallMTile(16, prefetch=4, wgmma=True),
+    SmallMTile(8, split_k=7, wgmma=True),
 )
 STREAM_TILES = (
-    DecodeTile(8, ahead=2, integers=True),
-    DecodeTile(8, ahead=2),
-    DecodeTile(4, programs=4, together=2, ahead=4, integers=True),
-    DecodeTile(16, programs=1, together=2, ahead=8),
+    DecodeTile(8, prefetch=2, int8_mma=True),
+    DecodeTile(8, prefetch=2),
+    DecodeTile(4, occupancy=4, tiles_per_iter=2, prefetch=4, int8_mma=True),
+    DecodeTile(16, occupancy=1, tiles_per_iter=2, prefetch=8),
 )
 each_case = pytest.mark.parametrize("case", CASES)
 #: Cases that run in every tile, which takes the interpreter long and the compiler longer: each kind of codes,
@@ -144,13 +144,13 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
         "tiled": lambda: portable_gemm_launch.run(op, portable_gemm_tile(shape, m), features),
         "tiled small": lambda: portable_gemm_launch.run(op, PortableGemmTile(4, 16, stages=2), features),
     }
-    if shape.steps % 2 == 0:
+    if shape.k_steps % 2 == 0:
         found["tiled split"] = lambda: portable_gemm_launch.run(
-            op, PortableGemmTile(4, 32, split=2, stages=2), features
+            op, PortableGemmTile(4, 32, split_k=2, stages=2), features
         )
     if shape.span <= 128:
         found["tiled chains"] = lambda: portable_gemm_launch.run(
-            op, PortableGemmTile(4, 16, stages=2, chains=2), features
+            op, PortableGemmTile(4, 16, stages=2, accumulators=2), features
         )
     if {"gluon", "wgmma", "ptx"} <= features:
         problem = Problem(m, op.n, op.x.shape[1], op.scheme, op.x.dtype, "cuda", features)
@@ -169,9 +169,9 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
     if m <= 32:
         found["skinny"] = lambda: portable_gemv_launch.run(op, portable_gemv_tile(shape, m), features)
         if op.x.itemsize == 2:
-            present = PortableGemvTile(4, least, 1, present=True)
+            present = PortableGemvTile(4, least, 1, predicate_x=True)
             found["skinny present"] = lambda: portable_gemv_launch.run(op, present, features)
-        together = PortableGemvTile(2, least, 1, together=True)
+        together = PortableGemvTile(2, least, 1, one_accumulator=True)
         found["skinny together"] = lambda: portable_gemv_launch.run(op, together, features)
         found["skinny rows"] = lambda: portable_gemv_launch.run(op, PortableGemvTile(2, least, 2), features)
     # The interpreter takes long, and how steps follow each other is the same for any M.
@@ -281,21 +281,21 @@ def test_x_may_begin_and_end_anywhere(
     for name in ("int3 channel", "int4 tensor"):
         for dtype, features in RUNS:
             op, packed = operands(make_packed, name, 40, k, 7, dtype)
-            op, steps = x_at(op), op.shape.steps
+            op, steps = x_at(op), op.shape.k_steps
             found = [
                 portable_gemv_launch.run(
-                    op, PortableGemvTile(2, max(op.shape.span, 128), 1, present=True), features
+                    op, PortableGemvTile(2, max(op.shape.span, 128), 1, predicate_x=True), features
                 )
             ]
             for split in (one for one in (1, 2, 4) if steps % one == 0):
                 found.append(
-                    portable_gemm_launch.run(op, PortableGemmTile(4, 16, split=split, stages=2), features)
+                    portable_gemm_launch.run(op, PortableGemmTile(4, 16, split_k=split, stages=2), features)
                 )
             for y in found:
                 assert error(y, op.x, packed, op.bias) < LIMIT[dtype]
         if HOPPER is not None:
             op, packed = operands(make_packed, name, 40, k, 19, HOPPER[0])
-            y = wgmma_launch.run(x_at(op), WgmmaTile(64, ahead=2, share=True), HOPPER[1])
+            y = wgmma_launch.run(x_at(op), WgmmaTile(64, prefetch=2, stream_k=True), HOPPER[1])
             assert error(y, op.x, packed, op.bias) < LIMIT[HOPPER[0]]
 
 
@@ -345,7 +345,7 @@ def test_sums_of_powers_of_two_are_exact(make_packed: Callable[..., PackedTensor
         WgmmaTile(64, 128, 1, True, 256),
         WgmmaTile(128, 192, 2, True),
         WgmmaTile(128),
-        WgmmaTile(16, ahead=2),
+        WgmmaTile(16, prefetch=2),
     ],
     ids=str,
 )
@@ -356,7 +356,7 @@ def test_programs_without_work_read_what_is_there(
     assert HOPPER is not None
     dtype, features = HOPPER
     n, k = (256, 2048) if DEVICE == "cuda" else (128, 512)
-    op, packed = operands(make_packed, "int4", n, k, 8 * tile.m, dtype)
+    op, packed = operands(make_packed, "int4", n, k, 8 * tile.block_m, dtype)
     y = wgmma_launch.run(op, tile, features)
     assert error(y, op.x, packed, op.bias) < LIMIT[dtype]
     assert torch.equal(y, wgmma_launch.run(op, tile, features))
@@ -372,7 +372,7 @@ SHARED_OUT = (
 @pytest.fixture
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles are divided among as many programs as there are, as if it took no time to add parts up."""
-    monkeypatch.setattr(wgmma_launch, "PART_US", dict.fromkeys(wgmma_launch.PART_US, 0.0))
+    monkeypatch.setattr(wgmma_launch, "FIXUP_US", dict.fromkeys(wgmma_launch.FIXUP_US, 0.0))
     wgmma_launch._launches.cache_clear()
     yield
     wgmma_launch._launches.cache_clear()
@@ -384,8 +384,8 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "tile",
     [
-        *(WgmmaTile(64, share=True), WgmmaTile(128, 192, 2, True), WgmmaTile(256, share=True)),
-        *(WgmmaTile(16, share=True), WgmmaTile(32, ahead=2, share=True)),
+        *(WgmmaTile(64, stream_k=True), WgmmaTile(128, 192, 2, True), WgmmaTile(256, stream_k=True)),
+        *(WgmmaTile(16, stream_k=True), WgmmaTile(32, prefetch=2, stream_k=True)),
     ],
     ids=str,
 )
@@ -405,11 +405,11 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
     dtype, features = HOPPER
     if DEVICE == "cpu":
         # Of small tiles as many as of those of 64 rows of x, the last of which is not whole.
-        m = min(m, 4 * tile.m - 6)
+        m = min(m, 4 * tile.block_m - 6)
     op, packed = operands(make_packed, "int4", n, k, m, dtype)
     xs = op.x.clone(), op.x.flip(0)
     empty, sums = wgmma_launch.empty, []
-    behind = 4 * tile.rows * tile.m
+    behind = 4 * tile.block_n * tile.block_m
 
     def filled(op: Operands, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if dtype is None:
@@ -426,10 +426,10 @@ def test_parts_of_tiles_are_added_up_in_every_replay(
         assert error(y, x, packed, op.bias) < LIMIT[dtype]
     assert all(bool((one[-behind:] == 1.0).all()) for one in sums)
     mine = sums[0][:-behind]
-    programs = mine.numel() // (tile.rows * tile.m)
-    said = mine[programs * tile.rows * tile.m :].view(torch.int64)
+    programs = mine.numel() // (tile.block_n * tile.block_m)
+    said = mine[programs * tile.block_n * tile.block_m :].view(torch.int64)
     # Who had a part to leave had a word, which is taken back; the others' are as they were.
-    assert said.numel() == programs * tile.rows // 64
+    assert said.numel() == programs * tile.block_n // 64
     assert bool((said == 0).any()) and bool((said < 1 << 62).all())
     for turn, y in enumerate(replays(monkeypatch, op, xs, tile, features)):
         assert torch.equal(y, expected[turn % 2])
@@ -445,7 +445,7 @@ def replays(
     """What a graph with a launch gives for one x and the other, by turns; without a GPU what it would."""
     if DEVICE == "cpu":
         token, empty = wgmma_launch.launch_token(), wgmma_launch.empty
-        memory = empty(op, 3 * 4 * tile.rows * tile.m, dtype=torch.float32)
+        memory = empty(op, 3 * 4 * tile.block_n * tile.block_m, dtype=torch.float32)
 
         def reused(op: Operands, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             return empty(op, *sizes) if dtype is None else memory[: sizes[0]]
@@ -651,7 +651,7 @@ def test_tiles_fit_every_weight() -> None:
                     for shared in (64 << 10, 99 << 10, 163 << 10, 227 << 10):
                         features = frozenset({"triton"}) if shared == 64 << 10 else GPU_FEATURES
                         chosen = portable_gemm_tile(shape, m, shared, features=features)
-                        assert shape.steps % chosen.split == 0
+                        assert shape.k_steps % chosen.split_k == 0
                         assert shared_memory(chosen, shape, features) <= shared
                     tile = portable_gemv_tile(shape, m)
                     assert tile.columns % max(shape.span, 128) == 0

@@ -36,16 +36,20 @@ CHANGES = {
     "products wait for the chunk before": [(" wait_for_x(CHUNKS - 1 - chunk", " wait_for_x(CHUNKS - chunk")],
     "rows of x are those of another block": [("row // BM * WIDE", "row // (2 * BM) * WIDE")],
     "who multiplies does not see what was copied": [("fence_async_shared()", "pass")],
-    "the second half is the first again": [("held.index(2 * at + 1)", "held.index(2 * at)")],
+    "the second half is the first again": [("x_smem.index(2 * at + 1)", "x_smem.index(2 * at)")],
     "the last product is not ended": [
         ("    if WGMMA:\n        total = wait_mma", "    if False:\n        total = wait_mma")
     ],
-    "scales are held of two blocks too few": [("BLOCKS, HELD, V, W)", "BLOCKS, HELD - 2, V, W)")],
+    "scales are held of two blocks too few": [
+        ("block, BLOCKS, STAGED_BLOCKS, V, W", "block, BLOCKS, STAGED_BLOCKS - 2, V, W")
+    ],
     "warps without rows write": [
         ("gl.expand_dims((local < 16 * ROW_TILES) & (number <= last), 1) & (rows < N)", "rows < N + 999")
     ],
-    "codes are those of the unit before": [("number + unit + AHEAD, end", "number + unit + AHEAD - 1, end")],
-    "scales are those of this chunk": [("gl.minimum(number + CHUNK, UNITS - CHUNK)", "number")],
+    "codes are those of the unit before": [
+        ("number + k_step + PREFETCH, end", "number + k_step + PREFETCH - 1, end")
+    ],
+    "scales are those of this chunk": [("gl.minimum(number + CHUNK, K_STEPS - CHUNK)", "number")],
     "x ends after its last column": [("chunk * (BLOCKS * WIDE) < K", "chunk * (BLOCKS * WIDE) < K + 64")],
 }
 
@@ -124,11 +128,11 @@ def test_a_loop_without_room_for_scales_loads_them(
     for name in ("int4", "nvfp4", "int4 float"):
         row, k = scheme(name.split()[0]), 2 * 1056
         shape = geometry(100, k, row, RUN[0])
-        found = small_m_launch.room(tile, shape, 9, row, HOPPER_SHARED)
-        assert small_m_launch.is_loop(tile, shape) and found.holds
-        x = found.nbytes - small_m_launch.value_bytes(tile, shape, row)
+        found = small_m_launch.plan_shared_memory(tile, shape, 9, row, HOPPER_SHARED)
+        assert small_m_launch.is_rolled(tile, shape) and found.stages_scales
+        x = found.nbytes - small_m_launch.staged_scale_bytes(tile, shape, row)
         small = replace(H200, shared_memory=(x + 512) * small_m_launch.RESIDENT_WARPS // tile.warps)
-        assert not small_m_launch.room(tile, shape, 9, row, small.shared_memory).holds
+        assert not small_m_launch.plan_shared_memory(tile, shape, 9, row, small.shared_memory).stages_scales
         assert multiply(make_packed, name, tile, k, 9, small) < LIMIT[RUN[0]], name
 
 
@@ -150,7 +154,9 @@ def test_bytes_of_scales_are_those_of_the_layout(
         _, scales, zeros, *_ = build(packed, dtype)
         shape, tile = geometry(16, 2048, packed.scheme, dtype), SmallMTile(8)
         # All blocks of its one row tile.
-        assert small_m_launch.value_bytes(tile, shape, packed.scheme) == 8 * (scales.nbytes + zeros.nbytes)
+        assert small_m_launch.staged_scale_bytes(tile, shape, packed.scheme) == 8 * (
+            scales.nbytes + zeros.nbytes
+        )
 
 
 @pytest.mark.parametrize("first", [1, 8])
@@ -204,15 +210,15 @@ def test_programs_run_at_once_where_each_warp_has_rows_at_most() -> None:
             mine = small_m_launch.row_tiles(tile, shape, H200_PROCESSORS)
             programs = -(-shape.row_tiles // mine) * parts
             assert mine == warps or programs * warps <= H200_PROCESSORS * small_m_launch.RESIDENT_WARPS
-            count, chunk = small_m_launch.units(tile, shape)
-            assert count % chunk == 0 and count * parts >= shape.steps
+            count, chunk = small_m_launch.k_steps(tile, shape)
+            assert count % chunk == 0 and count * parts >= shape.k_steps
 
 
 def test_rules_divide_the_columns_where_x_has_no_room() -> None:
     small = replace(H200, name="small", shared_memory=99 << 10)
     tile = small_m_launch.TILING.rule(replace(problem(n=28672), gpu=small))
     assert small_m_launch.TILING.why_not(replace(problem(n=28672), gpu=small), tile) is None
-    assert tile.parts > 1
+    assert tile.split_k > 1
 
 
 def test_refusals_say_what_is_in_the_way() -> None:
@@ -239,7 +245,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
 
 def test_codes_of_many_bits_have_straight_code() -> None:
     shapes = {name: geometry(4096, 2048, scheme(name), torch.bfloat16) for name in ("int4", "int7")}
-    assert {name: small_m_launch.is_loop(SmallMTile(), shape) for name, shape in shapes.items()} == {
+    assert {name: small_m_launch.is_rolled(SmallMTile(), shape) for name, shape in shapes.items()} == {
         "int4": True,
         "int7": False,
     }
@@ -255,10 +261,12 @@ def test_without_wgmma_products_wait_for_each_other() -> None:
 
 def test_scales_are_held_where_there_is_room() -> None:
     shape, tile = geometry(37888, 3584, scheme("nvfp4"), torch.bfloat16), SmallMTile(8)
-    assert not small_m_launch.room(tile, shape, 16, scheme("nvfp4"), HOPPER_SHARED).holds
-    assert small_m_launch.room(tile, shape, 8, scheme("nvfp4"), HOPPER_SHARED).holds
-    small = small_m_launch.room(SmallMTile(16, 4), shape, 8, scheme("nvfp4"), HOPPER_SHARED)
-    assert not small.holds and not small_m_launch.is_loop(SmallMTile(16, 4), shape)
+    assert not small_m_launch.plan_shared_memory(
+        tile, shape, 16, scheme("nvfp4"), HOPPER_SHARED
+    ).stages_scales
+    assert small_m_launch.plan_shared_memory(tile, shape, 8, scheme("nvfp4"), HOPPER_SHARED).stages_scales
+    small = small_m_launch.plan_shared_memory(SmallMTile(16, 4), shape, 8, scheme("nvfp4"), HOPPER_SHARED)
+    assert not small.stages_scales and not small_m_launch.is_rolled(SmallMTile(16, 4), shape)
 
 
 def test_where_scales_are_bytes_one_program_of_idle_warps_is_sooner() -> None:
@@ -277,15 +285,23 @@ def test_a_table_of_values_has_room_that_is_asked_for(
     assert RUN is not None
     table, shape = shared_bytes(), geometry(100, k, scheme(name), RUN[0])
     room, tile = (
-        partial(small_m_launch.room, SmallMTile(8), shape, 16, scheme(name), HOPPER_SHARED, table=table),
+        partial(
+            small_m_launch.plan_shared_memory,
+            SmallMTile(8),
+            shape,
+            16,
+            scheme(name),
+            HOPPER_SHARED,
+            table=table,
+        ),
         SmallMTile(8),
     )
-    has, values = room(), small_m_launch.value_bytes(tile, shape, scheme(name))
-    assert has == small_m_launch.Room(
+    has, values = room(), small_m_launch.staged_scale_bytes(tile, shape, scheme(name))
+    assert has == small_m_launch.SharedMemoryPlan(
         spare, k > 1024, (chunks + spare) * 512 * 16 * 2 + (values if k > 1024 else 0)
     )
     assert has.nbytes + table <= USUAL_SHARED or has.nbytes > USUAL_SHARED
-    roots = small_m_launch.root_bytes(16)
-    with_roots = room(roots=roots).nbytes + roots
+    roots = small_m_launch.rms_bytes(16)
+    with_roots = room(rms=roots).nbytes + roots
     assert with_roots + table <= USUAL_SHARED or with_roots > USUAL_SHARED
     assert multiply(make_packed, name, SmallMTile(8), k) < LIMIT[RUN[0]]

@@ -54,7 +54,7 @@ def beginning(op: Operands, features: frozenset[str]) -> Iterator[Run]:
 def streams(op: Operands, features: frozenset[str]) -> Iterator[Run]:
     tiles = [DecodeTile(8, 2, 1, 2), DecodeTile(4, 1, 2, 1)]
     integers = len(op.x) <= 4 and not op.scheme.has_zero_point and as_bytes(op.scheme.format) is not None
-    for tile in tiles + ([replace(tile, integers=True) for tile in tiles] if integers else []):
+    for tile in tiles + ([replace(tile, int8_mma=True) for tile in tiles] if integers else []):
         yield partial(decode_launch.run, tile=tile, features=features)
 
 
@@ -205,4 +205,4 @@ def test_roots_count_where_a_table_needs_room_that_is_asked_for() -> None:
     of = (1, 65536, 4096, scheme("nf4").for_columns(4096), torch.bfloat16, False, DecodeTile(8, 2), True, 132)
     assert decode_config(*of).shared_memory == USUAL_SHARED
     ended = decode_config(*of, Norm("end", False, EPS, True, 0.0))
-    assert ended.counted_memory > USUAL_SHARED and ended.shared_memory >= USUAL_SHARED + shared_bytes()
+    assert ended.declared_bytes > USUAL_SHARED and ended.shared_memory >= USUAL_SHARED + shared_bytes()

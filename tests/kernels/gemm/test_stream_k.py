@@ -9,10 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantkit.kernels.gemm.wgmma.wgmma_launch import (
-    are_apart,
+    fixups_per_tile,
     launch_token,
-    parts_added,
-    shares,
+    splits_single_tiles,
+    stream_k_schedule,
 )
 from quantkit.kernels.gluon import stream_k as kernel
 
@@ -41,7 +41,7 @@ def jobs(
     """What a program does, by the kernel's code: each tile, its first step, and the one after its last."""
     full, share, width = given
     whole, count, begin, end, left = in_python(kernel.work_range, program, programs)(
-        tiles, 1, full, share, width, steps, ROWS=1, BM=1
+        tiles, 1, full, share, width, steps, BN=1, BM=1
     )
     job = in_python(kernel.work_tile, program, programs)
     return [job(number, whole, begin, end, left, full, width, steps) for number in range(count)]
@@ -49,7 +49,7 @@ def jobs(
 
 def before(program: int, tile: int, programs: int, given: tuple[int, int, int]) -> range:
     """The programs whose sums the one that writes a tile adds up, by the kernel's code."""
-    first = in_python(kernel.first_of, program, programs)(tile, *given)
+    first = in_python(kernel.first_contributor, program, programs)(tile, *given)
     return range(first, program)
 
 
@@ -63,7 +63,7 @@ def before(program: int, tile: int, programs: int, given: tuple[int, int, int]) 
 def test_every_step_is_done_once_and_added_up_by_who_writes_the_tile(
     tiles: int, steps: int, programs: int, part_steps: float
 ) -> None:
-    given = shares(tiles, steps, programs, part_steps)
+    given = stream_k_schedule(tiles, steps, programs, part_steps)
     done: Counter[tuple[int, int]] = Counter()
     left: dict[int, int] = {}
     writers: dict[int, int] = {}
@@ -86,7 +86,7 @@ def test_every_step_is_done_once_and_added_up_by_who_writes_the_tile(
         added = list(before(program, tile, programs, given)) if first > 0 else []
         assert added == [other for other, found in sorted(left.items()) if found == tile]
         if tile >= given[0]:
-            mean, more = parts_added(steps, *given[1:]), 0.0 if are_apart(*given[1:]) else 0.5
+            mean, more = fixups_per_tile(steps, *given[1:]), 0.0 if splits_single_tiles(*given[1:]) else 0.5
             assert abs(len(added) - mean) == more
 
 
@@ -98,7 +98,7 @@ def test_what_is_waited_for_comes_before_all_else(
     tiles: int, steps: int, programs: int, part_steps: float
 ) -> None:
     """So a program waits for programs with smaller numbers only while these do what it waits for."""
-    given = shares(tiles, steps, programs, part_steps)
+    given = stream_k_schedule(tiles, steps, programs, part_steps)
     for program in range(programs):
         mine = jobs(program, programs, given, tiles, steps)
         is_left = [last < steps for _, _, last in mine]
@@ -113,9 +113,9 @@ def test_what_is_waited_for_comes_before_all_else(
 @example(8, 32, 132, 1.0)
 def test_no_other_shares_are_sooner(tiles: int, steps: int, programs: int, part_steps: float) -> None:
     def length(share: int, width: int) -> float:
-        return share + part_steps * parts_added(steps, share, width)
+        return share + part_steps * fixups_per_tile(steps, share, width)
 
-    full, share, width = shares(tiles, steps, programs, part_steps)
+    full, share, width = stream_k_schedule(tiles, steps, programs, part_steps)
     others = tiles % programs
     assert full == (tiles - others if share else tiles)
     if others == 0:

@@ -24,38 +24,40 @@ ORDERS = 8
 #: The second multiplies with 256 columns at a time, the third with the halves of a span of as many.
 CASES = (
     ("int4", WgmmaTile(64)),
-    ("int3", WgmmaTile(128, ahead=2, share=True, columns=256)),
-    ("int3", WgmmaTile(128, ahead=2, share=True)),
+    ("int3", WgmmaTile(128, prefetch=2, stream_k=True, block_k=256)),
+    ("int3", WgmmaTile(128, prefetch=2, stream_k=True)),
 )
 KERNEL = "quantkit.kernels.gemm.wgmma.wgmma_kernel"
-FREED = """                    for piece in gl.static_range(EACH):
-                        mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
+FREED = """                    for subtile in gl.static_range(SUBTILES):
+                        mbarrier.arrive(empty.index((count + subtile) % STAGES), count=1)
 """
-BEGUN = """                        total = warpgroup_mma(weights[piece], x, total, is_async=True)
+BEGUN = """                        total = warpgroup_mma(weights[subtile], x, total, is_async=True)
 """
-WAIT = "mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)"
+WAIT = "mbarrier.wait(full.index(stage), (count + subtile) // STAGES % 2)"
 WAITED = """                    # Weights stay in their registers until the products are done.
 """
 #: What is said in the kernel, and what instead.
 CHANGES = {
-    "copies wait for nobody": [("mbarrier.wait(free.index(stage), count // STAGES % 2 ^ 1)", "pass")],
+    "copies wait for nobody": [("mbarrier.wait(empty.index(stage), count // STAGES % 2 ^ 1)", "pass")],
     "products wait for no copy": [(WAIT, "pass")],
     "products are begun before copies are there": [
         (WAIT, "pass"),
         (BEGUN, BEGUN + f"                        {WAIT}\n"),
     ],
     "products wait for the first block of x of two": [
-        (WAIT, "mbarrier.wait(ready.index(count % STAGES), count // STAGES % 2)")
+        (WAIT, "mbarrier.wait(full.index(count % STAGES), count // STAGES % 2)")
     ],
     "memory is free before products are done": [(FREED, ""), (WAITED, FREED)],
-    "one group frees for all": [("count=ROWS // 64)", "count=1)")],
+    "one group frees for all": [("count=BN // 64)", "count=1)")],
     "copies wait for the other phase": [("count // STAGES % 2 ^ 1)", "count // STAGES % 2)")],
-    "fewer bytes are expected": [("PART * 128 * 2,", "PART * 128,")],
+    "fewer bytes are expected": [("TMA_ROWS * 128 * 2,", "TMA_ROWS * 128,")],
     "nobody arrives for what is not copied": [("pred=row >= M)", "pred=row < 0)")],
-    "one part arrives for all": [("count=BM // PART)", "count=1)")],
-    "codes of the unit after are loaded": [("step * 2 + half + AHEAD,", "step * 2 + half + AHEAD + 1,")],
+    "one part arrives for all": [("count=BM // TMA_ROWS)", "count=1)")],
+    "codes of the unit after are loaded": [
+        ("step * 2 + half + PREFETCH,", "step * 2 + half + PREFETCH + 1,")
+    ],
     "another place is free": [
-        ("free.index((count + piece) % STAGES)", "free.index((count + piece + 1) % STAGES)")
+        ("empty.index((count + subtile) % STAGES)", "empty.index((count + subtile + 1) % STAGES)")
     ],
 }
 
@@ -63,7 +65,7 @@ CHANGES = {
 #: What is said of where a program loads from, and what instead.
 LOADS = {
     "codes after the last unit": [
-        ("gl.minimum(step * 2 + half + AHEAD, last_unit)", "step * 2 + half + AHEAD")
+        ("gl.minimum(step * 2 + half + PREFETCH, last_k_step)", "step * 2 + half + PREFETCH")
     ],
     "codes of row tiles that are not there": [("(N + 15) // 16 - 1", "(N + 15) // 16 + 7")],
 }
@@ -76,9 +78,9 @@ def multiply(
     assert HOPPER is not None
     dtype, features = HOPPER
     # Half a step is left over at the end of both.
-    k = 2600 if tile.columns == wgmma_launch.COLUMNS else 2816
+    k = 2600 if tile.block_k == wgmma_launch.COLUMNS else 2816
     # Two tiles of rows of x, the last not whole, or a tile of which a part has no row.
-    m = 70 if tile.m == 64 else 60
+    m = 70 if tile.block_m == 64 else 60
     op, packed = operands(make_packed, name, 100, k, m, dtype)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, KERNEL, interpreted(GLUON | {KERNEL: path}, seed)[KERNEL])
@@ -95,7 +97,7 @@ def multiply(
     [
         *CASES,
         ("int4", WgmmaTile(64, 192, 2)),
-        ("int6", WgmmaTile(64, columns=256)),
+        ("int6", WgmmaTile(64, block_k=256)),
         ("nf4", WgmmaTile(64)),
         ("book4", WgmmaTile(256)),
     ],

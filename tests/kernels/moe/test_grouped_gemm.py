@@ -92,7 +92,7 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
         tensors = stacked_weights.stacked(every, DTYPE)
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
-        shares = support.why_not_narrow_experts(asked, matrices) is None
+        shares = support.why_not_small_m_experts(asked, matrices) is None
         single_row_ratio = decode_launch.single_row_ratio(asked) if shares else 0
         layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, single_row_ratio)
         return Experts(weights, layout)
@@ -195,17 +195,22 @@ def tiles(
     n, k = made.weights[0][0].shape
     shape = geometry(n, k, made.weights[0][0].scheme, DTYPE)
     asked = Problem(1, n, k, made.weights[0][0].scheme, DTYPE, "cuda", features)
-    if support.why_not_narrow_experts(asked, made.layout.matrices) is None:
+    if support.why_not_small_m_experts(asked, made.layout.matrices) is None:
         yield 8, SmallMTile(8, 1)
-        yield 16, SmallMTile(8, min(2, shape.steps), 4)
-        yield 1, DecodeTile(4, 1, ahead=2)
-        yield 2, DecodeTile(4, 1, together=2, ahead=1, integers=decode_launch.why_no_integers(asked) is None)
+        yield 16, SmallMTile(8, min(2, shape.k_steps), 4)
+        yield 1, DecodeTile(4, 1, prefetch=2)
+        yield (
+            2,
+            DecodeTile(
+                4, 1, tiles_per_iter=2, prefetch=1, int8_mma=decode_launch.why_no_integers(asked) is None
+            ),
+        )
         # The interpreter takes long.
         if DEVICE == "cuda" or shape.bits == 4:
             yield (
                 4,
                 DecodeTile(
-                    8, 2, ahead=2, integers=decode_launch.why_no_integers(replace(asked, m=4)) is None
+                    8, 2, prefetch=2, int8_mma=decode_launch.why_no_integers(replace(asked, m=4)) is None
                 ),
             )
     yield 8, portable_gemv_tile(shape, 8)
@@ -215,10 +220,10 @@ def tiles(
     if DEVICE == "cuda" or shape.bits == 4:
         yield 16, PortableGemvTile(1, max(shape.span, 128), 2, True, 2)
     if DEVICE == "cuda":
-        yield 32, replace(portable_gemm_tile(shape, 32), split=1)
+        yield 32, replace(portable_gemm_tile(shape, 32), split_k=1)
     if shape.span <= 128:
         # Fewer pairs than a tile has room for.
-        yield 8, PortableGemmTile(4, 16, stages=2, chains=2)
+        yield 8, PortableGemmTile(4, 16, stages=2, accumulators=2)
 
 
 def product(made: Experts, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -256,9 +261,9 @@ def test_kernels_multiply_each_pair_with_its_expert(
         ("nvfp4", 136, SmallMTile(8)),
         ("int4", 392, SmallMTile(8, 2)),
         ("nvfp4", 520, SmallMTile(16, 4)),
-        ("int4", 136, DecodeTile(4, 1, ahead=1, integers=True)),
-        ("nvfp4", 520, DecodeTile(8, 1, together=2, ahead=1)),
-        ("int3", 392, DecodeTile(4, 2, ahead=2)),
+        ("int4", 136, DecodeTile(4, 1, prefetch=1, int8_mma=True)),
+        ("nvfp4", 520, DecodeTile(8, 1, tiles_per_iter=2, prefetch=1)),
+        ("int3", 392, DecodeTile(4, 2, prefetch=2)),
     ],
 )
 @pytest.mark.sampled(4)
@@ -628,7 +633,7 @@ def test_streams_of_experts_have_tiles_on_small_gpus(forced: str) -> None:
         assert row == "fused-gemv" and isinstance(tile, DecodeTile)
         every = replace(asked, m=grouping.rows, n=2 * n)
         memory = decode_launch.shared_memory(tile, every, "silu", grouping=grouping)
-        assert memory * tile.programs <= gpu.shared_memory
+        assert memory * tile.occupancy <= gpu.shared_memory
 
 
 def test_tiles_of_single_pairs_that_take_less_memory() -> None:
@@ -655,7 +660,7 @@ def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
         ({"features": frozenset({"triton"})}, 1, "from compute capability 8.0 on"),
         ({"name": "book4"}, 1, "values of its own"),
     ):
-        found = support.why_not_narrow_experts(problem(**{"features": GPU_FEATURES} | changes), matrices)
+        found = support.why_not_small_m_experts(problem(**{"features": GPU_FEATURES} | changes), matrices)
         assert found is None if reason is None else reason in str(found)
     asked = problem(n=4104, features=GPU_FEATURES)
     with pytest.raises(KernelError, match=r"fused-small-m cannot run experts of .* multiples of 16 rows"):
@@ -702,7 +707,7 @@ def test_tiles_of_experts() -> None:
         SmallMTile(8),
     ]
     assert small_m_launch.experts_tile(replace(mixtral, n=4096, k=14336), 7) == SmallMTile(8, 4)
-    assert [small_m_launch.experts_tile(qwen, weights).parts for weights in (8, 16, 64)] == [2, 1, 1]
+    assert [small_m_launch.experts_tile(qwen, weights).split_k for weights in (8, 16, 64)] == [2, 1, 1]
     # Parts that run at once are sooner than large programs of which some run alone.
     assert small_m_launch.experts_tile(replace(qwen, n=1536, k=4096), 8) == SmallMTile(8, 2)
     for asked in (mixtral, qwen, problem(m=8, n=4096, k=14336), problem("nf4", m=8, n=2048, k=768)):

@@ -84,7 +84,9 @@ def test_rows_before_the_fastest_say_how_much_slower_they_are(ask: Ask, store_ta
     )
     choice = selection_of(ask(m=2))
     assert (choice.kernel, choice.us) == ("fused-portable", 9.0)
-    assert choice.tile == "row_tiles=4 m=16 split=1 warps=4 stages=3 half_sums=False chains=1 at_once=0"
+    assert choice.tile == (
+        "row_tiles=4 block_m=16 split_k=1 warps=4 stages=3 fp16_accumulation=False accumulators=1 occupancy=0"
+    )
     assert [name for name, _ in choice.refusals] == [
         *("fused-gemv", "fused-portable-gemv", "fused-small-m", "fused-wgmma")
     ]
@@ -121,17 +123,17 @@ def test_it_is_said_what_runs_experts_with_few_tokens(ask: Ask) -> None:
     ):
         found = selection_of(asked)
         assert found.ungrouped is None
-        said = _of_experts(found.ungrouped, found.not_narrow)
+        said = _of_experts(found.ungrouped, found.not_small_m)
         start, end = said.split("grouped, few tokens for each in ")
         assert not start
         if refused is None:
-            assert found.not_narrow is None
+            assert found.not_small_m is None
             assert end == "fused-small-m, or in fused-gemv where hardly any has two"
         else:
-            assert refused in str(found.not_narrow)
-            assert end == f"fused-portable-gemv, not fused-gemv or fused-small-m: {found.not_narrow}"
+            assert refused in str(found.not_small_m)
+            assert end == f"fused-portable-gemv, not fused-gemv or fused-small-m: {found.not_small_m}"
     found = selection_of(ask(dtype=torch.float32))
-    assert _of_experts(found.ungrouped, found.not_narrow).startswith("one after the other: it multiplies")
+    assert _of_experts(found.ungrouped, found.not_small_m).startswith("one after the other: it multiplies")
 
 
 def test_weights_that_were_not_measured_are_left_to_the_rules(ask: Ask, store_table: Store) -> None:
@@ -147,7 +149,7 @@ def test_weights_that_were_not_measured_are_left_to_the_rules(ask: Ask, store_ta
 def test_a_gpu_like_this_one_says_what_is_fastest_and_not_how_fast(
     ask: Ask, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_table: Store
 ) -> None:
-    tile, split = PortableGemmTile(4, 64), PortableGemmTile(4, 64, split=2)
+    tile, split = PortableGemmTile(4, 64), PortableGemmTile(4, 64, split_k=2)
     entries = {Key.of(ask(m=64)): Entry(20.0, "fused-portable", tile, {"fused-wgmma": 31.5})}
     other = replace(gpu, name="Other 1")
     shipped = tmp_path / "shipped"
@@ -156,7 +158,7 @@ def test_a_gpu_like_this_one_says_what_is_fastest_and_not_how_fast(
     monkeypatch.setattr(store, "package_files", lambda package: shipped)
     chosen = choose(ask(m=64))
     assert (chosen.kernel.name, chosen.tile, chosen.us) == ("fused-portable", tile, None)
-    assert str(selection_of(ask(m=64)).tile).endswith("at_once=0 (measured on Other 1)")
+    assert str(selection_of(ask(m=64)).tile).endswith("occupancy=0 (measured on Other 1)")
     assert dict(explain(ask(m=64)))["fused-wgmma"] == "measured slower on Other 1: 31.5 us against 20.0 us"
     assert choose(replace(ask(m=64), gpu=other)).us == 20.0
     for unlike in (replace(gpu, multiprocessors=114), replace(gpu, capability=(10, 0))):
@@ -173,7 +175,7 @@ def test_what_its_own_table_lacks_a_gpu_takes_from_one_like_it(
     other, own, theirs = (
         replace(gpu, name="A like"),
         PortableGemmTile(4, 64),
-        PortableGemmTile(4, 64, split=2),
+        PortableGemmTile(4, 64, split_k=2),
     )
     shipped = tmp_path / "shipped"
     shipped.mkdir()
@@ -199,26 +201,26 @@ def test_between_what_was_measured_tiles_are_fitted(
     ask: Ask, store_table: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """384 rows of x are three tiles of 128, of 256 they would be two, as of 512."""
-    measured = WgmmaTile(256, share=True)
+    measured = WgmmaTile(256, stream_k=True)
     store_table({ask(m=512, n=28672): Entry(174.0, "fused-wgmma", measured, {"fused-portable-gemv": 999.0})})
     for m, tile, us in (
         (512, measured, 174.0),
         (500, measured, 174.0),
-        (384, WgmmaTile(128, 192, share=True), None),
+        (384, WgmmaTile(128, 192, stream_k=True), None),
     ):
         chosen = choose(ask(m=m, n=28672))
         assert (chosen.kernel.name, chosen.tile, chosen.us) == ("fused-wgmma", tile, us)
     source = "fitted to what was measured on this GPU at M=512"
-    assert str(selection_of(ask(m=384, n=28672)).tile).endswith(f"share=True columns=128 ({source})")
+    assert str(selection_of(ask(m=384, n=28672)).tile).endswith(f"stream_k=True block_k=128 ({source})")
     monkeypatch.setattr(kernel_table, "_logged", set())
     monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
     with caplog.at_level(logging.WARNING):
         log_choice(ask(m=384, n=28672), choose(ask(m=384, n=28672)))
-    assert f"share=True columns=128, {source}; not fused-gemv" in caplog.messages[0]
+    assert f"stream_k=True block_k=128, {source}; not fused-gemv" in caplog.messages[0]
 
 
 def test_what_is_sooner_for_more_rows_is_so_for_fewer(ask: Ask, store_table: Store) -> None:
-    few, more = WgmmaTile(32, 128, 2, True, 256), WgmmaTile(128, ahead=2, share=True)
+    few, more = WgmmaTile(32, 128, 2, True, 256), WgmmaTile(128, prefetch=2, stream_k=True)
     store_table(
         {
             ask(m=4): Entry(60.0, "fused-portable-gemv", TILE),
@@ -260,18 +262,18 @@ def test_tiles_are_fitted_where_that_leaves_less_to_do() -> None:
     assert len(pairs) / 6 < len(changed) < len(pairs) / 2
     # How early codes are loaded is a matter of the format, of which the rules know little.
     assert all(
-        (tile.ahead, tile.columns) == (fitted.ahead, fitted.columns)
+        (tile.prefetch, tile.block_k) == (fitted.prefetch, fitted.block_k)
         for tile, fitted in changed
-        if tile.m == fitted.m and tile.rows == fitted.rows
+        if tile.block_m == fitted.block_m and tile.block_n == fitted.block_n
     )
 
 
 def test_tiles_are_fitted_to_the_weight_and_the_gpu(ask: Ask) -> None:
     """One tile more than there are multiprocessors takes as long as all of them, unless it is shared out."""
-    whole = WgmmaTile(128, ahead=2)
+    whole = WgmmaTile(128, prefetch=2)
     measured = replace(ask(m=128, n=132 * 128), gpu=H200)
     assert wgmma_launch.TILING.fitted(measured, whole, measured) == whole
-    assert wgmma_launch.TILING.fitted(replace(measured, n=133 * 128), whole, measured).share
+    assert wgmma_launch.TILING.fitted(replace(measured, n=133 * 128), whole, measured).stream_k
     larger = Gpu("larger", (9, 0), 144, 227 << 10)
     measured = replace(measured, gpu=larger)
     assert wgmma_launch.TILING.fitted(replace(measured, n=133 * 128), whole, measured) == whole
@@ -280,20 +282,20 @@ def test_tiles_are_fitted_to_the_weight_and_the_gpu(ask: Ask) -> None:
 def test_tiles_of_few_rows_of_x_are_for_few(ask: Ask) -> None:
     why_not, loses = wgmma_launch.TILING.why_not, wgmma_launch.TILING.loses
     assert why_not(ask("int3", 32), WgmmaTile(32)) is None
-    assert why_not(ask(k=4224), WgmmaTile(64, columns=256)) == "4224 columns are no multiple of 256"
-    assert why_not(ask("int3", k=4224), WgmmaTile(64, columns=256)) is None, "they have a span to the end"
+    assert why_not(ask(k=4224), WgmmaTile(64, block_k=256)) == "4224 columns are no multiple of 256"
+    assert why_not(ask("int3", k=4224), WgmmaTile(64, block_k=256)) is None, "they have a span to the end"
     assert why_not(ask(m=16), WgmmaTile(256, 192)) == (
         "192 rows of the weight are for up to 128 rows of x, not for 256"
     )
     assert loses(ask(m=16), WgmmaTile(64)) == "it multiplies 64 rows of x"
-    assert "columns at a time lack registers" in str(loses(ask(m=256), WgmmaTile(256, columns=256)))
+    assert "columns at a time lack registers" in str(loses(ask(m=256), WgmmaTile(256, block_k=256)))
     assert loses(ask(m=65), WgmmaTile(32)) == "it decodes each weight for 32 rows of x"
     assert {m for m in (1, 16, 32, 33, 64) if loses(ask(m=m), WgmmaTile(32)) is None} == {1, 16, 32, 33, 64}
     chosen = [
         wgmma_launch.TILING.rule(ask(m=m, n=n)) for m in (1, 16, 64, 300, 4096) for n in (128, 4096, 28672)
     ]
-    assert {tile.m for tile in chosen} == {32, 64, 128, 256}
-    assert {tile.m for tile, _ in shipped_tiles(0.75)} == {16, 32, 64, 128, 256}
+    assert {tile.block_m for tile in chosen} == {32, 64, 128, 256}
+    assert {tile.block_m for tile, _ in shipped_tiles(0.75)} == {16, 32, 64, 128, 256}
     # Where it was measured, it is for what it was measured for.
     few = WgmmaTile(16)
     assert wgmma_launch.TILING.fitted(ask(m=8, n=8192), few, ask(m=16)) == few
@@ -306,7 +308,7 @@ def test_a_forced_row_has_the_tile_that_was_measured_for_it(
     store_table(
         {
             ask(m=64): Entry(68.0, "fused-portable", tile),
-            ask(m=128): Entry(50.0, "fused-wgmma", WgmmaTile(share=True)),
+            ask(m=128): Entry(50.0, "fused-wgmma", WgmmaTile(stream_k=True)),
         }
     )
     assert choose(ask(m=64)).kernel.name == "fused-wgmma"
@@ -320,7 +322,7 @@ def test_what_cannot_run_is_not_sooner(ask: Ask, store_table: Store) -> None:
     store_table(
         {
             ask(m=64): Entry(68.0, "fused-portable", PortableGemmTile(4, 64)),
-            ask(m=128): Entry(50.0, "fused-wgmma", WgmmaTile(share=True)),
+            ask(m=128): Entry(50.0, "fused-wgmma", WgmmaTile(stream_k=True)),
         }
     )
     without = replace(ask(m=64), features=GPU_FEATURES - {"gluon"})
@@ -330,7 +332,7 @@ def test_what_cannot_run_is_not_sooner(ask: Ask, store_table: Store) -> None:
 def test_the_log_shows_each_tile_of_a_weight(
     ask: Ask, store_table: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store_table({ask(m=512, n=28672): Entry(174.0, "fused-wgmma", WgmmaTile(256, share=True))})
+    store_table({ask(m=512, n=28672): Entry(174.0, "fused-wgmma", WgmmaTile(256, stream_k=True))})
     monkeypatch.setattr(kernel_table, "_logged", set())
     monkeypatch.setenv("QUANTKIT_VERBOSE", "1")
     with caplog.at_level(logging.WARNING):
@@ -355,8 +357,9 @@ def test_the_log_shows_tile_and_time(
     with caplog.at_level(logging.WARNING):
         log_choice(ask(m=7), choose(ask(m=7)))
     assert (
-        ": fused-portable-gemv warps=8 columns=256 row_tiles=1 ahead=False unroll=16 present=False "
-        "together=False, measured 5.0 us; not fused-gemv: not measured; on this GPU fused-portable-gemv was"
+        ": fused-portable-gemv warps=8 columns=256 row_tiles=1 prefetch=False unroll=16 predicate_x=False "
+        "one_accumulator=False, measured 5.0 us; not fused-gemv: not measured; on this GPU "
+        "fused-portable-gemv was"
     ) in caplog.messages[0]
 
 
@@ -436,7 +439,7 @@ def test_the_numbers_do_not_depend_on_the_table(
     op = Operands(x, build(packed, x.dtype), None, packed.scheme, 40)
     for tile in random_tiles(ask, gpu, row, 4):
         # Sums in float16 are for float16 activations.
-        if not getattr(tile, "half_sums", False):
+        if not getattr(tile, "fp16_accumulation", False):
             assert relative_error(run(op, tile), reference(x, packed)) < 1e-5, tile
 
 
@@ -464,10 +467,10 @@ def test_rules_follow_the_size_of_the_gpu(ask: Ask, gpu: Gpu) -> None:
     """A weight that leaves a large GPU idle without splitting keeps a small one busy."""
     # Without `fused-wgmma`, which divides nothing by columns.
     problem = replace(ask(m=64, n=8192), features=GPU_FEATURES - {"gluon"}, gpu=H200)
-    assert choose(problem).tile.split == 2
+    assert choose(problem).tile.split_k == 2
     small = replace(gpu, name="small", multiprocessors=20, shared_memory=99 << 10)
     tile = choose(replace(problem, gpu=small)).tile
-    assert (tile.split, tile.row_tiles) == (1, 8)
+    assert (tile.split_k, tile.row_tiles) == (1, 8)
     # On the GPU that rules were made on, they are what they were.
     for m in (1, 8, 16, 64, 128):
         shape = replace(problem, m=m)

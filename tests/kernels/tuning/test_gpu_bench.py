@@ -170,15 +170,15 @@ cases = (
     ("fused-portable-gemv", PortableGemvTile(), 4, 64),
     ("fused-portable", PortableGemmTile(4, 64, 4), 64, 64),
     # A full round of 132 programs is not split, one more is.
-    ("fused-portable", PortableGemmTile(4, 64, 2, at_once=1), 64, 133 * 64),
+    ("fused-portable", PortableGemmTile(4, 64, 2, occupancy=1), 64, 133 * 64),
     ("fused-small-m", SmallMTile(8, 2), 16, 4096),
     ("fused-small-m", SmallMTile(16, 1), 5, 96),
     ("fused-gemv", DecodeTile(8, 2, 1, 2, True), 1, 4096),
     ("fused-gemv", DecodeTile(8, 2, 2, 2), 3, 96),
     ("fused-gemv", DecodeTile(16, 1, 1, 1), 8, 9 * 132 * 16),
-    ("fused-wgmma", WgmmaTile(64, share=True), 64, 4096),
+    ("fused-wgmma", WgmmaTile(64, stream_k=True), 64, 4096),
     # Nothing is left to share.
-    ("fused-wgmma", WgmmaTile(64, share=True), 64, 132 * 128),
+    ("fused-wgmma", WgmmaTile(64, stream_k=True), 64, 132 * 128),
 )
 for row, tile, m, n in cases[int(sys.argv[1]) :: 2]:
     hashes.clear()

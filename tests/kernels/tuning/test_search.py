@@ -124,8 +124,8 @@ def test_neighbours_differ_in_one_field(gpu: Gpu) -> None:
     tile = row.tiling.rule(problem)
     found = [one.tile for one in neighbours(problem, row, tile)]
     assert all(distance(one, tile) == 1 for one in found)
-    assert {one.m for one in found} == {16, 32, 64, 128}
-    assert {one.split for one in found} == {1, 2, 4, 8}
+    assert {one.block_m for one in found} == {16, 32, 64, 128}
+    assert {one.split_k for one in found} == {1, 2, 4, 8}
 
 
 def test_the_best_is_found_pass_by_pass(gpu: Gpu) -> None:

@@ -134,8 +134,11 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         (damage(lambda data: data["weights"].append(3)), "'weights' has 3"),
         (damage(lambda data: data["weights"][0].update(n=1)), "a weight has the keys"),
         (damage(lambda data: data["weights"][0].update(dtype="int8")), "the dtype of fp4-e2m1 .* is 'int8'"),
-        (damage(lambda data: data["weights"][0].update(half_sums=True)), "'half_sums' of .* is true for bf"),
-        (damage(lambda data: data["weights"][0].pop("half_sums")), "expected true or false"),
+        (
+            damage(lambda data: data["weights"][0].update(fp16_accumulation=True)),
+            "'fp16_accumulation' of .* is true for bf",
+        ),
+        (damage(lambda data: data["weights"][0].pop("fp16_accumulation")), "expected true or false"),
         (damage(lambda data: data["weights"][0]["scheme"].pop("format")), "a scheme has the fields"),
         (damage(lambda data: data["weights"][0]["scheme"].update(format="int44")), "int44"),
         (
@@ -165,7 +168,10 @@ def entry(value: Any, m: str = "1") -> Callable[[bytes], bytes]:
         ),
         (entry([1.0, "torch-int4"]), "names the row 'torch-int4'"),
         (entry([1.0, ["fused-portable-gemv"]]), "names the row"),
-        (entry([1.0, "fused-portable-gemv"]), "has the tile None; expected warps, columns, row_tiles, ahead"),
+        (
+            entry([1.0, "fused-portable-gemv"]),
+            "has the tile None; expected warps, columns, row_tiles, prefetch",
+        ),
         (entry([1.0, "fused-portable-gemv", [4, 512, 1]]), "has the tile"),
         (entry([1.0, "fused-portable-gemv", [4, 512, 1, 1]]), "has the tile"),
         (entry([1.0, "fused-portable-gemv", [4, 512, True, True]]), "has the tile"),
@@ -247,11 +253,11 @@ def test_no_change_of_one_value_gets_through_as_another_error(table: TileTable, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 13"),
+        (damage(lambda data: data.update(version=1)), "it has version 1, these kernels have 14"),
         # As they were before there was another row.
         (
             damage(lambda data: (data.update(version=3), data["tiles"].pop("fused-wgmma"))),
-            "it has version 3, these kernels have 13",
+            "it has version 3, these kernels have 14",
         ),
         (
             damage(lambda data: data["gpu"].update(name="Other")),
@@ -460,18 +466,45 @@ def test_a_cache_that_is_no_directory(table: TileTable, gpu: Gpu, cache: Path) -
         save(table, KERNELS)
 
 
-def test_a_table_of_version_12_is_read_with_the_kernel_names_of_today(gpu: Gpu, ask: Ask) -> None:
+#: Names of version 13 and of version 12, by those of today.
+FIELDS_OF_13 = {
+    "fused-gemv": ["warps", "programs", "together", "ahead", "integers"],
+    "fused-portable-gemv": ["warps", "columns", "row_tiles", "ahead", "unroll", "present", "together"],
+    "fused-small-m": ["warps", "parts", "ahead", "wgmma"],
+    "fused-wgmma": ["m", "rows", "ahead", "share", "columns"],
+    "fused-portable": ["row_tiles", "m", "split", "warps", "stages", "half_sums", "chains", "at_once"],
+}
+KERNELS_OF_12 = {
+    "fused-portable-gemv": "fused-skinny",
+    "fused-portable": "fused-tiled",
+    "fused-small-m": "fused-narrow",
+    "fused-wgmma": "fused-hopper",
+    "fused-gemv": "fused-stream",
+}
+
+
+@pytest.mark.parametrize("version", [12, 13])
+def test_an_older_table_is_read_with_the_names_of_today(gpu: Gpu, ask: Ask, version: int) -> None:
     """Entries are those of the same table of today, also times of other kernels."""
     entry = Entry(2.0, "fused-portable", PortableGemmTile(4, 16), {"fused-portable-gemv": 3.0})
-    data = to_json(TileTable(gpu, {}, {Key.of(ask(m=16)): entry}), KERNELS).decode()
-    old = data.replace('"version": 13', '"version": 12')
-    for name, before in (
-        ("fused-portable-gemv", "fused-skinny"),
-        ("fused-portable", "fused-tiled"),
-        ("fused-small-m", "fused-narrow"),
-        ("fused-wgmma", "fused-hopper"),
-        ("fused-gemv", "fused-stream"),
-    ):
-        old = old.replace(f'"{name}"', f'"{before}"')
-    assert old.count("fused-tiled") == 2 and "fused-portable" not in old
-    assert from_json(old.encode(), gpu, KERNELS).entries == {Key.of(ask(m=16)): entry}
+    data = to_json(TileTable(gpu, {}, {Key.of(ask(m=16)): entry}), KERNELS)
+    old = json.loads(data)
+    assert {name: len(fields) for name, fields in old["tiles"].items()} == {
+        name: len(fields) for name, fields in FIELDS_OF_13.items()
+    }
+    old |= {"version": version, "tiles": FIELDS_OF_13}
+    for weight in old["weights"]:
+        weight["half_sums"] = weight.pop("fp16_accumulation")
+    text = json.dumps(old)
+    for name, before in KERNELS_OF_12.items() if version == 12 else ():
+        text = text.replace(f'"{name}"', f'"{before}"')
+    assert from_json(text.encode(), gpu, KERNELS) == from_json(data, gpu, KERNELS)
+
+
+@pytest.mark.parametrize(
+    "change", [{"tiles": [1]}, {"tiles": {"fused-gemv": 3}}, {"weights": 3}, {"weights": [3]}], ids=str
+)
+def test_a_damaged_older_table_is_refused(gpu: Gpu, change: dict[str, Any]) -> None:
+    old = json.loads(to_json(TileTable(gpu, {}, {}), KERNELS)) | {"version": 13, "tiles": FIELDS_OF_13}
+    with pytest.raises(KernelError, match=r"'(tiles|weights)'"):
+        from_json(json.dumps(old | change).encode(), gpu, KERNELS)

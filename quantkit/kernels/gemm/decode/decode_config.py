@@ -32,7 +32,7 @@ class Norm:
 class DecodeConfig:
     """What the kernel knows at compile time: the weight, how codes become operands, and how work is shared.
 
-    Products are those of `product` columns; two of them have a quad of x, a `piece` of columns.
+    Products are those of `mma_k` columns; two of them have a quad of x, a `mma_pair` of columns.
     """
 
     k: int
@@ -57,9 +57,9 @@ class DecodeConfig:
     top_k: int
     chained: bool
     dtype_name: str
-    integers: bool
+    int8_mma: bool
     #: What a byte counts, of integers.
-    worth: float
+    byte_scale: float
     asm: str
     constraints: str
     table: str | None
@@ -68,37 +68,37 @@ class DecodeConfig:
     #: Rows of x, a power of two.
     rows: int
     #: Row tiles that there is shared memory for, a power of two.
-    row_tile_room: int
-    units: int
-    together: int
+    padded_row_tiles: int
+    k_steps_per_warp: int
+    tiles_per_iter: int
     #: Whether there is but one turn.
-    once: bool
-    ahead: int
+    single_iter: bool
+    prefetch: int
     overlap: bool
 
     def __hash__(self) -> int:
         # Part of what Triton looks a kernel up by.
-        return hash((self.k, self.asm, self.rows, self.row_tile_room))
+        return hash((self.k, self.asm, self.rows, self.padded_row_tiles))
 
     @property
-    def is_normed(self) -> bool:
+    def norms_x(self) -> bool:
         """Whether x becomes a norm."""
         return self._does("whole")
 
     @property
-    def begins(self) -> bool:
+    def begins_norm(self) -> bool:
         """Whether a norm of y is begun."""
         return self._does("begin")
 
     @property
-    def ends(self) -> bool:
+    def ends_norm(self) -> bool:
         """Whether the norm that x was begun to become is ended."""
         return self._does("end")
 
     @property
-    def as_quads(self) -> bool:
+    def as_vec4(self) -> bool:
         """Whether x is in shared memory as quads, as words have columns that lie 16 apart."""
-        return self.shared_table or (self.integers and self.apart == 1)
+        return self.shared_table or (self.int8_mma and self.plane_distance == 1)
 
     @property
     def shared_table(self) -> bool:
@@ -116,184 +116,188 @@ class DecodeConfig:
         return {"bfloat16": tl.bfloat16, "float16": tl.float16}[self.dtype_name]
 
     @property
-    def step(self) -> int:
+    def row_tiles_per_output(self) -> int:
         """Row tiles that a program has one or none of."""
         return 2 if self.gate else 1
 
     @property
-    def unit(self) -> int:
+    def k_step(self) -> int:
         """Columns of a unit."""
         return max(128, 16 * self.planes)
 
     @property
-    def unit_quads(self) -> int:
+    def vec4s_per_step(self) -> int:
         """Quads that a lane has of the codes of a unit."""
-        return self.unit // (16 * self.planes) * self.tiles
+        return self.k_step // (16 * self.planes) * self.tiles
 
     @property
-    def all_units(self) -> int:
+    def total_k_steps(self) -> int:
         """Units of all warps together."""
-        return self.spans * 16 * self.planes // self.unit
+        return self.spans * 16 * self.planes // self.k_step
 
     @property
-    def on_sums(self) -> bool:
+    def scales_sums(self) -> bool:
         """Whether each dot has a scale that multiplies its sums."""
         return self.groups > 1 and not self.on_weights
 
     @property
-    def whole(self) -> bool:
+    def int32_sums(self) -> bool:
         """Whether sums are integers to the end."""
-        return self.integers and not self.on_sums
+        return self.int8_mma and not self.scales_sums
 
     @property
-    def product(self) -> int:
+    def mma_k(self) -> int:
         """Columns of a product."""
-        return 32 if self.integers else 16
+        return 32 if self.int8_mma else 16
 
     @property
-    def unit_pieces(self) -> int:
+    def mma_pairs_per_step(self) -> int:
         """Pieces of a unit."""
-        return self.unit // (2 * self.product)
+        return self.k_step // (2 * self.mma_k)
 
     @property
-    def pieces(self) -> int:
+    def mma_pairs(self) -> int:
         """Pieces of each warp."""
-        return self.units * self.unit_pieces
+        return self.k_steps_per_warp * self.mma_pairs_per_step
 
     @property
-    def at_once(self) -> int:
+    def mma_pairs_per_pass(self) -> int:
         """Pieces that the lanes of a warp have at a time, each four of every row of x."""
         return max(1, COLUMNS // self.rows)
 
     @property
-    def room(self) -> int:
+    def padded_mma_pairs(self) -> int:
         """Pieces of each warp that there is shared memory for: whole turns of a warp, or a power of two."""
-        turns = -(-self.pieces // self.at_once) * self.at_once
-        return turns if self.integers else power_of_two(turns)
+        turns = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
+        return turns if self.int8_mma else power_of_two(turns)
 
     @property
-    def bm(self) -> int:
+    def columns_per_digit(self) -> int:
         """Columns of operand B for one digit, or for the rows of x that a group of them has."""
-        return max(2, self.group_rows)
+        return max(2, self.rows_per_group)
 
     @property
-    def group_rows(self) -> int:
+    def rows_per_group(self) -> int:
         """Rows of x that a group of columns of operand B has."""
         return min(COLUMNS, self.rows)
 
     @property
-    def weighed(self) -> bool:
+    def has_column_weights(self) -> bool:
         """Whether columns of operand B may count differently: as digits, or once where there are copies."""
-        return self.integers or self.rows <= COLUMNS
+        return self.int8_mma or self.rows <= COLUMNS
 
     @property
     def column_groups(self) -> int:
         """Groups of `COLUMNS` columns of operand B: of digits, or of rows of x."""
-        return self.bm // 2 if self.integers else max(1, self.rows // COLUMNS)
+        return self.columns_per_digit // 2 if self.int8_mma else max(1, self.rows // COLUMNS)
 
     @property
-    def stored_quads(self) -> int:
+    def stored_vec4s(self) -> int:
         """Quads of a lane t in shared memory, for a group of columns of a piece."""
-        return (8 // self.bm if self.integers else 1) * self.group_rows
+        return (8 // self.columns_per_digit if self.int8_mma else 1) * self.rows_per_group
 
     @property
-    def quad_sizes(self) -> tuple[int, ...]:
+    def vec4_shape(self) -> tuple[int, ...]:
         """Words in shared memory that are a quad of each lane: columns n, words and t in either order."""
-        return self.warps, self.stored_quads // self.group_rows, self.group_rows, 4, 4
+        return self.warps, self.stored_vec4s // self.rows_per_group, self.rows_per_group, 4, 4
 
     @property
-    def copied_sizes(self) -> tuple[int, ...]:
+    def x_shape(self) -> tuple[int, ...]:
         """All of them, of floats."""
-        return self.room * self.column_groups, *self.quad_sizes
+        return self.padded_mma_pairs * self.column_groups, *self.vec4_shape
 
     @property
-    def float_sizes(self) -> tuple[int, ...]:
+    def float_shape(self) -> tuple[int, ...]:
         """Those of a turn of floats."""
-        return self.at_once, self.warps, 1, self.rows, 4, 4
+        return self.mma_pairs_per_pass, self.warps, 1, self.rows, 4, 4
 
     @property
-    def digit_sizes(self) -> tuple[int, ...]:
+    def digit_shape(self) -> tuple[int, ...]:
         """Those of a turn of digits: groups of columns, and the digits of a group."""
         groups = self.column_groups
-        return self.at_once, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
+        return self.mma_pairs_per_pass, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
 
     @property
-    def held_rows(self) -> int:
-        """Rows of `row_words` that hold the quads of x."""
-        return self.room * self.column_groups
+    def smem_rows(self) -> int:
+        """Rows of `smem_row_words` that hold the quads of x."""
+        return self.padded_mma_pairs * self.column_groups
 
     @property
-    def row_words(self) -> int:
+    def smem_row_words(self) -> int:
         """Words of a row of shared memory: a quad of each lane of all warps."""
-        return self.warps * self.stored_quads * 16
+        return self.warps * self.stored_vec4s * 16
 
     @property
-    def spare_rows(self) -> int:
+    def padding_rows(self) -> int:
         """Dummy rows, so that Triton requests the shared memory of the table that inline PTX puts there."""
-        return -(-undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.row_words))
+        return -(
+            -undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.smem_row_words)
+        )
 
     @property
     def _needed(self) -> int:
         """Bytes of shared memory for x, what warps have of each row tile, and roots of rows of x."""
-        x = 4 * self.held_rows * self.row_words
-        return x + self.warps * self.row_tile_room * self.rows * 64 + (4 * self.rows if self.ends else 0)
+        x = 4 * self.smem_rows * self.smem_row_words
+        return (
+            x + self.warps * self.padded_row_tiles * self.rows * 64 + (4 * self.rows if self.ends_norm else 0)
+        )
 
     @property
-    def counted_memory(self) -> int:
-        """Bytes of shared memory that Triton counts, with those of `spare_rows`."""
-        return self._needed + 4 * self.spare_rows * self.row_words
+    def declared_bytes(self) -> int:
+        """Bytes of shared memory that Triton counts, with those of `padding_rows`."""
+        return self._needed + 4 * self.padding_rows * self.smem_row_words
 
     @property
     def shared_memory(self) -> int:
         """Bytes of shared memory, the table among them."""
-        return self.counted_memory + self.shared_table * shared_bytes()
+        return self.declared_bytes + self.shared_table * shared_bytes()
 
     @property
-    def apart(self) -> int:
+    def plane_distance(self) -> int:
         """How far apart planes are whose codes become bytes of one register."""
         return planes_apart(self.planes, self.dot)
 
     @property
-    def made(self) -> int:
+    def dequant_registers(self) -> int:
         """Registers that are made of one of each part."""
-        return self.planes // 2 if self.integers else self.planes
+        return self.planes // 2 if self.int8_mma else self.planes
 
     @property
-    def made_types(self) -> tuple[Any, ...]:
+    def dequant_types(self) -> tuple[Any, ...]:
         """Their types."""
         import triton.language as tl
 
-        return (tl.int32,) * self.made
+        return (tl.int32,) * self.dequant_registers
 
     @property
-    def products(self) -> tuple["Product", ...]:
+    def mmas(self) -> tuple["Mma", ...]:
         """The products of a unit."""
-        return tuple(map(self._product, range(self.unit // self.product)))
+        return tuple(map(self._mma_of, range(self.k_step // self.mma_k)))
 
-    def _product(self, number: int) -> "Product":
+    def _mma_of(self, number: int) -> "Mma":
         # Of floats two products are a run of 32 columns, of integers a piece of two runs.
         runs = self.planes // 2
-        if not self.integers or self.apart == 1:
-            run = number if self.integers else number // 2
-            plane = 2 * (run % runs) + (0 if self.integers else number % 2)
+        if not self.int8_mma or self.plane_distance == 1:
+            run = number if self.int8_mma else number // 2
+            plane = 2 * (run % runs) + (0 if self.int8_mma else number % 2)
         else:
             # Runs so far apart have planes that share registers.
-            distance, piece = self.apart // 2, number // 2
-            run = piece // distance * self.apart + piece % distance
+            distance, mma_pair = self.plane_distance // 2, number // 2
+            run = mma_pair // distance * self.plane_distance + mma_pair % distance
             plane = 2 * (run % runs) + number % 2
-        register = low_planes(self.planes, self.apart).index(plane) if self.integers else plane
-        column = number * self.product
+        register = low_planes(self.planes, self.plane_distance).index(plane) if self.int8_mma else plane
+        column = number * self.mma_k
         value = column % 128 // min(128, self.per_block // self.in_block)
-        return Product(run // runs, register, column // 128, value)
+        return Mma(run // runs, register, column // 128, value)
 
 
 @dataclass(frozen=True)
-class Product:
+class Mma:
     """Where a product of a unit has its operand A, and the scale of that: the span, which of the registers
     made of its codes, which 128 columns, and which value of their block.
     """
 
     span: int
     register: int
-    part: int
+    subtile: int
     value: int

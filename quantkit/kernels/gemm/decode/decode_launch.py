@@ -10,22 +10,22 @@ from quantkit.kernels.gemm.bound import BIAS, Bound, X, Y
 from quantkit.kernels.gemm.decode.decode_config import COLUMNS, Norm
 from quantkit.kernels.gemm.decode.decode_tiles import (
     DecodeTile,
-    RowTiles,
-    ahead,
+    RowTileSchedule,
     decode_config,
-    share,
-    together,
-    units,
+    k_steps_per_warp,
+    prefetch,
+    schedule_row_tiles,
+    tiles_per_iter,
 )
 from quantkit.kernels.gemm.gpu_limits import processors, program_memory
 from quantkit.kernels.gemm.operands import (
     Grouping,
     Operands,
     bound,
-    no_pairs,
     shape_of,
     table_bytes,
     unknown_value,
+    why_no_gate_up_tiles,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.fragment_layout import geometry, value_sizes
@@ -59,37 +59,37 @@ OTHER_REGISTERS = 40
 #: instead of 22.0 with one row, within 5 % of each other with four, slower with eight.
 MOST_WITH_WARPS = 4
 #: Few rows of x. With more, a multiprocessor has two programs only if x, which both copy, has up to so many
-#: numbers, and if by `idleness` they take up to so many times as long as one (H100, 10 weights with 4 rows:
+#: numbers, and if by `imbalance` they take up to so many times as long as one (H100, 10 weights with 4 rows:
 #: the rules take 1.03 times the best tile timed).
 FEW_OF_X, COPIED_TWICE, AS_EVEN = 2, (1 << 15) - 1, 1.12
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
-    "programs": (1, 2, 3, 4),
-    "together": (1, 2),
-    "ahead": (1, 2, 3, 4, 7, 8),
-    "integers": (False, True),
+    "occupancy": (1, 2, 3, 4),
+    "tiles_per_iter": (1, 2),
+    "prefetch": (1, 2, 3, 4, 7, 8),
+    "int8_mma": (False, True),
 }
 
 
-def unit_registers(problem: Problem) -> int:
+def k_step_registers(problem: Problem) -> int:
     """Registers that a thread has a unit of codes in, with its scales and zero-points."""
     shape = shape_of(problem)
-    codes = shape.unit // shape.span * shape.tiles * 4
+    codes = shape.k_step // shape.span * shape.tiles * 4
     words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
-    return codes + shape.unit // 128 * words
+    return codes + shape.k_step // 128 * words
 
 
 def thread_registers(tile: DecodeTile) -> int:
     """Those that a thread has, a multiple of 8."""
-    return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.programs) // 8 * 8)
+    return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.occupancy) // 8 * 8)
 
 
-def ahead_in_registers(problem: Problem, tile: DecodeTile) -> int:
+def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
     """How many units there are registers for, beside those that are made of the codes of a span."""
     planes = shape_of(problem).planes
-    made = 4 * (planes // 2 if tile.integers else planes)
-    return (thread_registers(tile) - OTHER_REGISTERS - made) // unit_registers(problem)
+    dequant_registers = 4 * (planes // 2 if tile.int8_mma else planes)
+    return (thread_registers(tile) - OTHER_REGISTERS - dequant_registers) // k_step_registers(problem)
 
 
 def shared_memory(
@@ -120,28 +120,30 @@ def why_no_integers(problem: Problem) -> str | None:
 
 def _rule(problem: Problem) -> DecodeTile:
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
-    short = shape_of(problem).steps < RESIDENT_WARPS
-    integers = problem.m <= (1 if long else FEW_OF_X) and why_no_integers(problem) is None
+    short = shape_of(problem).k_steps < RESIDENT_WARPS
+    int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_integers(problem) is None
     # Codes that could be bytes leave registers for more units, whether they become bytes or not.
-    wide = integers or (not few and as_bytes(problem.scheme.format) is not None)
-    one, two = DecodeTile(RESIDENT_WARPS, 1, ahead=2), DecodeTile(ahead=4 if wide else 2)
-    many = DecodeTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, ahead=1)
+    wide = int8_mma or (not few and as_bytes(problem.scheme.format) is not None)
+    one, two = DecodeTile(RESIDENT_WARPS, 1, prefetch=2), DecodeTile(prefetch=4 if wide else 2)
+    many = DecodeTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, prefetch=1)
     if long or not (few or _copies_twice(problem, one, two)):
         tile = one
-    elif _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (short or integers):
+    elif _is_straight(problem) and problem.m <= MOST_WITH_WARPS and not (short or int8_mma):
         tile = many
     else:
         tile = two
     # Pairs of integers in spans of 256 columns take up to 1.3 times as long.
-    pairs = tile is one or (tile is two and not (integers and shape_of(problem).span > 128))
-    if pairs and _row_tiles(problem, tile) == 2:
-        tile = replace(tile, together=2, ahead=1 if long else 2)
-    tile = replace(tile, integers=integers)
-    most = max(1, ahead_in_registers(problem, tile) // tile.together)
-    tile = replace(tile, ahead=max(number for number in VALUES["ahead"] if number <= min(most, tile.ahead)))
+    pairs = tile is one or (tile is two and not (int8_mma and shape_of(problem).span > 128))
+    if pairs and _max_row_tiles(problem, tile) == 2:
+        tile = replace(tile, tiles_per_iter=2, prefetch=1 if long else 2)
+    tile = replace(tile, int8_mma=int8_mma)
+    most = max(1, prefetch_in_registers(problem, tile) // tile.tiles_per_iter)
+    tile = replace(
+        tile, prefetch=max(number for number in VALUES["prefetch"] if number <= min(most, tile.prefetch))
+    )
     # With less shared memory floats, which take less, and one x; half of the warps where that is too much.
-    floats = replace(tile, integers=False)
-    smaller = floats, replace(one, ahead=1), replace(floats, programs=1)
+    floats = replace(tile, int8_mma=False)
+    smaller = floats, replace(one, prefetch=1), replace(floats, occupancy=1)
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
 
 
@@ -156,48 +158,50 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
     Of one pair each; others have that of a single weight. On an H100 it takes 0.895 of the time of
     `fused-small-m` by the geometric mean of 70 products.
     """
-    integers, steps = why_no_integers(problem) is None, shape_of(problem).steps
+    int8_mma, steps = why_no_integers(problem) is None, shape_of(problem).k_steps
     if problem.m > 1:
         tile = _rule(problem)
     elif problem.k > LONG_ROWS:
-        tile = DecodeTile(16, 1, together=2, ahead=1, integers=integers)
-    elif steps <= (SHORT_STEPS if integers else SHORT_STEPS // 2):
-        tile = DecodeTile(4, 4, together=2, ahead=1, integers=integers)
+        tile = DecodeTile(16, 1, tiles_per_iter=2, prefetch=1, int8_mma=int8_mma)
+    elif steps <= (SHORT_STEPS if int8_mma else SHORT_STEPS // 2):
+        tile = DecodeTile(4, 4, tiles_per_iter=2, prefetch=1, int8_mma=int8_mma)
     else:
-        tile = DecodeTile(8, 2, together=2, ahead=1, integers=integers)
+        tile = DecodeTile(8, 2, tiles_per_iter=2, prefetch=1, int8_mma=int8_mma)
     # Whether y is gated is decided later.
     gate = "silu" if grouping.matrices == 2 else ""
-    for changes in ({}, {"integers": False}, {"integers": False, "programs": 1}):
+    for changes in ({}, {"int8_mma": False}, {"int8_mma": False, "occupancy": 1}):
         other = replace(tile, **changes)
-        other = replace(other, together=min(other.together, max(1, ahead_in_registers(problem, other))))
+        other = replace(
+            other, tiles_per_iter=min(other.tiles_per_iter, max(1, prefetch_in_registers(problem, other)))
+        )
         needed = shared_memory(other, problem, gate, grouping=grouping)
-        if needed <= program_memory(problem) // other.programs:
+        if needed <= program_memory(problem) // other.occupancy:
             return other
     return None
 
 
 def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
     """Whether a multiprocessor has two programs, which copy all of x each, rather than one."""
-    even = idleness(problem, two) <= AS_EVEN * idleness(problem, one)
+    even = imbalance(problem, two) <= AS_EVEN * imbalance(problem, one)
     return problem.m * problem.k <= COPIED_TWICE and even
 
 
-def _row_tiles(problem: Problem, tile: DecodeTile) -> int:
+def _max_row_tiles(problem: Problem, tile: DecodeTile) -> int:
     """The most that a program has."""
-    return share(tile, shape_of(problem), processors(problem)).row_tiles
+    return schedule_row_tiles(tile, shape_of(problem), processors(problem)).row_tiles
 
 
-def columns_of_warp(problem: Problem, tile: DecodeTile) -> int:
+def columns_per_warp(problem: Problem, tile: DecodeTile) -> int:
     """The most columns that a warp has, of all its row tiles."""
     shape = shape_of(problem)
-    return _row_tiles(problem, tile) * units(tile, shape) * shape.unit
+    return _max_row_tiles(problem, tile) * k_steps_per_warp(tile, shape) * shape.k_step
 
 
-def idleness(problem: Problem, tile: DecodeTile) -> float:
+def imbalance(problem: Problem, tile: DecodeTile) -> float:
     """How many times as many columns as the average the warp with the most has: 1 where none is ever idle."""
     shape = shape_of(problem)
-    warps = processors(problem) * tile.programs * tile.warps
-    return columns_of_warp(problem, tile) * warps / (shape.row_tiles * shape.steps * shape.unit)
+    warps = processors(problem) * tile.occupancy * tile.warps
+    return columns_per_warp(problem, tile) * warps / (shape.row_tiles * shape.k_steps * shape.k_step)
 
 
 def _is_straight(problem: Problem) -> bool:
@@ -226,9 +230,9 @@ def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
     # Whether y is gated too was decided before.
-    gates = ("",) if no_pairs(problem) else ("", "silu")
+    gates = ("",) if why_no_gate_up_tiles(problem) else ("", "silu")
     needed = max(shared_memory(tile, problem, gate, _ENDED) for gate in gates)
-    most = program_memory(problem) // tile.programs
+    most = program_memory(problem) // tile.occupancy
     if needed > most:
         return f"x, sums and roots take {needed} bytes of shared memory, of {most} that there are"
     return None
@@ -236,11 +240,11 @@ def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
 
 def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
     """Why y cannot be gated, for which programs have pairs of row tiles."""
-    if (reason := no_pairs(problem)) is not None:
+    if (reason := why_no_gate_up_tiles(problem)) is not None:
         return reason
     if problem.m > MOST_GATED:
         return f"a launch of its own is as fast from M={MOST_GATED + 1} on"
-    needed, most = shared_memory(tile, problem, gate="silu"), program_memory(problem) // tile.programs
+    needed, most = shared_memory(tile, problem, gate="silu"), program_memory(problem) // tile.occupancy
     if needed > most:
         return f"x and sums of pairs take {needed} bytes of shared memory, of {most} that there are"
     return None
@@ -254,37 +258,37 @@ def why_no_tile(problem: Problem) -> str | None:
 def _why_not(problem: Problem, tile: DecodeTile) -> str | None:
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if tile.integers and (reason := why_no_integers(problem)) is not None:
+    if tile.int8_mma and (reason := why_no_integers(problem)) is not None:
         return reason
     if problem.m > COLUMNS and _has_table(problem, tile):
         return f"values of {problem.scheme.format.name} in shared memory are for up to {COLUMNS} rows of x"
-    if tile.warps * tile.programs > MOST_WARPS:
+    if tile.warps * tile.occupancy > MOST_WARPS:
         return f"a multiprocessor has {MOST_WARPS} such warps at once"
-    needed, most = shared_memory(tile, problem), program_memory(problem) // tile.programs
+    needed, most = shared_memory(tile, problem), program_memory(problem) // tile.occupancy
     if needed > most:
         return f"x and sums take {needed} bytes of shared memory, of {most} that there are"
     return None
 
 
 def _has_table(problem: Problem, tile: DecodeTile) -> bool:
-    return not tile.integers and table_bytes(problem.scheme, problem.dtype) > 0
+    return not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _loses(problem: Problem, tile: DecodeTile) -> str | None:
     shape = shape_of(problem)
-    shared_out = share(tile, shape, processors(problem))
-    found, both = ahead(tile, shape, shared_out), together(tile, shared_out)
-    smaller = [number for number in VALUES["ahead"] if found <= number < tile.ahead]
+    schedule = schedule_row_tiles(tile, shape, processors(problem))
+    found, both = prefetch(tile, shape, schedule), tiles_per_iter(tile, schedule)
+    smaller = [number for number in VALUES["prefetch"] if found <= number < tile.prefetch]
     reasons = (
-        (2 * tile.warps * tile.programs <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
-        (tile.together > both, "a program has no more row tiles"),
+        (2 * tile.warps * tile.occupancy <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
+        (tile.tiles_per_iter > both, "a program has no more row tiles"),
         (
             # The count is on the safe side where threads have few: int4 was fastest with one unit more.
-            found * both > max(2 * both, ahead_in_registers(problem, tile) + 1),
+            found * both > max(2 * both, prefetch_in_registers(problem, tile) + 1),
             "codes take too many registers",
         ),
         (bool(smaller), "it is the same as with fewer units ahead"),
-        (tile.warps > shape.steps, "there are fewer units of columns than warps"),
+        (tile.warps > shape.k_steps, "there are fewer units of columns than warps"),
     )
     return next((reason for loses, reason in reasons if loses), None)
 
@@ -306,25 +310,25 @@ def _launch(
     norm: Norm | None = None,
     gate: str = "",
     grouping: Grouping | None = None,
-) -> tuple[Launch, RowTiles]:
+) -> tuple[Launch, RowTileSchedule]:
     """The launch, and how row tiles are shared out."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
     overlaps = options.pop("PDL")
     known = decode_config(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate, grouping)
-    shared_out = share(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), grouping)
+    schedule = schedule_row_tiles(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), grouping)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
     pairs = {"order": None, "expert_blocks": None} if grouping is None else {}
     return Launch(
         kernel,
-        (*expert_blocks, shared_out.programs),
+        (*expert_blocks, schedule.programs),
         S=known,
         **pairs,
         num_warps=tile.warps,
         maxnreg=thread_registers(tile),
         **options,
-    ), shared_out
+    ), schedule
 
 
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
@@ -336,12 +340,12 @@ def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset())
     norm = None
     if (normed := op.normed) is not None:
         norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])
-    launch, shared_out = _launch(
+    launch, schedule = _launch(
         m, n, k, op.scheme, op.x.dtype, has_bias, tile, features, count, norm, op.gate, grouping
     )
-    sizes = m, n, shared_out.each, shared_out.more
+    sizes = m, n, schedule.per_program, schedule.remainder
     # What there is not is neither read nor written.
-    return bound(op, (launch, (X, *op.of_norm(X), *op.layout, BIAS, Y, *sizes, *op.grouped)))
+    return bound(op, (launch, (X, *op.norm_operands(X), *op.layout, BIAS, Y, *sizes, *op.grouped)))
 
 
 def run(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> torch.Tensor:

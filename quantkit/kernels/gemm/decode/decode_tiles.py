@@ -25,70 +25,75 @@ class DecodeTile:
     """
 
     warps: int = 8
-    programs: int = 2
-    together: int = 1
-    ahead: int = 4
-    integers: bool = False
+    occupancy: int = 2
+    tiles_per_iter: int = 1
+    prefetch: int = 4
+    int8_mma: bool = False
 
 
-def units(tile: DecodeTile, shape: Geometry) -> int:
+def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
     """Units of each warp."""
-    return -(-shape.steps // tile.warps)
+    return -(-shape.k_steps // tile.warps)
 
 
 @dataclass(frozen=True)
-class RowTiles:
-    """Each of so many programs has `each` times `step` row tiles, and the first `more` have `step` more."""
+class RowTileSchedule:
+    """Each of so many programs has `per_program` times `row_tiles_per_output` row tiles, and the first
+    `remainder` have `row_tiles_per_output` more."""
 
     programs: int
-    each: int
-    more: int
-    step: int
+    per_program: int
+    remainder: int
+    row_tiles_per_output: int
 
     @property
     def row_tiles(self) -> int:
         """The most that a program has."""
-        return (self.each + (self.more > 0)) * self.step
+        return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
-def share(
+def schedule_row_tiles(
     tile: DecodeTile,
     shape: Geometry,
     multiprocessors: int,
     gated: bool = False,
     grouping: Grouping | None = None,
-) -> RowTiles:
+) -> RowTileSchedule:
     """Row tiles shared out among as many programs as run at once; in pairs if they are `gated`.
 
     Programs i and i + `multiprocessors` have the same multiprocessor, so that the first of them have more. Of
     a `grouping` it is those of one segment, and so many that none has more than it can add up.
     """
-    step = 2 if gated else 1
-    count, at_once, least = shape.row_tiles // step, multiprocessors * tile.programs, 1
+    row_tiles_per_output = 2 if gated else 1
+    count, mma_pairs_per_pass, least = (
+        shape.row_tiles // row_tiles_per_output,
+        multiprocessors * tile.occupancy,
+        1,
+    )
     if grouping is not None:
-        at_once //= grouping.usual
+        mma_pairs_per_pass //= grouping.usual
         least = -(-shape.row_tiles * grouping.rows // MOST_ROW_TILES)
-    programs = min(count, max(least, at_once))
-    return RowTiles(programs, *divmod(count, programs), step)
+    programs = min(count, max(least, mma_pairs_per_pass))
+    return RowTileSchedule(programs, *divmod(count, programs), row_tiles_per_output)
 
 
-def together(tile: DecodeTile, found: RowTiles) -> int:
+def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
     """Row tiles of a turn: no more than there are."""
-    return min(tile.together, found.row_tiles)
+    return min(tile.tiles_per_iter, found.row_tiles)
 
 
-def is_once(tile: DecodeTile, found: RowTiles) -> bool:
+def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
     """Whether a program has the row tiles of one turn."""
-    return found.row_tiles <= tile.together
+    return found.row_tiles <= tile.tiles_per_iter
 
 
-def ahead(tile: DecodeTile, shape: Geometry, found: RowTiles) -> int:
+def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
     """Units that codes are loaded ahead: of several turns as many as divide those of each, so that units have
     registers of their own.
     """
-    count = units(tile, shape)
-    most = min(tile.ahead, count)
-    if is_once(tile, found):
+    count = k_steps_per_warp(tile, shape)
+    most = min(tile.prefetch, count)
+    if is_single_iter(tile, found):
         return most
     return next(number for number in range(most, 0, -1) if count % number == 0)
 
@@ -110,13 +115,16 @@ def decode_config(
 ) -> DecodeConfig:
     """What the kernel knows of a product and its tile."""
     shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
-    shared_out = share(tile, shape, multiprocessors, bool(gate), grouping)
-    carried, worth = shape.carried != 1.0, 1.0
+    schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)
+    carried, byte_scale = shape.carried != 1.0, 1.0
     found = expression(scheme.format, name, bare=carried)
-    if tile.integers:
+    if tile.int8_mma:
         way = as_bytes(scheme.format)
         assert way is not None
-        worth, found = way.worth, byte_expression(scheme.format, planes_apart(shape.planes, shape.dot))
+        byte_scale, found = (
+            way.byte_scale,
+            byte_expression(scheme.format, planes_apart(shape.planes, shape.dot)),
+        )
     else:
         found = shared_table(scheme.format, name, tile.warps, of_planes=True) or found
     assert found is not None
@@ -145,18 +153,18 @@ def decode_config(
         top_k=1 if grouping is None else grouping.top_k,
         chained=grouping is not None and grouping.chained,
         dtype_name=name,
-        integers=tile.integers,
-        worth=worth,
+        int8_mma=tile.int8_mma,
+        byte_scale=byte_scale,
         asm=found.asm,
         constraints=constraints,
         table=found.table,
         fill=found.fill,
         warps=tile.warps,
         rows=power_of_two(m),
-        row_tile_room=power_of_two(shared_out.row_tiles),
-        units=units(tile, shape),
-        together=together(tile, shared_out),
-        once=is_once(tile, shared_out),
-        ahead=ahead(tile, shape, shared_out),
+        padded_row_tiles=power_of_two(schedule.row_tiles),
+        k_steps_per_warp=k_steps_per_warp(tile, shape),
+        tiles_per_iter=tiles_per_iter(tile, schedule),
+        single_iter=is_single_iter(tile, schedule),
+        prefetch=prefetch(tile, shape, schedule),
         overlap=overlaps,
     )

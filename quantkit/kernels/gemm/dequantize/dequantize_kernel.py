@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from quantkit.kernels.layouts.dequant_blocks import decode, load_by_lane, scales_by_lane
+from quantkit.kernels.layouts.dequant_blocks import dequant_codes, load_by_lane, scales_by_lane
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def dequantize(
     tiles = ()
     for t in tl.static_range(TILES):
         tiles = tiles + (tl.load(codes + at[:, :, None] + t * 256 + tl.arange(0, 256)),)
-    q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE).to(tl.float32)
+    q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE).to(tl.float32)
     # W, span, r, t, e1, row // 8, e0, run, p0
     q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (W * 16, COLUMNS))

@@ -5,7 +5,7 @@ before the next one starts. Where programs have few rows of x they are, as sums 
 
 A program has one or two chains of row tiles. With two, the weights of one are decoded while the tensor cores
 multiply with those of the other. Where there are more programs than run at once, those that would run last
-and leave processors idle may be split by columns: they write float32 sums, which `combine` adds up.
+and leave processors idle may be split by columns: they write float32 sums, which `reduce_splits` adds up.
 
 With `expert_blocks`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
 `quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose outputs lie side
@@ -16,85 +16,91 @@ import triton
 import triton.language as tl
 
 from quantkit.kernels.layouts.dequant_blocks import (
-    decode,
-    expert_block,
-    finish,
+    apply_scale_and_bias,
+    dequant_codes,
     load_by_lane,
-    of_matrix,
-    row_of_y,
+    load_expert_block,
+    output_rows,
     scales_by_lane,
+    select_matrix,
 )
 
 
-@triton.jit(do_not_specialize=["M", "FULL"])
+@triton.jit(do_not_specialize=["M", "UNSPLIT"])
 def portable_gemm(
-    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, order, expert_blocks,
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, UNSPLIT, order, expert_blocks,
     K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     PLANES: tl.constexpr, DTYPE: tl.constexpr,
-    RT: tl.constexpr, BM: tl.constexpr, CHAINS: tl.constexpr, SPLIT: tl.constexpr,
-    SOME_WHOLE: tl.constexpr, STAGES: tl.constexpr, RASTER: tl.constexpr, HALF: tl.constexpr,
-    WAIT: tl.constexpr, HOLD: tl.constexpr, TILES_OF_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    RT: tl.constexpr, BM: tl.constexpr, ACCUMULATORS: tl.constexpr, SPLIT_K: tl.constexpr,
+    SPLIT_LAST_WAVE: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, FP16_SCALE: tl.constexpr,
+    SYNC_MMA: tl.constexpr, WAIT_PTX: tl.constexpr, TILES_OF_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A chain has RT row tiles.
 
-    The tiles from FULL on are divided by columns into SPLIT programs each, which write `sums`, float32
-    [SPLIT, tiles, BM, rows]; without SOME_WHOLE, FULL is 0. Unless HALF is None, a step is summed in
-    float16, with weights times HALF. HOLD is PTX that waits until the registers of a chain's last weights may
-    be written again. With `expert_blocks`, M is BM * TILES_OF_SEGMENT for each of them, and nothing is split.
+    The tiles from UNSPLIT on are divided by columns into SPLIT_K programs each, which write `sums`, float32
+    [SPLIT_K, tiles, BM, rows]; without SPLIT_LAST_WAVE, UNSPLIT is 0. Unless FP16_SCALE is None, a step is
+    summed in float16, with weights times FP16_SCALE. WAIT_PTX is PTX that waits until the registers of a
+    chain's last weights may be written again. With `expert_blocks`, M is BM * TILES_OF_SEGMENT for each of
+    them, and nothing is split.
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
     C: tl.constexpr = COLUMNS // SPAN
     KP: tl.constexpr = SPANS * SPAN
     STEPS: tl.constexpr = KP // COLUMNS
-    ROWS: tl.constexpr = 16 * RT * CHAINS
+    ROWS: tl.constexpr = 16 * RT * ACCUMULATORS
     # Scales of whole steps multiply sums, which for few rows of x are fewer than the weights.
     ON_SUMS: tl.constexpr = (
-        GROUPS > 1 and not ON_WEIGHTS and GROUP % COLUMNS == 0 and BM <= 32 and WAIT and HALF is None
+        GROUPS > 1
+        and not ON_WEIGHTS
+        and GROUP % COLUMNS == 0
+        and BM <= 32
+        and SYNC_MMA
+        and FP16_SCALE is None
     )
     program = tl.program_id(0)
     tile = program
-    part = 0
+    split = 0
     steps = STEPS
-    if SPLIT > 1:
-        split_tiles = tl.cdiv(M, BM) * tl.cdiv(N, ROWS) - FULL
-        part = (program - FULL) // split_tiles
-        tile = FULL + (program - FULL) % split_tiles
-        steps = STEPS // SPLIT
-        if SOME_WHOLE:
-            whole = (program < FULL).to(tl.int32)
+    if SPLIT_K > 1:
+        split_tiles = tl.cdiv(M, BM) * tl.cdiv(N, ROWS) - UNSPLIT
+        split = (program - UNSPLIT) // split_tiles
+        tile = UNSPLIT + (program - UNSPLIT) % split_tiles
+        steps = STEPS // SPLIT_K
+        if SPLIT_LAST_WAVE:
+            whole = (program < UNSPLIT).to(tl.int32)
             tile = whole * program + (1 - whole) * tile
-            part = (1 - whole) * part
-            steps = (1 + whole * (SPLIT - 1)) * (STEPS // SPLIT)
-    begin = part * (STEPS // SPLIT)
-    pm, pn = place(tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS) * MATRICES, RASTER)
+            split = (1 - whole) * split
+            steps = (1 + whole * (SPLIT_K - 1)) * (STEPS // SPLIT_K)
+    begin = split * (STEPS // SPLIT_K)
+    pm, pn = tile_coordinates(tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS) * MATRICES, GROUP_M)
     last_tile = (N + 15) // 16 - 1
     if expert_blocks is not None:
-        expert, first, M = expert_block(expert_blocks, pm // TILES_OF_BLOCK)
+        expert, first, M = load_expert_block(expert_blocks, pm // TILES_OF_BLOCK)
         pm = pm % TILES_OF_BLOCK
         if pm * BM >= M:
             return
         which = pn // tl.cdiv(N, ROWS)
         pn = pn % tl.cdiv(N, ROWS)
-        codes, scale, zero, factor, lut = of_matrix(
+        codes, scale, zero, factor, lut = select_matrix(
             codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
         )
         y += which * N
         order += first
     row_tiles = ()
     at = ()
-    sums_of = ()
-    for chain in tl.static_range(CHAINS):
-        mine = tl.minimum((pn * CHAINS + chain) * RT + tl.arange(0, RT), last_tile)
-        spans = mine.to(tl.int64)[:, None] * SPANS + begin * C + tl.arange(0, C)[None, :]
-        row_tiles = row_tiles + (mine,)
+    accs = ()
+    for number in tl.static_range(ACCUMULATORS):
+        tiles_of_acc = tl.minimum((pn * ACCUMULATORS + number) * RT + tl.arange(0, RT), last_tile)
+        spans = tiles_of_acc.to(tl.int64)[:, None] * SPANS + begin * C + tl.arange(0, C)[None, :]
+        row_tiles = row_tiles + (tiles_of_acc,)
         at = at + (codes + (spans * (TILES * 256))[:, :, None] + tl.arange(0, 256),)
-        sums_of = sums_of + (tl.zeros((16 * RT, BM), tl.float32),)
+        accs = accs + (tl.zeros((16 * RT, BM), tl.float32),)
     m = pm * BM + tl.arange(0, BM)
     row_of_x = tl.minimum(m, M - 1)
     if expert_blocks is not None:
@@ -106,66 +112,66 @@ def portable_gemm(
             columns = tl.load(xs)
         else:
             columns = tl.load(xs, mask=k + i * COLUMNS < K, other=0.0)
-        next_sums = ()
+        next_accs = ()
         next_at = ()
-        for chain in tl.static_range(CHAINS):
-            q = _weights(
-                at[chain], row_tiles[chain], begin + i, scale, zero, lut, RT, C, SPAN, TILES,
+        for number in tl.static_range(ACCUMULATORS):
+            q = _dequant(
+                at[number], row_tiles[number], begin + i, scale, zero, lut, RT, C, SPAN, TILES,
                 1 if ON_SUMS else GROUPS, PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE,
-                FIELDS, PLANES, DTYPE, HOLD,
+                FIELDS, PLANES, DTYPE, WAIT_PTX,
             )  # fmt: skip
             if ON_SUMS:
-                s = _load(scale, row_tiles[chain], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS, False)
+                s = _load_scales(scale, row_tiles[number], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS, False)
                 s = _per_sum(scales_by_lane(s, SCALE, tl.float32), RT, BM)
-                added = sums_of[chain] + tl.dot(q, columns) * s
-            elif HALF is None:
-                added = tl.dot(q, columns, sums_of[chain])
+                added = accs[number] + tl.dot(q, columns) * s
+            elif FP16_SCALE is None:
+                added = tl.dot(q, columns, accs[number])
             else:
-                added = sums_of[chain] + _half_product(q, columns, HALF)
-            if WAIT:
+                added = accs[number] + _fp16_dot(q, columns, FP16_SCALE)
+            if SYNC_MMA:
                 # Whoever looks at the result waits for it.
                 added = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [added], tl.float32, False, 1)
-            next_sums = next_sums + (added,)
-            next_at = next_at + (at[chain] + C * TILES * 256,)
-        sums_of = next_sums
+            next_accs = next_accs + (added,)
+            next_at = next_at + (at[number] + C * TILES * 256,)
+        accs = next_accs
         at = next_at
         xs += COLUMNS
     if PDL:
         # What comes next may be launched. This kernel is not launched so itself: its programs would fill the
         # processors that happen to be free, three on one and one on another.
         tl.extra.cuda.gdc_launch_dependents()
-    to_rows = row_of_y(order, m, M)
-    for chain in tl.static_range(CHAINS):
-        local = chain * (16 * RT) + tl.arange(0, 16 * RT)
-        if SPLIT == 1 or (SOME_WHOLE and program < FULL):
+    to_rows = output_rows(order, m, M)
+    for number in tl.static_range(ACCUMULATORS):
+        local = number * (16 * RT) + tl.arange(0, 16 * RT)
+        if SPLIT_K == 1 or (SPLIT_LAST_WAVE and program < UNSPLIT):
             store(
-                sums_of[chain], y, pn * ROWS + local, m, to_rows, N * MATRICES, M, N, scale, factor, bias,
+                accs[number], y, pn * ROWS + local, m, to_rows, N * MATRICES, M, N, scale, factor, bias,
                 GROUPS, SCALE, HAS_FACTOR, HAS_BIAS,
             )  # fmt: skip
         else:
-            to = sums + (part * split_tiles + tile - FULL).to(tl.int64) * (BM * ROWS)
-            tl.store(to + tl.arange(0, BM)[None, :] * ROWS + local[:, None], sums_of[chain])
+            to = sums + (split * split_tiles + tile - UNSPLIT).to(tl.int64) * (BM * ROWS)
+            tl.store(to + tl.arange(0, BM)[None, :] * ROWS + local[:, None], accs[number])
 
 
 @triton.jit
-def place(tile, column_tiles, row_programs, RASTER: tl.constexpr):
+def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
     """Which rows of x and of the weight a tile has, of so many of either.
 
     Tiles with the same weights come next to each other, as many as share the rows of x in the cache.
     """
-    first = tile // (RASTER * row_programs) * RASTER
-    width = tl.minimum(column_tiles - first, RASTER)
-    within = tile % (RASTER * row_programs)
+    first = tile // (GROUP_M * row_programs) * GROUP_M
+    width = tl.minimum(column_tiles - first, GROUP_M)
+    within = tile % (GROUP_M * row_programs)
     return first + within % width, within // width
 
 
 @triton.jit
-def _weights(
+def _dequant(
     at, row_tiles, step, scale, zero, lut, RT: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
     TILES: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     V: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, ASM: tl.constexpr,
     CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
-    DTYPE: tl.constexpr, HOLD: tl.constexpr,
+    DTYPE: tl.constexpr, WAIT_PTX: tl.constexpr,
 ):  # fmt: skip
     """Decoded and scaled, [16 * RT, C * SPAN]."""
     COLUMNS: tl.constexpr = C * SPAN
@@ -174,18 +180,18 @@ def _weights(
     tiles = ()
     for t in tl.static_range(TILES):
         tiles = tiles + (tl.load(at + t * 256),)
-    q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+    q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
     q = tl.reshape(q, (RT, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * RT, COLUMNS))
     if HAS_ZERO:
-        z = _load(zero, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
+        z = _load_scales(zero, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
         q -= _per_weight(z, RT, COLUMNS).to(DTYPE)
     if GROUPS > 1:
-        s = _load(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, ASM is not None)
+        s = _load_scales(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, ASM is not None)
         s = scales_by_lane(s, SCALE, DTYPE)
-        q *= _per_weight(s * _one(HOLD).to(DTYPE), RT, COLUMNS)
-    elif HOLD is not None:
-        q *= _one(HOLD).to(DTYPE)
+        q *= _per_weight(s * _one(WAIT_PTX).to(DTYPE), RT, COLUMNS)
+    elif WAIT_PTX is not None:
+        q *= _one(WAIT_PTX).to(DTYPE)
     return q
 
 
@@ -199,20 +205,20 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _one(HOLD: tl.constexpr):
+def _one(WAIT_PTX: tl.constexpr):
     """1, but known only once the products are done that read the weights before those multiplied with it.
 
     Left alone, Triton 3.6 writes weights into registers that products in flight still read.
     """
     one = tl.full((), 1.0, tl.float32)
-    if HOLD is not None:
-        one = tl.inline_asm_elementwise(HOLD, "=f,f", [one], tl.float32, False, 1)
+    if WAIT_PTX is not None:
+        one = tl.inline_asm_elementwise(WAIT_PTX, "=f,f", [one], tl.float32, False, 1)
     return one
 
 
 @triton.jit
-def _half_product(q, columns, HALF: tl.constexpr):
-    return tl.dot(q * HALF, columns, out_dtype=tl.float16).to(tl.float32) * (1 / HALF)
+def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
+    return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
 
 @triton.jit
@@ -221,32 +227,35 @@ def store(
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Finish sums [rows, m] and write them to rows `to_rows` [m] of y, for m below M."""
-    sums = finish(sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    sums = apply_scale_and_bias(
+        sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
+    )
     to = y + to_rows.to(tl.int64)[None, :] * stride + rows[:, None]
     tl.store(to, sums.to(y.dtype.element_ty), mask=(rows < N)[:, None] & (m < M)[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "FULL"])
-def combine(
-    sums, scale, factor, bias, y, M, N, FULL,
+@triton.jit(do_not_specialize=["M", "UNSPLIT"])
+def reduce_splits(
+    sums, scale, factor, bias, y, M, N, UNSPLIT,
     GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, RASTER: tl.constexpr, PART: tl.constexpr,
-    PDL: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
+    REDUCE_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of y [M, N] from FULL on, from `sums` [SPLIT, tiles, BM, ROWS], in the order of the parts.
+    """The tiles of y [M, N] from UNSPLIT on, from `sums` [SPLIT_K, tiles, BM, ROWS], in the order of the
+    parts.
 
-    A program adds up PART rows of x of a tile.
+    A program adds up REDUCE_M rows of x of a tile.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
-    pm, pn = place(FULL + tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS), RASTER)
-    local = tl.program_id(1) * PART + tl.arange(0, PART)
+    pm, pn = tile_coordinates(UNSPLIT + tile, tl.cdiv(M, BM), tl.cdiv(N, ROWS), GROUP_M)
+    local = tl.program_id(1) * REDUCE_M + tl.arange(0, REDUCE_M)
     within = local[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
     total = tl.load(sums + tile.to(tl.int64) * (BM * ROWS) + within)
-    for part in tl.static_range(1, SPLIT):
-        at = (part * tl.num_programs(0) + tile).to(tl.int64) * (BM * ROWS)
+    for split in tl.static_range(1, SPLIT_K):
+        at = (split * tl.num_programs(0) + tile).to(tl.int64) * (BM * ROWS)
         total += tl.load(sums + at + within)
     rows = pn * ROWS + tl.arange(0, ROWS)
     m = pm * BM + local
@@ -254,7 +263,7 @@ def combine(
 
 
 @triton.jit
-def _load(
+def _load_scales(
     values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip

@@ -18,7 +18,7 @@ from quantkit.kernels.gemm.gpu_limits import (
     program_memory,
 )
 from quantkit.kernels.gemm.operands import (
-    RASTER,
+    GROUP_M,
     Grouping,
     Operands,
     bound,
@@ -34,21 +34,21 @@ from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: Outputs that a program of `combine` adds up.
-COMBINED = 512
+#: Outputs that a program of `reduce_splits` adds up.
+REDUCED_OUTPUTS = 512
 #: PTX that waits until no more than the products of the other chain are in flight, of which there are eight
 #: or more, and seven the most that can be waited for.
-HOLD = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
+WAIT_PTX = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "row_tiles": (4, 8),
-    "m": (16, 32, 64, 128, 256),
-    "split": (1, 2, 4, 8),
+    "block_m": (16, 32, 64, 128, 256),
+    "split_k": (1, 2, 4, 8),
     "warps": (4, 8),
     "stages": (2, 3, 4, 5),
-    "half_sums": (False, True),
-    "chains": (1, 2),
-    "at_once": (0, 1, 2),
+    "fp16_accumulation": (False, True),
+    "accumulators": (1, 2),
+    "occupancy": (0, 1, 2),
 }
 
 
@@ -56,25 +56,25 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 class PortableGemmTile:
     """Row tiles of a chain and rows of x of a program, parts of the columns, warps, stages of the pipeline.
 
-    With `half_sums`, the products of a step, 128 columns or a span, are summed in float16, and added up in
-    float32. With two `chains`, the weights of one are decoded while those of the other are multiplied.
-    `at_once` is how many programs a multiprocessor runs at a time: only those that do not fill all of them
-    are split by columns then. If it is 0, all are.
+    With `fp16_accumulation`, the products of a step, 128 columns or a span, are summed in float16, and added
+    up in float32. With two `accumulators`, the weights of one are decoded while those of the other are
+    multiplied. `occupancy` is how many programs a multiprocessor runs at a time: only those that do not fill
+    all of them are split by columns then. If it is 0, all are.
     """
 
     row_tiles: int
-    m: int
-    split: int = 1
+    block_m: int
+    split_k: int = 1
     warps: int = 4
     stages: int = 3
-    half_sums: bool = False
-    chains: int = 1
-    at_once: int = 0
+    fp16_accumulation: bool = False
+    accumulators: int = 1
+    occupancy: int = 0
 
     @property
-    def rows(self) -> int:
+    def block_n(self) -> int:
         """Rows of the weight that a program has."""
-        return ROWS * self.row_tiles * self.chains
+        return ROWS * self.row_tiles * self.accumulators
 
 
 def portable_gemm_tile(
@@ -93,38 +93,38 @@ def portable_gemm_tile(
         columns = 16 if m <= 16 else 32 if m <= 32 else 64
         tile, most = PortableGemmTile(4 if few else 8, columns, stages=4), 2 * multiprocessors
     elif "wgmma" in features and shape.span <= 128:
-        return _two_chains(shape, m, shared, multiprocessors, features)
+        return _two_accumulators(shape, m, shared, multiprocessors, features)
     elif shape.span > 128 and not few:
         tile, most = PortableGemmTile(8, 128, warps=8), 0
     else:
         tile, most = PortableGemmTile(4, 128), multiprocessors
-    tile = _in_memory(tile, shape, shared, features)
-    split = (replace(tile, split=parts) for parts in (4, 2, 1) if shape.steps % parts == 0)
-    return next(one for one in split if one.split == 1 or programs(one, shape, m) <= most)
+    tile = _fit_memory(tile, shape, shared, features)
+    split_k = (replace(tile, split_k=splits) for splits in (4, 2, 1) if shape.k_steps % splits == 0)
+    return next(one for one in split_k if one.split_k == 1 or programs(one, shape, m) <= most)
 
 
-def _two_chains(
+def _two_accumulators(
     shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]
 ) -> PortableGemmTile:
     """The largest of two tiles, and the fewest parts of the columns, that give most processors a program."""
-    tiles = [PortableGemmTile(warps, 128, 1, warps, 3, chains=2) for warps in (8, 4)]
-    tiles = [_in_memory(tile, shape, shared, features) for tile in tiles]
-    parts = [parts for parts in (1, 2, 4) if shape.steps % parts == 0]
-    found = [replace(tile, split=split) for split in parts for tile in tiles]
+    tiles = [PortableGemmTile(warps, 128, 1, warps, 3, accumulators=2) for warps in (8, 4)]
+    tiles = [_fit_memory(tile, shape, shared, features) for tile in tiles]
+    splits = [splits for splits in (1, 2, 4) if shape.k_steps % splits == 0]
+    found = [replace(tile, split_k=split_k) for split_k in splits for tile in tiles]
     busy = (tile for tile in found if 4 * programs(tile, shape, m) >= 3 * multiprocessors)
     return next(busy, found[-1])
 
 
-def _in_memory(
+def _fit_memory(
     tile: PortableGemmTile, shape: Geometry, shared: int, features: frozenset[str]
 ) -> PortableGemmTile:
     """`tile` with fewer stages, and then rows of x, until it fits; of 4 row tiles where those do not help."""
-    if shared_memory(replace(tile, stages=2, m=16), shape, features) > shared:
+    if shared_memory(replace(tile, stages=2, block_m=16), shape, features) > shared:
         tile = replace(tile, row_tiles=4)
     while shared_memory(tile, shape, features) > shared and tile.stages > 2:
         tile = replace(tile, stages=tile.stages - 1)
-    while shared_memory(tile, shape, features) > shared and tile.m > 16:
-        tile = replace(tile, m=tile.m // 2)
+    while shared_memory(tile, shape, features) > shared and tile.block_m > 16:
+        tile = replace(tile, block_m=tile.block_m // 2)
     return tile
 
 
@@ -134,46 +134,55 @@ def shared_memory(tile: PortableGemmTile, shape: Geometry, features: frozenset[s
     Fragments are in the order of NVIDIA's tensor cores. For others the weights of a step may pass through
     shared memory once they are decoded, while the last stage is in registers.
     """
-    columns = shape.unit
-    weights = tile.rows * columns
+    columns = shape.k_step
+    weights = tile.block_n * columns
     scales = weights // shape.group * 4 * (2 if shape.group < columns else 1)
-    stage = 2 * columns * tile.m + weights * shape.bits // 8 + scales + 1024
+    stage = 2 * columns * tile.block_m + weights * shape.bits // 8 + scales + 1024
     return stage * tile.stages if "ptx" in features else stage * (tile.stages - 1) + 2 * weights
 
 
 def programs(tile: PortableGemmTile, shape: Geometry, m: int) -> int:
     """Programs of a launch of `fused-portable` for m rows of x."""
-    return -(-shape.n // tile.rows) * -(-m // tile.m) * tile.split
+    return -(-shape.n // tile.block_n) * -(-m // tile.block_m) * tile.split_k
 
 
 def _why_not(problem: Problem, tile: PortableGemmTile) -> str | None:
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if tile.half_sums and not problem.half_sums:
+    if tile.fp16_accumulation and not problem.fp16_accumulation:
         return "torch.backends.cuda.matmul.allow_fp16_accumulation is not set, or x is not float16"
     shape = shape_of(problem)
-    if tile.chains > 1 and shape.span > 128:
+    if tile.accumulators > 1 and shape.span > 128:
         return f"two chains take spans of up to 128 columns, {shape.bits} bits have {shape.span}"
-    if shape.steps % tile.split:
-        return f"{shape.steps} steps are not divided by a split of {tile.split}"
+    if shape.k_steps % tile.split_k:
+        return f"{shape.k_steps} steps are not divided by a split of {tile.split_k}"
     return None
 
 
 def _loses(problem: Problem, tile: PortableGemmTile) -> str | None:
-    shape, m, split = shape_of(problem), problem.m, tile.split > 1
-    sums, shared = tile.rows * tile.m // (32 * tile.warps), shared_memory(tile, shape, problem.features)
-    tiles, at_once = programs(tile, shape, m) // tile.split, tile.at_once * processors(problem)
+    shape, m, split_k = shape_of(problem), problem.m, tile.split_k > 1
+    sums, shared = (
+        tile.block_n * tile.block_m // (32 * tile.warps),
+        shared_memory(tile, shape, problem.features),
+    )
+    tiles, occupancy = programs(tile, shape, m) // tile.split_k, tile.occupancy * processors(problem)
     reasons = (
-        (tile.m > max(16, 2 * m) or 4 * tile.m < min(m, 256), f"{tile.m} rows do not suit {m} rows of x"),
+        (
+            tile.block_m > max(16, 2 * m) or 4 * tile.block_m < min(m, 256),
+            f"{tile.block_m} rows do not suit {m} rows of x",
+        ),
         (sums > SUM_REGISTERS, f"sums would take {sums} registers"),
         # The bound is above what Triton takes.
         (shared > program_memory(problem) * 5 // 4, f"stages would take {shared} bytes of shared memory"),
-        (tile.at_once and not split, "no columns are split"),
-        (at_once and (tiles < at_once or tiles % at_once == 0), "no round is partly filled"),
-        (split and not at_once and tiles * tile.split > 8 * processors(problem), "there are programs enough"),
-        (tile.chains > 1 and "wgmma" not in problem.features, "products are waited for at once"),
-        (tile.chains > 1 and tile.half_sums, "sums in float16 are added up at once"),
-        (tile.chains > 1 and tile.row_tiles < tile.warps, "a chain has too few rows for its warps"),
+        (tile.occupancy and not split_k, "no columns are split"),
+        (occupancy and (tiles < occupancy or tiles % occupancy == 0), "no round is partly filled"),
+        (
+            split_k and not occupancy and tiles * tile.split_k > 8 * processors(problem),
+            "there are programs enough",
+        ),
+        (tile.accumulators > 1 and "wgmma" not in problem.features, "products are waited for at once"),
+        (tile.accumulators > 1 and tile.fp16_accumulation, "sums in float16 are added up at once"),
+        (tile.accumulators > 1 and tile.row_tiles < tile.warps, "a chain has too few rows for its warps"),
     )
     return next((reason for loses, reason in reasons if loses), None)
 
@@ -184,7 +193,7 @@ def _rule(problem: Problem) -> PortableGemmTile:
     )
     # AMD has a 12.0 too.
     fast = "ptx" in problem.features and problem.gpu is not None and problem.gpu.capability in HALF_RATE
-    return replace(tile, half_sums=problem.half_sums and fast)
+    return replace(tile, fp16_accumulation=problem.fp16_accumulation and fast)
 
 
 TILING = Tiling(PortableGemmTile, VALUES, _rule, _why_not, _loses)
@@ -194,18 +203,19 @@ TILING = Tiling(PortableGemmTile, VALUES, _rule, _why_not, _loses)
 class _Launches:
     """The launches of `portable_gemm`, and the sizes of what they write; `m` is what the kernel is told of x.
 
-    `combine` adds up what `rest` tiles, those split by columns, have of each part; None where none is split.
+    `reduce_splits` adds up what `rest` tiles, those split by columns, have of each part; None where none is
+    split.
     """
 
     kernel: Launch
-    combine: Launch | None
+    reduce_splits: Launch | None
     m: int
-    full: int
+    unsplit: int
     rest: int
 
 
 @lru_cache(maxsize=1024)
-def half_unit(n: int, k: int, scheme: Scheme) -> float:
+def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
     """What weights are multiplied with before they are summed in float16.
 
     Those of one scale per channel are without it then, and up to 57344: a power of two makes them 1 at most.
@@ -216,12 +226,12 @@ def half_unit(n: int, k: int, scheme: Scheme) -> float:
     return 2.0 ** -math.ceil(math.log2(largest))
 
 
-def whole_tiles(tile: PortableGemmTile, tiles: int, multiprocessors: int) -> int:
+def unsplit_tiles(tile: PortableGemmTile, tiles: int, multiprocessors: int) -> int:
     """How many of so many tiles are not split by columns: full rounds of all multiprocessors."""
-    if tile.split == 1:
+    if tile.split_k == 1:
         return tiles
-    at_once = tile.at_once * multiprocessors
-    return tiles // at_once * at_once if at_once else 0
+    occupancy = tile.occupancy * multiprocessors
+    return tiles // occupancy * occupancy if occupancy else 0
 
 
 @lru_cache(maxsize=4096)
@@ -237,33 +247,33 @@ def _launches(
     multiprocessors: int,
     grouping: Grouping | None,
 ) -> _Launches:
-    from quantkit.kernels.gemm.portable.portable_gemm_kernel import combine
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm as kernel
+    from quantkit.kernels.gemm.portable.portable_gemm_kernel import reduce_splits
 
     shape = geometry(n, k, scheme, dtype)
-    assert shape.steps % tile.split == 0 and (grouping is None or tile.split == 1), (shape, tile)
+    assert shape.k_steps % tile.split_k == 0 and (grouping is None or tile.split_k == 1), (shape, tile)
     known = constants(n, k, scheme, dtype, "ptx" in features) | {"K": whole_columns(k)}
-    of_segment = 1 if grouping is None else -(-grouping.rows // tile.m)
+    of_segment = 1 if grouping is None else -(-grouping.rows // tile.block_m)
     if grouping is not None:
-        m = grouping.expert_blocks * of_segment * tile.m
-    tiles = -(-n // tile.rows) * (1 if grouping is None else grouping.matrices) * -(-m // tile.m)
-    full = whole_tiles(tile, tiles, multiprocessors)
-    rest = tiles - full
+        m = grouping.expert_blocks * of_segment * tile.block_m
+    tiles = -(-n // tile.block_n) * (1 if grouping is None else grouping.matrices) * -(-m // tile.block_m)
+    unsplit = unsplit_tiles(tile, tiles, multiprocessors)
+    rest = tiles - unsplit
     main = Launch(
         kernel,
-        (full + rest * tile.split,),
+        (unsplit + rest * tile.split_k,),
         **known,
         HAS_BIAS=bias,
         RT=tile.row_tiles,
-        BM=tile.m,
-        CHAINS=tile.chains,
-        SPLIT=tile.split if rest else 1,
-        SOME_WHOLE=tile.at_once > 0,
-        WAIT=tile.chains == 1 and not features.isdisjoint({"ptx", "wgmma"}),
+        BM=tile.block_m,
+        ACCUMULATORS=tile.accumulators,
+        SPLIT_K=tile.split_k if rest else 1,
+        SPLIT_LAST_WAVE=tile.occupancy > 0,
+        SYNC_MMA=tile.accumulators == 1 and not features.isdisjoint({"ptx", "wgmma"}),
         STAGES=tile.stages,
-        RASTER=RASTER,
-        HALF=half_unit(n, k, scheme) if tile.half_sums else None,
-        HOLD=HOLD if tile.chains > 1 and "wgmma" in features else None,
+        GROUP_M=GROUP_M,
+        FP16_SCALE=fp16_weight_scale(n, k, scheme) if tile.fp16_accumulation else None,
+        WAIT_PTX=WAIT_PTX if tile.accumulators > 1 and "wgmma" in features else None,
         **known_of(grouping),
         TILES_OF_BLOCK=of_segment,
         PDL="overlap" in features,
@@ -271,21 +281,21 @@ def _launches(
         num_stages=tile.stages,
     )
     if not rest:
-        return _Launches(main, None, m, full, rest)
-    part = max(1, min(tile.m, COMBINED // tile.rows))
+        return _Launches(main, None, m, unsplit, rest)
+    part = max(1, min(tile.block_m, REDUCED_OUTPUTS // tile.block_n))
     last = Launch(
-        combine,
-        (rest, tile.m // part),
+        reduce_splits,
+        (rest, tile.block_m // part),
         **{name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
         HAS_BIAS=bias,
-        BM=tile.m,
-        ROWS=tile.rows,
-        SPLIT=tile.split,
-        RASTER=RASTER,
-        PART=part,
+        BM=tile.block_m,
+        ROWS=tile.block_n,
+        SPLIT_K=tile.split_k,
+        GROUP_M=GROUP_M,
+        REDUCE_M=part,
         **overlap(features),
     )
-    return _Launches(main, last, m, full, rest)
+    return _Launches(main, last, m, unsplit, rest)
 
 
 def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
@@ -303,13 +313,13 @@ def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozen
         op.multiprocessors,
         op.grouping,
     )
-    sizes = launches.m, op.n, launches.full
+    sizes = launches.m, op.n, launches.unsplit
     main = launches.kernel, (X, *op.layout, BIAS, Y, SUMS, *sizes, *op.grouped)
-    if launches.combine is None:
+    if launches.reduce_splits is None:
         return bound(op, main, prepare=whole_rows)
     _, scale, _, factor, _ = op.layout
-    last = launches.combine, (SUMS, scale, factor, BIAS, Y, *sizes)
-    sums = tile.split, launches.rest, tile.m, tile.rows
+    last = launches.reduce_splits, (SUMS, scale, factor, BIAS, Y, *sizes)
+    sums = tile.split_k, launches.rest, tile.block_m, tile.block_n
     return bound(op, main, last, prepare=whole_rows, sums=sums)
 
 

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 from quantkit.kernels.layouts.dequant_blocks import (
-    decode,
-    expert_block,
-    finish,
+    apply_scale_and_bias,
+    dequant_codes,
     load_by_lane,
-    load_tiles,
-    of_matrix,
-    row_of_y,
+    load_code_words,
+    load_expert_block,
+    output_rows,
     scales_by_lane,
+    select_matrix,
 )
 
 
@@ -33,22 +33,22 @@ def portable_gemv(
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     PLANES: tl.constexpr, DTYPE: tl.constexpr,
-    W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, AHEAD: tl.constexpr,
-    UNROLL: tl.constexpr, PRESENT: tl.constexpr, TOGETHER: tl.constexpr, TOP_K: tl.constexpr,
+    W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PREFETCH: tl.constexpr,
+    UNROLL: tl.constexpr, PREDICATE_X: tl.constexpr, ONE_ACCUMULATOR: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     SPAN: tl.constexpr = 16 * PLANES
     # In whole loops of UNROLL steps.
     STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG * UNROLL - 1) // (W * NG * UNROLL) * UNROLL
-    EVEN: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
-    WHOLE: tl.constexpr = EVEN and K == SPANS * SPAN
+    EVEN_K: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
+    WHOLE: tl.constexpr = EVEN_K and K == SPANS * SPAN
     # Spans of a dot, or dots of a span.
     C: tl.constexpr = DOT // SPAN if DOT > SPAN else 1
     B2: tl.constexpr = SPAN // DOT if SPAN > DOT else 1
     B1: tl.constexpr = NG // B2
     PER_CHANNEL: tl.constexpr = GROUPS == 1
     # Groups of a dot.
-    PARTS: tl.constexpr = DOT // GROUP if ON_WEIGHTS and GROUP < DOT else 1
+    GROUPS_PER_DOT: tl.constexpr = DOT // GROUP if ON_WEIGHTS and GROUP < DOT else 1
     HALVES: tl.constexpr = GROUP == 16
     # Dots of a block of scales.
     IN_BLOCK: tl.constexpr = 128 // DOT
@@ -64,13 +64,13 @@ def portable_gemv(
             # The kernel before this one may have written the segments, which the next may read at once.
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        expert, first, M = expert_block(expert_blocks, tl.program_id(0))
+        expert, first, M = load_expert_block(expert_blocks, tl.program_id(0))
         if M == 0:
             return
         programs = last_tile // R + 1
         which = tl.program_id(1) // programs
         program = tl.program_id(1) % programs
-        codes, scale, zero, factor, lut = of_matrix(
+        codes, scale, zero, factor, lut = select_matrix(
             codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
         )
         y += which * N
@@ -82,12 +82,12 @@ def portable_gemv(
     code_rows = tl.minimum(program * R + in_warp % R, last_tile)
     block_rows = tl.minimum(program * R + blocks // (NG // IN_BLOCK), last_tile)
     # Sums that have had their scales need no registers of their own for each dot of a warp.
-    CHAINS: tl.constexpr = NG if ON_WEIGHTS or PER_CHANNEL or not TOGETHER else 1
-    acc = tl.zeros((CHAINS * W, 16 * R, BM), tl.float32)
+    ACCUMULATORS: tl.constexpr = NG if ON_WEIGHTS or PER_CHANNEL or not ONE_ACCUMULATOR else 1
+    acc = tl.zeros((ACCUMULATORS * W, 16 * R, BM), tl.float32)
     span = w * (B1 * C) + (in_warp // R)[None, :]
     dot = w * NG + (blocks % (NG // IN_BLOCK) * IN_BLOCK)[None, :]
     tiles, s, z = _load_step(
-        codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS,
+        codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS,
         V, PER_CHANNEL, HAS_ZERO, ASM is not None,
     )  # fmt: skip
     if PDL and expert_blocks is None:
@@ -98,58 +98,60 @@ def portable_gemv(
             step = outer * UNROLL + inner
             # The last step of a loop loads itself again, which nobody reads.
             following = step + 1 if inner + 1 < UNROLL else tl.minimum(step + 1, STEPS - 1)
-            if AHEAD and (inner + 1 < UNROLL or UNROLL < STEPS):
+            if PREFETCH and (inner + 1 < UNROLL or UNROLL < STEPS):
                 next_tiles, next_s, next_z = _load_step(
                     codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
-                    (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS, V,
+                    (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS, V,
                     PER_CHANNEL, HAS_ZERO, ASM is not None,
                 )  # fmt: skip
             # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
             tl.debug_barrier()
-            columns = _activations(x, rows_of_x, step, M, K, WHOLE, DOT, W, NG, BM, PRESENT).to(DTYPE)
-            q = decode(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+            columns = _activations(x, rows_of_x, step, M, K, WHOLE, DOT, W, NG, BM, PREDICATE_X).to(DTYPE)
+            q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
             q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
             # Columns of a run in the order (e1, t, p0, e0), so that lane t has four in a row.
             q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 6, 5, 11, 8))
             q = tl.reshape(q, (NG * W, 16 * R, DOT))
             if HAS_ZERO:
-                q -= _per_weight(z, W, NG, R, PARTS, HALVES, DOT).to(DTYPE)
+                q -= _per_weight(z, W, NG, R, GROUPS_PER_DOT, HALVES, DOT).to(DTYPE)
             if ON_WEIGHTS:
-                q *= _per_weight(scales_by_lane(s, SCALE, DTYPE), W, NG, R, PARTS, HALVES, DOT)
+                q *= _per_weight(scales_by_lane(s, SCALE, DTYPE), W, NG, R, GROUPS_PER_DOT, HALVES, DOT)
             if ON_WEIGHTS or PER_CHANNEL:
                 acc = tl.dot(q, columns, acc, input_precision="ieee")
             else:
                 sums = tl.dot(q, columns, input_precision="ieee")
                 sums *= _per_sum(scales_by_lane(s, SCALE, tl.float32), W, NG, R, BM)
-                acc += tl.sum(tl.reshape(sums, (NG, W, 16 * R, BM)), axis=0) if TOGETHER else sums
+                acc += tl.sum(tl.reshape(sums, (NG, W, 16 * R, BM)), axis=0) if ONE_ACCUMULATOR else sums
             if inner + 1 < UNROLL or UNROLL < STEPS:
-                if AHEAD:
+                if PREFETCH:
                     tiles = next_tiles
                     s = next_s
                     z = next_z
                 else:
                     tiles, s, z = _load_step(
                         codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
-                        (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN, BLOCKS, V,
+                        (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS, V,
                         PER_CHANNEL, HAS_ZERO, ASM is not None,
                     )  # fmt: skip
     out = tl.sum(acc, axis=0)
     rows = program * (16 * R) + tl.arange(0, 16 * R)
     m = tl.arange(0, BM)
-    out = finish(out, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    out = apply_scale_and_bias(
+        out, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
+    )
     mask = (rows < N)[:, None] & (m < M)[None, :]
-    to = y + row_of_y(order, m, M)[None, :] * (N * MATRICES) + rows[:, None]
+    to = y + output_rows(order, m, M)[None, :] * (N * MATRICES) + rows[:, None]
     tl.store(to, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _load_step(
     codes, code_rows, span, scale, zero, block_rows, block, SPANS: tl.constexpr, TILES: tl.constexpr,
-    EVEN: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
     """Codes, scales and zero-points of a step; 0 for what there is none of."""
-    tiles = load_tiles(codes, code_rows, span, SPANS, TILES, EVEN)
+    tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
     s = 0
     z = 0
     if not PER_CHANNEL:
@@ -170,15 +172,17 @@ def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.const
 
 @triton.jit
 def _per_weight(
-    v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, HALVES: tl.constexpr,
+    v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, GROUPS_PER_DOT: tl.constexpr, HALVES: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * PARTS, for weights [NG * W, 16 * R, DOT]."""
+    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * GROUPS_PER_DOT, for weights
+    [NG * W, 16 * R, DOT].
+    """
     # Halves of a run alternate within a lane.
     H: tl.constexpr = 2 if HALVES else 1
-    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, PARTS // H, H, 2)), (4, 2, 3, 7, 1, 5, 0, 6))
-    v = tl.reshape(v, (NG * W, 16 * R, PARTS // H, 1, 4, H, 1))
-    v = tl.broadcast_to(v, (NG * W, 16 * R, PARTS // H, DOT * H // (16 * PARTS), 4, 2, 2))
+    v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, GROUPS_PER_DOT // H, H, 2)), (4, 2, 3, 7, 1, 5, 0, 6))
+    v = tl.reshape(v, (NG * W, 16 * R, GROUPS_PER_DOT // H, 1, 4, H, 1))
+    v = tl.broadcast_to(v, (NG * W, 16 * R, GROUPS_PER_DOT // H, DOT * H // (16 * GROUPS_PER_DOT), 4, 2, 2))
     return tl.reshape(v, (NG * W, 16 * R, DOT))
 
 
@@ -191,8 +195,8 @@ def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _activations(
-    x, rows, step, M, K: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
-    NG: tl.constexpr, BM: tl.constexpr, PRESENT: tl.constexpr,
+    x, rows, step, M, K: tl.constexpr, EVEN_K: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
+    NG: tl.constexpr, BM: tl.constexpr, PREDICATE_X: tl.constexpr,
 ):  # fmt: skip
     """x^T as operand B, [NG * W, DOT, BM], zeros beyond K; rows beyond M repeat the last one.
 
@@ -207,7 +211,7 @@ def _activations(
     i = tl.arange(0, NG * RUNS * MH)[:, None, None]
     run = ((step * W + w) * NG + i // (RUNS * MH)) * RUNS + i // MH % RUNS
     k = run * 32 + tl.arange(0, 4)[:, None] * 8 + t * 2 + tl.arange(0, 2)
-    WHERE: tl.constexpr = PRESENT and EVEN
+    WHERE: tl.constexpr = PREDICATE_X and EVEN_K
     if rows is not None:
         row = tl.broadcast_to(tl.reshape(rows, (1, 8, 1, 1, MH, 1, 1)), (1, 8, 1, NG * RUNS, MH, 1, 1))
         row = tl.reshape(row, (1, 8, 1, NG * RUNS * MH, 1, 1)).to(tl.int64)
@@ -218,7 +222,7 @@ def _activations(
     if WHERE:
         # Of what is not loaded, anything.
         v = tl.load(x + row * K + k, mask=row < M)
-    elif EVEN:
+    elif EVEN_K:
         v = tl.load(x + row * K + k)
     else:
         v = tl.load(x + row * K + k, mask=k < K, other=0.0)

@@ -38,10 +38,10 @@ VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (2, 4, 8),
     "columns": (128, 256, 512, 1024),
     "row_tiles": (1, 2),
-    "ahead": (False, True),
+    "prefetch": (False, True),
     "unroll": (4, 8, 16),
-    "present": (False, True),
-    "together": (False, True),
+    "predicate_x": (False, True),
+    "one_accumulator": (False, True),
 }
 
 
@@ -50,17 +50,17 @@ class PortableGemvTile:
     """Warps that divide the columns, columns of each per step, row tiles, whether loads run ahead, and how
     many steps are unrolled at most: the instruction cache holds only so many.
 
-    If only rows of x that are `present` are loaded, lanes of a warp that have none load nothing. If sums are
-    added up `together` as soon as they have had their scales, they take fewer registers.
+    If only rows of x that are `predicate_x` are loaded, lanes of a warp that have none load nothing. If sums
+    are added up `one_accumulator` as soon as they have had their scales, they take fewer registers.
     """
 
     warps: int = 4
     columns: int = 512
     row_tiles: int = 1
-    ahead: bool = False
+    prefetch: bool = False
     unroll: int = 16
-    present: bool = False
-    together: bool = False
+    predicate_x: bool = False
+    one_accumulator: bool = False
 
 
 def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> PortableGemvTile:
@@ -70,15 +70,17 @@ def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROC
     whole = shape.dot == 128 and shape.group >= 128
     long = has_few_rows(shape.n, multiprocessors) and shape.k > LONG_ROWS
     columns = 512 if m <= 8 and whole and not long else 256
-    least = shape.unit
+    least = shape.k_step
     while columns > least and 4 * columns > shape.spans * shape.span:
         columns //= 2
     if shape.bits <= 4:
-        ahead = whole and (m > 8 or shape.bits == 4 or long)
+        prefetch = whole and (m > 8 or shape.bits == 4 or long)
     else:
         # With more rows of x, registers would be spilled.
-        ahead = whole and m <= 8 and long and shape.bits < 8
-    return PortableGemvTile(warps=8 if long and not whole else 4, columns=max(columns, least), ahead=ahead)
+        prefetch = whole and m <= 8 and long and shape.bits < 8
+    return PortableGemvTile(
+        warps=8 if long and not whole else 4, columns=max(columns, least), prefetch=prefetch
+    )
 
 
 def steps(tile: PortableGemvTile, shape: Geometry) -> int:
@@ -103,20 +105,23 @@ def _why_not(problem: Problem, tile: PortableGemvTile) -> str | None:
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if tile.columns % shape.unit:
+    if tile.columns % shape.k_step:
         return f"columns must be a multiple of {shape.span} for {shape.bits} bits, {tile.columns} is none"
     return None
 
 
 def _loses(problem: Problem, tile: PortableGemvTile) -> str | None:
     shape = shape_of(problem)
-    codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.ahead else 1)
+    codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.prefetch else 1)
     sums = tile.columns // shape.dot * tile.row_tiles * ROWS * rows_of_x(problem.m, problem.features) // 32
-    least = VALUES["warps"][0] * shape.unit
+    least = VALUES["warps"][0] * shape.k_step
     whole = tile.unroll < VALUES["unroll"][-1] and steps(tile, shape) <= tile.unroll
     idle = tile.warps * tile.columns > max(shape.spans * shape.span, least)
     reasons = (
-        (tile.together and (shape.on_weights or shape.groups == 1), "no scales multiply sums of a step"),
+        (
+            tile.one_accumulator and (shape.on_weights or shape.groups == 1),
+            "no scales multiply sums of a step",
+        ),
         (tile.row_tiles > 1 and problem.m <= 8, "more row tiles never won up to M=8"),
         (whole, "all steps are unrolled as it is"),
         (codes > CODE_REGISTERS, f"codes in flight would take {codes} registers"),
@@ -161,10 +166,10 @@ def _launch(
         NG=tile.columns // shape.dot,
         R=tile.row_tiles,
         BM=rows_of_x(m, features),
-        AHEAD=tile.ahead,
+        PREFETCH=tile.prefetch,
         UNROLL=unrolled(tile, shape),
-        TOGETHER=tile.together,
-        PRESENT=tile.present and m < 8 and "ptx" in features and grouping is None,
+        ONE_ACCUMULATOR=tile.one_accumulator,
+        PREDICATE_X=tile.predicate_x and m < 8 and "ptx" in features and grouping is None,
         **known_of(grouping),
         num_warps=tile.warps,
         num_stages=1,

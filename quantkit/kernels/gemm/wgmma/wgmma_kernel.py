@@ -13,319 +13,360 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from quantkit.kernels.gemm.portable.portable_gemm_kernel import place
+from quantkit.kernels.gemm.portable.portable_gemm_kernel import tile_coordinates
 from quantkit.kernels.gluon.compat import tma_load
 from quantkit.kernels.gluon.dequant_fragment import (
+    codes_layout,
     dequant_a_fragment,
-    fill_registers,
-    load_codes,
+    fill_table,
+    k_step_columns,
     pdl_launch_dependents,
     pdl_wait,
-    unit_columns,
 )
-from quantkit.kernels.gluon.scales_smem import places_of, scales_of, values_of, words_of
-from quantkit.kernels.gluon.stream_k import first_of, fixup, store_partials, work_range, work_tile
-from quantkit.kernels.layouts.dequant_blocks import finish
+from quantkit.kernels.gluon.scales_smem import (
+    dequant_scales,
+    load_scale_words,
+    scale_words_layout,
+    unpack_scales,
+)
+from quantkit.kernels.gluon.stream_k import first_contributor, fixup, store_partials, work_range, work_tile
+from quantkit.kernels.layouts.dequant_blocks import apply_scale_and_bias
 
 
-@gluon.jit(do_not_specialize=["M", "FULL", "SHARE", "WIDTH", "SPANS", "BLOCKS", "TOKEN"])
+@gluon.jit(
+    do_not_specialize=["M", "WHOLE_TILES", "STEPS_PER_PROGRAM", "TILE_STRIDE", "SPANS", "BLOCKS", "TOKEN"]
+)
 def wgmma_gemm(
-    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
-    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr,
-    HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
-    CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, RASTER: gl.constexpr, TURN: gl.constexpr,
-    EVEN: gl.constexpr, PDL: gl.constexpr,
+    x, codes, scale, zero, factor, lut, bias, y, sums, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE,
+    SPANS, BLOCKS, TOKEN, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr,
+    FILL: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, BN: gl.constexpr,
+    BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`x` describes [M, K] in parts of blocks [BM, 128], zeros beyond.
 
-    A tile is ROWS rows of the weight times BM rows of x, a step two units, each of TURN columns, or of a
-    span where that is longer. Codes are loaded AHEAD units before they are decoded, one or two. TURN columns,
-    128 or 256, are decoded and multiplied at a time, with an expression for each turn of a unit. N is a
-    multiple of EVEN, up to 8. GROUPS only says whether there are several. `sums` and the integers but M, N,
-    SPANS and BLOCKS are for stream-K (`gluon/stream_k.py`).
+    A tile is BN rows of the weight times BM rows of x, a step two units, each of BLOCK_K columns, or of a
+    span where that is longer. Codes are loaded PREFETCH units before they are decoded, one or two. BLOCK_K
+    columns, 128 or 256, are decoded and multiplied at a time, with an expression for each turn of a unit. N
+    is a multiple of STORE_VECTOR, up to 8. GROUPS only says whether there are several. `sums` and the
+    integers but M, N, SPANS and BLOCKS are for stream-K (`gluon/stream_k.py`).
     """
-    PART: gl.constexpr = x.block_shape[0]
-    held = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    TMA_ROWS: gl.constexpr = x.block_shape[0]
+    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=BM // PART)
-        mbarrier.init(free.index(stage), count=ROWS // 64)
-    given = (
-        held, ready, free, codes, scale, zero, factor, fill_registers(lut, FILL), bias, y, sums,
-        M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
+        mbarrier.init(full.index(stage), count=BM // TMA_ROWS)
+        mbarrier.init(empty.index(stage), count=BN // 64)
+    operands = (
+        x_smem, full, empty, codes, scale, zero, factor, fill_table(lut, FILL), bias, y, sums,
+        M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
     # What is written out again could not be put together: constants stay such in the call itself only.
-    if ROWS == 128:
+    if BN == 128:
         gl.warp_specialize([
-            (_multiply, (
-                0, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
+            (_consumer, (
+                0, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                STORE_VECTOR, PDL,
             )),
-            (_multiply, (
-                1, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
+            (_consumer, (
+                1, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                STORE_VECTOR, PDL,
             )),
-            (_copy, (
-                x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES, ROWS, BM, STAGES, RASTER,
-                TURN, PDL,
+            (_producer, (
+                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, PLANES, BN,
+                BM, STAGES, GROUP_M, BLOCK_K, PDL,
             )),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (
-                0, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
+            (_consumer, (
+                0, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                STORE_VECTOR, PDL,
             )),
-            (_multiply, (
-                1, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
+            (_consumer, (
+                1, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                STORE_VECTOR, PDL,
             )),
-            (_multiply, (
-                2, given, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, ROWS, BM, AHEAD, STAGES, RASTER, TURN, EVEN, PDL,
+            (_consumer, (
+                2, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                STORE_VECTOR, PDL,
             )),
-            (_copy, (
-                x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES, ROWS, BM, STAGES, RASTER,
-                TURN, PDL,
+            (_producer, (
+                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, PLANES, BN,
+                BM, STAGES, GROUP_M, BLOCK_K, PDL,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
-def _copy(
-    x, held, ready, free, M, N, FULL, SHARE, WIDTH, SPANS, PLANES: gl.constexpr, ROWS: gl.constexpr,
-    BM: gl.constexpr, STAGES: gl.constexpr, RASTER: gl.constexpr, TURN: gl.constexpr, PDL: gl.constexpr,
+def _producer(
+    x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, PLANES: gl.constexpr,
+    BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of x to shared memory, in the order in which `_multiply` takes them.
+    """Blocks of x to shared memory, in the order in which `_consumer` takes them.
 
     Parts without a row of x are left as they are, and become no output.
     """
     if PDL:
         pdl_launch_dependents()
         pdl_wait()
-    PART: gl.constexpr = x.block_shape[0]
-    UNIT: gl.constexpr = unit_columns(PLANES, TURN)
-    BLOCKS_OF_STEP: gl.constexpr = 2 * UNIT // 128
-    steps = gl.cdiv(SPANS * (16 * PLANES), 2 * UNIT)
-    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end, left = work_range(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
+    TMA_ROWS: gl.constexpr = x.block_shape[0]
+    K_STEP: gl.constexpr = k_step_columns(PLANES, BLOCK_K)
+    X_BLOCKS_PER_STEP: gl.constexpr = 2 * K_STEP // 128
+    steps = gl.cdiv(SPANS * (16 * PLANES), 2 * K_STEP)
+    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
+    whole, work_items, begin, end, has_partial = work_range(
+        M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, steps, BN, BM
+    )
     count = 0
-    for number in range(jobs):
-        tile, first, last = work_tile(number, whole, begin, end, left, FULL, WIDTH, steps)
-        pm, _ = place(tile, columns, rows, RASTER)
-        for block in range(first * BLOCKS_OF_STEP, last * BLOCKS_OF_STEP):
+    for number in range(work_items):
+        tile, first, last = work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, steps)
+        pm, _ = tile_coordinates(tile, columns, rows, GROUP_M)
+        for block in range(first * X_BLOCKS_PER_STEP, last * X_BLOCKS_PER_STEP):
             stage = count % STAGES
-            mbarrier.wait(free.index(stage), count // STAGES % 2 ^ 1)
-            for part in gl.static_range(BM // PART):
-                row = pm * BM + part * PART
-                mbarrier.expect(ready.index(stage), PART * 128 * 2, row < M)
-                mbarrier.arrive(ready.index(stage), count=1, pred=row >= M)
-                to = held.index(stage).slice(part * PART, PART, 0)
-                tma_load(x, [row, block * 128], ready.index(stage), to, row < M)
+            mbarrier.wait(empty.index(stage), count // STAGES % 2 ^ 1)
+            for box in gl.static_range(BM // TMA_ROWS):
+                row = pm * BM + box * TMA_ROWS
+                mbarrier.expect(full.index(stage), TMA_ROWS * 128 * 2, row < M)
+                mbarrier.arrive(full.index(stage), count=1, pred=row >= M)
+                to = x_smem.index(stage).slice(box * TMA_ROWS, TMA_ROWS, 0)
+                tma_load(x, [row, block * 128], full.index(stage), to, row < M)
             count += 1
 
 
 @gluon.jit
-def _multiply(
-    which: gl.constexpr, given, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+def _consumer(
+    group: gl.constexpr, operands, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
     V: gl.constexpr, SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
     CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
-    DTYPE: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr,
-    RASTER: gl.constexpr, TURN: gl.constexpr, EVEN: gl.constexpr, PDL: gl.constexpr,
+    DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of a tile, those of group number `which`."""
+    """64 rows of a tile, those of group number `group`."""
     (
-        held, ready, free, codes, scale, zero, factor, lut, bias, y, sums,
-        M, N, FULL, SHARE, WIDTH, SPANS, BLOCKS, TOKEN,
-    ) = given  # fmt: skip
-    UNIT: gl.constexpr = unit_columns(PLANES, TURN)
-    C: gl.constexpr = UNIT // (16 * PLANES)
-    PIECES: gl.constexpr = UNIT // 128
-    TURNS: gl.constexpr = UNIT // TURN
-    EACH: gl.constexpr = TURN // 128
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+        x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
+        M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
+    ) = operands  # fmt: skip
+    K_STEP: gl.constexpr = k_step_columns(PLANES, BLOCK_K)
+    C: gl.constexpr = K_STEP // (16 * PLANES)
+    STEP_SUBTILES: gl.constexpr = K_STEP // 128
+    BLOCKS_PER_STEP: gl.constexpr = K_STEP // BLOCK_K
+    SUBTILES: gl.constexpr = BLOCK_K // 128
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     # Weights [64 rows, V groups, their columns] where operand A has them.
     like = gl.reshape(gl.full([64, 128], 0.0, DTYPE, OPERAND), (64, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
     # Half a step may be left over: x is zero there, by whatever weights.
-    last_unit = SPANS // C - 1
+    last_k_step = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
-    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, ROWS)
-    whole, jobs, begin, end, left = work_range(M, N, FULL, SHARE, WIDTH, steps, ROWS, BM)
-    tile, first, last = work_tile(0, whole, begin, end, left, FULL, WIDTH, steps)
+    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
+    whole, work_items, begin, end, has_partial = work_range(
+        M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, steps, BN, BM
+    )
+    tile, first, last = work_tile(0, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, steps)
     # A program without a job loads what one would begin with all the same.
-    pm, pn = place(gl.minimum(tile, columns * rows - 1), columns, rows, RASTER)
-    words_at, values_at, units = _begin(
-        pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
-        C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+    pm, pn = tile_coordinates(gl.minimum(tile, columns * rows - 1), columns, rows, GROUP_M)
+    words_at, scales_at, ring = _prologue(
+        pn * (BN // 16) + group * 4, first, codes, scale, zero, N, SPANS,
+        C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
     )  # fmt: skip
     count = 0
-    for number in range(jobs):
-        total = gl.zeros([64, BM], gl.float32, SUMS)
+    for number in range(work_items):
+        total = gl.zeros([64, BM], gl.float32, ACC)
         for step in range(first, last):
             # Two units, so that what one loads need not be copied, and so waited for, to be decoded next.
             for half in gl.static_range(2):
-                for turn in gl.static_range(TURNS):
-                    weights = _weights(
-                        units[half], lut, turn, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
-                        C, EACH, TURNS, TILES, GROUPS, V, SCALE, HAS_ZERO, scale.dtype.element_ty,
-                        zero.dtype.element_ty, WEIGHTS, OPERAND,
+                for block_k in gl.static_range(BLOCKS_PER_STEP):
+                    weights = _dequant(
+                        ring[half], lut, block_k, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
+                        C, SUBTILES, BLOCKS_PER_STEP, TILES, GROUPS, V, SCALE, HAS_ZERO,
+                        scale.dtype.element_ty, zero.dtype.element_ty, WEIGHTS, OPERAND,
                     )  # fmt: skip
-                    if turn == TURNS - 1:
-                        following = _load(
-                            words_at, values_at, scale, zero, gl.minimum(step * 2 + half + AHEAD, last_unit),
-                            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                    if block_k == BLOCKS_PER_STEP - 1:
+                        following = _load_k_step(
+                            words_at, scales_at, scale, zero,
+                            gl.minimum(step * 2 + half + PREFETCH, last_k_step),
+                            C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
                         )  # fmt: skip
-                        units = (following, units[1]) if (half + AHEAD) % 2 == 0 else (units[0], following)
-                    for piece in gl.static_range(EACH):
-                        stage = (count + piece) % STAGES
-                        mbarrier.wait(ready.index(stage), (count + piece) // STAGES % 2)
-                        x = held.index(stage).permute((1, 0))
-                        total = warpgroup_mma(weights[piece], x, total, is_async=True)
+                        ring = (following, ring[1]) if (half + PREFETCH) % 2 == 0 else (ring[0], following)
+                    for subtile in gl.static_range(SUBTILES):
+                        stage = (count + subtile) % STAGES
+                        mbarrier.wait(full.index(stage), (count + subtile) // STAGES % 2)
+                        x = x_smem.index(stage).permute((1, 0))
+                        total = warpgroup_mma(weights[subtile], x, total, is_async=True)
                     # Weights stay in their registers until the products are done.
-                    if EACH == 1:
+                    if SUBTILES == 1:
                         total, _ = warpgroup_mma_wait(0, [total, weights[0]])
                     else:
                         total, _, _ = warpgroup_mma_wait(0, [total, weights[0], weights[1]])
-                    for piece in gl.static_range(EACH):
-                        mbarrier.arrive(free.index((count + piece) % STAGES), count=1)
-                    count += EACH
-        row, m = pn * ROWS + which * 64, pm * BM
+                    for subtile in gl.static_range(SUBTILES):
+                        mbarrier.arrive(empty.index((count + subtile) % STAGES), count=1)
+                    count += SUBTILES
+        row, m = pn * BN + group * 64, pm * BM
         is_written, is_added = last == steps, first > 0
-        before = first_of(tile, FULL, SHARE, WIDTH)
+        before = first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE)
         # What the next tile begins with is on its way while this one is written.
         tile, first, last = work_tile(
-            gl.minimum(number + 1, jobs - 1), whole, begin, end, left, FULL, WIDTH, steps
+            gl.minimum(number + 1, work_items - 1),
+            whole,
+            begin,
+            end,
+            has_partial,
+            WHOLE_TILES,
+            TILE_STRIDE,
+            steps,
         )
-        pm, pn = place(tile, columns, rows, RASTER)
-        words_at, values_at, units = _begin(
-            pn * (ROWS // 16) + which * 4, first, codes, scale, zero, N, SPANS,
-            C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+        pm, pn = tile_coordinates(tile, columns, rows, GROUP_M)
+        words_at, scales_at, ring = _prologue(
+            pn * (BN // 16) + group * 4, first, codes, scale, zero, N, SPANS,
+            C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
         )  # fmt: skip
         if PDL:
             # The kernel before may still read what lies where this one writes.
             pdl_wait()
         if is_written:
             if is_added:
-                total = fixup(total, sums, before, which, TOKEN, ROWS, BM, SUMS)
+                total = fixup(total, sums, before, group, TOKEN, BN, BM, ACC)
             _store(
                 total, y, row, m, M, N, scale, factor, bias,
-                BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, SUMS, EVEN,
+                BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, ACC, STORE_VECTOR,
             )  # fmt: skip
         else:
-            store_partials(total, sums, which, TOKEN, ROWS, BM)
+            store_partials(total, sums, group, TOKEN, BN, BM)
 
 
 @gluon.constexpr_function
-def _of_turn(parts: tuple[str, ...], turn: int) -> str:
-    return parts[turn]
+def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
+    return blocks[block_k]
 
 
 @gluon.jit
-def _weights(
-    unit, lut, turn: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr,
-    FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr, EACH: gl.constexpr,
-    TURNS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr, V: gl.constexpr, SCALE: gl.constexpr,
-    HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr, WEIGHTS: gl.constexpr,
-    OPERAND: gl.constexpr,
+def _dequant(
+    k_step, lut, block_k: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr,
+    FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
+    BLOCKS_PER_STEP: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr, V: gl.constexpr,
+    SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
+    WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Operand A for each 128 columns of a turn of a unit, of what `_load` gave."""
-    words, s, z = unit
-    THESE: gl.constexpr = _of_turn(ASM, turn)
-    OPERANDS: gl.constexpr = _of_turn(CONSTRAINTS, turn)
-    pieces = dequant_a_fragment(
-        words, lut, THESE, OPERANDS, TABLE, FIELDS, PLANES // TURNS, DTYPE, 4, C, EACH, TILES
+    """Operand A for each 128 columns of a turn of a unit, of what `_load_k_step` gave."""
+    words, s, z = k_step
+    BLOCK_ASM: gl.constexpr = _of_block(ASM, block_k)
+    BLOCK_CONSTRAINTS: gl.constexpr = _of_block(CONSTRAINTS, block_k)
+    subtiles = dequant_a_fragment(
+        words,
+        lut,
+        BLOCK_ASM,
+        BLOCK_CONSTRAINTS,
+        TABLE,
+        FIELDS,
+        PLANES // BLOCKS_PER_STEP,
+        DTYPE,
+        4,
+        C,
+        SUBTILES,
+        TILES,
     )
     weights = ()
-    for piece in gl.static_range(EACH):
-        q = gl.convert_layout(gl.reshape(pieces[piece], (64, V, 128 // V)), WEIGHTS, assert_trivial=True)
+    for subtile in gl.static_range(SUBTILES):
+        q = gl.convert_layout(gl.reshape(subtiles[subtile], (64, V, 128 // V)), WEIGHTS, assert_trivial=True)
         if HAS_ZERO:
-            less = values_of(z[turn * EACH + piece], ZERO, V, 4).to(DTYPE)
-            q -= gl.expand_dims(gl.convert_layout(less, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2)
+            row_zeros = unpack_scales(z[block_k * SUBTILES + subtile], ZERO, V, 4).to(DTYPE)
+            q -= gl.expand_dims(
+                gl.convert_layout(row_zeros, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2
+            )
         if GROUPS > 1:
-            times = scales_of(s[turn * EACH + piece], STORED, SCALE, DTYPE, V, 4)
-            q *= gl.expand_dims(gl.convert_layout(times, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2)
+            row_scales = dequant_scales(s[block_k * SUBTILES + subtile], STORED, SCALE, DTYPE, V, 4)
+            q *= gl.expand_dims(
+                gl.convert_layout(row_scales, gl.SliceLayout(2, WEIGHTS), assert_trivial=True), 2
+            )
         weights = weights + (gl.convert_layout(gl.reshape(q, (64, 128)), OPERAND, assert_trivial=True),)
     return weights
 
 
 @gluon.jit
-def _begin(
-    row_tile, step, codes, scale, zero, N, SPANS, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
-    GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
+def _prologue(
+    row_tile, step, codes, scale, zero, N, SPANS, C: gl.constexpr, STEP_SUBTILES: gl.constexpr,
+    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """The addresses of four row tiles, and what `_load` gives for the two units of a step."""
-    words_at, values_at = _addresses(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
-    units = ()
+    """The addresses of four row tiles, and what `_load_k_step` gives for the two units of a step."""
+    words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
+    ring = ()
     for half in gl.static_range(2):
-        unit = gl.minimum(step * 2 + half, SPANS // C - 1)
-        units = units + (
-            _load(
-                words_at, values_at, scale, zero, unit,
-                C, PIECES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+        k_step = gl.minimum(step * 2 + half, SPANS // C - 1)
+        ring = ring + (
+            _load_k_step(
+                words_at, scales_at, scale, zero, k_step,
+                C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
             ),
         )  # fmt: skip
-    return words_at, values_at, units
+    return words_at, scales_at, ring
 
 
 @gluon.jit
-def _addresses(
+def _pointers(
     first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS,
 ):  # fmt: skip
     """Where the codes of four row tiles from `first` on begin, and the words of their scales."""
-    CODES: gl.constexpr = load_codes(4, C)
+    CODES: gl.constexpr = codes_layout(4, C)
     last = (N + 15) // 16 - 1
     tile = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), last)
     tile = gl.expand_dims(gl.expand_dims(tile, 1), 2).to(gl.int64)
     span = gl.expand_dims(gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(2, CODES))), 0), 2)
     lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
-    PLACES: gl.constexpr = places_of(4, 1)
+    PLACES: gl.constexpr = scale_words_layout(4, 1)
     tile_of_values = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, PLACES)), last)
-    values_at = gl.expand_dims(tile_of_values * (BLOCKS * 8), 1)
+    scales_at = gl.expand_dims(tile_of_values * (BLOCKS * 8), 1)
     return (
         codes.to(gl.pointer_type(gl.int32), bitcast=True) + (tile * SPANS + span) * (TILES * 128) + lane,
-        values_at + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, PLACES)), 0),
+        scales_at + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, PLACES)), 0),
     )
 
 
 @gluon.jit
-def _load(
-    words_at, values_at, scale, zero, unit, C: gl.constexpr, PIECES: gl.constexpr, TILES: gl.constexpr,
-    GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr, HAS_ZERO: gl.constexpr,
+def _load_k_step(
+    words_at, scales_at, scale, zero, k_step, C: gl.constexpr, STEP_SUBTILES: gl.constexpr,
+    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
+    HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
     """Codes of a unit, scales and zero-points of its pieces of 128 columns; 0 for what there is none of."""
     words = ()
     for t in gl.static_range(TILES):
-        words = words + (gl.load(words_at + (unit * (C * TILES) + t) * 128),)
+        words = words + (gl.load(words_at + (k_step * (C * TILES) + t) * 128),)
     s = ()
     z = ()
-    for piece in gl.static_range(PIECES):
-        at = values_at + gl.minimum((unit * PIECES + piece) * 128 // PER_BLOCK, BLOCKS - 1) * 8
-        s = s + (words_of(scale, at, V, 4) if GROUPS > 1 else 0,)
-        z = z + (words_of(zero, at, V, 4) if HAS_ZERO else 0,)
+    for subtile in gl.static_range(STEP_SUBTILES):
+        at = scales_at + gl.minimum((k_step * STEP_SUBTILES + subtile) * 128 // PER_BLOCK, BLOCKS - 1) * 8
+        s = s + (load_scale_words(scale, at, V, 4) if GROUPS > 1 else 0,)
+        z = z + (load_scale_words(zero, at, V, 4) if HAS_ZERO else 0,)
     return words, s, z
 
 
 @gluon.jit
 def _store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
-    HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, SUMS: gl.constexpr, EVEN: gl.constexpr,
+    HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, STORE_VECTOR: gl.constexpr,
 ):  # fmt: skip
     """Finish sums of 64 rows from `row` on and write them to columns of y, for rows of x from `m` on."""
-    rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), 1)
-    out = finish(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-    # A thread writes EVEN rows at once, threads side by side those beside them.
-    BESIDE: gl.constexpr = min(64 // EVEN, 32)
-    STORED: gl.constexpr = gl.BlockedLayout([EVEN, 1], [BESIDE, 32 // BESIDE], [1, 4], [0, 1])
+    rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
+    out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
+    # A thread writes STORE_VECTOR rows at once, threads side by side those beside them.
+    THREADS_N: gl.constexpr = min(64 // STORE_VECTOR, 32)
+    STORED: gl.constexpr = gl.BlockedLayout([STORE_VECTOR, 1], [THREADS_N, 32 // THREADS_N], [1, 4], [0, 1])
     # Of N itself Triton knows whether it is a multiple of 16, and of no other number.
-    N = N // EVEN * EVEN
+    N = N // STORE_VECTOR * STORE_VECTOR
     out = gl.convert_layout(out.to(y.dtype.element_ty), STORED)
     n = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, STORED)), 1)
     m = gl.expand_dims(m + gl.arange(0, BM, gl.SliceLayout(0, STORED)), 0)

@@ -15,7 +15,7 @@ from quantkit.kernels.gemm.gpu_limits import (
     processors,
 )
 from quantkit.kernels.gemm.operands import (
-    RASTER,
+    GROUP_M,
     Operands,
     constants,
     empty,
@@ -40,11 +40,11 @@ SCRATCH = 8 << 10
 #: Columns of a block of x, and of what is multiplied at a time, unless a tile says otherwise.
 COLUMNS, TWO_BLOCKS = 128, 256
 #: Rows of x that are copied at a time, at most. Those past the last one of x take twice as long as others.
-PART_ROWS = 64
+TMA_ROWS = 64
 #: Blocks of x in shared memory, each of the rows of a tile, unless there is room for fewer only.
 STAGES = 8
 #: Numbers of 16 bits that a thread writes at once, if rows of y are multiples of them.
-MOST_EVEN = 8
+MAX_STORE_VECTOR = 8
 #: Bytes of shared memory that a multiprocessor keeps for each program.
 RESERVED = 1 << 10
 #: With up to so many rows of x there are registers for two programs on a multiprocessor, with 128 rows of the
@@ -61,9 +61,9 @@ STEP_US: Mapping[tuple[int, int], float] = {
 }
 #: Those that it takes to add what another program has of such a tile. With these, tiles of the rules take
 #: 1.010 of the time of the best of eight (H100, 81 problems).
-PART_US = dict(zip(STEP_US, (0.2, 0.3, 1.5, 3.5, 4.0), strict=True))
+FIXUP_US = dict(zip(STEP_US, (0.2, 0.3, 1.5, 3.5, 4.0), strict=True))
 #: Microseconds of what surrounds all steps.
-AROUND_US = 3.0
+OVERHEAD_US = 3.0
 #: A tile that was measured for another problem makes way for one that should take less than this part of its
 #: time.
 FITS = 0.9
@@ -72,15 +72,15 @@ FITS = 0.9
 CACHED = 32 << 20
 #: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
-    "m": (16, 32, 64, 128, 256),
-    "rows": (128, 192),
-    "ahead": (1, 2),
-    "share": (False, True),
-    "columns": (COLUMNS, TWO_BLOCKS),
+    "block_m": (16, 32, 64, 128, 256),
+    "block_n": (128, 192),
+    "prefetch": (1, 2),
+    "stream_k": (False, True),
+    "block_k": (COLUMNS, TWO_BLOCKS),
 }
 #: Registers of a thread that `registers` does not count. 14 do for Triton 3.6; 3.9 spills up to 514 then in a
 #: loop: int7 with 1024 rows of x takes 1.47 times as long as by the tile that 24 lead to (an H100).
-SPARE = 24
+REGISTER_MARGIN = 24
 #: Tokens of one launch and the next are so far apart: by 2^64 divided by the golden ratio.
 TOKENS_APART = 0x9E3779B97F4A7C15
 _LAUNCHES = count(1, 2)
@@ -91,42 +91,46 @@ class WgmmaTile:
     """Rows of x and of the weight of a program, how early codes are loaded, and who has the last tiles.
 
     Codes are on their way while so many units are multiplied. Where some programs would be idle at the end,
-    they may have a `share` of the steps of the tiles left. So many `columns` are decoded, and multiplied
-    before the next are: few take few registers, many keep the tensor cores busy with few rows of x.
+    they may have a `steps_per_program` of the steps of the tiles left. So many `columns` are decoded, and
+    multiplied before the next are: few take few registers, many keep the tensor cores busy with few rows of
+    x.
     """
 
-    m: int = 128
-    rows: int = 128
-    ahead: int = 1
-    share: bool = False
-    columns: int = COLUMNS
+    block_m: int = 128
+    block_n: int = 128
+    prefetch: int = 1
+    stream_k: bool = False
+    block_k: int = COLUMNS
 
 
 @dataclass(frozen=True)
-class Occupancy:
+class LaunchBounds:
     """How many programs are on a multiprocessor at once, and the registers of their threads.
 
     A thread is launched with so many at most, None for as many as there are. One that multiplies gets others
     then, as one that copies keeps 24.
     """
 
-    programs: int
-    launched: int | None
-    multiplying: int
+    launch_bounds: int
+    max_registers: int | None
+    mma_registers: int
 
 
-def occupancy(tile: WgmmaTile) -> Occupancy:
+def launch_bounds(tile: WgmmaTile) -> LaunchBounds:
     """That of a tile."""
-    if tile.m <= FEW_OF_X and tile.rows == 128 and tile.columns == COLUMNS:
-        return Occupancy(2, 80, 104)
-    return Occupancy(1, None, 240 if tile.rows == 128 else 160)
+    if tile.block_m <= FEW_OF_X and tile.block_n == 128 and tile.block_k == COLUMNS:
+        return LaunchBounds(2, 80, 104)
+    return LaunchBounds(1, None, 240 if tile.block_n == 128 else 160)
 
 
 def stages(tile: WgmmaTile, table: int = 0) -> int:
     """Blocks of x in shared memory: as many as there is room for beside a table of so many bytes, up to what
     memory takes to answer, or to what has Triton ask for room for the table.
     """
-    mine, block = (HOPPER_SHARED + RESERVED) // occupancy(tile).programs - RESERVED, 2 * tile.m * COLUMNS
+    mine, block = (
+        (HOPPER_SHARED + RESERVED) // launch_bounds(tile).launch_bounds - RESERVED,
+        2 * tile.block_m * COLUMNS,
+    )
     found = min(STAGES, (mine - table - SCRATCH) // block)
     return found + -(-undeclared_bytes(found * block, table) // block)
 
@@ -135,15 +139,15 @@ def copies(tile: WgmmaTile) -> int:
     """Of a table of values in shared memory: as many as leave room for a third block of x, and none for two
     programs, whose threads lack the registers.
     """
-    return 0 if occupancy(tile).programs > 1 else 16 if tile.m == 256 else COPIES
+    return 0 if launch_bounds(tile).launch_bounds > 1 else 16 if tile.block_m == 256 else COPIES
 
 
 def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
     """Columns of a step of `wgmma_gemm`: twice what it loads at a time."""
-    return 2 * max(tile.columns, shape.span)
+    return 2 * max(tile.block_k, shape.span)
 
 
-def shares(tiles: int, steps: int, programs: int, part_steps: float) -> tuple[int, int, int]:
+def stream_k_schedule(tiles: int, steps: int, programs: int, part_steps: float) -> tuple[int, int, int]:
     """How many of `tiles` are done whole, and for the others the steps of a program and from tile to tile.
 
     Each of the latter is divided among as many programs, unless it is sooner to give all programs the same,
@@ -154,23 +158,32 @@ def shares(tiles: int, steps: int, programs: int, part_steps: float) -> tuple[in
     if others == 0:
         return tiles, 0, steps
 
-    apart = [-(-steps // count) for count in range(1, programs // others + 1)]
-    divided = [(share, -(-steps // share) * share) for share in apart]
+    per_program = [-(-steps // count) for count in range(1, programs // others + 1)]
+    candidates = [
+        (steps_per_program, -(-steps // steps_per_program) * steps_per_program)
+        for steps_per_program in per_program
+    ]
     even = (-(-others * steps // programs), steps)
-    share, width = min([*divided, even], key=lambda one: one[0] + part_steps * parts_added(steps, *one))
-    return (tiles, 0, steps) if share == steps else (tiles - others, share, width)
+    steps_per_program, tile_stride = min(
+        [*candidates, even], key=lambda one: one[0] + part_steps * fixups_per_tile(steps, *one)
+    )
+    return (
+        (tiles, 0, steps) if steps_per_program == steps else (tiles - others, steps_per_program, tile_stride)
+    )
 
 
-def are_apart(share: int, width: int) -> bool:
-    """Whether programs have parts of one tile each, by what `shares` gives."""
-    return share > 0 and width % share == 0
+def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
+    """Whether programs have parts of one tile each, by what `stream_k_schedule` gives."""
+    return steps_per_program > 0 and tile_stride % steps_per_program == 0
 
 
-def parts_added(steps: int, share: int, width: int) -> float:
-    """How many parts who writes a tile adds on average, by what `shares` gives: if programs have parts of two
-    tiles, about half of the tiles have one more.
+def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> float:
+    """How many parts who writes a tile adds on average, by what `stream_k_schedule` gives: if programs have
+    parts of two tiles, about half of the tiles have one more.
     """
-    return -(-steps // share) - (1.0 if are_apart(share, width) else 0.5)
+    return -(-steps // steps_per_program) - (
+        1.0 if splits_single_tiles(steps_per_program, tile_stride) else 0.5
+    )
 
 
 def step_us(shape: Geometry, tile: WgmmaTile) -> float:
@@ -178,109 +191,122 @@ def step_us(shape: Geometry, tile: WgmmaTile) -> float:
     return _of_tile(STEP_US, tile) * step_columns(shape, tile) / 256
 
 
-def part_us(tile: WgmmaTile) -> float:
+def fixup_us(tile: WgmmaTile) -> float:
     """Microseconds that a part of a tile takes to be added."""
-    return _of_tile(PART_US, tile)
+    return _of_tile(FIXUP_US, tile)
 
 
 def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
     """What is known of a tile, or of one with 128 rows of the weight or 32 of x."""
-    found = us.get((tile.m, tile.rows))
-    return us[max(tile.m, FEW_OF_X), 128] * tile.rows / 128 if found is None else found
+    found = us.get((tile.block_m, tile.block_n))
+    return us[max(tile.block_m, FEW_OF_X), 128] * tile.block_n / 128 if found is None else found
 
 
-def shares_of(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int) -> tuple[int, int, int, int]:
-    """The steps of a tile, and `shares` of those for m rows of x; all are whole if the tile has no share."""
+def tile_schedule(
+    shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int
+) -> tuple[int, int, int, int]:
+    """Return the steps of a tile, and `stream_k_schedule` for m rows of x; all whole without `stream_k`."""
     columns = shape.spans * shape.span
-    tiles, steps = -(-shape.n // tile.rows) * -(-m // tile.m), -(-columns // step_columns(shape, tile))
-    if not tile.share:
+    tiles, steps = (
+        -(-shape.n // tile.block_n) * -(-m // tile.block_m),
+        -(-columns // step_columns(shape, tile)),
+    )
+    if not tile.stream_k:
         return steps, tiles, 0, steps
-    programs = multiprocessors * occupancy(tile).programs
-    return steps, *shares(tiles, steps, programs, part_us(tile) / step_us(shape, tile))
+    programs = multiprocessors * launch_bounds(tile).launch_bounds
+    return steps, *stream_k_schedule(tiles, steps, programs, fixup_us(tile) / step_us(shape, tile))
 
 
 def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H200_PROCESSORS) -> float:
     """Microseconds for m rows of x by what a step of each tile in `STEP_US` was measured to take."""
-    steps, full, share, width = shares_of(shape, m, tile, multiprocessors)
-    resident = occupancy(tile).programs
-    mine = -(-full // (multiprocessors * resident)) * steps + share
-    sums = part_us(tile) * parts_added(steps, share, width) if share else 0.0
-    return mine * resident * step_us(shape, tile) + AROUND_US + sums
+    steps, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
+    resident = launch_bounds(tile).launch_bounds
+    mine = -(-whole_tiles // (multiprocessors * resident)) * steps + steps_per_program
+    sums = (
+        fixup_us(tile) * fixups_per_tile(steps, steps_per_program, tile_stride) if steps_per_program else 0.0
+    )
+    return mine * resident * step_us(shape, tile) + OVERHEAD_US + sums
 
 
 def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
     """About how many registers a thread that multiplies has for sums, weights, codes and their scales and
     zero-points, of which those in use take two each, for two rows.
     """
-    unit, values = max(tile.columns, shape.span), (shape.groups > 1) + zeros
+    unit, values = max(tile.block_k, shape.span), (shape.groups > 1) + zeros
     loaded = unit * shape.bits // 64 + values * max(1, unit // shape.group)
-    used = tile.columns // 4 + 2 * values * max(1, tile.columns // shape.group)
-    return tile.m // 2 + used + tile.ahead * loaded
+    used = tile.block_k // 4 + 2 * values * max(1, tile.block_k // shape.group)
+    return tile.block_m // 2 + used + tile.prefetch * loaded
 
 
 def has_registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> bool:
     """Whether there are as many."""
-    return registers(shape, tile, zeros) + SPARE <= occupancy(tile).multiplying
+    return registers(shape, tile, zeros) + REGISTER_MARGIN <= launch_bounds(tile).mma_registers
 
 
 def wgmma_tile(
     shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS, *, zeros: bool = False
 ) -> WgmmaTile:
     """The tile for m rows of x that should be fastest, by `tile_time`, of a weight with or without zeros."""
-    sizes = [_paced(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)]
+    sizes = [
+        _tile_of_size(shape, x, rows, zeros) for x, rows in STEP_US if (x <= FEW_OF_X) == (m <= FEW_OF_X)
+    ]
     able = [tile for tile in sizes if has_registers(shape, tile, zeros)]
     shared = [
         tile
-        for tile in (replace(tile, share=True) for tile in able or sizes)
-        if 2 * m * shape.k <= CACHED or are_apart(*shares_of(shape, m, tile, multiprocessors)[2:])
+        for tile in (replace(tile, stream_k=True) for tile in able or sizes)
+        if 2 * m * shape.k <= CACHED
+        or splits_single_tiles(*tile_schedule(shape, m, tile, multiprocessors)[2:])
     ]
     return min([*(able or sizes), *shared], key=lambda tile: tile_time(shape, m, tile, multiprocessors))
 
 
-def _paced(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
+def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
     """The tile of a size that loads and multiplies as was measured to be fastest, if it has the registers."""
-    early, late, least = (
-        WgmmaTile(m, rows, 2, columns=TWO_BLOCKS),
-        WgmmaTile(m, rows, 1, columns=TWO_BLOCKS),
+    prefetch_two, prefetch_one, least = (
+        WgmmaTile(m, rows, 2, block_k=TWO_BLOCKS),
+        WgmmaTile(m, rows, 1, block_k=TWO_BLOCKS),
         WgmmaTile(m, rows, 1),
     )
-    tiles = [replace(least, ahead=2)]
+    tiles = [replace(least, prefetch=2)]
     if m * rows > 128 * 128:
         # Of a span that is multiplied in turns, codes are in registers anyway.
         tiles = tiles if rows == 128 and shape.span > COLUMNS else []
     elif shape.spans * shape.span % TWO_BLOCKS == 0:
-        tiles = [*([early] if shape.bits == 8 or m <= FEW_OF_X else []), late, *tiles]
+        tiles = [*([prefetch_two] if shape.bits == 8 or m <= FEW_OF_X else []), prefetch_one, *tiles]
     return next((tile for tile in tiles if has_registers(shape, tile, zeros)), least)
 
 
 def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if tile.rows != 128 and tile.m > 128:
-        return f"{tile.rows} rows of the weight are for up to 128 rows of x, not for {tile.m}"
+    if tile.block_n != 128 and tile.block_m > 128:
+        return f"{tile.block_n} rows of the weight are for up to 128 rows of x, not for {tile.block_m}"
     shape = shape_of(problem)
     columns = shape.spans * shape.span
-    if columns % tile.columns:
-        return f"{columns} columns are no multiple of {tile.columns}"
+    if columns % tile.block_k:
+        return f"{columns} columns are no multiple of {tile.block_k}"
     return None
 
 
 def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
     reasons = (
-        (problem.m <= 32 < tile.m, f"it multiplies {tile.m} rows of x"),
-        (tile.m <= 32 and problem.m > 2 * tile.m, f"it decodes each weight for {tile.m} rows of x"),
-        (tile.m > max(64, 2 * problem.m), f"{tile.m} rows do not suit {problem.m} rows of x"),
+        (problem.m <= 32 < tile.block_m, f"it multiplies {tile.block_m} rows of x"),
         (
-            tile.columns > COLUMNS and tile.m > 128,
-            f"beside {tile.m} rows of x {tile.columns} columns at a time lack registers",
+            tile.block_m <= 32 and problem.m > 2 * tile.block_m,
+            f"it decodes each weight for {tile.block_m} rows of x",
+        ),
+        (tile.block_m > max(64, 2 * problem.m), f"{tile.block_m} rows do not suit {problem.m} rows of x"),
+        (
+            tile.block_k > COLUMNS and tile.block_m > 128,
+            f"beside {tile.block_m} rows of x {tile.block_k} columns at a time lack registers",
         ),
         (
-            tile.share and shares_of(shape_of(problem), problem.m, tile, processors(problem))[2] == 0,
+            tile.stream_k and tile_schedule(shape_of(problem), problem.m, tile, processors(problem))[2] == 0,
             "no tile is left that is sooner in parts",
         ),
         (
-            occupancy(tile).programs > 1
-            and registers(shape_of(problem), tile, _has_zeros(problem)) > occupancy(tile).multiplying,
+            launch_bounds(tile).launch_bounds > 1
+            and registers(shape_of(problem), tile, _has_zeros(problem)) > launch_bounds(tile).mma_registers,
             "two programs on a multiprocessor lack registers for its codes",
         ),
     )
@@ -295,7 +321,7 @@ def _has_zeros(problem: Problem) -> bool:
     return problem.scheme.has_zero_point
 
 
-def _fitted(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
+def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
     """The tile of the rules where that should be sooner, by how much longer or less long each takes than for
     `measured`.
 
@@ -306,30 +332,30 @@ def _fitted(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
     def time(asked: Problem, one: WgmmaTile) -> float:
         return tile_time(shape_of(asked), asked.m, one, processors(asked))
 
-    if (tile.m, tile.rows) not in STEP_US or occupancy(tile).programs > 1:
+    if (tile.block_m, tile.block_n) not in STEP_US or launch_bounds(tile).launch_bounds > 1:
         return tile
     ruled = _rule(problem)
-    if (ruled.m, ruled.rows) == (tile.m, tile.rows):
-        ruled = replace(ruled, ahead=tile.ahead, columns=tile.columns)
+    if (ruled.block_m, ruled.block_n) == (tile.block_m, tile.block_n):
+        ruled = replace(ruled, prefetch=tile.prefetch, block_k=tile.block_k)
     slower = max(1.0, time(measured, ruled) / time(measured, tile))
     theirs = slower * time(problem, ruled) / time(measured, ruled)
     return ruled if theirs < FITS * time(problem, tile) / time(measured, tile) else tile
 
 
-TILING = Tiling(WgmmaTile, VALUES, _rule, _why_not, _loses, _fitted)
+TILING = Tiling(WgmmaTile, VALUES, _rule, _why_not, _loses, _adapt)
 
 
 @dataclass(frozen=True)
 class _Launches:
     """The launches of `wgmma_gemm`, the layout of what is in shared memory, and who has which steps.
 
-    `shares` are those of the function. Parts of tiles take `sums` numbers, with what programs say of them. A
-    weight has so many `spans` and `blocks`.
+    `stream_k_schedule` are those of the function. Parts of tiles take `sums` numbers, with what programs say
+    of them. A weight has so many `spans` and `blocks`.
     """
 
     kernel: Launch
     layout: Any
-    shares: tuple[int, int, int]
+    stream_k_schedule: tuple[int, int, int]
     spans: int
     blocks: int
     sums: int
@@ -353,35 +379,35 @@ def _launches(
 
     shape = geometry(n, k, scheme, dtype)
     known = constants_of(n, k, scheme, dtype, tile)
-    resident = occupancy(tile)
-    most = multiprocessors * resident.programs
-    _, full, share, width = shares_of(shape, m, tile, multiprocessors)
-    programs = most if share else min(most, full)
+    resident = launch_bounds(tile)
+    most = multiprocessors * resident.launch_bounds
+    _, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
+    programs = most if steps_per_program else min(most, whole_tiles)
     main = Launch(
         kernel,
         (programs,),
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
-        ROWS=tile.rows,
-        BM=tile.m,
-        AHEAD=tile.ahead,
+        BN=tile.block_n,
+        BM=tile.block_m,
+        PREFETCH=tile.prefetch,
         STAGES=stages(tile, table_bytes(scheme, dtype, copies(tile))),
-        REGISTERS=resident.multiplying,
-        RASTER=RASTER,
-        TURN=tile.columns,
-        EVEN=math.gcd(n, MOST_EVEN),
+        REGISTERS=resident.mma_registers,
+        GROUP_M=GROUP_M,
+        BLOCK_K=tile.block_k,
+        STORE_VECTOR=math.gcd(n, MAX_STORE_VECTOR),
         num_warps=WARPS,
-        maxnreg=resident.launched,
+        maxnreg=resident.max_registers,
         **overlap(features),
     )
     return _Launches(
         main,
         NVMMASharedLayout(128, 16, 2),
-        (full, share, width),
+        (whole_tiles, steps_per_program, tile_stride),
         shape.spans,
         shape.blocks,
         # A word of 64 bits for each group of warps.
-        programs * (tile.rows * tile.m + tile.rows // 64 * 2) if share else 0,
+        programs * (tile.block_n * tile.block_m + tile.block_n // 64 * 2) if steps_per_program else 0,
     )
 
 
@@ -391,16 +417,16 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Wgmma
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
     # The scale of a whole row takes its place in the only block there is.
     known |= {"GROUPS": 1, "PER_BLOCK": COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
-    if shape.span > tile.columns:
-        known |= _by_turns(shape, scheme, dtype, tile)
+    if shape.span > tile.block_k:
+        known |= _by_blocks(shape, scheme, dtype, tile)
     else:
         known |= {name: (known[name],) for name in ("ASM", "CONSTRAINTS")}
     return {name: value for name, value in known.items() if name not in ("SPANS", "BLOCKS")}
 
 
-def _by_turns(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
+def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
     """The expression of each part of a span that is longer than what is multiplied at a time."""
-    name, each = str(dtype).removeprefix("torch."), shape.planes * tile.columns // shape.span
+    name, each = str(dtype).removeprefix("torch."), shape.planes * tile.block_k // shape.span
     parts = [
         expression(scheme.format, name, bare=shape.carried != 1.0, some=(first, first + each))
         for first in range(0, shape.planes, each)
@@ -421,7 +447,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
     # A block has no more columns than x.
     y, x = empty(op, *output_size(op)), whole_rows(op.x, COLUMNS)
     blocks = TensorDescriptor(
-        x, list(x.shape), list(x.stride()), [min(tile.m, PART_ROWS), COLUMNS], launches.layout
+        x, list(x.shape), list(x.stride()), [min(tile.block_m, TMA_ROWS), COLUMNS], launches.layout
     )
     launches.kernel(
         blocks,
@@ -431,7 +457,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
         empty(op, launches.sums, dtype=torch.float32) if launches.sums else y,
         m,
         op.n,
-        *launches.shares,
+        *launches.stream_k_schedule,
         launches.spans,
         launches.blocks,
         launch_token(),

@@ -10,7 +10,7 @@ import torch
 from quantkit.kernels import registry as kernel_table
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.portable import portable_gemm_launch
-from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile, half_unit
+from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile, fp16_weight_scale
 from quantkit.kernels.layouts.fragment_layout import build
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, device_features
 from quantkit.kernels.registry import choose, choose_by_rules, log_choice
@@ -30,15 +30,15 @@ ROUNDING = 2.0**-10
 SIMPLE = {name for name in PRESETS if scheme(name).planes == 1 and not scheme(name).column_scale}
 
 
-def asked(m: int = 64, gpu: Gpu = GEFORCE, half_sums: bool = True, name: str = "int4") -> Problem:
+def asked(m: int = 64, gpu: Gpu = GEFORCE, fp16_accumulation: bool = True, name: str = "int4") -> Problem:
     features = GPU_FEATURES if gpu.capability == (9, 0) else GPU_FEATURES - {"wgmma"}
-    return Problem(m, 4096, 4096, scheme(name), torch.float16, "cuda", features, None, gpu, half_sums)
+    return Problem(m, 4096, 4096, scheme(name), torch.float16, "cuda", features, None, gpu, fp16_accumulation)
 
 
-def product(x: torch.Tensor, packed: PackedTensor, half_sums: bool) -> torch.Tensor:
+def product(x: torch.Tensor, packed: PackedTensor, fp16_accumulation: bool) -> torch.Tensor:
     op = Operands(x, build(packed, x.dtype), None, packed.scheme, packed.shape[0])
     return portable_gemm_launch.run(
-        op, PortableGemmTile(4, 16, stages=2, half_sums=half_sums), device_features(DEVICE)
+        op, PortableGemmTile(4, 16, stages=2, fp16_accumulation=fp16_accumulation), device_features(DEVICE)
     )
 
 
@@ -101,12 +101,12 @@ def test_weights_of_one_scale_per_channel_do_not_overflow(make_packed: Callable[
     for name in ("int8", "fp8", "fp8-e5m2"):
         packed = make_packed(name, (16, 256)).to(DEVICE)
         layout = packed.scheme
-        assert half_unit(16, 256, layout) * layout.format.max <= 1
+        assert fp16_weight_scale(16, 256, layout) * layout.format.max <= 1
         x = torch.full((2, 256), 8.0, device=DEVICE, dtype=torch.float16)
         found = errors(product(x, packed, True), x, packed.dequantize())
         assert float(found.max()) < BOUND + ROUNDING
-    assert half_unit(16, 256, scheme("int4")) == 1.0
-    assert half_unit(16, 256, scheme("int8", zero_point="integer")) == 2.0**-8
+    assert fp16_weight_scale(16, 256, scheme("int4")) == 1.0
+    assert fp16_weight_scale(16, 256, scheme("int8", zero_point="integer")) == 2.0**-8
 
 
 def test_what_overflows_is_no_number_and_not_wrong(make_packed: Callable[..., PackedTensor]) -> None:
@@ -124,19 +124,21 @@ def test_what_overflows_is_no_number_and_not_wrong(make_packed: Callable[..., Pa
 
 
 def test_only_where_torch_is_told_to() -> None:
-    assert portable_gemm_launch.TILING.rule(asked()).half_sums
-    assert not portable_gemm_launch.TILING.rule(asked(half_sums=False)).half_sums
-    assert not portable_gemm_launch.TILING.rule(asked(gpu=HOPPER)).half_sums, "it brings nothing there"
-    assert not portable_gemm_launch.TILING.rule(replace(asked(), gpu=None)).half_sums
-    tile = PortableGemmTile(4, 64, half_sums=True)
+    assert portable_gemm_launch.TILING.rule(asked()).fp16_accumulation
+    assert not portable_gemm_launch.TILING.rule(asked(fp16_accumulation=False)).fp16_accumulation
+    assert not portable_gemm_launch.TILING.rule(asked(gpu=HOPPER)).fp16_accumulation, (
+        "it brings nothing there"
+    )
+    assert not portable_gemm_launch.TILING.rule(replace(asked(), gpu=None)).fp16_accumulation
+    tile = PortableGemmTile(4, 64, fp16_accumulation=True)
     assert portable_gemm_launch.TILING.why_not(asked(), tile) is None
     assert portable_gemm_launch.TILING.why_not(asked(gpu=HOPPER), tile) is None, (
         "whoever measures may find otherwise"
     )
     assert "allow_fp16_accumulation is not set" in str(
-        portable_gemm_launch.TILING.why_not(asked(half_sums=False), tile)
+        portable_gemm_launch.TILING.why_not(asked(fp16_accumulation=False), tile)
     )
-    assert choose_by_rules(asked(half_sums=False)).tile != choose_by_rules(asked()).tile
+    assert choose_by_rules(asked(fp16_accumulation=False)).tile != choose_by_rules(asked()).tile
 
 
 def test_the_switch_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,24 +148,24 @@ def test_the_switch_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (1, 64, 64, scheme("int4"))
     try:
         switch.allow_fp16_accumulation = True
-        assert Problem.on(device, *shape, torch.float16).half_sums
-        assert not Problem.on(device, *shape, torch.bfloat16).half_sums
-        assert not Problem.on(torch.device("cpu"), *shape, torch.float16).half_sums
+        assert Problem.on(device, *shape, torch.float16).fp16_accumulation
+        assert not Problem.on(device, *shape, torch.bfloat16).fp16_accumulation
+        assert not Problem.on(torch.device("cpu"), *shape, torch.float16).fp16_accumulation
     finally:
         switch.allow_fp16_accumulation = False
-    assert not Problem.on(device, *shape, torch.float16).half_sums
+    assert not Problem.on(device, *shape, torch.float16).fp16_accumulation
 
 
 @pytest.mark.parametrize(
     ("problem", "text"),
     [
-        (asked(), "half_sums=True chains=1 at_once=0, sums of a step in float16"),
-        (asked(gpu=HOPPER), "columns=256, sums in float32 (float16 is allowed, but brings nothing here)"),
+        (asked(), "fp16_accumulation=True accumulators=1 occupancy=0, sums of a step in float16"),
+        (asked(gpu=HOPPER), "block_k=256, sums in float32 (float16 is allowed, but brings nothing here)"),
         (
             asked(m=1),
-            "integers=True, sums in float32 (float16 is allowed, but brings nothing here)",
+            "int8_mma=True, sums in float32 (float16 is allowed, but brings nothing here)",
         ),
-        (asked(half_sums=False), "half_sums=False"),
+        (asked(fp16_accumulation=False), "fp16_accumulation=False"),
     ],
 )
 def test_the_log_says_how_sums_are_made(
@@ -174,4 +176,4 @@ def test_the_log_says_how_sums_are_made(
     with caplog.at_level(logging.WARNING):
         log_choice(problem, choose(problem))
     assert text in caplog.messages[0]
-    assert ("sums" in caplog.messages[0].replace("half_sums=", "")) is problem.half_sums
+    assert ("sums" in caplog.messages[0].replace("fp16_accumulation=", "")) is problem.fp16_accumulation

@@ -1,0 +1,1 @@
+"""GGUF files of llama.cpp as checkpoints: header, block types, names of tensors, config and tokenizer."""

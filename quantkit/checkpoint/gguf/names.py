@@ -1,0 +1,170 @@
+"""llama.cpp's names of tensors, and what else it does to them, by architecture as a table."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from quantkit.checkpoint.gguf.header import GgufHeader, GgufTensor
+from quantkit.errors import CheckpointError
+
+ARCHITECTURE_KEY = "general.architecture"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp writes the models of one `general.architecture`.
+
+    layer      names within a layer of llama.cpp, and within `model.layers.N` of transformers
+    experts    the same of tensors [E, N, K] of all experts; `{}` is the number of one
+    permuted   names within a layer of which the rows of each head are in the order of interleaved rotary
+               halves, and the metadata that counts the heads
+    added      what llama.cpp adds to weights whose name ends in `norm`
+    column     names of matrices of one row, which files have as vectors
+    config     metadata that transformers' own conversion leaves out, and the key of config.json
+    """
+
+    layer: Mapping[str, str]
+    experts: Mapping[str, str] = field(default_factory=dict)
+    permuted: Mapping[str, str] = field(default_factory=dict)
+    added: float = 0.0
+    column: frozenset[str] = frozenset()
+    config: Mapping[str, str] = field(default_factory=dict)
+
+
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_DENSE = {**_ATTENTION, **_GATED}
+_EXPERTS = {f"ffn_{one}_exps": f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")}
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{one}_shexp": f"mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")},
+}
+_HEAD_SIZE = {"attention.key_length": "head_dim"}
+_EXPERT_SIZE = {"expert_feed_forward_length": "moe_intermediate_size"}
+_GEMMA = {
+    **_DENSE,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+#: Architectures by the name in files. Adding one is adding a row.
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        _DENSE, permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+    ),
+    "qwen2": Architecture(_DENSE),
+    "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}, config=_HEAD_SIZE),
+    "qwen2moe": Architecture(
+        {**_ATTENTION, **_SHARED, "ffn_gate_inp": "mlp.gate"},
+        _EXPERTS,
+        column=frozenset({"ffn_gate_inp_shexp"}),
+        config={**_EXPERT_SIZE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    ),
+    "qwen3moe": Architecture(
+        {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, _EXPERTS, config=_EXPERT_SIZE
+    ),
+    "gemma2": Architecture(_GEMMA, added=1.0),
+    "gemma3": Architecture({**_GEMMA, **_HEAD_NORMS}, added=1.0),
+    "phi3": Architecture(
+        {
+            **_ATTENTION,
+            "attn_qkv": "self_attn.qkv_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        }
+    ),
+    "starcoder2": Architecture({**_ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "stablelm": Architecture(_DENSE),
+    "nemotron": Architecture({**_ATTENTION, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}, added=1.0),
+}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+#: Constants of rotary embeddings, which transformers computes.
+ROTARY = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_(long|short))\.weight")
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A matrix or vector of the model, as part of a tensor of the file.
+
+    `name` is transformers', `tensor` the file's, `part` the number of the expert whose rows it has, None for
+    all, `heads` as of `GgufRows`. `added` is what comes off its weights, and `is_row` says that a vector of
+    the file is a matrix of one row.
+    """
+
+    name: str
+    tensor: GgufTensor
+    part: int | None = None
+    heads: int | None = None
+    added: float = 0.0
+    is_row: bool = False
+
+
+def architecture(header: GgufHeader) -> Architecture:
+    """The row of `ARCHITECTURES` for a file; `CheckpointError` where there is none."""
+    name = header.get(ARCHITECTURE_KEY, str, "")
+    found = ARCHITECTURES.get(name)
+    experts = header.get(f"{name}.expert_count", int, 0)
+    if found is None or (experts and not found.experts):
+        of_experts = " with experts" if found is not None else ""
+        raise CheckpointError(
+            f"{header.path}: {ARCHITECTURE_KEY} is {name!r}{of_experts}; quantkit knows the names of "
+            f"{', '.join(ARCHITECTURES)}. Use the safetensors checkpoint that the file was made from."
+        )
+    return found
+
+
+def named(header: GgufHeader) -> Iterator[Named]:
+    """Every tensor of the model in a file, by transformers' names, without constants of rotary embeddings.
+
+    `CheckpointError` for a tensor without a place in the model.
+    """
+    arch = architecture(header)
+    for tensor in header.tensors.values():
+        if ROTARY.fullmatch(tensor.name) is None:
+            yield from _named(header, arch, tensor)
+
+
+def _named(header: GgufHeader, arch: Architecture, tensor: GgufTensor) -> Iterator[Named]:
+    stem, _, leaf = tensor.name.rpartition(".")
+    added = arch.added if stem.endswith("norm") and leaf == "weight" else 0.0
+    if stem in _TOP and leaf in ("weight", "bias"):
+        yield Named(f"{_TOP[stem]}.{leaf}", tensor, added=added)
+        return
+    match = _LAYER.fullmatch(tensor.name)
+    number, within, _ = match.groups() if match else ("", "", "")
+    prefix = f"model.layers.{number}."
+    if within in arch.layer:
+        heads = _heads(header, tensor, arch.permuted[within]) if within in arch.permuted else None
+        is_row = within in arch.column and len(tensor.shape) == 1
+        yield Named(f"{prefix}{arch.layer[within]}.{leaf}", tensor, None, heads, added, is_row)
+    elif within in arch.experts and len(tensor.shape) == 3:
+        for expert in range(tensor.shape[0]):
+            yield Named(f"{prefix}{arch.experts[within].format(expert)}.{leaf}", tensor, expert)
+    else:
+        raise CheckpointError(
+            f"{header.path}: quantkit does not know where tensor {tensor.name!r} of shape {tensor.shape} is "
+            f"in a model of {header.get(ARCHITECTURE_KEY, str)!r}. Use the safetensors checkpoint that the "
+            "file was made from."
+        )
+
+
+def _heads(header: GgufHeader, tensor: GgufTensor, key: str) -> int:
+    """How many heads the rows of a tensor are of; `CheckpointError` where they cannot be."""
+    prefix = header.get(ARCHITECTURE_KEY, str)
+    count = header.get(f"{prefix}.{key}", int, header.get(f"{prefix}.attention.head_count", int, 0))
+    if count < 1 or tensor.shape[0] % (2 * count):
+        raise CheckpointError(
+            f"{header.path}: tensor {tensor.name!r} has {tensor.shape[0]} rows for {count} heads; expected "
+            "pairs of rows in each head. Download the file again."
+        )
+    return int(count)

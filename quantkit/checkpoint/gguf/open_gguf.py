@@ -1,0 +1,201 @@
+"""A GGUF file as a checkpoint: tensors by transformers' names, with the files that its metadata stand for.
+
+transformers makes config.json and the tokenizer of the metadata. They are written to a temporary directory,
+where everything finds them as those of any other checkpoint.
+"""
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
+from quantkit.checkpoint.gguf.header import GgufHeader, read_gguf_header
+from quantkit.checkpoint.gguf.names import ARCHITECTURE_KEY, ROTARY, Named, architecture, named
+from quantkit.checkpoint.gguf.rows import GgufRows, gguf_package
+from quantkit.checkpoint.manifest import pretty_json
+from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
+from quantkit.checkpoint.stamp import FileStamp
+from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.errors import CheckpointError, QuantkitError
+
+SUFFIX = ".gguf"
+_GENERATION_CONFIG = "generation_config.json"
+#: Tokens that end an answer, by their metadata.
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_KEPT_OUT = ("_name_or_path", "_model_name_or_path", "quantization_config", "transformers_version")
+
+
+def gguf_file(source: Path) -> Path | None:
+    """The GGUF file that `source` is, or that is the only weights of the directory `source`; None if none is.
+
+    `CheckpointError` for a directory with several and no safetensors.
+    """
+    if source.is_file():
+        return source
+    try:
+        entries = sorted(source.iterdir())
+    except OSError:
+        return None
+    found = [path for path in entries if path.suffix == SUFFIX and path.is_file()]
+    if not found or any(path.suffix == ".safetensors" for path in entries):
+        return None
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise CheckpointError(f"{source}: has {names}; expected one. Give the path of the file to read.")
+    return found[0]
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """The checkpoint in a GGUF file. Reads its header and makes the files beside the weights, in a second.
+
+    `CheckpointError` for a file that is damaged, of an architecture without a table of names, or whose
+    metadata transformers makes no config or tokenizer of; `EnvironmentProblem` without the package gguf.
+    """
+    path = path.absolute()
+    gguf_package()
+    stamp = FileStamp.of(path)
+    header = read_gguf_header(path)
+    _check_not_split(header)
+    tensors = [_stored(path, one) for one in named(header)]
+    directory = Path(tempfile.mkdtemp(prefix="quantkit-gguf-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    _write_files(header, directory)
+    files = sorted(directory.iterdir())
+    side_files = tuple(file for file in files if file.name != CONFIG_NAME)
+    return Checkpoint(
+        directory=directory,
+        config=json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")),
+        tensors={tensor.name: tensor for tensor in tensors},
+        shards=(path,),
+        side_files=side_files,
+        warnings=_warnings(header),
+        stamps={path: stamp, **{file: FileStamp.of(file) for file in files}},
+        notes=(_note(header),),
+        derived=frozenset(files),
+    )
+
+
+def _check_not_split(header: GgufHeader) -> None:
+    count = header.get("split.count", int, 1)
+    if count > 1:
+        raise CheckpointError(
+            f"{header.path}: is one of {count} files of a model; expected all in one. Join them with "
+            "llama.cpp: `llama-gguf-split --merge FIRST.gguf OUT.gguf`."
+        )
+
+
+def _stored(path: Path, one: Named) -> StoredTensor:
+    tensor = one.tensor
+    shape = tensor.shape if one.part is None else tensor.shape[1:]
+    if one.is_row:
+        shape = (1, *shape)
+    is_vector = len(shape) == 1
+    if len(shape) > 2:
+        raise CheckpointError(
+            f"{path}: tensor {tensor.name!r} has shape {tensor.shape}; expected a matrix or a vector. "
+            "Download the file again."
+        )
+    rows = shape[0]
+    row_bytes = tensor.nbytes // (rows * (1 if one.part is None else tensor.shape[0]))
+    if is_vector and tensor.block_type.elements > 1:
+        raise CheckpointError(
+            f"{path}: tensor {tensor.name!r} is a vector of {tensor.block_type.name} blocks; expected "
+            "numbers. Download the file again."
+        )
+    dtype = "F32" if tensor.block_type.dtype is None else SAFETENSORS_DTYPES[tensor.block_type.dtype]
+    return GgufRows(
+        one.name,
+        dtype,
+        shape,
+        path,
+        tensor.offset + (one.part or 0) * rows * row_bytes,
+        block_type=tensor.block_type,
+        row_bytes=row_bytes,
+        heads=one.heads,
+        added=one.added,
+    )
+
+
+def _write_files(header: GgufHeader, directory: Path) -> None:
+    """config.json, the tokenizer with its chat template, and generation_config.json."""
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    of_file: dict[str, Any] = {"gguf_file": header.path.name, "trust_remote_code": False}
+    with _explained(header.path, "config.json"):
+        config = AutoConfig.from_pretrained(header.path.parent, **of_file)
+    values = {key: value for key, value in config.to_dict().items() if key not in _KEPT_OUT}
+    values.update(_left_out(header))
+    # Blocks give float32 numbers, which fewer digits do not hold.
+    values["dtype"] = "float32"
+    values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    (directory / CONFIG_NAME).write_bytes(pretty_json(values))
+    if header.get("tokenizer.ggml.model", str) is not None:
+        with _explained(header.path, "tokenizer"):
+            AutoTokenizer.from_pretrained(header.path.parent, **of_file).save_pretrained(directory)
+    (directory / _GENERATION_CONFIG).write_bytes(pretty_json(_generation_config(header)))
+
+
+def _left_out(header: GgufHeader) -> dict[str, int]:
+    """Values of config.json that transformers' conversion leaves at their defaults."""
+    prefix = header.get(ARCHITECTURE_KEY, str)
+    found = {key: header.get(f"{prefix}.{name}", int) for name, key in architecture(header).config.items()}
+    if (embedding := header.tensors.get("token_embd.weight")) is not None:
+        found["vocab_size"] = embedding.shape[0]
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _generation_config(header: GgufHeader) -> Mapping[str, Any]:
+    def token(name: str) -> int | None:
+        found = header.get(f"tokenizer.ggml.{name}", int)
+        return None if found is None else int(found)
+
+    ends = list(dict.fromkeys(one for one in map(token, _ENDS) if one is not None))
+    found = {
+        "bos_token_id": token("bos_token_id"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": token("padding_token_id"),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+@contextmanager
+def _explained(path: Path, what: str) -> Iterator[None]:
+    """What transformers raises for metadata that it does not understand, as `CheckpointError`."""
+    try:
+        yield
+    except (QuantkitError, MemoryError):
+        raise
+    except BaseException as error:
+        # Panics of the tokenizers library have a class that none can import.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(
+            f"{path}: transformers makes no {what} of the metadata ({text}). Use the safetensors checkpoint "
+            "that the file was made from."
+        ) from error
+
+
+def _note(header: GgufHeader) -> str:
+    """What the tensors of the model are stored as."""
+    counts: dict[str, int] = {}
+    for tensor in header.tensors.values():
+        counts[tensor.block_type.name] = counts.get(tensor.block_type.name, 0) + 1
+    kinds = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return f"read from {header.path.name}: {kinds}. What is not packed is float32."
+
+
+def _warnings(header: GgufHeader) -> tuple[str, ...]:
+    rotary: Sequence[str] = [name for name in header.tensors if ROTARY.fullmatch(name)]
+    if not rotary:
+        return ()
+    return (
+        f"{header.path}: {rotary[0]} scales rotary embeddings, and the metadata does not say how: "
+        "config.json has no rope_scaling. Copy it from the original model's; short texts need none.",
+    )

@@ -1,0 +1,107 @@
+"""Rows of a tensor of a GGUF file: as numbers, or as codes, scales and minimums."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.gguf.block_types import BlockType
+from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
+from quantkit.checkpoint.tensors import Read, StoredTensor
+from quantkit.errors import EnvironmentProblem
+
+#: Bytes that are made numbers at a time: float32 takes up to 25 times as many.
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufRows(StoredTensor):
+    """A matrix [N, K], or a vector [N], whose rows follow each other in `file` from `offset` on.
+
+    heads   where the rows of a head are pairs of rotary halves, 0 D/2 1 D/2+1 ..., how many heads there are:
+            llama.cpp permutes q and k of some models so. None where rows are in order
+    added   what llama.cpp added to the weights, which comes off
+    """
+
+    block_type: BlockType
+    row_bytes: int
+    heads: int | None = None
+    added: float = 0.0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all rows in the file."""
+        return self.shape[0] * self.row_bytes
+
+    @property
+    def stored_as(self) -> str | None:
+        """The name of the block type, as `Q4_K`; None for plain numbers."""
+        return self.block_type.name if self.block_type.dtype is None else None
+
+    @property
+    def grid_spec(self) -> GridSpec | None:
+        """The grid of the weights; None for numbers and for blocks with scales of scales."""
+        grid = self.block_type.grid
+        if grid is None or len(self.shape) != 2 or self.added:
+            return None
+        return GridSpec(
+            grid.format,
+            (self.shape[0], self.shape[1]),
+            self.block_type.elements,
+            affine=grid.affine,
+            scale_dtype=grid.scale_dtype,
+        )
+
+    def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
+        """Rows `[start, stop)`: [R, K] or [R], float32 unless the file has numbers of another dtype."""
+        data = self._bytes(read, start, stop)
+        if self.block_type.dtype is not None:
+            found = data.view(self.block_type.dtype)
+        else:
+            step = max(1, _PIECE_BYTES // self.row_bytes)
+            found = torch.cat([_dequantized(rows, self.block_type) for rows in torch.split(data, step)])
+        if self.added:
+            found = (found.float() - self.added).to(self.torch_dtype)
+        return found.view(stop - start, *self.shape[1:])
+
+    def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
+        """Codes, scales and minimums of the same rows; None where there is no `grid_spec`."""
+        spec, grid = self.grid_spec, self.block_type.grid
+        if spec is None or grid is None:
+            return None
+        blocks = self._bytes(read, start, stop).reshape(-1, self.block_type.nbytes)
+        codes, scales, minimums = grid.split(blocks)
+        rows = stop - start
+        biases = None if minimums is None else minimums.float().view(rows, -1)
+        return StoredGrid(spec, codes.reshape(rows, -1), scales.view(rows, -1), biases=biases)
+
+    def _bytes(self, read: Read, start: int, stop: int) -> torch.Tensor:
+        """The rows as they are stored, uint8 [R, row_bytes], in the order of the model."""
+        stored = StoredTensor(self.name, "U8", (self.shape[0], self.row_bytes), self.file, self.offset)
+        if self.heads is None:
+            return read(stored, start, stop)
+        # Only whole heads have all rows of some of their own.
+        size = self.shape[0] // self.heads
+        first = start // size * size
+        rows = read(stored, first, -(-stop // size) * size)
+        pairs = rows.view(-1, size // 2, 2, self.row_bytes)
+        return pairs.transpose(1, 2).reshape(-1, self.row_bytes)[start - first : stop - first]
+
+
+def _dequantized(rows: torch.Tensor, block_type: BlockType) -> torch.Tensor:
+    """Rows of blocks (uint8 [R, row_bytes]) as float32 [R, K], by the package gguf."""
+    quants = gguf_package()
+    kind = quants.GGMLQuantizationType(block_type.number)
+    return torch.from_numpy(quants.dequantize(rows.numpy(), kind))
+
+
+def gguf_package() -> Any:
+    """The package gguf; `EnvironmentProblem` where it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise EnvironmentProblem(
+            "reading GGUF files takes the package gguf, which is not installed. Install it with "
+            "`pip install gguf`."
+        ) from None
+    return gguf

@@ -1,0 +1,229 @@
+"""One low-bit weight of a checkpoint: its stored parts, and the tensor that they stand for."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
+from quantkit.checkpoint.tensors import Read, StoredTensor
+from quantkit.errors import CheckpointError
+
+#: Weights that are decoded at a time.
+_PIECE = 1 << 21
+#: Scales by the dtypes of files that are powers of two, stored as their exponent plus 127.
+POWERS_OF_TWO = ("F8_E8M0", "U8")
+FLOATS = ("F32", "F16", "BF16")
+
+START_AGAIN = "Start from the original checkpoint, or write this one again with the tool that made it"
+
+Parts = Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a checkpoint says of its quantization: `method` is its quant_method, `values` the whole section.
+
+    `where` names the section in messages; `stated` is whether there is one.
+    """
+
+    method: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "config.json, without a quantization_config,"
+    stated: bool = False
+
+    def integer(self, *path: str) -> int | None:
+        """The positive integer at a path of keys, None where there is none."""
+        value: Any = self.values
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value if type(value) is int and 0 < value < 1 << 31 else None
+
+
+@dataclass(frozen=True)
+class LowBitWeight(ABC):
+    """The stored parts of one weight, by role, and their grid. The rows of `formats.py` make them."""
+
+    parts: Parts
+    spec: GridSpec
+
+    @abstractmethod
+    def read_rows(self, read: Read, start: int, stop: int) -> StoredGrid:
+        """Rows `[start, stop)`, counted through all matrices."""
+
+    def grid(self, read: Read, start: int, stop: int) -> StoredGrid:
+        """`read_rows`, checked: `CheckpointError` for scales that are no numbers."""
+        found = self.read_rows(read, start, stop)
+        for role, tensor in (("scale", found.scales), ("bias", found.biases), ("zero", found.zeros)):
+            if tensor is not None and not bool(torch.isfinite(tensor.float()).all()):
+                part = self.parts.get(role) or self.parts["scale"]
+                wrong(part, "it has a scale that is NaN or infinite; expected numbers")
+        divisor = found.global_scale
+        if divisor is not None and not bool((torch.isfinite(divisor) & (divisor != 0)).all()):
+            wrong(self.parts["global_scale"], "it is zero, NaN or infinite; expected a number to divide by")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowBitTensor(StoredTensor):
+    """The parameter that a low-bit weight stands for; its dtype is that of the model.
+
+    `file` and `offset` are those of the codes.
+    """
+
+    weight: LowBitWeight
+    stored_in: str = "codes and scales"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all stored parts."""
+        return sum(part.nbytes for part in self.weight.parts.values())
+
+    @property
+    def stored_as(self) -> str:
+        """The name of the format."""
+        return self.stored_in
+
+    @property
+    def grid_spec(self) -> GridSpec:
+        """The grid of the weight."""
+        return self.weight.spec
+
+    def grid(self, read: Read, start: int, stop: int) -> StoredGrid:
+        """Codes and scales of rows `[start, stop)`, of all matrices where there are several."""
+        return self.weight.grid(read, start, stop)
+
+    @property
+    def location(self) -> tuple[Path, int, int]:
+        """Where the codes are; the bytes are those of all parts."""
+        return self.file, self.offset, sum(part.nbytes for part in self.weight.parts.values())
+
+    def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
+        """Rows `[start, stop)`, decoded in pieces and rounded once, from float32."""
+        spec = self.weight.spec
+        rows, columns = spec.shape
+        step = max(1, _PIECE // columns)
+        if spec.matrices is None:
+            out = torch.empty(stop - start, columns, dtype=self.torch_dtype)
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                out[first - start : last - start] = self.weight.grid(read, first, last).values()
+            return out
+        out = torch.empty(stop - start, *self.shape[1:], dtype=self.torch_dtype)
+        for matrix in range(start, stop):
+            target = out[matrix - start].T if spec.transposed else out[matrix - start]
+            for first in range(0, rows, step):
+                last = min(first + step, rows)
+                found = self.weight.grid(read, matrix * rows + first, matrix * rows + last)
+                target[first:last] = found.values()
+        return out
+
+
+def wrong(tensor: StoredTensor, problem: str, remedy: str = START_AGAIN) -> NoReturn:
+    """Raise `CheckpointError` about one stored part."""
+    raise CheckpointError(
+        f"{tensor.file}: tensor {tensor.name!r} is {tensor.dtype} {list(tensor.shape)}: {problem}. {remedy}."
+    ) from None
+
+
+def expect_shape(tensor: StoredTensor, shape: tuple[int, ...], because: str) -> None:
+    """`CheckpointError` unless `tensor` has `shape`, which follows from `because`."""
+    if tensor.shape != shape:
+        wrong(tensor, f"{because} needs {list(shape)}")
+
+
+def as_matrix(tensor: StoredTensor) -> StoredTensor:
+    """`tensor` with all dimensions but the last as rows."""
+    return replace(tensor, shape=(math.prod(tensor.shape[:-1]), tensor.shape[-1]))
+
+
+def as_bytes(tensor: StoredTensor) -> StoredTensor:
+    """The bytes of `tensor`, in one dimension."""
+    return replace(tensor, dtype="U8", shape=(tensor.nbytes,))
+
+
+def flat(tensor: StoredTensor) -> StoredTensor:
+    """`tensor` in one dimension."""
+    return replace(tensor, shape=(tensor.elements,))
+
+
+def powers_of_two(stored: torch.Tensor) -> torch.Tensor:
+    """Scales that are exponents, as float8_e8m0fnu; 255 is NaN."""
+    return stored.view(torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which scale of a stored tensor of scales belongs to which weights.
+
+    `grid` are the rows and columns of scales of one matrix, `size` the rows and columns of weights that
+    share one, `shared` whether all matrices share theirs.
+    """
+
+    grid: tuple[int, int]
+    size: tuple[int, int]
+    shared: bool
+
+    @classmethod
+    def of(
+        cls, codes: StoredTensor, shape: tuple[int, ...], scale: StoredTensor, wanted: Any = None
+    ) -> "Blocks":
+        """From the shapes of a weight [..., N, K] and its scales; `wanted` is what the config says of blocks.
+
+        `CheckpointError` where the scales fit no blocks.
+        """
+        stored = scale.shape
+        if scale.elements == 1:
+            grid, matrices = (1, 1), 1
+        elif len(stored) == len(shape):
+            grid, matrices = (stored[-2], stored[-1]), math.prod(stored[:-2])
+        elif len(stored) == len(shape) - 1:
+            # One scale a row of each matrix, or one a matrix of several.
+            grid, matrices = (stored[-1], 1), math.prod(stored[:-1])
+        else:
+            grid, matrices = (1, 1), scale.elements
+        if len(shape) == 3 and len(stored) == 1:
+            grid, matrices = (1, 1), scale.elements
+        of_weight = math.prod(shape[:-2])
+        sizes = wanted if _is_block(wanted) else (None, None)
+        found = tuple(_side(n, count, want) for n, count, want in zip(shape[-2:], grid, sizes, strict=True))
+        if matrices not in (1, of_weight) or None in found:
+            wrong(scale, f"its scales fit no blocks of {codes.name!r} {list(shape)}")
+        return cls(grid, (found[0] or 1, found[1] or 1), matrices == 1)
+
+    def rows(self, read: Read, scale: StoredTensor, matrix_rows: int, start: int, stop: int) -> torch.Tensor:
+        """The scales [R, G] of rows `[start, stop)` of a weight whose matrices have `matrix_rows`."""
+        numbers = torch.arange(start, stop)
+        of_matrix = numbers // matrix_rows * (0 if self.shared else self.grid[0])
+        wanted = of_matrix + numbers % matrix_rows // self.size[0]
+        first, last = int(wanted[0]), int(wanted[-1]) + 1
+        table = replace(scale, shape=(scale.elements // self.grid[1], self.grid[1]))
+        low = int(wanted.min())
+        high = int(wanted.max()) + 1
+        assert low <= first < last <= high
+        # Not every dtype of 8 bits can be indexed.
+        found = read(table, low, high)
+        raw = found.view(torch.uint8) if found.element_size() == 1 else found
+        return raw.index_select(0, wanted - low).view(found.dtype)
+
+
+def _is_block(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(type(size) is int and 0 < size < 1 << 31 for size in value)
+    )
+
+
+def _side(size: int, count: int, wanted: int | None) -> int | None:
+    """How many of `size` rows or columns share one of `count` scales; None where they fit nowise."""
+    if count == 1:
+        return size
+    for block in (wanted, 128):
+        if block is not None and -(-size // block) == count:
+            return block
+    return size // count if size % count == 0 else None

@@ -1,0 +1,69 @@
+"""`quantkit convert`: a checkpoint that is packed already in, one with the same values out."""
+
+from typing import TYPE_CHECKING
+
+from quantkit.cli import options
+from quantkit.cli.console import note, print_json, progress, say
+from quantkit.files import size_text
+from quantkit.signals import advising
+
+if TYPE_CHECKING:
+    from quantkit.checkpoint.source import Checkpoint
+    from quantkit.quantization.plan import Plan
+
+
+def convert(
+    source: options.Source,
+    out_directory: options.OutDirectory,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    check: options.CheckOutput = True,
+    max_shard_size: options.ShardSize = options.SHARD_SIZE,
+    allow_auto_map: options.AllowAutoMap = False,
+    every_layer: options.EveryLayer = False,
+    json: options.Json = False,
+) -> None:
+    """Convert a low-bit checkpoint to a packed one with the same values.
+
+    Codes and scales of SOURCE become those of the scheme whose weights are the same, bit by bit, which is
+    compared while OUT is written; 'verify OUT --against SOURCE' compares again. Prints which scheme each kind
+    of weight became. A linear whose values no scheme has, such as one in K-quants, is refused by name:
+    'quantize' reads the same SOURCE and rounds. What is no linear is stored as numbers.
+    """
+    from quantkit import converting
+    from quantkit.checkpoint.output.existing import is_resumable
+    from quantkit.cli.commands.plan import plan_dict, print_plan
+
+    begun = not overwrite
+
+    def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
+        nonlocal begun
+        begun = True
+        for warning in checkpoint.warnings:
+            note(warning)
+        if not json:
+            print_plan(plan, every_layer=every_layer)
+
+    def advice() -> str | None:
+        if not begun or not is_resumable(out_directory):
+            return None
+        instead = " in place of --overwrite" if overwrite else ""
+        return f"finished files are kept. Continue with the same command and --resume{instead}."
+
+    asked = converting.ConvertOptions(
+        max_shard_bytes=options.parse_size(max_shard_size),
+        allow_auto_map=allow_auto_map,
+        resume=resume,
+        overwrite=overwrite,
+        check=check,
+    )
+    with advising(advice), progress("converting") as report:
+        result = converting.convert(source, out_directory, asked, progress=report, on_plan=show)
+    if result.unchecked is not None:
+        note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
+    if json:
+        print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
+        return
+    packed = sum(layer.scheme is not None for layer in result.plan.layers)
+    say(f"{packed} linears have the values of {source}, bit by bit")
+    say(f"wrote {result.directory} ({size_text(result.plan.output_bytes)})")

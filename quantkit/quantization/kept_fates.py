@@ -1,0 +1,90 @@
+"""What becomes of each linear where a source is converted: the scheme that has its values, or dense."""
+
+from collections.abc import Mapping
+
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.errors import CheckpointError
+from quantkit.model.structure import Linear, Structure
+from quantkit.packing.schemes import Scheme
+from quantkit.quantization.nesting import nested_scheme, why_not_nested
+from quantkit.recipes.recipe import Fate
+
+SCALES_OF_SCALES = "its scales have scales of their own"
+
+
+def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
+    """The fate of every linear, by module: the scheme with the values of its grid, and no method.
+
+    Linears of plain numbers stay dense, and so does a head whose grid is of no scheme. `CheckpointError` for
+    any other linear whose grid is of no scheme, and for a source without any grid.
+    """
+    fates: dict[str, Fate] = {}
+    refused: dict[str, str] = {}
+    for name, linear in structure.linears.items():
+        tensors = [checkpoint.tensors.get(f"{one}.weight") for one in linear.stored]
+        found = [_fate(tensor) for tensor in tensors]
+        reasons = [fate for fate in found if isinstance(fate, str)]
+        fates[name] = Fate(None, None, reasons[0]) if reasons else _same(found)
+        if reasons and any(tensor is not None and tensor.stored_as for tensor in tensors):
+            refused[name] = reasons[0]
+    refused = {
+        name: reason for name, reason in refused.items() if not _may_stay_dense(structure.linears[name])
+    }
+    if refused:
+        name, reason = next(iter(refused.items()))
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise CheckpointError(
+            f"{name!r}{more} cannot be converted exactly: {reason}. `quantkit quantize` reads the same "
+            "source and rounds to a format of your choice."
+        )
+    if not any(fate.scheme for fate in fates.values()):
+        raise CheckpointError(
+            f"{checkpoint.directory}: no linear is stored with codes and scales, so there is nothing to "
+            "convert. `quantkit quantize` packs it."
+        )
+    return fates
+
+
+def dense_share(checkpoint: Checkpoint, fates: Mapping[str, Fate], structure: Structure) -> dict[str, str]:
+    """Tensors of the source that are packed there and become float32, with what they are there."""
+    packed = {
+        f"{one}.weight"
+        for name, fate in fates.items()
+        if fate.scheme
+        for one in structure.linears[name].stored
+    }
+    return {
+        name: tensor.stored_as
+        for name, tensor in checkpoint.tensors.items()
+        if tensor.stored_as is not None and name not in packed
+    }
+
+
+def _may_stay_dense(linear: Linear) -> bool:
+    """Whether a linear is dense by default in every model, as a head is."""
+    return linear.kind == "lm_head"
+
+
+def _fate(tensor: StoredTensor | None) -> Fate | str:
+    """The fate of one matrix, or why no scheme has its values."""
+    if tensor is None:
+        return "its weights are the embedding's"
+    if tensor.stored_as is None:
+        return f"plain {tensor.dtype} in the source"
+    spec = tensor.grid_spec
+    reason = SCALES_OF_SCALES if spec is None else why_not_nested(spec)
+    if spec is None or reason is not None:
+        return f"tensor {tensor.name!r} is {tensor.stored_as}: {reason}"
+    return Fate(nested_scheme(spec), None, f"{tensor.stored_as} in the source")
+
+
+def _same(fates: list[Fate | str]) -> Fate:
+    """The one fate of all matrices of a linear, which experts have several of."""
+    schemes: set[Scheme | None] = {fate.scheme for fate in fates if isinstance(fate, Fate)}
+    first = fates[0]
+    assert isinstance(first, Fate)
+    if len(schemes) > 1:
+        names = ", ".join(sorted(map(str, schemes)))
+        return Fate(None, None, f"its matrices are of several schemes: {names}")
+    return first

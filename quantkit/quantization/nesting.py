@@ -1,0 +1,145 @@
+"""Grids of low-bit sources as schemes: which scheme has the values of a grid, and its parts.
+
+A grid nests in a scheme if each of its weights is a weight of the scheme, bit by bit in float32. `_CHECKS` is
+the table of what a grid must be for that.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.errors import FormatError
+from quantkit.packing.formats import IntFormat
+from quantkit.packing.schemes import SCALE_TYPES, Scheme
+from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.zero_points import ZeroPoint
+
+#: The kind of zero-point for what a grid has beside its scales.
+_ZERO_POINTS: Mapping[str, ZeroPoint] = {"none": "none", "zeros": "integer", "biases": "minimum"}
+
+#: What a grid must be, and why it does not nest where it is not.
+_CHECKS: tuple[tuple[Callable[[GridSpec], bool], Callable[[GridSpec], str]], ...] = (
+    (
+        lambda spec: not spec.permuted,
+        lambda spec: (
+            "its groups are not consecutive columns (desc_act), and a scheme has no order of columns"
+        ),
+    ),
+    (
+        lambda spec: spec.factor == 1.0,
+        lambda spec: f"its weights are multiplied by {spec.factor:.6g} last, which no scheme does",
+    ),
+    (
+        lambda spec: not spec.transposed,
+        lambda spec: "it is stored [K, N], and groups would be of rows",
+    ),
+    (
+        lambda spec: spec.matrices is None,
+        lambda spec: f"it has {spec.matrices} matrices in one tensor",
+    ),
+    (
+        lambda spec: spec.scale_dtype in SCALE_TYPES,
+        lambda spec: f"its scales are {spec.scale_dtype}",
+    ),
+    (
+        lambda spec: spec.affine == "none" or isinstance(spec.format, IntFormat),
+        lambda spec: f"{spec.format.name} has {spec.affine}, and only int formats have zero-points",
+    ),
+)
+
+
+def why_not_nested(spec: GridSpec) -> str | None:
+    """Why no scheme has the values of a grid; None where one does."""
+    return next((why(spec) for fits, why in _CHECKS if not fits(spec)), None)
+
+
+def nested_scheme(spec: GridSpec) -> Scheme:
+    """The scheme that has the values of a grid; `FormatError` says why there is none."""
+    if (reason := why_not_nested(spec)) is not None:
+        raise FormatError(f"no scheme has its values: {reason}.")
+    rows, columns = spec.shape
+    whole = spec.group_rows >= rows and spec.group_size >= columns
+    plain = spec.affine == "none" and not spec.global_scale and spec.scale_dtype.itemsize > 1
+    return Scheme(
+        spec.format,
+        "tensor" if whole and plain and rows > 1 else spec.group_size if spec.group_size < columns else None,
+        _ZERO_POINTS[spec.affine],
+        spec.scale_dtype,
+        spec.global_scale,
+    )
+
+
+def nested_rows(grid: StoredGrid, scheme: Scheme) -> PackedTensor:
+    """Rows of a grid as a packed tensor [R, K] of its scheme, with the same values.
+
+    `FormatError` for zero-points that are no codes, for minimums that are not of the scale dtype, and for
+    scales that are not finite.
+    """
+    codes, scales, zeros = grid.codes, grid.scales, grid.zeros
+    if grid.biases is not None:
+        codes, scales, zeros = _without_zero_scales(codes, scales, grid.biases, scheme)
+    if zeros is not None:
+        zeros = _exactly(zeros, scheme)
+    if scheme.per_tensor:
+        scales = scales[:1, 0]
+    return PackedTensor.from_codes(
+        codes,
+        scales.to(torch.float32),
+        zeros,
+        scheme,
+        None if grid.global_scale is None else grid.global_scale[:1].float(),
+    )
+
+
+def kept_rows(
+    checkpoint: Checkpoint, source: StoredTensor, scheme: Scheme, start: int, stop: int
+) -> tuple[PackedTensor, float]:
+    """Rows `[start, stop)` of a source on a grid, packed, and the sum of their squared weights.
+
+    `FormatError` unless every weight is that of the source: as the source's own reader gives it, in its
+    dtype, and as the grid defines it, in float32.
+    """
+    grid = source.grid(checkpoint.read_stored, start, stop)
+    assert grid is not None, "a source without a grid is not planned to be kept"
+    packed = nested_rows(grid, scheme)
+    weights, expected = packed.dequantize(), checkpoint.read(source.name, start, stop)
+    for found, right in ((weights.to(expected.dtype), expected), (weights, grid.values())):
+        if not torch.equal(found, right):
+            row, column = ((found != right) | right.isnan()).nonzero()[0].tolist()
+            raise FormatError(
+                f"weight [{start + row}, {column}] is {found[row, column].item()!r} with {scheme} and "
+                f"{right[row, column].item()!r} in the source; expected the same. `quantkit quantize` "
+                "rounds to any format."
+            )
+    return packed, float(weights.double().square().sum())
+
+
+def _without_zero_scales(
+    codes: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, scheme: Scheme
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same weights where a scale of 0 means zeros: code 1 and the minimum as scale."""
+    constant = scales == 0
+    if not bool(constant.any()):
+        return codes, scales, biases
+    of_columns = constant.repeat_interleave(scheme.group_columns(codes.shape[1]), dim=1)[:, : codes.shape[1]]
+    return (
+        torch.where(of_columns, torch.ones_like(codes), codes),
+        torch.where(constant, biases.to(scales.dtype), scales),
+        torch.where(constant, 0.0, biases),
+    )
+
+
+def _exactly(zeros: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Zero-points as the scheme stores them; `FormatError` for one that it cannot store exactly."""
+    stored = zeros.to(scheme.zero_point_dtype)
+    most = 2**scheme.format.bits - 1 if stored.dtype == torch.uint8 else float("inf")
+    wrong = (stored.to(zeros.dtype) != zeros) | (stored.float() > most)
+    if bool(wrong.any()):
+        raise FormatError(
+            f"the zero-point {zeros[wrong][0].item():.6g} cannot be stored with {scheme}; expected a code or "
+            f"a number of {scheme.zero_point_dtype}."
+        )
+    return stored

@@ -1,0 +1,100 @@
+"""Whether a packed checkpoint has the weights of its source, each one compared."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint.compressed_tensors import stored_format
+from quantkit.checkpoint.hub.repository import resolve
+from quantkit.checkpoint.open_source import exactly, open_source
+from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.model.prefixes import read_names
+from quantkit.packing.tensor import PackedTensor
+from quantkit.progress import Progress, counting
+
+#: Weights compared at a time.
+_PIECE = 1 << 21
+#: Number of tensors that are named.
+_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How many tensors were compared, how many of them are packed, and what differs."""
+
+    tensors: int
+    packed: int
+    problems: tuple[str, ...]
+
+
+def compare_with_source(directory: Path, source: str | Path, progress: Progress | None = None) -> Compared:
+    """Compare every weight of a packed checkpoint with that of `source`, in float32 and bit by bit.
+
+    `source` is a checkpoint directory, a GGUF file or a hub id, as `convert` takes. Raises `CheckpointError`
+    for one that cannot be read.
+    """
+    checkpoint, structure = read_names(exactly(open_source(resolve(source))))
+    packed = Checkpoint.open(directory)
+    config = QuantizationConfig.from_dict(packed.config.get("quantization_config", {}))
+    modules = {f"{one}.weight": name for name, linear in structure.linears.items() for one in linear.stored}
+    advance = counting(checkpoint.nbytes, progress)
+    problems: list[str] = []
+    count = 0
+    for name, tensor in checkpoint.tensors.items():
+        found = _packed(packed, config, tensor, modules.get(name))
+        count += found is not None
+        if found is None and name not in packed.tensors:
+            problems.append(f"{name} of the source is not there")
+        else:
+            problems += _differences(checkpoint, packed, name, found)
+        advance(tensor.stored_bytes, name)
+    more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
+    return Compared(len(checkpoint.tensors), count, (*problems[:_NAMED], *more))
+
+
+def _packed(
+    checkpoint: Checkpoint, config: QuantizationConfig, source: StoredTensor, module: str | None
+) -> PackedTensor | None:
+    """The packed tensor that a tensor of the source became; None where it stayed dense."""
+    scheme = None if module is None else config.scheme_of(module)
+    if scheme is None:
+        return None
+    name, (rows, columns) = source.name, source.shape
+    shape = (rows, columns)
+    scheme = scheme.for_columns(columns)
+    stored = stored_format(scheme, columns, config.container)
+    parts = {}
+    for part, (dtype, _) in scheme.storage_shapes(shape).items():
+        if part != "shape":
+            tensor = checkpoint.read(stored.part_name(name, part))
+            parts[part] = stored.from_file(part, tensor, dtype)
+    return PackedTensor.from_parts(parts, scheme, shape)
+
+
+def _differences(
+    source: Checkpoint, packed: Checkpoint, name: str, found: PackedTensor | None
+) -> Iterator[str]:
+    """The first difference of a tensor, if there is one."""
+    shape = source.tensors[name].shape
+    if found is None and (other := packed.tensors[name].shape) != shape:
+        yield f"{name} has shape {other}, and {shape} in the source"
+        return
+    rows = shape[0] if shape else 1
+    step = max(1, _PIECE * rows // max(1, source.tensors[name].elements))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        expected = source.read(name, start, stop)
+        values = packed.read(name, start, stop) if found is None else found.dequantize(start=start, stop=stop)
+        wrong = values.to(torch.promote_types(values.dtype, expected.dtype)) != expected
+        if bool(wrong.any()):
+            at = wrong.nonzero()[0].tolist()
+            index = ", ".join(map(str, [start + at[0], *at[1:]]))
+            yield (
+                f"{name}[{index}] is {values[tuple(at)].item()!r}, and {expected[tuple(at)].item()!r} in the "
+                "source"
+            )
+            return

@@ -1,0 +1,129 @@
+"""Grids of low-bit sources as schemes: the same values, or the reason why there is none."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.checkpoint.gguf.block_types import BLOCK_TYPES
+from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
+from quantkit.errors import FormatError
+from quantkit.packing.formats import FORMATS
+from quantkit.quantization.nesting import nested_rows, nested_scheme, why_not_nested
+
+from ..checkpoint.test_gguf import rows_of
+
+GRIDS = [kind for kind in BLOCK_TYPES.values() if kind.grid is not None]
+INT4 = GridSpec(FORMATS["int4"], (6, 70), 32, scale_dtype=torch.float16)
+NVFP4 = GridSpec(FORMATS["fp4-e2m1"], (6, 70), 16, scale_dtype=torch.float8_e4m3fn, global_scale=True)
+FP8 = GridSpec(FORMATS["fp8-e4m3"], (6, 70), 70, 6)
+
+
+def grid_of(spec: GridSpec) -> StoredGrid:
+    """Random codes, all numbers of few digits."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = spec.shape
+    groups = -(-columns // spec.group_size)
+    shape = (rows, groups)
+    blocks = (-(-rows // spec.group_rows), groups)
+    scales = torch.randint(1, 64, blocks, generator=generator) / 128
+    scales = scales.repeat_interleave(spec.group_rows, 0)[:rows].to(spec.scale_dtype)
+    numbers = [code for code, value in enumerate(spec.format.values) if value == value]
+    codes = torch.tensor(numbers, dtype=torch.uint8)[
+        torch.randint(0, len(numbers), spec.shape, generator=generator)
+    ]
+    integers = torch.randint(0, 2**spec.format.bits, shape, generator=generator).float()
+    return StoredGrid(
+        spec,
+        codes,
+        scales,
+        integers if spec.affine == "zeros" else None,
+        integers / 256 if spec.affine == "biases" else None,
+        torch.full((rows,), 3.0) if spec.global_scale else None,
+    )
+
+
+@pytest.mark.parametrize("kind", GRIDS, ids=lambda kind: kind.name)
+def test_a_block_type_nests_in_a_scheme_with_its_values(kind: Any) -> None:
+    tensor, read, expected = rows_of(kind, 33, 4)
+    spec, grid = tensor.grid_spec, tensor.grid(read, 0, 33)
+    assert spec is not None
+    assert grid is not None
+    chosen = nested_scheme(spec)
+    packed = nested_rows(grid, chosen)
+    assert torch.equal(packed.dequantize(), torch.from_numpy(expected))
+    # No bit more than the file has, but for the shape.
+    assert packed.nbytes - 16 == 33 * tensor.row_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "scheme"),
+    [
+        (INT4, "int4 g32 float16"),
+        (replace(INT4, group_size=70), "int4 channel float16"),
+        (replace(INT4, affine="zeros"), "int4 g32 asym float16"),
+        (replace(INT4, affine="biases", scale_dtype=torch.float32), "int4 g32 asym-min float32"),
+        (NVFP4, "fp4-e2m1 g16 e4m3"),
+        (FP8, "fp8-e4m3 tensor float32"),
+        # Blocks of rows share a scale, which each row then has.
+        (replace(FP8, group_rows=4, group_size=32), "fp8-e4m3 g32 float32"),
+        (replace(FP8, group_rows=1), "fp8-e4m3 channel float32"),
+        (replace(INT4, format=FORMATS["ternary"], group_rows=6, group_size=70), "ternary tensor float16"),
+        (replace(INT4, format=FORMATS["binary"]), "binary g32 float16"),
+        (replace(INT4, format=FORMATS["nf4"]), "nf4 g32 float16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_grid_nests_in_the_scheme_of_its_granularity(spec: GridSpec, scheme: str) -> None:
+    chosen, grid = nested_scheme(spec), grid_of(spec)
+    assert str(chosen) == scheme
+    packed = nested_rows(grid, chosen)
+    assert packed.shape == spec.shape
+    assert torch.equal(packed.dequantize(), grid.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (replace(INT4, permuted=True), r"groups are not consecutive columns \(desc_act\)"),
+        (replace(INT4, factor=1 / 127), "multiplied by 0.00787402 last"),
+        (replace(INT4, transposed=True), r"stored \[K, N\], and groups would be of rows"),
+        (replace(INT4, matrices=8), "8 matrices in one tensor"),
+        (replace(INT4, scale_dtype=torch.float64), "its scales are torch.float64"),
+        (replace(INT4, format=FORMATS["nf4"], affine="zeros"), "nf4 has zeros, and only int formats"),
+    ],
+)
+def test_what_does_not_nest_is_told_why(spec: GridSpec, reason: str) -> None:
+    assert why_not_nested(INT4) is None
+    with pytest.raises(FormatError, match=f"no scheme has its values: .*{reason}"):
+        nested_scheme(spec)
+
+
+def test_constant_groups_of_a_grid_with_biases_keep_their_value() -> None:
+    """llama.cpp gives a group of equal weights the scale 0, which would be zeros."""
+    spec = replace(INT4, affine="biases")
+    grid = grid_of(spec)
+    grid.scales[2, 1:] = 0
+    packed = nested_rows(grid, nested_scheme(spec))
+    assert packed.dequantize()[2, 32:].unique().numel() == 2
+    assert torch.equal(packed.dequantize(), grid.values())
+
+
+@pytest.mark.parametrize(
+    ("affine", "value", "expected"),
+    [
+        ("zeros", 16.0, "the zero-point 16 cannot be stored with int4 g32 asym float16; expected a code"),
+        ("zeros", -1.0, "the zero-point -1 cannot be stored"),
+        ("zeros", 2.5, "the zero-point 2.5 cannot be stored"),
+        ("biases", 1e-9, "the zero-point 1e-09 cannot be stored with int4 g32 asym-min float16"),
+    ],
+)
+def test_zero_points_that_a_scheme_cannot_store_are_refused(affine: Any, value: float, expected: str) -> None:
+    spec = replace(INT4, affine=affine)
+    grid = grid_of(spec)
+    other = grid.zeros if affine == "zeros" else grid.biases
+    assert other is not None
+    other[1, 1] = value
+    with pytest.raises(FormatError, match=expected):
+        nested_rows(grid, nested_scheme(spec))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model.split_experts import Cut, cuts_of
+from quantkit.model.split_experts import CutTensor, cuts_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +73,7 @@ class Structure:
     tied: bool
     unpackable: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tied_head: tuple[str, str] | None = None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    cuts: Mapping[str, CutTensor] = field(default_factory=dict)
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:

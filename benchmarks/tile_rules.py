@@ -17,7 +17,8 @@ from statistics import median, quantiles
 
 from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
 from quantkit.kernels.gemm.operands import shape_of
-from quantkit.kernels.gemm.wgmma.wgmma_launch import STEP_US, TILING, WgmmaTile, tile_time
+from quantkit.kernels.gemm.wgmma.wgmma_launch import TILING
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import STEP_US, WgmmaTile, tile_time
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import KERNELS, choose, choose_by_rules
 from quantkit.kernels.tuning.store import shipped_tables
@@ -122,7 +123,7 @@ def main() -> None:
         if measured is not None and measured.m != key.m:
             taken[key.scheme.format.name] += 1
     named = ", ".join(f"{name} {count}" for name, count in taken.most_common(3))
-    print(f"{taken.total()} problems take what was sooner for more rows of x: {named}, ...")
+    print(f"{taken.total()} problems take what was faster for more rows of x: {named}, ...")
 
 
 if __name__ == "__main__":

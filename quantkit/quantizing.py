@@ -52,7 +52,8 @@ from quantkit.quantization.side_files import check_side_files
 from quantkit.quantization.stream import write_shards
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.recipe_options import RecipeOptions
-from quantkit.verification.check_output import check_finished, check_unfinished
+from quantkit.verification.check_output import check_finished, check_headers_of, check_unfinished
+from quantkit.verification.readers import with_readers
 
 #: About what header, index, journal and manifest together say of a tensor of the output.
 RECORD_BYTES = 1 << 10
@@ -104,11 +105,13 @@ def plan(
     directory = resolve(source, headers_only=options.budget is None)
     checkpoint, structure = _open(directory, recipe, options.allow_auto_map)
     if options.budget is None:
-        return checkpoint, make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
+        planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
+        return checkpoint, with_readers(planned, checkpoint.directory)
     with enough_memory(str(source)):
         device = pick_device(options.device)
         found = _allocated(checkpoint, structure, options, options.budget, device, progress)
-    return checkpoint, _plan_of(checkpoint, structure, found, options.max_shard_bytes)
+    planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
+    return checkpoint, with_readers(planned, checkpoint.directory)
 
 
 def _allocated(
@@ -271,6 +274,7 @@ def quantize_checkpoint(
                 f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
                 "linear that can be packed. `quantkit plan` shows why each is kept."
             )
+        planned = with_readers(planned, checkpoint.directory)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
@@ -328,6 +332,7 @@ def write_output(
         """What the manifest gets of the files as they are now, which are all but itself and the config."""
         nonlocal unchecked
         checkpoint.check_unchanged()
+        check_headers_of(output, planned)
         if not check:
             return {}
         logits, unchecked = check_unfinished(output, planned, measured.layers, device)

@@ -73,6 +73,17 @@ def test_nouns_and_terms_are_few_and_defined_once() -> None:
     assert {*nouns} & {*terms} <= {"Hessian"}
 
 
+def test_what_to_edit_is_there() -> None:
+    """Each path of "to add X, edit Y" exists, and each name stands in one of the files of its row."""
+    text = (DOCS / "architecture.md").read_text().partition("| to add |")[2].partition("\n\n")[0]
+    for row in text.splitlines()[2:]:
+        quoted = re.findall(r"`([^`]+)`", row)
+        paths = [ROOT / "quantkit" / one for one in quoted if "/" in one]
+        assert paths and all(path.exists() for path in paths), row
+        code = "".join(path.read_text() for path in paths if path.suffix == ".py")
+        assert all(one in code for one in quoted if "/" not in one), row
+
+
 def test_the_readme_has_a_table_on_its_first_screen() -> None:
     first = (ROOT / "README.md").read_text().splitlines()[:40]
     assert any(line.startswith("|---") for line in first)

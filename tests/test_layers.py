@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "quantkit"
 
 #: Modules that every part may import.
@@ -48,11 +46,14 @@ def imported_parts(source: str) -> set[str]:
     return parts
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    part = path.relative_to(PACKAGE).parts[0]
-    found = imported_parts(path.read_text(encoding="utf-8")) - {part, *COMMON, "__version__"}
-    assert found <= ALLOWED[part], f"{path.name} in {part} imports {sorted(found - ALLOWED[part])}"
+def test_imports_point_down() -> None:
+    upwards = {}
+    for path in MODULES:
+        part = path.relative_to(PACKAGE).parts[0]
+        found = imported_parts(path.read_text(encoding="utf-8")) - {part, *COMMON, "__version__"}
+        if found - ALLOWED[part]:
+            upwards[str(path.relative_to(PACKAGE))] = sorted(found - ALLOWED[part])
+    assert upwards == {}
 
 
 def test_a_planted_upward_import_is_found() -> None:
@@ -68,13 +69,3 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
 def test_every_part_is_covered() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders <= set(ALLOWED)
-
-
-def test_nothing_unpickles_or_evaluates_or_trusts_remote_code() -> None:
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                name = ast.unparse(node.func)
-                assert name not in {"torch.load", "eval", "exec", "pickle.load", "pickle.loads"}, path
-            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
-                assert ast.unparse(node.value) == "False", path

@@ -264,7 +264,7 @@ def test_no_cache_and_no_temporary_directory_that_can_be_written(shut_in: dict[s
     assert list((shut_in["place"] / "cache").iterdir()) == []
 
 
-def test_no_network(shut_in: dict[str, Any]) -> None:
+def test_the_run_asks_for_no_network_address(shut_in: dict[str, Any]) -> None:
     """The run ends at the first socket that asks for an address."""
     assert "network" not in shut_in["stderr"]
 

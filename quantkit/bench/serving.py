@@ -45,10 +45,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """When a request arrived, and the moments of its tokens, in seconds of one clock."""
+    """When a request arrived, and when each of its tokens did, in seconds of one clock."""
 
     arrival: float
-    moments: tuple[float, ...]
+    token_times: tuple[float, ...]
 
 
 def make_trace(
@@ -71,17 +71,17 @@ def make_trace(
 
 def summarize(rate: float, answers: Sequence[Answer]) -> Load:
     """The latencies of `answers`, each of which has a token."""
-    first = [answer.moments[0] - answer.arrival for answer in answers]
-    whole = [answer.moments[-1] - answer.arrival for answer in answers]
+    first = [answer.token_times[0] - answer.arrival for answer in answers]
+    whole = [answer.token_times[-1] - answer.arrival for answer in answers]
     # One token has no time between tokens; where no request has, that time is zero.
     between = [
-        (answer.moments[-1] - answer.moments[0]) / (len(answer.moments) - 1)
+        (answer.token_times[-1] - answer.token_times[0]) / (len(answer.token_times) - 1)
         for answer in answers
-        if len(answer.moments) > 1
+        if len(answer.token_times) > 1
     ] or [0.0]
     began = min(answer.arrival for answer in answers)
-    seconds = max(answer.moments[-1] for answer in answers) - began
-    tokens = sum(len(answer.moments) for answer in answers)
+    seconds = max(answer.token_times[-1] for answer in answers) - began
+    tokens = sum(len(answer.token_times) for answer in answers)
     return Load(
         rate=rate,
         first_token=Percentiles.of(first),

@@ -40,19 +40,19 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """What steps of a mode are called, what runs them, and generations until all of them are recorded."""
+class _Captured:
+    """Name of the steps of a mode, their forward, and the generations until all of them are captured."""
 
     name: str
     forward: type[GraphedForward]
     generations: int
 
 
-_RECORDED = {
-    FLAT: _Recorded("flat steps", FlatForward, 1),
+_CAPTURED = {
+    FLAT: _Captured("flat steps", FlatForward, 1),
     # One lays out weights, for which graphs are made anew, in the next the prompt comes for the first time,
-    # and in the last it is recorded.
-    GRAPH: _Recorded("CUDA graph", GraphedForward, 3),
+    # and in the last it is captured.
+    GRAPH: _Captured("CUDA graph", GraphedForward, 3),
 }
 #: Tokens that a profile has.
 _PROFILED = 4
@@ -102,7 +102,7 @@ def measure_speed(
         except torch.OutOfMemoryError:
             skipped.append(f"batch {batch} with prompts of {prompt} tokens does not fit in the GPU's memory")
         except _NoGraph as error:
-            skipped.append(f"no {_RECORDED[mode].name} at batch {batch}, prompt {prompt}: {error}")
+            skipped.append(f"no {_CAPTURED[mode].name} at batch {batch}, prompt {prompt}: {error}")
         release(device.type)
         steady = steady or used_bytes(device)
     if profile is not None:
@@ -164,7 +164,7 @@ def weight_bytes(model: Any) -> int | None:
 
 
 class _NoGraph(Exception):
-    """Why a decoding step could not be recorded."""
+    """Reason why a decoding step could not be captured."""
 
 
 @torch.no_grad()
@@ -186,11 +186,11 @@ def _cell(
     if cache is None:
         cache = StaticCache(config=model.config, max_cache_len=length + new_tokens)
     prefill = step = greedy_step(model, cache, plain_forward(model))
-    graphed, recorded = None, _RECORDED.get(mode)
-    if recorded is not None:
-        graphed = recorded.forward(model).renew()
+    graphed, captured = None, _CAPTURED.get(mode)
+    if captured is not None:
+        graphed = captured.forward(model).renew()
         prefill, step = greedy_step(model, cache, graphed.forward), greedy_step(model, cache, graphed)
-    for _ in range(1 if recorded is None else recorded.generations):
+    for _ in range(1 if captured is None else captured.generations):
         generate_timed(prefill, step, cache, prompt, min(new_tokens, 4))
         if graphed is not None and graphed.refused:
             raise _NoGraph(", ".join(graphed.refused))

@@ -31,9 +31,11 @@ _FIELDS = {"version", "schemes", "default", "modules"}
 class Assignment:
     """What becomes of one linear of the model.
 
-    `module` is its name in the loaded model (for fused experts `...experts.gate_up_proj`), `stored` are
-    the names its matrices have in the file, without `.weight`, and `shape` is [N, K] of each of them.
-    `head` is whether it is the lm_head, which inference engines build as a kind of embedding.
+    `module` is its name in the loaded model (for fused experts `...experts.gate_up_proj`), `stored` are the
+    names its matrices have in the file, without `.weight`, and `shape` is [N, K] of each of them. `head` is
+    whether it is the lm_head, which inference engines build as a kind of embedding. `aliases` are its names
+    in other classes that read the file. `transposed` if the class of the module keeps its weight as [K, N]:
+    other readers know no packed form of it.
     """
 
     module: str
@@ -41,8 +43,10 @@ class Assignment:
     shape: tuple[int, int]
     scheme: Scheme | None
     head: bool = False
+    aliases: tuple[str, ...] = ()
     #: Whether its matrices are stored under names that only quantkit knows.
     own_names: bool = False
+    transposed: bool = False
 
     @property
     def experts(self) -> bool:
@@ -68,7 +72,8 @@ class QuantizationConfig:
         counts = Counter(a.scheme for a in assignments if a.scheme is not None)
         default = counts.most_common(1)[0][0] if counts else None
         expressible = all(
-            not a.own_names and why_not_compressed_tensors(a.scheme, a.shape[1], experts=a.experts) is None
+            not (a.own_names or a.transposed)
+            and why_not_compressed_tensors(a.scheme, a.shape[1], experts=a.experts) is None
             for a in assignments
             if a.scheme is not None
         )
@@ -166,7 +171,7 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
     # The experts first: transformers takes the first group for theirs where it dequantizes them.
     for a in sorted(assignments, key=lambda a: not a.experts):
         if a.scheme is None:
-            ignore.update(dict.fromkeys([a.module, *a.stored]))
+            ignore.update(dict.fromkeys([a.module, *a.stored, *a.aliases]))
             continue
         row = compressed_tensors_format(a.scheme, a.shape[1])
         weights = row.arguments(a.scheme, a.shape[1])
@@ -180,11 +185,13 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
                 "format": row.stored.name,
             },
         )
-        group["targets"].extend(a.stored)
+        # Experts are no modules.
+        names = a.stored if a.experts else (*a.stored, a.module, *a.aliases)
+        group["targets"].extend(dict.fromkeys(names))
     if groups:
         # Exact names take precedence over the class name in every reader. The head keeps its: vLLM and SGLang
         # take it for dense, and leave it random, where only the class name of linears stands for it.
-        heads = {name for a in assignments if a.head for name in a.stored}
+        heads = {name for a in assignments if a.head for name in (*a.stored, a.module, *a.aliases)}
         most = max(groups.values(), key=lambda group: len(group["targets"]))
         most["targets"] = ["Linear", *(name for name in most["targets"] if name in heads)]
     formats = list(dict.fromkeys(group["format"] for group in groups.values())) or ["pack-quantized"]

@@ -386,31 +386,26 @@ def _read_into(data: torch.Tensor, path: Path, offset: int, stride: int, stamp: 
 
     They are fewer where the file ends early.
     """
-    rows = [data.flatten()] if stride == data.shape[1] else list(data)
+    rows, width = data.shape
+    if stride == width or rows == 1:
+        rows, width = 1, data.numel()
+    buffer = memoryview(data.flatten().numpy())  # type: ignore[arg-type]
     done = 0
     try:
         # A descriptor of its own and pread, which has no position: safe from several threads.
         with open_regular(path) as file:
             stamp.check(path, file.fileno())
-            for i, row in enumerate(rows):
-                got = _read_bytes(file.fileno(), row, offset + i * stride)
-                done += got
-                if got < len(row):
-                    break
+            for row in range(rows):
+                end = (row + 1) * width
+                while done < end:
+                    part = buffer[done : min(end, done + _READ_BYTES)]
+                    count = os.preadv(file.fileno(), [part], offset + row * (stride - width) + done)
+                    if count == 0:
+                        return done
+                    done += count
     except OSError as error:
-        problem = f"cannot be read ({error.strerror or error}); expected {data.numel()} bytes"
+        problem = f"cannot be read ({error.strerror or error}); expected {len(buffer)} bytes"
         _fail(path, f"{problem} from byte {offset}", "Check the file and the disk")
-    return done
-
-
-def _read_bytes(fd: int, data: torch.Tensor, offset: int) -> int:
-    buffer = memoryview(data.numpy())  # type: ignore[arg-type]
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done : done + _READ_BYTES]], offset + done)
-        if count == 0:
-            break
-        done += count
     return done
 
 

@@ -87,3 +87,37 @@ class StoredTensor(TensorSpec):
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
         """Codes and scales of the same rows; None where there is no `grid_spec`."""
         return None
+
+    @property
+    def as_stored(self) -> "StoredTensor":
+        """The tensor as the file has it, which a matrix may be the transpose of."""
+        return self
+
+
+@dataclass(frozen=True)
+class TransposedTensor(StoredTensor):
+    """A matrix [N, K] that the file has as [K, N], `inner`."""
+
+    inner: StoredTensor | None = None
+
+    @classmethod
+    def from_stored(cls, inner: StoredTensor) -> "TransposedTensor":
+        """Return the transpose of `inner`, under its name."""
+        return cls(inner.name, inner.dtype, inner.shape[::-1], inner.file, inner.offset, True, inner)
+
+    @property
+    def as_stored(self) -> StoredTensor:
+        assert self.inner is not None
+        return self.inner
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.as_stored.stored_bytes
+
+    @property
+    def stored_as(self) -> str | None:
+        return self.as_stored.stored_as
+
+    def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
+        found = self.as_stored.values(read, 0, self.as_stored.shape[0])
+        return found.T[start:stop].contiguous()

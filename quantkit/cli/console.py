@@ -74,6 +74,11 @@ def note(text: str) -> None:
     err.print(f"note: {printable(text)}", style="yellow")
 
 
+def warn(text: str) -> None:
+    """Something that makes the result less than the user expects."""
+    err.print(f"warning: {printable(text)}", style="yellow")
+
+
 def fail(text: str) -> None:
     """Why the command did not do what it was asked."""
     err.print(f"error: {printable(text)}", style="red")

@@ -109,13 +109,17 @@ def print_allocation(allocation: "Allocation", *, every_layer: bool) -> None:
     say(f"allocated: {spent}{bits}, expected KL divergence {allocation.divergence:.3g} nats per token")
 
 
-def print_readers(container: str, reasons: Sequence[str]) -> None:
-    """Which tools can read the checkpoint; `reasons` why only quantkit can, one per linear that is why."""
+def print_readers(
+    container: str, reasons: Sequence[str], readers: Sequence[str], problem: str | None = None
+) -> None:
+    """Which tools can read the checkpoint; `reasons` why only quantkit can, one per linear, or `problem`."""
     if container == "compressed-tensors":
-        say(
-            "a compressed-tensors checkpoint: vLLM, SGLang and transformers read it without quantkit, "
-            "as far as they have its formats"
-        )
+        *most, last = readers or ("quantkit",)
+        who = f"{', '.join(most)} and {last} read" if most else f"{last} reads"
+        without = " without quantkit, as far as they have its formats" if readers else ""
+        say(f"a compressed-tensors checkpoint: {who} it{without}")
+        if problem is not None:
+            note(problem)
     elif reasons:
         linears = f" (one of {len(reasons)} linears)" if len(reasons) > 1 else ""
         note(f"only quantkit can load this: {reasons[0]}{linears}.")

@@ -1,11 +1,12 @@
 """What each block of a packed model costs on its own: the divergence of the original with that block in it.
 
-The original's blocks take their weights in turn. Where each is, the packed one gives one more set of hidden
-states beside the original's, and all sets go on through the blocks that follow. For L blocks this takes about
-as long as L / 2 passes of the model.
+The original's blocks take their weights in turn. There is one set of passes for each block, in which that
+block is the packed one, and one set of the original. Up to its packed block a set takes what the original's
+blocks return, and its own after it. For L blocks this takes about as long as L / 2 passes of the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +19,9 @@ from quantkit.eval.metrics import score
 from quantkit.eval.runner import predictions
 from quantkit.model.blocks import Block, Decoder
 from quantkit.model.hidden_states import Home
+from quantkit.model.model_pass import ModelPass
 from quantkit.model.structure import read_structure
+from quantkit.model.trees import hidden_in, with_hidden
 from quantkit.progress import Progress, counting
 from quantkit.runtime.load import load
 
@@ -60,40 +63,62 @@ def block_losses(
     decoder, model = Decoder(original, where, dtype), load(packed.directory, device=device, dtype=dtype)
     home = Home(torch.device("cpu"), where.type == "cuda")
     batches = [tokens[at : at + 1] for at in range(len(tokens))]
-    hidden, blocks = decoder.embed(batches, home)
-    # The original's hidden states of every window, then those with a block packed, one set for each so far.
-    sets = [hidden]
+    blocks = decoder.block_names
     advance = counting(len(blocks) * (len(blocks) + 5) // 2, progress)
-
-    def after(block: Block, states: list[torch.Tensor]) -> list[torch.Tensor]:
-        found = [home.store(block.run(one.to(where))) for one in states]
-        advance(1, block.name)
-        return found
-
-    with torch.no_grad():
-        for block in blocks:
-            module: Any = model.get_submodule(block.name)
-            ours = after(Block(block.name, module, block.arguments), sets[0])
+    with decoder.passes() as start, torch.no_grad():
+        dense = [start(window, home) for window in batches]
+        # For each block the passes in which that one is packed.
+        sets = {name: [start(window, home) for window in batches] for name in blocks}
+        done: list[str] = []
+        while (name := dense[0].block) is not None and name != decoder.head_name:
+            block, module = decoder.block(name), model.get_submodule(name)
+            for one in sets[name]:
+                _run(Block(name, module), one)
+            advance(1, name)
             with decoder.loaded(block):
-                sets = [after(block, states) for states in sets]
-            sets.append(ours)
-        found: dict[str, float] = {}
-        with decoder.head() as logits:
+                for other in done:
+                    for one in sets[other]:
+                        _run(block, one)
+                    advance(1, name)
+                done.append(name)
+                for at, one in enumerate(dense):
+                    _run(block, one, [sets[other][at] for other in blocks if other not in done])
+                advance(1, name)
+        with decoder.loaded(decoder.block(name)) if name is not None else nullcontext():
 
-            def predicted(states: torch.Tensor) -> torch.Tensor:
-                return predictions(logits(states.to(where)), scored, packed.directory)
+            def predicted(one: ModelPass) -> torch.Tensor:
+                if one.block is not None:
+                    _run(decoder.block(one.block), one)
+                return predictions(one.take_output().logits, scored, packed.directory)
 
-            expected = [predicted(one) for one in sets[0]]
-            for block, states in zip(blocks, sets[1:], strict=True):
+            expected = [predicted(one) for one in dense]
+            found: dict[str, float] = {}
+            for name in done:
                 total = 0.0
-                for window, one, theirs in zip(batches, states, expected, strict=True):
+                for window, one, theirs in zip(batches, sets[name], expected, strict=True):
                     targets = window[:, -scored:].to(where)
                     divergence = score(predicted(one), targets, theirs).kl
                     assert divergence is not None
                     total += float(divergence.sum())
-                found[block.name] = total / (len(batches) * scored)
+                found[name] = total / (len(batches) * scored)
                 advance(1, "predictions")
     return BlockLosses(found, len(batches) * scored)
+
+
+def _run(block: Block, one: ModelPass, others: Sequence[ModelPass] = ()) -> None:
+    """Take a pass past `block`, and `others`, which have seen the same until now."""
+    with one.loaded() as call:
+        output = block.run(call)
+    hidden = hidden_in(output)
+    assert hidden is not None
+    copies = [with_hidden(output, hidden.detach()) for _ in others]
+    one.advance(output)
+    for other, copied in zip(others, copies, strict=True):
+        if one.plain:
+            other.advance(copied)
+        else:
+            # The block may have left something in what it was called with.
+            _run(block, other)
 
 
 def _check_exchangeable(packed: Checkpoint, original: Checkpoint) -> None:

@@ -6,6 +6,7 @@ numbers are the same bits.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from quantkit.files import size_text
 from quantkit.memory import free_memory
 from quantkit.model.blocks import Decoder
 from quantkit.model.hidden_states import Home
+from quantkit.model.model_pass import ModelPass
 from quantkit.runtime.generate import cache_name
 from quantkit.runtime.load import load
 
-#: Tokens whose hidden states wait between two blocks.
+#: Tokens whose hidden states wait between two blocks, and passes, each of which has a thread.
 WAITING_TOKENS = 1 << 17
+WAITING_PASSES = 256
 
 #: Windows that go through a model at once, int64 [B, W], and how many last tokens of each are predicted.
 Windows = tuple[torch.Tensor, int]
@@ -111,22 +114,32 @@ class _BlockByBlock(Passes):
         # What blocks are called with belongs to windows of one shape.
         for _, group in groupby(batches, lambda batch: batch[0].shape):
             alike = list(group)
-            step = max(1, WAITING_TOKENS // alike[0][0].numel())
+            step = max(1, min(WAITING_PASSES, WAITING_TOKENS // alike[0][0].numel()))
             for start in range(0, len(alike), step):
                 yield from self._pass(alike[start : start + step])
 
     def _pass(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
         home = Home(torch.device("cpu"), self.device.type == "cuda")
-        hidden, blocks = self._model.embed([tokens for tokens, _ in batches], home)
-        for block in blocks:
-            with self._model.loaded(block), torch.no_grad():
-                for at, before in enumerate(hidden):
-                    hidden[at] = home.store(block.run(before.to(self.device)))
-        with self._model.head() as logits:
-            for states in hidden:
-                with torch.no_grad():
-                    found = logits(states.to(self.device))
-                yield found
+        with self._model.passes() as start:
+            waiting = [start(tokens, home) for tokens, _ in batches]
+            while (name := waiting[0].block) not in (None, self._model.head_name):
+                with self._model.loaded(self._model.block(name)):
+                    for one in waiting:
+                        self._advance(one)
+            with ExitStack() as stack:
+                if name is not None:
+                    stack.enter_context(self._model.loaded(self._model.block(name)))
+                for one in waiting:
+                    if name is not None:
+                        self._advance(one)
+                    yield one.take_output().logits
+
+    @torch.no_grad()
+    def _advance(self, one: ModelPass) -> None:
+        assert one.block is not None
+        with one.loaded() as call:
+            output = self._model.block(one.block).run(call)
+        one.advance(output)
 
 
 def predictions(logits: torch.Tensor, scored: int, directory: Path) -> torch.Tensor:

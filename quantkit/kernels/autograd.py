@@ -57,7 +57,7 @@ def refuse_second_order(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_transformed(x: torch.Tensor) -> bool:
-    """Whether tangents are computed with values, or torch.vmap or a transform of `torch.func` is on."""
+    """Return True if x has a tangent, or torch.vmap or another transform of `torch.func` is on."""
     if torch.compiler.is_compiling():
         return _has_tangent(x)
     # Within vmap a tensor that it goes over cannot be asked.

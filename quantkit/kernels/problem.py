@@ -204,6 +204,33 @@ def tile_text(tile: Any) -> str:
     return " ".join(f"{field.name}={getattr(tile, field.name)}" for field in fields(tile))
 
 
+def same_problem(problem: Problem) -> Problem:
+    """`Kernel.representative` of a kernel that is compiled for each problem on its own."""
+    return problem
+
+
+@dataclass(frozen=True)
+class GroupedTiling:
+    """Use of a kernel for a grouped GEMM: routed tokens with their experts, block by block.
+
+    `block_rows` has the least and most routed tokens of an expert block for which the kernel is chosen,
+    `forced_rows` those if `QUANTKIT_KERNEL` names it.
+
+    `tile(problem, grouping)` returns the tile, None if none fits. `supports(problem)` says why it cannot run.
+    Both take the problem of one expert: M is the rows of a block, N those of all its matrices.
+
+    With `shares_x` all warps read one x in shared memory, and all matrices of an expert are one weight. With
+    `gates` it can gate y of experts with two matrices.
+    """
+
+    block_rows: tuple[int, int]
+    forced_rows: tuple[int, int]
+    tile: Callable[[Problem, Any], Any]
+    supports: Verdict = always
+    shares_x: bool = False
+    gates: bool = False
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel of the registry: one way to compute a packed linear layer.
@@ -222,6 +249,10 @@ class Kernel:
     takes a `normed`. `no_gate(problem, tile)` says so of a gate, whose kind `launch` takes as `gate`. The
     first half of y's columns then gates the second, as `quantkit.kernels.ops.activation.gate` does: y is [m,
     n / 2].
+
+    `run(operands, tile, features)` computes y of `quantkit.kernels.gemm.operands.Operands`, also of routed
+    tokens where there is a `grouped`. `representative(problem)` returns the smallest problem for which
+    Triton compiles the same code, so that a tile search compiles it once.
     """
 
     name: str
@@ -235,6 +266,9 @@ class Kernel:
     no_norm: Callable[[Problem, Any, str], str | None] = never_normed
     no_gate: Callable[[Problem, Any], str | None] = never_gated
     bind: Callable[..., Any] | None = None
+    run: Callable[..., torch.Tensor] | None = None
+    grouped: GroupedTiling | None = None
+    representative: Callable[[Problem], Problem] = same_problem
 
 
 @lru_cache(maxsize=64)

@@ -344,16 +344,15 @@ def warn_looped(problem: Problem, experts: int, reason: str) -> None:
         _say_once((reason, str(problem.scheme), problem.n, problem.k), f"{what}; not grouped: {reason}")
 
 
-def log_grouped(
-    problem: Problem, experts: int, kernel: str, tile: Any, why_not_narrow: Callable[[], str | None]
-) -> None:
-    """Log as `log_choice` does, for M routed tokens run by the grouped GEMM of `kernel`."""
+def log_grouped(problem: Problem, experts: int, kernel: str, tile: Any, refusals: Callable[[], str]) -> None:
+    """Log as `log_choice` does, for M routed tokens run by the grouped GEMM of `kernel`.
+
+    `refusals` returns the end of the line: why no faster kernel runs them, or nothing.
+    """
     if is_verbose():
         key = ("grouped", str(problem.scheme), problem.n, problem.k, bucket(problem.m))
         what = f"{experts} experts, {problem}: grouped {kernel} {tile_text(tile)}{sums_text(problem, tile)}"
-        if kernel in ("fused-portable-gemv", "fused-portable") and (reason := why_not_narrow()) is not None:
-            what += f"; not fused-small-m: {reason}"
-        _say_once(key, what)
+        _say_once(key, what + refusals())
 
 
 _logged: set[tuple[str | int, ...]] = set()

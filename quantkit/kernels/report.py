@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.kernels.gemm.fused_kernels import why_not_groupable
-from quantkit.kernels.gemm.support import why_not_small_m_experts
+from quantkit.kernels.gemm.fused_kernels import grouped_kernels, why_not_groupable, why_not_shared
 from quantkit.kernels.problem import Kernel, Problem, tile_text
 from quantkit.kernels.registry import KERNELS, choose_unforced, explain, sums_text
 from quantkit.packing.schemes import Scheme
@@ -27,8 +26,8 @@ class Selection:
     refusals: tuple[tuple[str, str], ...]
     #: Reason why experts with such weights run one after the other; None where they run grouped.
     ungrouped: str | None
-    #: Reason why `fused-small-m` does not run such experts, grouped, for few tokens.
-    not_small_m: str | None
+    #: Reason why no kernel whose warps share x runs such experts, grouped, for few tokens.
+    unshared: str | None
 
 
 def selections(
@@ -66,10 +65,22 @@ def selection_of(problem: Problem) -> Selection:
         None if chosen is None else chosen.us,
         tuple((name, reason) for name, reason in verdicts if reason is not None),
         why_not_groupable(problem),
-        why_not_small_m_experts(problem, 2),
+        why_not_shared(problem, 2),
     )
 
 
 def device_kernels(device: str) -> tuple[Kernel, ...]:
     """Return the kernels for a device type."""
     return tuple(kernel for kernel in KERNELS if device in kernel.devices)
+
+
+def experts_text(ungrouped: str | None, unshared: str | None) -> str:
+    """Return how experts are multiplied, whatever M is, from these fields of `Selection`."""
+    if ungrouped is not None:
+        return f"one after the other: {ungrouped}"
+    sharing, others = (
+        " or ".join(kernel.name for kernel in grouped_kernels(shares_x)) for shares_x in (True, False)
+    )
+    if unshared is not None:
+        return f"grouped, few tokens for each in {others}, not {sharing}: {unshared}"
+    return f"grouped, few tokens for each in {sharing}"

@@ -3,6 +3,7 @@
 from torch import nn
 
 from quantkit.model.experts import ExpertsSpec, find_spec, is_fused_experts
+from quantkit.model.linears import is_linear
 
 #: Families whose blocks are Llama's. Norms multiply by their weight, and nothing stands between a norm or
 #: linear and the linears that see its outputs, so scales of input features fold into it
@@ -20,12 +21,12 @@ LLAMA_LIKE = frozenset(
 def why_not_packable(module: nn.Module) -> str | None:
     """Return None if quantkit has a packed replacement for `module`, else the reason.
 
-    Packable are `nn.Linear`, without its subclasses, and fused experts of a known layout and function.
-    Works for modules on the meta device.
+    Packable are linears, by what they compute, and fused experts of a known layout and function. Works for
+    modules on the meta device.
     """
-    if type(module) is nn.Linear:
+    if is_linear(module):
         return None
     if not is_fused_experts(module):
-        return f"{type(module).__name__} is neither nn.Linear nor a fused experts module"
+        return f"{type(module).__name__} computes something else than x W^T + b"
     found = find_spec(module)
     return None if isinstance(found, ExpertsSpec) else found

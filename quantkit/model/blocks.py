@@ -1,15 +1,16 @@
-"""Run the decoder of a checkpoint block by block, with the weights of only one block in memory.
+"""Run a model block by block, with the weights of only one block in memory.
 
 The model is built on the meta device from the classes of transformers. Real weights replace its parameters
-while a block runs. The other arguments of a block (positions, masks) are captured from the decoder's own
-forward, so no architecture is named here.
+while a block runs. The model's own forward calls the blocks (`model/model_pass.py`), so neither architectures
+nor what blocks take and return are named here.
 """
 
 import copy
+import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,38 +18,62 @@ import torch
 from torch import nn
 
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.model.experts import is_fused_experts
 from quantkit.model.hidden_states import Home
-from quantkit.model.names import ExpertPart, expert_parts, model_names
-from quantkit.model.structure import meta_model
+from quantkit.model.lazy_weights import LazyWeights
+from quantkit.model.linears import is_linear, plain_linear, transposed_linears
+from quantkit.model.model_pass import Call, ModelPass, returning, waiting_at
+from quantkit.model.names import ExpertPart, as_matrices, expert_parts, model_names
+from quantkit.model.parts import embeddings
+from quantkit.model.structure import stored_model
+from quantkit.model.trees import hidden_in, with_hidden
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Block of the decoder: a module on the meta device, and its arguments beside the hidden states.
+    """Block of a model: a module on the meta device.
 
     `name` is its name in the model; parameters are called `{name}.{name inside the block}`.
     """
 
     name: str
     module: nn.Module
-    arguments: Mapping[str, Any]
 
-    def run(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the hidden states [B, T, d] after the block from those before, of the same dtype."""
-        output = self.module(hidden, **self.arguments)
-        after: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return after
+    @property
+    def is_linear(self) -> bool:
+        """Whether the block is a linear outside of lists of modules."""
+        return _is_linear(self.module)
+
+    def full(self, name: str) -> str:
+        """Return the name in the model of a module inside the block, "" for the block itself."""
+        return f"{self.name}.{name}" if name else self.name
+
+    def run(self, call: Call) -> Any:
+        """Return what the module returns for `call`."""
+        return self.module(*call.args, **call.kwargs)
+
+    def hidden(self, call: Call) -> torch.Tensor:
+        """Compute the hidden states after the block, such as [B, T, d]."""
+        found = hidden_in(self.run(call))
+        assert found is not None, f"{self.name} returns no tensor"
+        return found
 
 
 #: Tensors of a block that are read in parallel.
 READERS = 4
 
+#: Starts a pass on tokens int64 [B, T] whose hidden states wait at a home; with True, with gradients.
+StartPass = Callable[..., ModelPass]
+#: Returns logits [B, T, V] of hidden states after the last block, and of [B, T].
+Logits = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+
 
 class Decoder:
-    """Blocks of the decoder of a checkpoint, computing on `device` in `dtype`.
+    """Blocks of the model of a checkpoint, computing on `device` in `dtype`.
 
-    Raises `CheckpointError` if the decoder is not a list of blocks between an embedding and a norm.
+    Blocks are the members of lists of modules that hold linears, and the linears outside of such lists.
+    Raises `CheckpointError` if there are none.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
@@ -56,26 +81,41 @@ class Decoder:
         self._checkpoint = checkpoint
         self._cached: dict[str, torch.Tensor] = {}
         self._reads: dict[str, Future[torch.Tensor]] = {}
-        self._model: Any = meta_model(checkpoint.config, checkpoint.directory, buffers=True)
+        self._model: Any = stored_model(checkpoint, buffers=True)
         self._model.eval()
         names = model_names(self._model, checkpoint.tensors)
+        turned = {f"{name}.weight" for name, _ in transposed_linears(self._model)}
+        self._checkpoint = as_matrices(
+            checkpoint, [stored for stored, (parameter, _) in names.items() if parameter in turned]
+        )
+        for name, module in list(transposed_linears(self._model)):
+            self._model.set_submodule(name, plain_linear(module))
         self._stored = {parameter: stored for stored, (parameter, fused) in names.items() if not fused}
         self._parts = expert_parts(self._model, checkpoint.tensors)
-        get_decoder = getattr(self._model, "get_decoder", None)
-        self._decoder: Any = None if get_decoder is None else get_decoder()
-        layers = getattr(self._decoder, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or not len(layers):
-            raise self._refusal("its decoder has no list of blocks called 'layers'")
-        self._layers: nn.ModuleList = layers
+        self._tied = _tied_parameters(self._model, self._stored)
         self._place_buffers()
         self._run_experts_one_by_one()
-        modules = {module: name for name, module in self._model.named_modules()}
-        self._names = [modules[layer] for layer in layers]
-        self._prefix = f"{modules[self._decoder]}." if modules[self._decoder] else ""
+        self._blocks = {name: Block(name, module) for name, module in _blocks_of(self._model)}
+        head = embeddings(self._model, "output")
+        self.head_name = next((name for name, one in self._blocks.items() if one.module is head), None)
+        self._embedding: Any = embeddings(self._model, "input")
+        if not isinstance(self._embedding, nn.Embedding):
+            raise self._refusal("it does not embed tokens")
+        if not self.block_names:
+            raise self._refusal("it has no list of modules that hold linears")
+        self._outer: LazyWeights | None = None
+        self._take_no_cache()
+
+    def _take_no_cache(self) -> None:
+        for module in self._model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", False):
+                config.use_cache = False
 
     def _place_buffers(self) -> None:
         """Move buffers to the device: stored ones from the checkpoint, others as the classes compute them."""
-        for name, buffer in list(self._model.named_buffers()):
+        buffers: list[tuple[str, torch.Tensor]] = list(self._model.named_buffers())
+        for name, buffer in buffers:
             owner, _, leaf = name.rpartition(".")
             stored = self._stored.get(name)
             tensor = buffer if stored is None else self._checkpoint.read(stored).to(buffer.dtype)
@@ -94,12 +134,16 @@ class Decoder:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Names of the blocks in the model, in order."""
-        return tuple(self._names)
+        """Names of the blocks in the model but for the lm_head, as the classes list them."""
+        return tuple(name for name in self._blocks if name != self.head_name)
 
-    def parameters(self, block: int) -> tuple[str, ...]:
+    def block(self, name: str) -> Block:
+        """Return a block, the lm_head included."""
+        return self._blocks[name]
+
+    def parameters(self, block: str) -> tuple[str, ...]:
         """Return the names of the parameters of a block inside it, as its class lists them."""
-        return tuple(name for name, _ in self._layers[block].named_parameters())
+        return tuple(name for name, _ in self._blocks[block].module.named_parameters())
 
     def stored_name(self, parameter: str) -> str | None:
         """Return the name of a parameter in the file; None if it is not a single tensor there."""
@@ -117,93 +161,68 @@ class Decoder:
     @property
     def embedding_rows(self) -> int:
         """Rows of the embedding: one more than the largest token."""
-        return int(self._model.get_input_embeddings().weight.shape[0])
+        return int(self._embedding.num_embeddings)
 
     @property
     def hidden_size(self) -> int:
         """Size d of a hidden state."""
-        return int(self._model.get_input_embeddings().weight.shape[1])
-
-    @torch.no_grad()
-    def embed(self, batches: Sequence[torch.Tensor], home: Home) -> tuple[list[torch.Tensor], list[Block]]:
-        """Return the hidden states [B, T, d] before the first block, stored at `home`, and the blocks.
-
-        `batches` are tokens [B, T] int64, all of one shape. The blocks have the arguments for that shape.
-        """
-        hidden: list[torch.Tensor] = []
-        arguments: list[dict[str, Any]] = []
-
-        def record(states: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
-            arguments.append(call)
-            if len(arguments) == len(self._layers):
-                raise _LastBlock(states)
-            return states
-
-        with self._without_blocks(record):
-            for tokens in batches:
-                arguments.clear()
-                try:
-                    self._decoder(input_ids=tokens.to(self.device), use_cache=False)
-                except _LastBlock as reached:
-                    hidden.append(home.store(reached.hidden))
-        return hidden, [
-            Block(name, layer, call)
-            for name, layer, call in zip(self._names, self._layers, arguments, strict=True)
-        ]
-
-    @torch.no_grad()
-    def head_inputs(
-        self, batches: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return the inputs of lm_head, [B * T, d], on the device of `hidden`: final states, normalized.
-
-        `hidden` are the states [B, T, d] after the last block, one per batch of tokens.
-        """
-        results: list[torch.Tensor] = []
-        calls = 0
-
-        def replace(states: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            last = calls == len(self._layers) * (len(results) + 1)
-            return hidden[len(results)].to(self.device) if last else states
-
-        def stop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            raise Stopped(inputs)
-
-        hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
-        try:
-            with self._without_blocks(replace):
-                for tokens, after in zip(batches, hidden, strict=True):
-                    try:
-                        self._model(input_ids=tokens.to(self.device), use_cache=False)
-                    except Stopped as stopped:
-                        inputs = stopped.inputs[0].to(after.device)
-                        if inputs.numel() != after.numel():
-                            raise self._refusal(
-                                f"its lm_head sees {tuple(inputs.shape)} of states {tuple(after.shape)}"
-                            ) from None
-                        results.append(inputs.reshape(-1, inputs.shape[-1]))
-        finally:
-            hook.remove()
-        return results
+        return int(self._embedding.embedding_dim)
 
     @contextmanager
-    def _without_blocks(
-        self, forward: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
-    ) -> Iterator[None]:
-        """Replace each block by `forward(hidden, arguments)`, and load the other weights of the decoder."""
-        outer = [name for name, _ in self._decoder.named_parameters() if not name.startswith("layers.")]
-        self._decoder.layers = nn.ModuleList(_StandIn(layer, forward) for layer in self._layers)
+    def passes(self) -> Iterator[StartPass]:
+        """Yield a function that starts a pass of the model, up to its first block; all end with the context.
+
+        `CheckpointError` if the model does not run on tokens alone.
+        """
+        started: list[ModelPass] = []
+
+        def start(tokens: torch.Tensor, home: Home, grad: bool = False) -> ModelPass:
+            found = ModelPass(self._forward, tokens, home, self.device, grad=grad)
+            started.append(found)
+            return found
+
+        blocks = {name: block.module for name, block in self._blocks.items()}
+        with ExitStack() as stack:
+            self._outer = stack.enter_context(LazyWeights(self._outside(blocks.values()), self._read))
+            stack.enter_context(waiting_at(blocks))
+            try:
+                yield start
+            finally:
+                for one in started:
+                    one.abandon()
+                self._outer = None
+
+    def check_runs(self, tokens: torch.Tensor) -> None:
+        """Raise `CheckpointError` if the model does not run on `tokens` [B, T] up to its first block."""
+        with self.passes() as start:
+            start(tokens, Home(self.device))
+
+    def _outside(self, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
+        """Modules outside of `blocks`, by name."""
+        inside = {module for block in blocks for module in block.modules()}
+        return {name: module for name, module in self._model.named_modules() if module not in inside}
+
+    def _forward(self, tokens: torch.Tensor) -> Any:
+        """Run the model on tokens [B, T]: those of the encoder, where it has one, and of the decoder."""
+        inputs: dict[str, Any] = {"input_ids": tokens.to(self.device)}
+        known = inspect.signature(self._model.forward).parameters
+        if "decoder_input_ids" in known:
+            inputs["decoder_input_ids"] = inputs["input_ids"]
+        if "use_cache" in known:
+            inputs["use_cache"] = False
         try:
-            with self._lent(self._decoder, {name: self._read(f"{self._prefix}{name}") for name in outer}):
-                yield
-        finally:
-            self._decoder.layers = self._layers
+            return self._model(**inputs)
+        except (QuantkitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # Models raise what they like.
+            reason = f"it does not run on tokens alone ({type(error).__name__}: {error})"
+            raise self._refusal(reason) from error
 
     @contextmanager
     def loaded(self, block: Block, overrides: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
         """Load the weights of `block`: `overrides` by name in the block, others from the checkpoint."""
+        if self._outer is not None:
+            self._outer.release()
         weights = dict(overrides or {})
         for name, _ in block.module.named_parameters():
             if name not in weights:
@@ -246,10 +265,13 @@ class Decoder:
 
     def duplicate(self, block: Block) -> Block:
         """Copy the module of `block`, to load other weights into the copy."""
-        return Block(block.name, copy.deepcopy(block.module), block.arguments)
+        module = copy.deepcopy(block.module)
+        # Passes do not wait at a copy, which would run the original's forward.
+        vars(module).pop("forward", None)
+        return Block(block.name, module)
 
     def _read(self, parameter: str) -> torch.Tensor:
-        stored = self._stored.get(parameter)
+        stored = self._stored.get(parameter) or self._tied.get(parameter)
         if stored is not None:
             return self.read(stored).to(self.dtype)
         parts = {name: part for name, part in self._parts.items() if part.parameter == parameter}
@@ -269,39 +291,27 @@ class Decoder:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @contextmanager
-    def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    def head(self, outputs: Mapping[str, Any]) -> Iterator[Logits]:
         """Load the modules after the blocks; yield a function from hidden states to logits.
 
-        The function takes the states [B, T, d] after the last block and returns logits [B, T, V]. Several
-        threads may call it.
+        `outputs` are what blocks returned for any micro-batch, by name. The function takes the states after
+        the last block, such as [B, T, d], and [B, T], and returns logits [B, T, V]. Several threads may call
+        it.
         """
-        inside = set(self._layers.parameters())
-        outer = [
-            (name, parameter)
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
-            if parameter not in inside
-        ]
-        stored = {parameter: name for name, parameter in outer if self.stored_name(name) is not None}
-        embedding, output = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        if output is not None and embedding.weight in stored:
-            # A tied head has no tensor of its own.
-            stored.setdefault(output.weight, stored[embedding.weight])
-        names = {name: stored.get(parameter, name) for name, parameter in outer}
-        tensors = {name: self._read(name) for name in dict.fromkeys(names.values())}
-        layers, fixed = self._layers, _FixedOutput(self._layers[-1])
+        here = threading.local()
+        blocks = {name: self._blocks[name].module for name in outputs}
 
-        def logits(hidden: torch.Tensor) -> torch.Tensor:
-            tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
-            fixed.states.hidden = hidden
-            result: torch.Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        def logits(hidden: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+            here.hidden = hidden
+            tokens = torch.zeros(*shape, dtype=torch.int64, device=self.device)
+            result: torch.Tensor = self._forward(tokens).logits
             return result
 
-        with self._lent(self._model, {name: tensors[one] for name, one in names.items()}):
-            self._decoder.layers = nn.ModuleList([fixed] * len(layers))
-            try:
-                yield logits
-            finally:
-                self._decoder.layers = layers
+        with (
+            LazyWeights(self._outside(blocks.values()), self._read),
+            returning(blocks, lambda name: with_hidden(outputs[name], here.hidden)),
+        ):
+            yield logits
 
     @contextmanager
     def _lent(self, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -322,14 +332,6 @@ def set_weight(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
-class _LastBlock(Exception):
-    """Raised at the last block; `hidden` are the hidden states before the first one."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
 class Stopped(Exception):
     """Raised to end a forward; `inputs` are the inputs of the module at which it ended."""
 
@@ -338,35 +340,31 @@ class Stopped(Exception):
         self.inputs = inputs
 
 
-class _StandIn(nn.Module):
-    """Replacement for a block: calls a function with the hidden states and the other arguments."""
-
-    def __init__(
-        self, layer: nn.Module, function: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
-    ) -> None:
-        super().__init__()
-        # Avoid nn.Module's own setattr, which would make the layer a child.
-        self.__dict__.update(layer=layer, function=function)
-
-    def __getattr__(self, name: str) -> Any:
-        # Decoders read attributes of their blocks, such as the type of attention.
-        return getattr(self.__dict__["layer"], name)
-
-    def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        result: torch.Tensor = self.__dict__["function"](hidden, arguments)
-        return result
+def _tied_parameters(model: Any, stored: Mapping[str, str]) -> dict[str, str]:
+    """Return the stored name of each parameter that has none of its own but is tied to one that has."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = [(name, other) for group in groups.values() for name in group for other in group]
+    pairs += [*ties.items(), *((source, target) for target, source in ties.items())]
+    return {name: stored[other] for name, other in pairs if name not in stored and other in stored}
 
 
-class _FixedOutput(nn.Module):
-    """Replacement for a block that returns the hidden states set for the current thread."""
+def _blocks_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks of `model` with their names: members of lists that hold linears, linears outside."""
+    is_list = isinstance(model, nn.ModuleList) and any(map(_holds_linears, model))
+    for leaf, child in model.named_children():
+        name = f"{prefix}{leaf}"
+        if _is_linear(child) or (is_list and not isinstance(child, nn.ModuleList)):
+            yield name, child
+        else:
+            yield from _blocks_of(child, f"{name}.")
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update(layer=layer, states=threading.local())
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["layer"], name)
+def _holds_linears(module: nn.Module) -> bool:
+    return not _is_linear(module) and any(map(_is_linear, module.modules()))
 
-    def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        result: torch.Tensor = self.__dict__["states"].hidden
-        return result
+
+def _is_linear(module: nn.Module) -> bool:
+    return is_linear(module) or is_fused_experts(module)

@@ -5,6 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import TransposedTensor
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -50,6 +53,13 @@ class Renamed:
 def model_names(model: "nn.Module", stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """Map each stored name to its model parameter, and to True if it is fused with other tensors there."""
     return {name: (one.parameter, one.is_fused) for name, one in renamed(model, stored)}
+
+
+def as_matrices(checkpoint: Checkpoint, stored: Iterable[str]) -> Checkpoint:
+    """Return `checkpoint` with the tensors `stored` read as [N, K], which its files have as [K, N]."""
+    changed = {name: checkpoint.tensors[name] for name in stored}
+    turned = {name: TransposedTensor.from_stored(one.as_stored) for name, one in changed.items()}
+    return replace(checkpoint, tensors={**checkpoint.tensors, **turned}) if turned else checkpoint
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,13 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
         if not found.operations:
             found = _own(target, parameters, prefix) or replace(found, parameter=target)
         target = found.parameter
+        inside = target.removeprefix(f"{prefix}.")
         if target not in parameters and f"{prefix}.{target}" in parameters:
             # A file of the bare decoder, without lm_head.
             target = f"{prefix}.{target}"
+        elif target not in parameters and inside in parameters and not hasattr(model, prefix):
+            # The bare decoder of a file with lm_head.
+            target = inside
         yield name, replace(found, parameter=target)
 
 
@@ -137,6 +151,6 @@ def _own(name: str, parameters: Mapping[str, Any], prefix: str) -> Renamed | Non
         return None
     for leaf, part in _OWN_PLACES[match[2]]:
         parameter = f"{match[1]}.{leaf}"
-        if parameter in parameters or f"{prefix}.{parameter}" in parameters:
+        if {parameter, f"{prefix}.{parameter}", parameter.removeprefix(f"{prefix}.")} & parameters.keys():
             return Renamed(parameter, part=part, own=True)
     return None

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model.names import as_matrices
 from quantkit.model.split_experts import split_experts
 from quantkit.model.structure import Structure, read_structure
 
@@ -23,7 +24,8 @@ _UNMERGED = ".base_layer."
 def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
     """Return `checkpoint` under the names of its model, with a note if they differ, and its structure.
 
-    Matrices of experts that are stored in one tensor for all have names of their own there.
+    Linears are read as [N, K], also where a class keeps them as [K, N]. Matrices of experts that are stored
+    in one tensor for all have names of their own there.
 
     Raises `CheckpointError` as `read_structure` does.
     """
@@ -39,6 +41,9 @@ def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
     if structure.tied_head is not None:
         checkpoint, structure = _with_tied_head(checkpoint, *structure.tied_head)
+    transposed = (linear for linear in structure.linears.values() if linear.transposed)
+    names = [f"{name}.weight" for linear in transposed for name in linear.stored]
+    checkpoint = as_matrices(checkpoint, names)
     if not structure.cuts:
         return checkpoint, structure
     split = split_experts(checkpoint, structure.cuts)

@@ -5,38 +5,38 @@ loading rules of transformers tell which tensor goes where. A new architecture n
 linears are `nn.Linear`.
 """
 
-import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.model.class_names import other_names
+from quantkit.model.completeness import has_base_names, is_only_head, lacks, missing_parameters
+from quantkit.model.model_class import meta_model
+from quantkit.model.names import Renamed, renamed
+from quantkit.model.parts import Parts, embeddings, packed_parts
 from quantkit.model.split_experts import CutTensor, cuts_of
 
 if TYPE_CHECKING:
     from torch import nn
+
+#: Stored names with the parameter, or all that is known of its place.
+Names = Mapping[str, tuple[str, bool]]
+Places = Mapping[str, Renamed]
 
 #: Reason of linears that choose experts: tiny, and a wrong choice costs more than the bytes saved.
 ROUTER = "a router: it chooses experts and is tiny"
 #: Reason of linears with one output, such as those that weigh shared experts.
 ONE_OUTPUT = "it has one output: packing it saves next to nothing"
 
-#: Last name component of linears whose weight the model reads directly: time steps of Mamba, indexers of
-#: sparse attention, the router of LongCat. All are small.
-READ_NAMES = frozenset({"dt_proj", "weights_proj", "classifier"})
-
+EMBEDDING = "an embedding"
+TIED = "its weights are the embedding's, and it cannot be packed apart from that"
 READ = "the model reads its weight itself, which a packed linear does not have"
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
 
 _LAYER_COUNT = re.compile(r"(num|n)_(\w+_)?layers?")
-
-#: Tag with which transformers writes floats that JSON cannot express.
-_FLOAT_TAG = "__float__"
-_TAGGED_FLOATS = {name: float(name) for name in ("NaN", "Infinity", "-Infinity")}
 
 Kind = Literal["linear", "experts", "lm_head"]
 
@@ -46,13 +46,14 @@ class Linear:
     """Linear of the model, or one fused set of experts.
 
     `module` is its name in the loaded model. `stored` are the names of its matrices in the file, for experts
-    one per expert and half. `shape` is [N, K] of each matrix.
+    one per expert and half. `shape` is [N, K] of each matrix, which the file has as [K, N] if `transposed`.
     """
 
     module: str
     kind: Kind
     stored: tuple[str, ...]
     shape: tuple[int, int]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,9 @@ class Structure:
     tied lm_head takes its weights. `unpackable` are linears and fused experts that are always dense, by
     module name, with their stored names without `.weight`; readers of the output must be told about them.
     `tied_head` is set if the file has a tied weight as lm_head only: (its stored name, name of the embedding
-    in the model). `cuts` are the matrices of experts that are stored in one tensor for all, by the name that
-    each gets, with `.weight`.
+    in the model). `aliases` are the names by which AutoModelForCausalLM knows a module, where they differ.
+    `model_class` is the class that the files are of. `cuts` are the matrices of experts that are stored in
+    one tensor for all, by the name that each gets, with `.weight`.
     """
 
     linears: Mapping[str, Linear]
@@ -73,6 +75,8 @@ class Structure:
     tied: bool
     unpackable: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tied_head: tuple[str, str] | None = None
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    model_class: str = ""
     cuts: Mapping[str, CutTensor] = field(default_factory=dict)
 
 
@@ -83,8 +87,25 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     shape than in the config.
     """
     check_layer_counts(checkpoint)
-    model = meta_model(checkpoint.config, checkpoint.directory)
-    return _classify_tensors(model, checkpoint)
+    model = stored_model(checkpoint)
+    places = dict(renamed(model, checkpoint.tensors))
+    missing = missing_parameters(model, {place.parameter for place in places.values()})
+    structure = _classify_tensors(model, places, checkpoint)
+    # Some parameters are made of tensors of other names.
+    if missing and REARRANGED not in structure.dense.values():
+        raise lacks(model, missing, checkpoint)
+    return replace(structure, aliases=other_names(model, _names(places), checkpoint))
+
+
+def stored_model(checkpoint: Checkpoint, *, buffers: bool = False) -> Any:
+    """Build the model that the files are of, as `meta_model` does.
+
+    Files of an embedding model have no head, though config.json may name a class with one.
+    """
+    model: Any = meta_model(checkpoint.config, checkpoint.directory, buffers=buffers)
+    loaded = {place.parameter for _, place in renamed(model, checkpoint.tensors)}
+    is_base = is_only_head(model, missing_parameters(model, loaded))
+    return model.base_model if is_base and has_base_names(model, checkpoint.tensors) else model
 
 
 def check_layer_counts(checkpoint: Checkpoint) -> None:
@@ -105,80 +126,35 @@ def check_layer_counts(checkpoint: Checkpoint) -> None:
                 )
 
 
-def meta_model(config: Mapping[str, Any], directory: Path, *, buffers: bool = False) -> "nn.Module":
-    """Build the model of a config without weights; raise `CheckpointError` if transformers cannot.
-
-    With `buffers`, buffers are real, on the CPU: values that a model computes once, such as rope frequencies.
-    """
-    import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    parsed = model_config(config, directory)
-    try:
-        with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
-            return AutoModelForCausalLM.from_config(parsed)  # type: ignore[no-any-return]
-    except Exception as error:
-        raise _unknown_model(config, directory, error) from error
+def _names(places: Places) -> Names:
+    return {stored: (place.parameter, place.is_fused) for stored, place in places.items()}
 
 
-def model_config(config: Mapping[str, Any], directory: Path) -> Any:
-    """Return transformers' config for a config.json, with defaults filled in.
-
-    Raises `CheckpointError` for an unknown model type.
-    """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    fields = {k: _with_floats(v) for k, v in config.items() if k not in ("quantization_config", "auto_map")}
-    try:
-        return CONFIG_MAPPING[fields.get("model_type")].from_dict(fields)
-    except Exception as error:
-        raise _unknown_model(config, directory, error) from error
-
-
-def _with_floats(value: Any) -> Any:
-    """Return `value` of a config.json with tags such as `{"__float__": "Infinity"}` replaced by floats."""
-    if isinstance(value, list):
-        return [_with_floats(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    name = value.get(_FLOAT_TAG)
-    if len(value) == 1 and isinstance(name, str) and name in _TAGGED_FLOATS:
-        return _TAGGED_FLOATS[name]
-    return {key: _with_floats(one) for key, one in value.items()}
-
-
-def _unknown_model(config: Mapping[str, Any], directory: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{directory / 'config.json'}: transformers cannot build a causal language model of model_type "
-        f"{config.get('model_type')!r} from it ({type(error).__name__}: {error}). Check the config, or "
-        "install a transformers that knows the architecture."
-    )
-
-
-def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
-    from torch import nn
-
+def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint) -> Structure:
     from quantkit.model.experts import spec_of
-    from quantkit.model.names import renamed
+    from quantkit.model.linears import transposed_linears
     from quantkit.model.routers import choosing_linears
+    from quantkit.model.weight_reads import linears_that_are_read
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
-    head_read = head if head is not None and reads_weight(type(model).forward, head) else None
-    decoder = _decoder_prefix(model, modules)
-    choosing = choosing_linears(model)
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = f"{head}.weight" in {*ties, *ties.values()}
+    special = {
+        **dict.fromkeys(choosing_linears(model), ROUTER),
+        **dict.fromkeys(linears_that_are_read(model), READ),
+    }
+    tied_otherwise = tied and set(ties) != {f"{head}.weight"}
+    why_head = special.get(head or "") or _why_dense_head(head, modules, tied_otherwise)
+    transposed = {name for name, _ in transposed_linears(model)}
+    parts = packed_parts(model)
     parameters = {name: tuple(p.shape) for name, p in model.state_dict(keep_vars=True).items()}
 
     gathered: dict[str, list[str]] = {}
     dense: dict[str, str] = {}
-    places = dict(renamed(model, checkpoint.tensors))
-    names = {stored: (place.parameter, place.is_fused) for stored, place in places.items()}
-    cuts = cuts_of(
-        {name: module for name, module in modules.items() if name.startswith(decoder)},
-        checkpoint.tensors,
-        places,
-    )
+    names = _names(places)
+    inside = {name: module for name, module in modules.items() if name in parts}
+    cuts = cuts_of(inside, checkpoint.tensors, places)
     whole = {cut.source.name for cut in cuts.values()}
     for stored, (parameter, fused) in names.items():
         if stored in whole:
@@ -189,31 +165,26 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
         if parameter not in parameters and not fused:
             dense[stored] = NOT_A_PARAMETER
         elif fused:
-            reason = _why_dense_experts(module, leaf, decoder, owner)
+            reason = _why_dense_experts(module, leaf, parts, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
-        elif leaf == "weight" and isinstance(module, nn.Linear):
-            read, routes = owner == head_read, owner in choosing
-            reason = READ if read else ROUTER if routes else _why_dense_linear(module, owner, decoder, head)
+        elif leaf == "weight" and module is not None and _may_be_linear(module):
+            why = special.get(owner) or _why_dense_linear(module, owner, parts)
+            reason = why_head if owner == head else why
             _sort_in(stored, owner, reason, gathered, dense)
         else:
             dense[stored] = _kind_of_dense(module, leaf)
         if stored in dense and not fused and parameter in parameters:
-            _check_shape(stored, checkpoint.tensors[stored].shape, parameters[parameter])
+            _check_shape(stored, checkpoint.tensors[stored].as_stored.shape, parameters[parameter])
 
     linears = {
         name: _linear(
             *(name, tuple(stored), checkpoint, parameters, head),
-            name not in modules and spec_of(modules[name.rpartition(".")[0]]).transposed,
+            name in transposed if name in modules else spec_of(modules[name.rpartition(".")[0]]).transposed,
         )
         for name, stored in gathered.items()
     }
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    if REARRANGED not in dense.values():
-        loaded = {parameter for parameter, _ in names.values()}
-        _check_complete(model, loaded, f"{head}.weight" if tied else None, checkpoint)
     embedding = _embedding_name(model, modules, names)
-    packable = head != head_read and type(modules.get(head or "")) is nn.Linear
-    if tied and packable and head not in linears and embedding is not None:
+    if tied and why_head is None and head not in linears and embedding is not None:
         assert head is not None
         rows, columns = checkpoint.tensors[embedding].shape
         linears[head] = Linear(head, "lm_head", (head,), (rows, columns))
@@ -221,15 +192,26 @@ def _classify_tensors(model: "nn.Module", checkpoint: Checkpoint) -> Structure:
     tied_head = None
     if tied and embedding is None and stored_head is not None:
         tied_head = stored_head, f"{_input_name(model, modules)}.weight"
-    unpackable = _unpackable(modules, linears, names)
-    return Structure(linears, dense, embedding, tied, unpackable, tied_head, cuts)
+    unpackable = {**_unpackable(modules, linears, names), **_strangers(dense, checkpoint)}
+    return Structure(
+        linears, dense, embedding, tied, unpackable, tied_head, model_class=type(model).__name__, cuts=cuts
+    )
+
+
+def _why_dense_head(head: str | None, modules: Mapping[str, "nn.Module"], tied_otherwise: bool) -> str | None:
+    """Return why the head cannot be packed; `tied_otherwise` if the config ties more by the same flag."""
+    from quantkit.model.architectures import why_not_packable
+
+    if head is None:
+        return None
+    if tied_otherwise:
+        return TIED
+    return why_not_packable(modules[head])
 
 
 def _unpackable(
-    modules: Mapping[str, "nn.Module"], linears: Mapping[str, Linear], names: Mapping[str, tuple[str, bool]]
+    modules: Mapping[str, "nn.Module"], linears: Mapping[str, Linear], names: Names
 ) -> dict[str, tuple[str, ...]]:
-    from torch import nn
-
     from quantkit.model.experts import DOWN, GATE_UP, UP, is_fused_experts
 
     stored: dict[str, list[str]] = {}
@@ -237,12 +219,31 @@ def _unpackable(
         stored.setdefault(parameter, []).append(name.removesuffix(".weight"))
     candidates = {}
     for name, module in modules.items():
-        if isinstance(module, nn.Linear):
+        if _may_be_linear(module):
             candidates[name] = stored.get(f"{name}.weight", [name])
         elif is_fused_experts(module):
             for leaf in {GATE_UP, UP, DOWN} & set(module._parameters):
                 candidates[f"{name}.{leaf}"] = stored.get(f"{name}.{leaf}", [])
     return {name: tuple(of) for name, of in candidates.items() if name not in linears}
+
+
+def _may_be_linear(module: "nn.Module") -> bool:
+    """Return True for linears, and for subclasses of `nn.Linear` that compute something else."""
+    from torch import nn
+
+    from quantkit.model.linears import is_linear
+
+    return isinstance(module, nn.Linear) or is_linear(module)
+
+
+def _strangers(dense: Mapping[str, str], checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    """Return matrices that are not in the class, and that others read, such as heads of further tokens."""
+    found = [
+        name.removesuffix(".weight")
+        for name, reason in dense.items()
+        if reason == NOT_A_PARAMETER and name.endswith(".weight") and len(checkpoint.tensors[name].shape) == 2
+    ]
+    return {name: (name,) for name in found}
 
 
 def _sort_in(
@@ -267,6 +268,7 @@ def _linear(
     from quantkit.model.experts import MATRICES
 
     expected = parameters.get(f"{name}.weight")
+    turned = transposed and expected is not None
     if expected is None:
         kind: Kind = "experts"
         # A fused parameter is [E, halves * N, K]; its stored matrices are [N, K] each.
@@ -282,8 +284,9 @@ def _linear(
     else:
         kind = "lm_head" if name == head else "linear"
     for one in stored:
-        _check_shape(f"{one}.weight", checkpoint.tensors[f"{one}.weight"].shape, expected)
-    return Linear(name, kind, stored, (expected[0], expected[1]))
+        _check_shape(f"{one}.weight", checkpoint.tensors[f"{one}.weight"].as_stored.shape, expected)
+    rows, columns = expected[::-1] if turned else expected
+    return Linear(name, kind, stored, (rows, columns), turned)
 
 
 def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -294,52 +297,25 @@ def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...])
         )
 
 
-def _check_complete(
-    model: "nn.Module", loaded: set[str], tied_head: str | None, checkpoint: Checkpoint
-) -> None:
-    """Raise `CheckpointError` if a parameter has no tensor.
-
-    transformers would fill it with random numbers.
-    """
-    optional = [
-        re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    ]
-    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    # A file may hold either of two tied parameters.
-    tied = {tied_head, *ties, *(source for target, source in ties.items() if target in loaded)}
-    missing = [
-        name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if name not in loaded and name not in tied and not any(p.search(name) for p in optional)
-    ]
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.directory} has no weights for {len(missing)} parameters of the model, such as "
-            f"{missing[0]!r}. Download the checkpoint again, or check that config.json belongs to it."
-        )
-
-
-def _why_dense_linear(module: "nn.Linear", name: str, decoder: str, head: str | None) -> str | None:
+def _why_dense_linear(module: "nn.Module", name: str, parts: Parts) -> str | None:
     from quantkit.model.architectures import why_not_packable
+    from quantkit.model.linears import is_linear, matrix_shape
 
-    if name != head:
-        if not name.startswith(decoder):
-            return "a linear outside the decoder"
-        if module.out_features == 1:
-            return ONE_OUTPUT
-        if name.rpartition(".")[2] in READ_NAMES:
-            return READ
+    if name not in parts:
+        return parts.outside
+    if is_linear(module) and matrix_shape(module)[0] == 1:
+        return ONE_OUTPUT
     return why_not_packable(module)
 
 
-def _why_dense_experts(module: "nn.Module | None", leaf: str, decoder: str, owner: str) -> str | None:
+def _why_dense_experts(module: "nn.Module | None", leaf: str, parts: Parts, owner: str) -> str | None:
     from quantkit.model.architectures import why_not_packable
     from quantkit.model.experts import MATRICES, is_fused_experts
 
     if module is None or not is_fused_experts(module) or leaf not in MATRICES:
         return REARRANGED
-    if not owner.startswith(decoder):
-        return "experts outside the decoder"
+    if owner not in parts:
+        return parts.outside.replace("a linear", "experts")
     return why_not_packable(module)
 
 
@@ -350,7 +326,7 @@ def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
         return "a parameter of the model itself"
     kind = type(module).__name__
     if isinstance(module, nn.Embedding):
-        return "an embedding"
+        return EMBEDDING
     if "Norm" in kind:
         return "a norm"
     if "Router" in kind or "Gate" in kind:
@@ -360,44 +336,18 @@ def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
     return f"{leaf!r} of a {kind}, which is not a linear"
 
 
-def reads_weight(function: Any, name: str) -> bool:
-    """Return True if the source of `function` reads the weight of module `name` directly.
-
-    Mamba models do: their forward reads the dtype of lm_head, and their initialization the weight of a
-    linear.
-    """
-    return f".{name.rpartition('.')[2]}.weight" in _source(function)
-
-
-@lru_cache(256)
-def _source(function: Any) -> str:
-    """Return the source of a function, cached because Python scans the file each time; "" without source."""
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
-
-
 def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
-    head = model.get_output_embeddings()
+    head = embeddings(model, "output")
     return None if head is None else next((name for name, module in modules.items() if module is head), None)
 
 
-def _decoder_prefix(model: Any, modules: Mapping[str, "nn.Module"]) -> str:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    name = next((name for name, module in modules.items() if module is decoder), "")
-    return f"{name}." if name else ""
-
-
-def _embedding_name(
-    model: Any, modules: Mapping[str, "nn.Module"], names: Mapping[str, tuple[str, bool]]
-) -> str | None:
+def _embedding_name(model: Any, modules: Mapping[str, "nn.Module"], names: Names) -> str | None:
     weight = f"{_input_name(model, modules)}.weight"
     return next((stored for stored, (parameter, _) in names.items() if parameter == weight), None)
 
 
 def _input_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
-    embedding = model.get_input_embeddings()
+    embedding = embeddings(model, "input")
     return next((name for name, module in modules.items() if module is embedding), None)
 
 

@@ -17,6 +17,8 @@ from quantkit.packing.schemes import SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.zero_points import ZeroPoint
 
+#: Groups of fewer weights take more bits for scales than numbers of 16 bits do.
+MIN_GROUP = 4
 #: The kind of zero-point for what a grid has beside its scales.
 _ZERO_POINTS: Mapping[str, ZeroPoint] = {"none": "none", "zeros": "integer", "biases": "minimum"}
 
@@ -46,7 +48,11 @@ _CHECKS: tuple[tuple[Callable[[GridSpec], bool], Callable[[GridSpec], str]], ...
     ),
     (
         lambda spec: spec.affine == "none" or isinstance(spec.format, IntFormat),
-        lambda spec: f"{spec.format.name} has {spec.affine}, and only int formats have zero-points",
+        lambda spec: f"its codes have {spec.affine}, which is for int formats of 2 to 8 bits",
+    ),
+    (
+        lambda spec: spec.group_size >= min(MIN_GROUP, spec.shape[1]),
+        lambda spec: "its scales are of blocks that do not end where rows do",
     ),
 )
 
@@ -90,7 +96,10 @@ def nested_rows(grid: StoredGrid, scheme: Scheme) -> PackedTensor:
         scales.to(torch.float32),
         zeros,
         scheme,
-        None if grid.global_scale is None else grid.global_scale[:1].float(),
+        # A clone, as one number for all rows may have no stride.
+        None
+        if grid.global_scale is None
+        else grid.global_scale[:1].float().clone(memory_format=torch.contiguous_format),
     )
 
 

@@ -19,10 +19,11 @@ from quantkit.checkpoint.quantization_config import Assignment, QuantizationConf
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.model.structure import QUANTIZABLE_DTYPES, Linear, Structure
+from quantkit.model.model_class import named_classes
+from quantkit.model.structure import QUANTIZABLE_DTYPES, TIED, Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
-from quantkit.quantization.plan_warnings import fused_sets, plan_notes
+from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.task import Task
 from quantkit.recipes.recipe import Fate, Recipe
@@ -30,9 +31,13 @@ from quantkit.recipes.recipe import Fate, Recipe
 if TYPE_CHECKING:
     from quantkit.quantization.allocate.allocation import Allocation
 
+#: Tools that read a container without quantkit.
+READERS: Mapping[Container, tuple[str, ...]] = {
+    "compressed-tensors": ("vLLM", "SGLang", "transformers"),
+    "quantkit": (),
+}
 HEAD_KEPT = "no --lm-head or rule for it"
 CUT = "transformers has one tensor for all experts of this model, and finds none of theirs without quantkit"
-TIED = "its weights are the embedding's, and it cannot be packed apart from that"
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,10 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a packed checkpoint that headers tell, and the allocation that the recipe is from."""
+    """Everything about a packed checkpoint that headers tell, and the allocation that the recipe is from.
+
+    `readers` are tools that read the container, as far as is known. `warnings` matter more than `notes`.
+    """
 
     shards: tuple[Shard, ...]
     layers: tuple[LayerPlan, ...]
@@ -77,6 +85,8 @@ class Plan:
     source_bytes: int
     notes: tuple[str, ...]
     allocation: "Allocation | None" = None
+    readers: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def output_bytes(self) -> int:
@@ -172,6 +182,10 @@ def plan_of(
         for name, fate in fates.items()
     }
     _check_experts(structure, schemes)
+
+    def names(module: str) -> tuple[str, ...]:
+        return structure.aliases.get(module, ())
+
     assignments = tuple(
         Assignment(
             name,
@@ -180,9 +194,14 @@ def plan_of(
             fates[name].scheme,
             head=linear.kind == "lm_head",
             own_names=_is_cut(structure, linear),
+            transposed=linear.transposed,
+            aliases=names(name),
         )
         for name, linear in structure.linears.items()
-    ) + tuple(Assignment(name, stored, (1, 1), None) for name, stored in structure.unpackable.items())
+    ) + tuple(
+        Assignment(name, stored, (1, 1), None, aliases=names(name))
+        for name, stored in structure.unpackable.items()
+    )
     config = QuantizationConfig.from_assignments(assignments)
     untied = _untied_head(structure, schemes)
 
@@ -204,13 +223,15 @@ def plan_of(
             copied.add(whole.name)
             task = Task(whole, (TensorSpec(whole.name, whole.dtype, whole.shape),))
         elif name + ".weight" in checkpoint.tensors or linear is None:
-            task = Task(source, (TensorSpec(source.name, source.dtype, source.shape),))
+            task = Task(source, (TensorSpec(source.name, source.dtype, source.as_stored.shape),))
         else:
             continue  # A tied lm_head that stays tied has no tensor of its own.
         tasks.append(task)
         if linear is not None:
             layer_bytes[linear.module] = layer_bytes.get(linear.module, 0) + task.nbytes
 
+    notes = plan_notes(checkpoint.config, structure, schemes, assignments, config.container, untied)
+    cannot = {reader for one in notes for reader in one.cannot}
     layers = tuple(
         _layer(linear, fates[name], schemes[name], sources, layer_bytes.get(name, 0))
         for name, linear in structure.linears.items()
@@ -222,9 +243,11 @@ def plan_of(
         config,
         assignments,
         _not_portable(structure, layers),
-        _model_config(checkpoint, config, assignments, untied),
+        _model_config(checkpoint, structure, config, assignments, untied),
         checkpoint.nbytes,
-        (*checkpoint.notes, *plan_notes(structure, schemes, assignments, config.container, untied)),
+        (*checkpoint.notes, *(one.text for one in notes)),
+        readers=tuple(one for one in READERS[config.container] if one not in cannot),
+        warnings=dense_parts(structure, checkpoint.tensors),
     )
 
 
@@ -340,7 +363,9 @@ def _not_portable(structure: Structure, layers: Sequence[LayerPlan]) -> tuple[st
     """Why the output needs quantkit to load, by layer; empty when compressed-tensors can express it."""
     reasons = []
     for layer in layers:
-        if layer.scheme is not None:
+        if layer.scheme is not None and layer.linear.transposed:
+            reasons.append(f"{layer.linear.module}: other readers have no packed form of its class")
+        elif layer.scheme is not None:
             experts = layer.linear.kind == "experts"
             reason = why_not_compressed_tensors(layer.scheme, layer.linear.shape[1], experts=experts)
             if reason is None and _is_cut(structure, layer.linear):
@@ -375,12 +400,21 @@ def _untied_head(structure: Structure, schemes: Mapping[str, Scheme | None]) -> 
 
 def _model_config(
     checkpoint: Checkpoint,
+    structure: Structure,
     config: QuantizationConfig,
     assignments: Sequence[Assignment],
     untied: str | None,
 ) -> dict[str, Any]:
-    """The source's config.json plus `quantization_config`; untied if lm_head is packed on its own."""
+    """The source's config.json plus `quantization_config`; untied if lm_head is packed on its own.
+
+    `architectures` names the class that the files are of.
+    """
     merged = {**checkpoint.config, "quantization_config": config.to_dict(assignments)}
     if untied is not None:
         merged["tie_word_embeddings"] = False
+        text = merged.get("text_config")
+        if isinstance(text, dict):
+            merged["text_config"] = {**text, "tie_word_embeddings": False}
+    if structure.model_class not in named_classes(checkpoint.config):
+        merged["architectures"] = [structure.model_class]
     return merged

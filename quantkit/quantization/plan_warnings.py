@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
 from quantkit.checkpoint.quantization_config import Assignment
-from quantkit.model.structure import NOT_A_PARAMETER
+from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.model.model_class import named_classes
+from quantkit.model.structure import EMBEDDING, NOT_A_PARAMETER, TIED
 from quantkit.packing.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
 
 #: Linears, of a layer or an expert, that inference engines fuse into one, which then has one scheme.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+#: Part of the weights from which a part of the model that stays dense is worth a warning.
+LARGE = 0.1
 
 T = TypeVar("T")
 
@@ -27,52 +33,97 @@ def split_fusions(schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Note:
+    """Text for the user, and the tools that, as it says, cannot read the result."""
+
+    text: str
+    cannot: tuple[str, ...] = ()
+
+
 def plan_notes(
+    config: Mapping[str, Any],
     structure: "Structure",
     schemes: Mapping[str, Scheme | None],
     assignments: Iterable[Assignment],
     container: str,
     untied: str | None,
-) -> tuple[str, ...]:
+) -> tuple[Note, ...]:
     """Notes on storing the linears of `structure` in `schemes`; `untied` is a head that was tied.
 
-    `assignments` are the same as the file describes them.
+    `config` is the source's config.json. `assignments` are the linears as the file describes them.
     """
-    notes = []
+    notes: list[Note] = []
     splits = split_fusions(schemes)
     if splits:
         more = f" and {len(splits) - 1} more" if len(splits) > 1 else ""
         notes.append(
-            "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme: "
-            f"{splits[0]}{more}."
+            Note(
+                "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme: "
+                f"{splits[0]}{more}.",
+                ("vLLM", "SGLang"),
+            )
         )
     zero_points = any(scheme is not None and scheme.has_zero_point for scheme in schemes.values())
     if container == "compressed-tensors" and zero_points:
         notes.append(
-            "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "
-            "with CompressedTensorsConfig(dequantize=True)."
+            Note(
+                "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "
+                "with CompressedTensorsConfig(dequantize=True)."
+            )
         )
     if container == "compressed-tensors":
         notes += _notes_on_compressed_tensors(assignments)
+    named = named_classes(config)
+    if structure.model_class not in named:
+        names = f"names {', '.join(named)}" if named else "names no class"
+        notes.append(
+            Note(
+                f"config.json {names}; the tensors are those of {structure.model_class}, which the output "
+                "names."
+            )
+        )
     if untied is not None:
-        notes.append(f"{untied} and the embedding are stored apart: packed, it can no longer be tied to it.")
+        notes.append(
+            Note(f"{untied} and the embedding are stored apart: packed, it can no longer be tied to it.")
+        )
     strangers = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
     if strangers:
         notes.append(
-            f"{len(strangers)} tensors, such as {strangers[0]}, are not parameters of the model that "
-            "config.json describes; they are copied."
+            Note(
+                f"{len(strangers)} tensors, such as {strangers[0]}, are not parameters of the model that "
+                "config.json describes; they are copied, and declared as dense."
+            )
         )
     fitted = [name for name, scheme in schemes.items() if scheme is not None and scheme.is_fitted]
     if fitted:
         more = f" and {len(fitted) - 1} more linears" if len(fitted) > 1 else ""
         notes.append(
-            f"on a GPU, {fitted[0]}{more} will decode slower than dense: the values of fitted code books are "
-            "looked up. Where speed counts take other formats; --bits-per-weight chooses among --formats."
+            Note(
+                f"on a GPU, {fitted[0]}{more} will decode slower than dense: the values of fitted code books "
+                "are looked up. Where speed counts take other formats; --bits-per-weight chooses among "
+                "--formats."
+            )
         )
     return tuple(notes)
 
 
-def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[str]:
+def dense_parts(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """Warnings of what stays dense and is much of the model, by reason, but for embeddings and head."""
+    weights = sum(tensor.elements for tensor in tensors.values())
+    found = []
+    for reason in dict.fromkeys(structure.dense.values()):
+        names = [
+            name for name, why in structure.dense.items() if why == reason and len(tensors[name].shape) > 1
+        ]
+        share = sum(tensors[name].elements for name in names) / max(1, weights)
+        if reason not in (EMBEDDING, TIED) and share > LARGE:
+            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+            found.append(f"{share:.0%} of the weights stay dense: {names[0]}{more}: {reason}.")
+    return tuple(found)
+
+
+def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[Note]:
     """What others cannot do with it: vLLM, and transformers by itself, which dequantizes."""
     narrow, whole = set(), set()
     experts: dict[str, set[str]] = {}
@@ -88,27 +139,30 @@ def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[
             stored = json.dumps([row.stored.name, row.arguments(a.scheme, a.shape[1])])
             experts.setdefault(a.module.rpartition(".")[0], set()).add(stored)
     if narrow:
-        yield (
+        yield Note(
             f"transformers without quantkit runs {' and '.join(sorted(narrow))} with dtype=torch.bfloat16 "
             "only; it stops with an error otherwise."
         )
     if whole:
-        yield (
+        yield Note(
             f"vLLM cannot load {' and '.join(sorted(whole))} with one scale per tensor: its products of such "
-            "weights take scales per channel or group. transformers reads it without quantkit."
+            "weights take scales per channel or group. transformers reads it without quantkit.",
+            ("vLLM",),
         )
     mixed = [name for name, stored in experts.items() if len(stored) > 1]
     if mixed:
         more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
-        yield (
+        yield Note(
             "vLLM cannot load this: it takes gate, up and down of the experts of a layer to be stored in one "
             f"way, and those of {mixed[0]}{more} are not. Give them one with a rule, such as --rule "
-            "'*.experts.*=int4'."
+            "'*.experts.*=int4'.",
+            ("vLLM",),
         )
     if len({one for stored in experts.values() for one in stored}) > 1:
-        yield (
+        yield Note(
             "transformers without quantkit cannot load this: it takes all experts to be stored in one way. "
-            "Give all of them one format and a group size that divides every row."
+            "Give all of them one format and a group size that divides every row.",
+            ("transformers",),
         )
 
 

@@ -21,13 +21,8 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.model.architectures import LLAMA_LIKE
-from quantkit.model.structure import (
-    NOT_A_PARAMETER,
-    QUANTIZABLE_DTYPES,
-    Structure,
-    model_config,
-    read_structure,
-)
+from quantkit.model.model_class import model_config
+from quantkit.model.structure import NOT_A_PARAMETER, QUANTIZABLE_DTYPES, Structure, read_structure
 
 Space = Literal["residual", "heads"]
 

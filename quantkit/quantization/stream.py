@@ -20,7 +20,7 @@ from quantkit.checkpoint.model_record import Measured
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.output.shard_file import ShardFile
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.checkpoint.tensors import StoredTensor, TransposedTensor
 from quantkit.errors import FormatError
 from quantkit.memory import STREAM_IDLE_BYTES, in_pieces, trim_cache
 from quantkit.packing.bitpack import BLOCK
@@ -237,6 +237,8 @@ def _copy_rows(checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, 
     data = checkpoint.read(task.source.name) if whole else checkpoint.read(task.source.name, start, stop)
     # A rotated source gives more digits than are stored.
     data = data.to(spec.torch_dtype)
+    if isinstance(task.source, TransposedTensor):
+        data = data.T.contiguous()
     file.write(spec.name, data, offset=start * (spec.elements // max(spec.shape[0], 1) if spec.shape else 1))
 
 

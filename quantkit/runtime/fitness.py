@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from quantkit.kernels.registry import forced_kernel
+from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.packed_module import PackedModule, local
 from quantkit.runtime.tensor_parallel import why_ranks_unfit
 
@@ -48,22 +49,19 @@ def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
     `modules` are all modules of `model`.
     """
     if model.training:
-        return "the model is in training mode; call model.eval()"
+        return refusals.TRAINING.because()
     if (reason := why_ranks_unfit(modules)) is not None:
         return reason
     if any("_hf_hook" in vars(module) for module in modules) or len(_devices_of(modules)) > 1:
-        return (
-            "the model is divided among devices or offloaded; load it on one GPU, with device_map='cuda:0', "
-            "where it fits"
-        )
+        return refusals.DIVIDED.because()
     if any(_package(kind) == "peft" for kind in {type(module) for module in modules}):
-        return "adapters may change what it computes from step to step; unload them where they are not needed"
+        return refusals.ADAPTERS.because()
     for module in modules:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             # Hooks of transformers do nothing until extra outputs are requested.
             if hooks and any(_package(hook) != "transformers" for hook in hooks.values()):
                 name = next(name for name, one in model.named_modules() if one is module)
-                return f"a hook of {name or type(module).__name__!r} is to be called at each; remove it"
+                return refusals.HOOK.because(module=name or type(module).__name__)
     return None
 
 

@@ -13,8 +13,9 @@ from quantkit.errors import CheckpointError, UsageError
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.memory import enough_memory
 from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config, whole_directory
+from quantkit.model.model_class import model_class
 from quantkit.model.prefixes import wrapper
-from quantkit.model.structure import check_layer_counts, model_config
+from quantkit.model.structure import check_layer_counts
 from quantkit.model.transformers_version import require_transformers
 from quantkit.runtime.transformers.registration import register_plugin
 
@@ -30,12 +31,12 @@ def load(
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | Path | None = None,
 ) -> Any:
-    """Load the causal language model in `path`, a directory or a hub id; packed weights stay packed.
+    """Load the model in `path`, a directory or a hub id; packed weights stay packed.
 
-    Calls `from_pretrained` of transformers, with arguments checked and errors explained. The model is in
-    evaluation mode, and kernel layouts are built on the device of the weights. On one GPU, `generate` decodes
-    with a static cache and CUDA graphs unless its arguments say otherwise, also for a dense checkpoint
-    (`decoding.py`).
+    The class is the one that `architectures` of config.json names. Calls its `from_pretrained`, with
+    arguments checked and errors explained. The model is in evaluation mode, and kernel layouts are built on
+    the device of the weights. On one GPU, `generate` decodes with a static cache and CUDA graphs unless its
+    arguments say otherwise, also for a dense checkpoint (`decoding.py`).
 
     `device` "auto" is the first GPU if there is one, else the CPU. `device_map`, `max_memory` and
     `offload_folder` are passed to `from_pretrained`, for a model that does not fit one device. `dtype` is the
@@ -52,7 +53,8 @@ def load(
     activations = _activation_dtype(dtype)
     require_transformers()
     directory = whole_directory(path)
-    check_layer_counts(Checkpoint.open(directory))
+    checkpoint = Checkpoint.open(directory)
+    check_layer_counts(checkpoint)
     placed = pick_device(device)
     if placed.type == "cuda":
         # CUDA graphs and their model refer to each other: only a collection frees the memory of a former
@@ -64,7 +66,9 @@ def load(
     if offload_folder is not None:
         placement["offload_folder"] = str(offload_folder)
     with enough_memory(str(path), _LESS), explained(path):
-        return _from_pretrained(directory, dtype="auto" if activations is None else activations, **placement)
+        return _from_pretrained(
+            directory, checkpoint.config, dtype="auto" if activations is None else activations, **placement
+        )
 
 
 def load_unfinished(directory: Path, config: Mapping[str, Any], device: torch.device) -> Any:
@@ -73,20 +77,19 @@ def load_unfinished(directory: Path, config: Mapping[str, Any], device: torch.de
     Used to try out a checkpoint before its run finishes. Raises as `load` does.
     """
     with enough_memory(str(directory), _LESS), explained(directory):
-        parsed = model_config(config, directory)
-        parsed.quantization_config = config["quantization_config"]
-        return _from_pretrained(directory, config=parsed, dtype=torch.float32, device_map={"": device})
+        return _from_pretrained(directory, config, dtype=torch.float32, device_map={"": device})
 
 
-def _from_pretrained(directory: Path, **options: Any) -> Any:
-    """Call `from_pretrained` for `directory`; refuse missing tensors; return the model in evaluation mode."""
+def _from_pretrained(directory: Path, config: Mapping[str, Any], **options: Any) -> Any:
+    """Load the class that `config` names from `directory`; refuse missing tensors; set evaluation mode."""
     register_plugin()
-    from transformers import AutoModelForCausalLM
-
-    model, info = AutoModelForCausalLM.from_pretrained(
+    cls, parsed = model_class(config, directory)
+    if config.get("quantization_config") is not None:
+        parsed.quantization_config = config["quantization_config"]
+    model, info = cls.from_pretrained(
         directory,
+        config=parsed,
         generation_config=read_generation_config(directory / GENERATION_CONFIG_NAME),
-        trust_remote_code=False,
         use_safetensors=True,
         output_loading_info=True,
         **options,

@@ -9,6 +9,7 @@ from torch import nn
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import CheckpointError, FormatError, UsageError
 from quantkit.model.experts import DOWN, GATE_UP, UP, ExpertsSpec, find_spec, is_fused_experts
+from quantkit.model.linears import is_linear, is_transposed, matrix_shape
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.runtime.packed_experts import PackedExperts
@@ -30,17 +31,19 @@ def packed_replacement(
 
     Raises `FormatError` if a scheme is assigned to experts that cannot be packed, or to rows without columns.
     """
-    if type(module) is nn.Linear:
+    if is_linear(module):
         scheme = scheme_of(name)
         if scheme is None:
             return None
-        _refuse_empty(name, module.in_features)
+        rows, columns = matrix_shape(module)
+        _refuse_empty(name, columns)
+        bias = module._parameters.get("bias")
         return PackedLinear(
-            module.in_features,
-            module.out_features,
-            scheme.for_columns(module.in_features),
+            columns,
+            rows,
+            scheme.for_columns(columns),
             container,
-            bias_dtype=None if module.bias is None else module.bias.dtype,
+            bias_dtype=None if bias is None else bias.dtype,
         )
     if not is_fused_experts(module):
         return None
@@ -65,17 +68,21 @@ def _refuse_empty(name: str, *columns: int) -> None:
         )
 
 
-def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
+def swap_modules(
+    model: nn.Module, config: QuantizationConfig, names: Mapping[str, str] | None = None
+) -> None:
     """Replace, on the meta device, the modules of `model` that `config` packs.
 
-    Raises `CheckpointError` if `config` names modules that the model lacks or cannot pack, or a matrix tied
-    to the embedding.
+    `names` maps modules to their names in `config` where `model` is of another class than the checkpoint;
+    those that it lacks, such as a new head, stay dense. Raises `CheckpointError` if `config` names modules
+    that the model lacks or cannot pack, or a matrix tied to the embedding.
     """
     matched = set()
 
     def scheme_of(name: str) -> Any:
         matched.add(name)
-        return config.scheme_of(name)
+        known = name if names is None else names.get(name)
+        return None if known is None else config.scheme_of(known)
 
     for name, module in list(model.named_modules()):
         try:
@@ -88,7 +95,8 @@ def swap_modules(model: nn.Module, config: QuantizationConfig) -> None:
             packed.train(module.training)
             model.set_submodule(name, packed)
     unknown = sorted(name for name, scheme in config.modules.items() if scheme and name not in matched)
-    if unknown:
+    # Another class may be a part of the model.
+    if unknown and names is None:
         raise CheckpointError(
             f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
             "does not have. Quantize the model again, or use the transformers version it was made with."
@@ -119,7 +127,10 @@ def unpack_modules(model: Any, dtype: torch.dtype) -> None:
     with torch.no_grad():
         for name, module in packed.items():
             dense = skeleton[name]
-            for parameter, weight in {**module._parameters, **module.dense_weights(dtype)}.items():
+            weights = module.dense_weights(dtype)
+            if is_transposed(dense):
+                weights = {name: weight.T.contiguous() for name, weight in weights.items()}
+            for parameter, weight in {**module._parameters, **weights}.items():
                 if parameter in dense._parameters:
                     dense._parameters[parameter] = None if weight is None else nn.Parameter(weight)
             model.set_submodule(name, dense.train(module.training))

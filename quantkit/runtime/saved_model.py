@@ -18,7 +18,8 @@ from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.files import os_error_text
-from quantkit.model.structure import check_layer_counts, meta_model
+from quantkit.model.model_class import meta_model
+from quantkit.model.structure import check_layer_counts
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.transformers.headers import check_headers, stored_by_entry

@@ -14,6 +14,7 @@ from torch import nn
 
 from quantkit.errors import UsageError
 from quantkit.packing.schemes import Scheme
+from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.parallel_plan import Axis, Cut, TensorParallelPlan
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 #: Backend of torch whose all-reduce CUDA graphs can capture.
-RECORDED = "cuda:nccl"
+CAPTURED = "cuda:nccl"
 
 
 def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
@@ -32,7 +33,7 @@ def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
     Raises `CheckpointError` for a checkpoint that is not packed.
     """
     from quantkit.checkpoint.quantization_config import QuantizationConfig
-    from quantkit.model.structure import meta_model
+    from quantkit.model.model_class import meta_model
     from quantkit.runtime.replace import swap_modules
 
     model = meta_model(checkpoint.config, checkpoint.directory)
@@ -139,12 +140,9 @@ def why_ranks_unfit(modules: Sequence[nn.Module]) -> str | None:
         return None
     group = ranks_of(modules)
     backend = "no backend" if group is None else str(torch.distributed.get_backend_config(group))
-    if RECORDED in backend:
+    if CAPTURED in backend:
         return None
-    return (
-        f"ranks share the model (tensor parallelism) and sum through {backend}, not nccl; load it on GPUs, "
-        "or on one where it fits"
-    )
+    return refusals.RANKS.because(backend=backend)
 
 
 def all_agree(group: Any, succeeded: bool, device: torch.device) -> bool:

@@ -14,11 +14,20 @@ from quantkit import memory
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import LayerRecord, float32_bytes
 from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.files import size_text
 from quantkit.quantization.plan import Plan
 from quantkit.runtime.load import load_unfinished
-from quantkit.verification.prompt_logits import KEY, PromptLogits, bytes_to_run, record, run_prompt
+from quantkit.verification.prompt_logits import (
+    KEY,
+    PromptLogits,
+    TakesNoText,
+    bytes_to_run,
+    record,
+    run_prompt,
+)
+from quantkit.verification.readers import check_own_class
 
 
 def check_unfinished(
@@ -26,9 +35,10 @@ def check_unfinished(
 ) -> tuple[dict[str, Any], str | None]:
     """Return the manifest entry with the logits of `output`, which lacks config and manifest, and None.
 
-    With too little memory: an empty entry and the reason. Raises `CheckpointError` if the model does not load
-    or its logits are not finite, and `EnvironmentProblem` if memory ran out after all. Raises `OutputError`
-    if the lock is lost, because another writer may have changed the files.
+    With too little memory, or if the model takes no text: an empty entry and the reason. Raises
+    `CheckpointError` if the model does not load or its logits are not finite, and `EnvironmentProblem` if
+    memory ran out after all. Raises `OutputError` if the lock is lost, because another writer may have
+    changed the files.
     """
     directory = output.path
     reason = _why_not(float32_bytes(planned.output_bytes, layers), device)
@@ -36,6 +46,8 @@ def check_unfinished(
         return {}, reason
     try:
         logits = run_prompt(lambda: load_unfinished(directory, planned.model_config, device), directory)
+    except TakesNoText as found:
+        return {}, str(found)
     except (CheckpointError, EnvironmentProblem) as error:
         output.lock.check()
         raise type(error)(
@@ -45,14 +57,25 @@ def check_unfinished(
     return {KEY: asdict(logits)}, None
 
 
+def check_headers_of(output: OutputDirectory, planned: Plan) -> None:
+    """Raise `CheckpointError` unless the written files are what the class of `planned` loads."""
+    files = [output.path / shard.filename for shard in planned.shards]
+    tensors = {name: one for file in files for name, one in read_header(file).items()}
+    check_own_class(planned.model_config, output.path, tensors, planned.dense)
+
+
 def check_finished(output: OutputDirectory, device: torch.device) -> str | None:
     """Store the logits of a finished checkpoint without any; return a reason if memory is too small."""
     if PromptLogits.from_manifest(read_manifest(output.path)) is not None:
         return None
     reason = _why_not(bytes_to_run(output.path), device)
-    if reason is None:
+    if reason is not None:
+        return reason
+    try:
         record(output.path, device, output.lock)
-    return reason
+    except TakesNoText as found:
+        return str(found)
+    return None
 
 
 def _why_not(needed: int, device: torch.device) -> str | None:

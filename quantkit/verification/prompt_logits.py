@@ -5,6 +5,7 @@ kernels, and versions of torch and transformers. They are computed in float32, w
 rounding only; a wrong scale or code differs by far more.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from quantkit.errors import CheckpointError
 from quantkit.kernels.registry import quietly
 from quantkit.memory import enough_memory
 from quantkit.model.hf_files import explained
+from quantkit.model.parts import embeddings
 from quantkit.runtime.load import load
 from quantkit.runtime.saved_model import is_saved
 
@@ -36,7 +38,10 @@ _AGAIN = "Download the checkpoint again, or quantize the model again."
 
 @dataclass(frozen=True)
 class PromptLogits:
-    """Prompt of P tokens, and per position the TOP tokens with the largest logits, in descending order."""
+    """Prompt of P tokens, and per position the TOP tokens with the largest logits, in descending order.
+
+    A classifier has one position. A model without logits has hidden features in place of tokens.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
@@ -58,7 +63,7 @@ class PromptLogits:
                 and all(type(number) is int and 0 <= number < 1 << 31 for number in numbers)
                 and all(type(x) is float and abs(x) <= _LARGEST for row in logits for x in row)
                 and [len(row) for row in tokens] == [len(row) for row in logits]
-                and len(tokens) == len(prompt)
+                and len(tokens) in (1, len(prompt))
                 and len({len(row) for row in tokens}) == 1
                 and tokens[0]
             )
@@ -101,8 +106,8 @@ def record(
 def run_prompt(open_model: Callable[[], Any], directory: Path) -> PromptLogits:
     """Open the model of `directory`, in float32, and return its logits for the prompt.
 
-    Raises `CheckpointError` if they are not finite. Silences warnings about slow kernels, which do not matter
-    for one short prompt, and messages of transformers.
+    Raises `CheckpointError` if they are not finite, `TakesNoText` if there are none of text. Silences
+    warnings about slow kernels, which do not matter for one short prompt, and messages of transformers.
     """
     with quietly(), _silent(), enough_memory(str(directory)), explained(directory):
         model = open_model()
@@ -137,7 +142,10 @@ def compare(directory: Path, device: str | torch.device = "cpu") -> list[str]:
     stored = None if is_saved(directory) else PromptLogits.from_manifest(read_manifest(directory))
     with quietly():
         model = load(directory, device=device, dtype=torch.float32)
-        logits = _logits(model, _prompt(model) if stored is None else stored.prompt, directory)
+        try:
+            logits = _logits(model, _prompt(model) if stored is None else stored.prompt, directory)
+        except TakesNoText:
+            return []
     return [] if stored is None else differences(stored, logits)
 
 
@@ -167,23 +175,64 @@ def differences(stored: PromptLogits, logits: torch.Tensor) -> list[str]:
     ]
 
 
+class TakesNoText(CheckpointError):
+    """Raised for a model that does not run on tokens alone, so that there is nothing to compare."""
+
+
 def _prompt(model: Any) -> tuple[int, ...]:
     """Return tokens spread over the vocabulary: the stride is a prime."""
-    rows = int(model.get_input_embeddings().weight.shape[0])
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROMPT_TOKENS
+    table = embeddings(model, "input")
+    if not isinstance(table, torch.nn.Embedding) or model.main_input_name != "input_ids":
+        raise TakesNoText(f"a {type(model).__name__} takes {model.main_input_name}, and the prompt is text")
+    rows = int(table.weight.shape[0])
+    try:
+        config = model.config.get_text_config()
+    except ValueError:  # for a model of several texts
+        config = model.config
+    positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS
     return tuple((1 + 7919 * i) % rows for i in range(min(PROMPT_TOKENS, positions)))
 
 
 @torch.inference_mode()
 def _logits(model: Any, prompt: tuple[int, ...], directory: Path) -> torch.Tensor:
-    """Return the logits [P, V] float32 on the CPU."""
+    """Return the logits [P, V] float32 on the CPU; of a model without, what comes first in its output."""
     rows = int(model.get_input_embeddings().weight.shape[0])
     if max(prompt) >= rows:
         raise CheckpointError(
             f"{directory}: the stored prompt has token {max(prompt)}, the embedding {rows} rows. {_AGAIN}"
         )
     ids = torch.tensor(prompt, device=model.device)[None]
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0].float().cpu()
+    try:
+        first = _first_output(model, ids)
+    except Exception as error:
+        reason = _why_not_text(model, ids, error)
+        if reason is None:
+            raise
+        raise TakesNoText(reason) from error
+    logits = first[0].float().cpu()
+    logits = logits[None] if logits.dim() == 1 else logits
     if not bool(torch.isfinite(logits).all()):
         raise CheckpointError(f"{directory}: the logits are not finite. {_AGAIN}")
     return logits
+
+
+def _first_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    takes = inspect.signature(model.forward).parameters
+    inputs: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
+    if "decoder_input_ids" in takes:
+        inputs["decoder_input_ids"] = ids
+    first: torch.Tensor = model(input_ids=ids, **inputs)[0]
+    return first
+
+
+def _why_not_text(model: Any, ids: torch.Tensor, error: Exception) -> str | None:
+    """Return why the class of `model` does not run on tokens; None if its dense model does."""
+    cls = getattr(type(model), "class_before", type(model))
+    try:
+        with torch.device("meta"):
+            _first_output(cls._from_config(model.config), ids.to("meta"))
+    except Exception as other:
+        # Other errors come of the device: a mixture of experts cannot route without numbers.
+        if type(other) is type(error) and str(other) == str(error):
+            return f"a {cls.__name__} does not run on text alone ({type(error).__name__}: {error})"
+    return None

@@ -81,13 +81,13 @@ def test_percentile_is_a_measured_value() -> None:
             assert percentile(some, percent) == expected
 
 
-def test_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_labelled_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert label_of(str(tmp_path)) == label_of(".") == tmp_path.name
     assert label_of("org/name") == "org/name"
 
 
-def test_spread() -> None:
+def test_a_spread_is_median_least_and_most() -> None:
     assert Spread.of([3.0, 1.0, 10.0]) == Spread(3.0, 1.0, 10.0)
 
 
@@ -135,7 +135,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
         read_benchmark(tmp_path / "none.json")
 
 
-def test_table() -> None:
+def test_the_table_of_speed_has_a_row_per_cell() -> None:
     rows = speed_table([SPEED]).rows
     assert rows[0] == (
         *("int4", "eager", "1", "8", "800 (720 to 1.6e+03)", "9", "10 ms", "20 ms"),
@@ -144,7 +144,7 @@ def test_table() -> None:
     assert rows[3][-3:] == ("-", "-", "0.25")
 
 
-def test_reports(tmp_path: Path) -> None:
+def test_reports_are_written_with_their_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     graph = replace(SPEED, label="fp6", cells=(*SPEED.cells, a_cell(1, 8, "cuda-graph")))
     names = {path.name for path in write_speed(tmp_path, [SPEED, graph], ["quantkit", "bench", "a b"])}

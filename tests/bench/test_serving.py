@@ -36,7 +36,7 @@ def test_trace_is_a_poisson_process() -> None:
     assert max(max(request.prompt) for request in trace) == 99
 
 
-def test_latencies() -> None:
+def test_latencies_are_counted_from_the_arrival() -> None:
     answers = [Answer(10.0, (11.0, 12.0, 15.0)), Answer(12.0, (12.5,)), Answer(13.0, (20.0, 21.0))]
     load = summarize(2.0, answers)
     assert load.rate == 2

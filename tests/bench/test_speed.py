@@ -34,6 +34,7 @@ from quantkit.runtime.cuda_graphs import capture
 from quantkit.runtime.cuda_graphs.capture import NotCaptured
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
+from ..support.compare import assert_equal
 from .conftest import SOURCE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,7 +64,7 @@ def test_what_is_timed_is_greedy_generation(packed: Path) -> None:
             expected = model.generate(
                 prompt, max_new_tokens=7, do_sample=False, eos_token_id=-1, pad_token_id=0
             )
-            assert torch.equal(torch.cat(seen, 1), expected[:, 9:])
+            assert_equal(torch.cat(seen, 1), expected[:, 9:])
     assert len(times.between) == 6 and min(times.first, *times.between) > 0
 
 
@@ -78,9 +79,7 @@ def test_a_cache_with_another_name_is_used() -> None:
     with torch.inference_mode():
         for _ in range(5):
             following = step(tokens if tokens.shape[1] == 3 else tokens[:, -1:])
-            assert torch.equal(
-                following, model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
-            )
+            assert_equal(following, model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True))
             tokens = torch.cat([tokens, following], 1)
 
 
@@ -184,9 +183,11 @@ def test_weight_bytes_are_those_of_the_file(packed: Path) -> None:
     assert weight_bytes(model) is None
 
 
-def test_prompts(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_follow_the_seed_or_repeat_the_text(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = prompts_of(BenchOptions(seed=1), packed, 512)
-    assert torch.equal(draw(3, 20), draw(3, 20))
+    assert_equal(draw(3, 20), draw(3, 20))
     assert not torch.equal(draw(3, 20), prompts_of(BenchOptions(seed=2), packed, 512)(3, 20))
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time")

@@ -41,4 +41,4 @@ def test_the_rules_are_near_what_was_measured(
     for line in fitted:
         # A tile is only fitted where the rules say that it takes less than nine tenths of the time.
         assert all(float(part) <= 0.9 for part in re.findall(r"0\.\d+", line))
-    assert re.fullmatch(r"\d+ problems take what was sooner for more rows of x: .*", taken)
+    assert re.fullmatch(r"\d+ problems take what was faster for more rows of x: .*", taken)

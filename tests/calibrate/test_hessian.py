@@ -28,7 +28,8 @@ from quantkit.calibrate.hessian import (
 from quantkit.calibrate.methods import METHODS
 from quantkit.errors import FormatError
 
-from ..live_bytes import LiveBytes
+from ..support.compare import assert_close, assert_equal
+from ..support.live_bytes import LiveBytes
 
 
 def inputs(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -48,7 +49,7 @@ def test_gram_is_the_product_and_symmetric(columns: int, dtype: torch.dtype) -> 
     x = inputs(77, columns).to(dtype)
     found = gram(x)
     expected = x.double().T @ x.double()
-    assert torch.equal(found, found.T)
+    assert_equal(found, found.T)
     limit = expected.diagonal().sqrt()
     assert ((found.double() - expected).abs() <= 2e-6 * limit[:, None] * limit).all()
 
@@ -56,7 +57,7 @@ def test_gram_is_the_product_and_symmetric(columns: int, dtype: torch.dtype) -> 
 def test_the_input_error_is_the_product_with_the_difference() -> None:
     exact, x = inputs(60, 33), inputs(60, 33) + 0.1 * inputs(60, 33, 1)
     expected = (exact.double() - x.double()).T @ x.double()
-    assert torch.allclose(input_error(exact, x).double(), expected, rtol=1e-4, atol=1e-4)
+    assert_close(input_error(exact, x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("columns", [1, 8, 9, 61])
@@ -70,7 +71,7 @@ def test_cholesky_in_panels_is_that_of_the_library(columns: int) -> None:
     found = panels()
     assert cholesky_(found)
     whole = torch.cat([F.pad(panel, (0, columns - panel.shape[1])) for panel in found])
-    assert torch.allclose(whole, torch.linalg.cholesky(matrix), rtol=1e-12, atol=1e-12)
+    assert_close(whole, torch.linalg.cholesky(matrix), rtol=1e-12, atol=1e-12)
     matrix[-1, -1] = -1.0
     assert not cholesky_(panels())
 
@@ -139,16 +140,18 @@ def test_sums_of_parts_are_the_sum_of_all(pieces: int, has_input_error: bool) ->
     runs = min(pieces, RUNS)
     whole = total([0, runs])
     expected = x.double().T @ x.double() / len(x)
-    torch.testing.assert_close(whole.matrix.double(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(whole.matrix.double(), expected, rtol=1e-5, atol=1e-5)
     assert whole.tokens == len(x) and (whole.input_error is not None) == has_input_error
     every = [[0, runs], [0, 1, runs], [0, runs // 2, runs], [0, 0, runs // 3, 2 * runs // 3, runs]]
     for edges, multiplied in itertools.product(every, (False, True)):
         apart = total(edges, multiplied)
-        assert torch.equal(apart.matrix, whole.matrix) and apart.tokens == whole.tokens
-        assert apart.largest is not None and torch.equal(apart.largest, x.abs().amax(0))
+        assert_equal(apart.matrix, whole.matrix)
+        assert apart.tokens == whole.tokens
+        assert apart.largest is not None
+        assert_equal(apart.largest, x.abs().amax(0))
         if whole.input_error is not None and apart.input_error is not None:
-            assert torch.equal(apart.input_error, whole.input_error)
-            assert torch.allclose(whole.input_error, input_error(exact, x) / len(x), rtol=1e-3, atol=1e-3)
+            assert_equal(apart.input_error, whole.input_error)
+            assert_close(whole.input_error, input_error(exact, x) / len(x), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 64, 130])
@@ -157,20 +160,20 @@ def test_the_factor_rebuilds_the_damped_hessian(columns: int, monkeypatch: pytes
     h = gram(inputs(400, columns)) / 400
     factor = factorize(h)
     assert factor is not None and factor.damping == DAMPINGS[0]
-    assert torch.equal(factor.order.sort().values, torch.arange(columns))
+    assert_equal(factor.order.sort().values, torch.arange(columns))
     diagonal = h.diagonal()[factor.order]
     assert (diagonal.diff() <= 0).all()
     # U D U^T with U = 1 + coupling in the order of rounding.
     ordered = DampedHessian.of(h, factor.damping).ordered(factor.order, slice(None)).double()
     whole = h + factor.damping * h.diagonal().mean() * torch.eye(columns)
-    assert torch.equal(ordered.float(), whole[factor.order][:, factor.order])
+    assert_equal(ordered.float(), whole[factor.order][:, factor.order])
     unit = torch.eye(columns, dtype=torch.float64) + factor.coupling.double()
     inverse = torch.linalg.inv(unit)
     pivots = inverse @ ordered @ inverse.T
     off = pivots - torch.diag(pivots.diagonal())
     scale = ordered.diagonal().sqrt()
     assert (off.abs() <= 1e-5 * scale[:, None] * scale * columns).all()
-    assert torch.equal(factor.coupling, torch.triu(factor.coupling, 1))
+    assert_equal(factor.coupling, torch.triu(factor.coupling, 1))
 
 
 def test_equal_moments_keep_their_order() -> None:
@@ -219,7 +222,8 @@ def test_the_correction_is_least_squares_towards_the_original_outputs(
     found = weights + weights @ step
     assert (found - fitted).norm() < 0.01 * fitted.norm()
     half = correction_(given)
-    assert half is not None and torch.allclose(half, step / 2, rtol=1e-4, atol=1e-6)
+    assert half is not None
+    assert_close(half, step / 2, rtol=1e-4, atol=1e-6)
 
 
 def test_no_input_error_corrects_nothing() -> None:
@@ -233,7 +237,7 @@ def test_moments_of_scaled_inputs() -> None:
     x, factors = inputs(100, 8), torch.rand(8) + 0.5
     hessian = Hessian(gram(x) / 100, 100, input_error(2 * x, x) / 100, largest(x)).scaled(factors)
     assert hessian.input_error is not None and hessian.largest is not None
-    assert torch.allclose(hessian.largest, (x / factors).abs().amax(0))
+    assert_close(hessian.largest, (x / factors).abs().amax(0), rtol=1e-5, atol=1e-8)
     exact = (x.double() / factors).T @ (x.double() / factors) / 100
     # An entry is a sum whose terms may cancel.
     size = (x.double() / factors).abs().T @ (x.double() / factors).abs() / 100
@@ -270,14 +274,15 @@ def test_joined_moments_are_those_of_weighed_tokens() -> None:
     weights[own] += 1
     found = every.joined(few, 15)
     assert found.tokens == 20 and found.input_error is not None
-    torch.testing.assert_close(found.matrix, (x.T * weights) @ x / 35)
-    torch.testing.assert_close(found.input_error, ((f - x).T * weights) @ x / 35)
-    assert found.largest is not None and torch.equal(found.largest, x.abs().amax(0))
+    assert_close(found.matrix, (x.T * weights) @ x / 35)
+    assert_close(found.input_error, ((f - x).T * weights) @ x / 35)
+    assert found.largest is not None
+    assert_equal(found.largest, x.abs().amax(0))
     alone = every.joined(None, 15)
     assert (
         alone.matrix is every.matrix
         and alone.input_error is not None
         and alone.input_error is not every.input_error
     )
-    assert torch.equal(alone.input_error, every.input_error)
+    assert_equal(alone.input_error, every.input_error)
     assert Hessian(every.matrix, 60).joined(Hessian(few.matrix, 20), 15).input_error is None

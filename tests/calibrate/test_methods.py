@@ -12,6 +12,8 @@ from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.zero_points import searched
 
+from ..support.compare import assert_equal
+
 #: Methods that every format can have.
 EVERY_FORMAT = ("rtn", "mse")
 # int4 and int8 have zero-points, the others show the rest of the formats and scales.
@@ -37,11 +39,9 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def same(one: PackedTensor, other: PackedTensor) -> bool:
-    parts = zip(one.parts(), other.parts(), strict=True)
-    return one.scheme == other.scheme and all(
-        name == twin and a.dtype == b.dtype and torch.equal(a, b) for (name, a), (twin, b) in parts
-    )
+def assert_same(found: PackedTensor, expected: PackedTensor) -> None:
+    assert found.scheme == expected.scheme
+    assert_equal(dict(found.parts()), dict(expected.parts()))
 
 
 @pytest.mark.fault(45)
@@ -66,7 +66,7 @@ def test_the_tail_group_is_fitted_on_its_own(method, size, zero_point):
     weight[:, -tail.shape[1] :] = tail
     packed = quantize_tensor(weight, "int4", group_size=size, method=method, zero_point=zero_point)
     alone = quantize_tensor(tail, "int4", group_size="channel", method=method, zero_point=zero_point)
-    assert torch.equal(packed.dequantize()[:, -tail.shape[1] :], alone.dequantize())
+    assert_equal(packed.dequantize()[:, -tail.shape[1] :], alone.dequantize())
     assert packed.scale.shape == (40, math.ceil(172 / size))
 
 
@@ -79,14 +79,14 @@ def test_the_whole_is_its_rows(monkeypatch, method, name, zero_point, size):
     options = {"group_size": size, "method": method, "zero_point": zero_point}
     whole = quantize_tensor(weight, name, **options)
     monkeypatch.setattr(methods, "CHUNK_WEIGHTS", 5 * 172)
-    assert same(whole, quantize_tensor(weight, name, **options))
+    assert_same(whole, quantize_tensor(weight, name, **options))
     if whole.scheme.global_scale:
         return  # rows then depend on the absmax of the tensor, and on nothing else
     rows = [quantize_tensor(weight[i : i + 1], name, **options) for i in range(37)]
-    assert torch.equal(whole.words, torch.cat([row.words for row in rows]))
-    assert torch.equal(whole.scale, torch.cat([row.scale for row in rows]))
+    assert_equal(whole.words, torch.cat([row.words for row in rows]))
+    assert_equal(whole.scale, torch.cat([row.scale for row in rows]))
     if zero_point != "none":
-        assert torch.equal(whole.zero_points(), torch.cat([row.zero_points() for row in rows]))
+        assert_equal(whole.zero_points(), torch.cat([row.zero_points() for row in rows]))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -96,7 +96,7 @@ def test_threads_do_not_change_a_bit(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert same(expected, quantize_tensor(weight, "int4", group_size="channel"))
+        assert_same(expected, quantize_tensor(weight, "int4", group_size="channel"))
     finally:
         torch.set_num_threads(before)
 
@@ -110,7 +110,7 @@ def test_strides_do_not_matter(method, name, zero_point):
     for view in views:
         options = {"group_size": "channel", "method": method, "zero_point": zero_point}
         contiguous = view.clone(memory_format=torch.contiguous_format)
-        assert same(quantize_tensor(view, name, **options), quantize_tensor(contiguous, name, **options))
+        assert_same(quantize_tensor(view, name, **options), quantize_tensor(contiguous, name, **options))
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (40, 64), (1, 1)])
@@ -128,14 +128,15 @@ def test_a_parameter_is_read_and_left_alone():
     before = weight.detach().clone()
     packed = quantize_tensor(weight)
     assert not packed.dequantize().requires_grad
-    assert torch.equal(weight.detach(), before) and weight.grad is None
+    assert_equal(weight.detach(), before)
+    assert weight.grad is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_are_quantized_as_their_float32_values(dtype):
     weight = gaussian(16, 128).to(dtype)
     expected = quantize_tensor(weight.float(), scale_dtype=torch.bfloat16)
-    assert same(quantize_tensor(weight, scale_dtype=torch.bfloat16), expected)
+    assert_same(quantize_tensor(weight, scale_dtype=torch.bfloat16), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -190,7 +191,7 @@ def test_a_scheme_is_used_as_it_is_and_takes_no_more_options():
 
 def test_a_group_longer_than_the_row_is_the_row():
     weight = gaussian(4, 64)
-    assert same(quantize_tensor(weight, group_size=128), quantize_tensor(weight, group_size="channel"))
+    assert_same(quantize_tensor(weight, group_size=128), quantize_tensor(weight, group_size="channel"))
 
 
 @pytest.mark.fault(42)

@@ -28,13 +28,13 @@ def test_bits_are_those_of_a_packed_tensor(label):
     assert noise.bits_per_weight(chosen, (40, 256)) == packed.bits_per_weight
 
 
-def test_nominal_bits():
+def test_bits_per_weight_count_scales():
     assert noise.bits_per_weight(scheme("int4")) == pytest.approx(4.125, abs=1e-4)
     assert noise.bits_per_weight(scheme("nvfp4")) == pytest.approx(4.5, abs=1e-4)
     assert noise.bits_per_weight(scheme("int8")) == pytest.approx(8 + 16 / 4096, abs=1e-4)
 
 
-def test_distributions():
+def test_drawn_weights_have_the_variance_of_their_distribution():
     for draw, variance in ((noise.gaussian, 1.0), (noise.student_t, 5 / 3)):
         weight = draw((200, 1000), torch.Generator().manual_seed(1))
         assert weight.shape == (200, 1000)
@@ -42,7 +42,7 @@ def test_distributions():
         assert abs(float(weight.mean())) < 0.02
 
 
-def test_measure():
+def test_noise_is_reported_and_follows_the_seed():
     schemes = {"int4": scheme("int4"), "nvfp4": scheme("nvfp4")}
     seen = []
     measured = noise.measure(schemes, shape=SMALL, report=lambda *args: seen.append(args))
@@ -70,7 +70,7 @@ def test_a_method_that_does_not_take_a_scheme():
         noise.measure({"nf4": scheme("nf4")}, methods=("hqq",), shape=SMALL)
 
 
-def test_pareto_front():
+def test_the_pareto_front_has_no_point_that_another_beats():
     def point(label: str, bits: float, error: float) -> noise.Noise:
         return noise.Noise(label, scheme("int4"), bits, {"mse": {"gaussian": error}})
 

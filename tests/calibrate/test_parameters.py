@@ -14,6 +14,8 @@ from quantkit.calibrate.scale_search import mse, rtn
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
 from quantkit.packing.schemes import Scheme, scheme
 
+from ..support.compare import assert_close, assert_equal
+
 E4M3 = torch.float8_e4m3fn
 F32_COLUMNS = Scheme(FORMATS["binary"], None, scale_dtype=torch.float32, column_scale=True)
 BOOK4 = scheme("book4")
@@ -48,7 +50,7 @@ def test_the_factors_are_those_of_the_first_singular_vectors():
     factors = packed.part("column_scale")
     assert factors.mean().item() == pytest.approx(1, abs=1e-5)
     expected = best[0] / best[0].mean()
-    torch.testing.assert_close(factors.double(), expected, rtol=2e-4, atol=0)
+    assert_close(factors.double(), expected, rtol=2e-4, atol=0)
     squares = float((best - weight.abs()).square().sum() / weight.double().square().sum())
     assert relative_error(weight, F32_COLUMNS) == pytest.approx(squares, rel=1e-5)
 
@@ -58,7 +60,7 @@ def test_row_scales_are_the_least_squares_ones_of_the_true_error():
     packed = quantize_tensor(weight, F32_COLUMNS)
     factors = packed.part("column_scale").double()
     expected = (weight.double().abs() * factors).sum(1) / factors.square().sum()
-    torch.testing.assert_close(packed.scale[:, 0].double(), expected, rtol=1e-6, atol=0)
+    assert_close(packed.scale[:, 0].double(), expected, rtol=1e-6, atol=0)
 
 
 def test_columns_of_zeros_have_factor_one():
@@ -96,7 +98,7 @@ def test_how_a_tensor_is_cut_does_not_change_a_bit(name, monkeypatch):
     whole = quantize_tensor(weight, name)
     monkeypatch.setattr(methods, "CHUNK_WEIGHTS", 5 * 172)
     cut = quantize_tensor(weight, name)
-    assert all(torch.equal(a, b) for a, b in zip(whole.tensors, cut.tensors, strict=True))
+    assert_equal(whole.tensors, cut.tensors)
 
 
 @pytest.mark.parametrize("name", ["binary-rank1", "book4", "binary-residual"])
@@ -142,8 +144,8 @@ def test_a_tensor_of_four_values_has_them_for_a_book():
     pick = torch.randint(0, 4, (64, 64), generator=torch.Generator().manual_seed(0))
     pick[:, ::32] = 3
     packed = quantize_tensor(values[pick], Scheme(FittedFormat("book2", 2), 32))
-    torch.testing.assert_close(packed.part("codebook"), values, rtol=0, atol=1e-3)
-    torch.testing.assert_close(packed.dequantize(), values[pick], rtol=0, atol=2e-3)
+    assert_close(packed.part("codebook"), values, rtol=0, atol=1e-3)
+    assert_close(packed.dequantize(), values[pick], rtol=0, atol=2e-3)
 
 
 def test_one_round_is_what_loops_compute():
@@ -167,7 +169,7 @@ def test_books_of_few_weights_are_books(weight):
     packed = quantize_tensor(weight, "book4")
     book = packed.part("codebook")
     assert bool((book.diff() > 0).all()) and book.abs().max() == 1
-    torch.testing.assert_close(packed.dequantize(), weight, rtol=0.08, atol=0)
+    assert_close(packed.dequantize(), weight, rtol=0.08, atol=0)
 
 
 def test_the_sample_is_whole_rows_at_even_distances(monkeypatch):
@@ -182,7 +184,7 @@ def test_the_sample_is_whole_rows_at_even_distances(monkeypatch):
     weight = gaussian(37, 64)
     for cut in (1, 5, 37):
         fit_parameters(lambda cut=cut: weight.split(cut), (37, 64), BOOK4, rtn)
-        assert torch.equal(seen.pop(), weight[::4])
+        assert_equal(seen.pop(), weight[::4])
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -195,4 +197,4 @@ def test_threads_do_not_change_a_bit(threads):
         found = quantize_tensor(weight, "book4", method="rtn")
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(expected.tensors, found.tensors, strict=True))
+    assert_equal(expected.tensors, found.tensors)

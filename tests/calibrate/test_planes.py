@@ -12,6 +12,8 @@ from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS
 from quantkit.packing.schemes import Scheme, scheme
 
+from ..support.compare import assert_close, assert_equal
+
 BINARY, TERNARY, INT2, FP4 = (FORMATS[name] for name in ("binary", "ternary", "int2", "fp4-e2m1"))
 F32, E4M3, E8M0 = torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu
 SCHEMES = [
@@ -54,9 +56,9 @@ def test_the_nearest_level_is_stored(chosen):
         bits = chosen.format.bits
         parts = [(codes >> (bits * p)) & (2**bits - 1) for p in range(chosen.planes)]
         decoded = sum(chosen.format.decode(part) * scales[:, p, None] for p, part in enumerate(parts))
-        torch.testing.assert_close(decoded, values, rtol=1e-5, atol=1e-6)
+        assert_close(decoded, values, rtol=1e-5, atol=1e-6)
         measured = (groups.double() - values).square().sum(1)
-        torch.testing.assert_close(measured, errors(groups, scales, chosen), rtol=1e-5, atol=1e-10)
+        assert_close(measured, errors(groups, scales, chosen), rtol=1e-5, atol=1e-10)
 
 
 def test_greedy_scales_are_what_plain_loops_compute():
@@ -83,7 +85,7 @@ def test_the_search_is_never_worse_than_greedy_and_stores_what_it_measured(chose
         groups[:] = groups[:, :1]
     groups *= {"zeros": 0.0, "tiny": 1e-30, "huge": 1e3}.get(kind, 1.0)
     plain, searched = residual_terms.plain(groups, chosen), residual_terms.search(groups, chosen)
-    assert torch.equal(searched.to(chosen.scale_dtype).float(), searched)
+    assert_equal(searched.to(chosen.scale_dtype).float(), searched)
     squares = groups.double().square().sum(1)
     limit = errors(groups, plain, chosen) * (1 + 1e-5) + 1e-12 * squares
     assert (errors(groups, searched, chosen) <= limit).all()
@@ -139,14 +141,14 @@ def test_two_planes_of_binary_end_close_to_the_best_split():
 @pytest.mark.parametrize("method", ["rtn", "mse"])
 @pytest.mark.parametrize("shape", [(33, 172), (7, 129), (1, 31), (129, 1)])
 @pytest.mark.parametrize("name", ["binary-residual", "binary-rank1", "book4"])
-def test_any_shape(name, shape, method):
+def test_planes_of_any_shape_have_a_small_error(name, shape, method):
     weight = gaussian(*shape)
     packed = quantize_tensor(weight, name, group_size=32, method=method)
     error = (packed.dequantize() - weight).square().sum() / weight.square().sum()
     limits = {"binary-residual": 0.17, "binary-rank1": 0.45, "book4": 0.009}
     assert float(error) < limits[name]
     again = quantize_tensor(weight, name, group_size=32, method=method)
-    assert all(torch.equal(a, b) for a, b in zip(packed.tensors, again.tensors, strict=True))
+    assert_equal(packed.tensors, again.tensors)
 
 
 @pytest.mark.parametrize("method", ["rtn", "mse"])
@@ -157,7 +159,7 @@ def test_groups_of_zeros_stay_zero(name, method):
     for case in (weight, torch.zeros(4, 64)):
         packed = quantize_tensor(case, name, group_size=32, method=method)
         assert bool(torch.isfinite(packed.dequantize()).all())
-        assert torch.equal(packed.dequantize()[case == 0], torch.zeros(int((case == 0).sum())))
+        assert_equal(packed.dequantize()[case == 0], torch.zeros(int((case == 0).sum())))
 
 
 @pytest.mark.parametrize("name", ["binary-residual", "binary-rank1", "book4"])
@@ -182,8 +184,8 @@ def test_the_whole_is_its_rows():
     weight = gaussian(9, 172)
     whole = quantize_tensor(weight, "binary-residual", group_size=32)
     rows = [quantize_tensor(weight[i : i + 1], "binary-residual", group_size=32) for i in range(9)]
-    assert torch.equal(whole.scale, torch.cat([row.scale for row in rows]))
-    assert torch.equal(whole.words, torch.cat([row.words for row in rows]))
+    assert_equal(whole.scale, torch.cat([row.scale for row in rows]))
+    assert_equal(whole.words, torch.cat([row.words for row in rows]))
     assert whole.scale.shape == (9, 12)
 
 
@@ -192,4 +194,4 @@ def test_scales_are_stored_group_by_group():
     packed = quantize_tensor(weight, scheme("binary-residual", group_size=32))
     for group in (0, 1):
         alone = quantize_tensor(weight[:, 32 * group : 32 * group + 32], scheme("binary-residual"))
-        assert torch.equal(packed.scale[:, 2 * group : 2 * group + 2], alone.scale)
+        assert_equal(packed.scale[:, 2 * group : 2 * group + 2], alone.scale)

@@ -26,6 +26,8 @@ from quantkit.calibrate.rounding import (
 from quantkit.calibrate.scale_search import mse, nearest
 from quantkit.packing.schemes import Scheme, scheme
 
+from ..support.compare import assert_close, assert_equal
+
 
 def inputs(tokens: int, columns: int) -> torch.Tensor:
     """Correlated features of very different sizes."""
@@ -102,7 +104,7 @@ def test_compensation_is_that_of_optimal_brain_surgeon(name: str, columns: int) 
     # A target within float32's rounding of a tie may go either way, and what follows it with it.
     same = (stored.double() - expected).abs() <= 1e-5
     assert same.all(1).double().mean() >= 8 / 9
-    assert torch.equal(done.errors, rows.weights - stored)
+    assert_equal(done.errors, rows.weights - stored)
     found, naive = loss(done.errors, hessian).sum(), loss(rows.weights - expected, hessian).sum()
     assert found <= naive * 1.02
 
@@ -130,8 +132,8 @@ def test_polishing_never_raises_the_error(name: str) -> None:
         done = coordinate_descent(rows, copied(before), damped_hessian, factor.order, sweeps)
         found = loss(done.errors, target)
         assert (found <= last * (1 + 1e-5)).all()
-        assert torch.allclose(done.errors, rows.weights - done.values * rows.wide(done.scale), atol=1e-6)
-        assert torch.equal(done.scale, rows.scheme.scale_type.round(done.scale))
+        assert_close(done.errors, rows.weights - done.values * rows.wide(done.scale), rtol=1e-5, atol=1e-6)
+        assert_equal(done.scale, rows.scheme.scale_type.round(done.scale))
         last = found
     assert last.sum() < loss(before.errors, target).sum()
 
@@ -184,8 +186,9 @@ def test_scales_refitted_from_outputs_of_many_groups_are_those_of_one_after_the_
     together = refit_scales(rows, copied(start), damped_hessian)
     # A scale within float32's rounding of a tie may go either way.
     assert (together.scale == alone.scale).all(1).double().mean() >= 0.9
-    assert torch.equal(together.values, alone.values) and not torch.equal(alone.scale, rows.scale)
-    assert torch.equal(together.errors, rows.weights - together.values * rows.wide(together.scale))
+    assert_equal(together.values, alone.values)
+    assert not torch.equal(alone.scale, rows.scale)
+    assert_equal(together.errors, rows.weights - together.values * rows.wide(together.scale))
 
 
 def test_a_refitted_scale_is_the_least_squares_one() -> None:
@@ -195,7 +198,7 @@ def test_a_refitted_scale_is_the_least_squares_one() -> None:
     found = refit_scales(rows, copied(start), DampedHessian.of(hessian, 0.0))
     v, h = start.values.double(), hessian.double()
     fitted = ((v @ h) * rows.weights).sum(1) / ((v @ h) * v).sum(1)
-    assert torch.allclose(found.scale[:, 0].double(), fitted, rtol=1e-4)
+    assert_close(found.scale[:, 0].double(), fitted, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -207,7 +210,7 @@ def test_refitted_rounding_is_never_worse_than_rounding(name: str) -> None:
     found = loss(done.errors, target)
     assert (found <= loss(once.errors, target) * (1 + 1e-5)).all()
     assert found.sum() < loss(plain.errors, target).sum()
-    assert torch.allclose(done.errors, rows.weights - done.values * rows.wide(done.scale), atol=1e-6)
+    assert_close(done.errors, rows.weights - done.values * rows.wide(done.scale), rtol=1e-5, atol=1e-6)
 
 
 def test_scales_that_were_turned_around_are_turned_back() -> None:
@@ -216,7 +219,8 @@ def test_scales_that_were_turned_around_are_turned_back() -> None:
     sign = torch.where(torch.arange(start.scale.numel()).view(start.scale.shape) % 3 == 0, -1.0, 1.0)
     turned = Rounded(start.values * rows.wide(sign), start.scale * sign, start.errors)
     found = positive_scales(rows, turned)
-    assert torch.equal(found.scale, start.scale) and torch.equal(found.values, start.values)
+    assert_equal(found.scale, start.scale)
+    assert_equal(found.values, start.values)
     assert positive_scales(rows, start) is start
     # Codes of int4 have no signs.
     other = rows_of(SCHEMES["int4"], 64)
@@ -242,7 +246,7 @@ def test_no_method_stores_negative_scales_of_nvfp4(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(quantize_with_hessian, "positive_scales", lambda _, rounded: rounded)
     turned = quantized()
     assert (turned.rows.scale.float() < 0).any() and (found.rows.scale.float() >= 0).all()
-    assert torch.equal(turned.rows.scale.float().abs(), found.rows.scale.float())
+    assert_equal(turned.rows.scale.float().abs(), found.rows.scale.float())
     assert found.output_error == turned.output_error
 
 
@@ -252,7 +256,7 @@ def test_scales_of_zeros_stay() -> None:
     start = round_nearest(Rows(rows.weights, rows.scale, None, rows.scheme))
     zeroed = Rounded(start.values, start.scale, start.errors)
     found = refit_scales(rows, zeroed, DampedHessian.of(torch.eye(32), 0.0))
-    assert torch.equal(found.scale[:, 0], rows.scale[:, 0])
+    assert_equal(found.scale[:, 0], rows.scale[:, 0])
 
 
 @pytest.mark.parametrize("name", ["int4", "int2-float"])

@@ -11,6 +11,8 @@ from quantkit.calibrate.quantize_with_hessian import stored_nearest
 from quantkit.calibrate.scaling import EXPONENTS, WEIGHT_PARTS, Consumer, output_errors, searched, smoothed
 from quantkit.packing.schemes import scheme
 
+from ..support.compare import assert_close, assert_equal
+
 
 def inputs(tokens: int, columns: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +50,8 @@ def test_candidates_start_with_one_and_are_shared() -> None:
     shared = torch.arange(12).view(3, 4).repeat_interleave(2, 0).flatten()
     consumer = Consumer(torch.randn(30, 24), scheme("int4", group_size=10))
     found = searched([consumer], Hessian(gram(x) / 300, 300), shared)
-    assert len(found) == 1 + len(WEIGHT_PARTS) * len(EXPONENTS) and torch.equal(found[0], torch.ones(12))
+    assert len(found) == 1 + len(WEIGHT_PARTS) * len(EXPONENTS)
+    assert_equal(found[0], torch.ones(12))
     for one in found:
         assert one.shape == (12,) and torch.isfinite(one).all() and (one > 0).all()
         assert float(one.log().mean().exp()) == pytest.approx(1, rel=1e-3)
@@ -56,7 +59,7 @@ def test_candidates_start_with_one_and_are_shared() -> None:
     pooled = torch.stack([square[shared == i].mean() for i in range(12)]).sqrt()
     # With exponent 1 nothing is left of the weights.
     ratio = found[-2] / pooled
-    assert torch.allclose(ratio, ratio[0].expand(12), rtol=1e-4)
+    assert_close(ratio, ratio[0].expand(12), rtol=1e-4, atol=1e-8)
 
 
 def test_dead_features_and_weights_leave_finite_scales() -> None:
@@ -82,7 +85,7 @@ def test_smoothing_is_what_the_paper_says(grouped: bool) -> None:
         of_weights = max(abs(float(row[j])) for weight in weights for row in weight for j in columns)
         expected.append(of_inputs**0.5 / of_weights**0.5)
     ratio = found / torch.tensor(expected)
-    assert torch.allclose(ratio, ratio[0].expand(len(found)), rtol=1e-5)
+    assert_close(ratio, ratio[0].expand(len(found)), rtol=1e-5, atol=1e-8)
     assert float(found.log().mean()) == pytest.approx(0, abs=1e-5)
 
 

@@ -14,6 +14,8 @@ from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, FittedFormat
 from quantkit.packing.schemes import Scheme
 
+from ..support.compare import assert_close, assert_equal
+
 NAMES = [name for name, row in FORMATS.items() if not isinstance(row, FittedFormat)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -65,7 +67,7 @@ def test_float32_is_counted_with_12_digits_and_its_largest_as_it_is():
     order = counted.values.argsort()
     spelled_out = counted.values[order].repeat_interleave(counted.counts[order].long())
     exact = weight.flatten().sort().values
-    torch.testing.assert_close(spelled_out, exact, rtol=2.0**-12, atol=2.0**-137)
+    assert_close(spelled_out, exact, rtol=2.0**-12, atol=2.0**-137)
     assert bool((spelled_out.view(torch.int32) % 2**12 == 0)[1:-1].all())
     assert counted.absmax == spelled_out[-1] == torch.finfo(torch.float32).max
 
@@ -77,7 +79,8 @@ def test_chunks_and_their_order_do_not_matter(dtype):
     for chunks in (weight.split(1), [*reversed(weight.split(5))], [weight.T]):
         cut = count_values(chunks)
         assert cut.absmax == whole.absmax
-        assert torch.equal(cut.values, whole.values) and torch.equal(cut.counts, whole.counts)
+        assert_equal(cut.values, whole.values)
+        assert_equal(cut.counts, whole.counts)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -142,10 +145,12 @@ def test_a_tensor_is_quantized_as_one_long_row(name, method):
     packed = quantize_tensor(weight, name, group_size="tensor", method=method)
     assert packed.scale.shape == (1,) and packed.scheme.per_tensor
     row = quantize_tensor(weight.view(1, -1), name, group_size="tensor", method=method)
-    assert torch.equal(packed.codes().reshape(1, -1), row.codes()) and torch.equal(packed.scale, row.scale)
+    assert_equal(packed.codes().reshape(1, -1), row.codes())
+    assert_equal(packed.scale, row.scale)
     if method == "rtn":
         row = quantize_tensor(weight.view(1, -1), name, group_size="channel", method=method)
-        assert torch.equal(packed.codes().reshape(1, -1), row.codes()) and packed.scale == row.scale[0]
+        assert_equal(packed.codes().reshape(1, -1), row.codes())
+        assert packed.scale == row.scale[0]
 
 
 @pytest.mark.parametrize("method", ["rtn", "mse"])
@@ -160,7 +165,7 @@ def test_how_a_tensor_is_cut_does_not_change_a_bit(name, method, monkeypatch):
         cut = quantize_tensor(weight, name, group_size="tensor", method=method)
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(whole.tensors, cut.tensors, strict=True))
+    assert_equal(whole.tensors, cut.tensors)
 
 
 def test_quantized_rows_report_the_error_that_dequantizing_shows():
@@ -198,7 +203,7 @@ def test_tensors_beside_share_the_scale():
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_of_zeros_or_of_one_weight_are_stored(name, method):
     zeros = quantize_tensor(torch.zeros(3, 5), per_tensor(name), method=method)
-    assert torch.equal(zeros.dequantize(), torch.zeros(3, 5))
+    assert_equal(zeros.dequantize(), torch.zeros(3, 5))
     for value in (-0.3, 1e-30, 1e30):
         one = quantize_tensor(torch.tensor([[value]]), per_tensor(name), method=method)
         assert one.dequantize().item() == pytest.approx(value, rel=0.01)

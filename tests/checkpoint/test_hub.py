@@ -30,7 +30,7 @@ from quantkit.checkpoint.hub.repository import locate, resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
 
-from ..hub_answers import COMMIT, LISTING, Answer, answering, answers_of, file_path, httpx
+from ..support.hub_answers import COMMIT, LISTING, Answer, answering, answers_of, file_path, httpx
 
 CONFIG = json.dumps({"model_type": "llama"}).encode()
 WEIGHTS = save({"a": torch.arange(300_000.0), "b": torch.ones(2)})
@@ -65,7 +65,7 @@ def test_missing_path_is_a_usage_error(source: str | Path) -> None:
         resolve(source)
     assert str(caught.value) == (
         f"{str(source)!r} is no directory; expected a checkpoint directory or a hub id such as "
-        "org/name. Check the path."
+        "org/name, or a .gguf file. Check the path."
     )
 
 

@@ -20,6 +20,8 @@ from quantkit.checkpoint.output.shard_file import Coverage, PrefixHasher, ShardF
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import OutputError
 
+from ..support.compare import assert_equal
+
 METADATA = {"format": "pt"}
 
 
@@ -49,7 +51,7 @@ def test_many_threads_fill_one_shard(tmp_path: Path, source: Path) -> None:
                 thread.join()
         output.finish({"w": "model.safetensors"}, 0, {}, [], {})
     loaded = load_file(tmp_path / "out" / "model.safetensors")["w"]
-    assert torch.equal(loaded, weight)
+    assert_equal(loaded, weight)
     assert verify_files(tmp_path / "out", read_manifest(tmp_path / "out")) == []
 
 
@@ -59,7 +61,7 @@ def test_views_are_written_in_row_major_order(tmp_path: Path, source: Path) -> N
     with OutputDirectory.open(tmp_path / "out", source, Mode.NEW, {}, 0) as output:
         with output.shard("model.safetensors", specs, METADATA) as file:
             file.write("w", weight)
-        assert torch.equal(load_file(output.path / "model.safetensors")["w"], weight)
+        assert_equal(load_file(output.path / "model.safetensors")["w"], weight)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from quantkit.checkpoint.source import (
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.files import MAX_CONTAINERS
 
+from ..support.compare import assert_equal
+
 MODELS = Path(__file__).parents[2] / "../shared/models"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 TENSORS_ONE = {"a": torch.arange(12.0).reshape(4, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
@@ -170,7 +172,7 @@ def test_follows_links_of_its_own_hub_cache(sharded: Path, tmp_path: Path) -> No
     snapshot = repository / "snapshots/abc"
     hub_cache(sharded, repository / "blobs", snapshot)
     checkpoint = Checkpoint.open(snapshot)
-    assert torch.equal(checkpoint.read("a"), TENSORS_ONE["a"])
+    assert_equal(checkpoint.read("a"), TENSORS_ONE["a"])
     assert checkpoint.side_files == (snapshot / "tokenizer.json",)
     link = tmp_path / "link"
     link.symlink_to(snapshot)
@@ -351,7 +353,7 @@ def test_refuses_what_is_no_directory(single: Path) -> None:
         assert text.endswith("; expected a directory with a checkpoint. Check the path.")
 
 
-def test_side_files(single: Path) -> None:
+def test_side_files_are_carried_and_code_is_left(single: Path) -> None:
     carried = [
         "LICENSE", "README.md", "chat_template.jinja", "generation_config.json", "merges.txt",
         "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -372,18 +374,18 @@ def test_slices_equal_those_of_safetensors(single: Path) -> None:
         for name, stored in checkpoint.tensors.items():
             whole = file.get_tensor(name)
             assert checkpoint.read(name).dtype == whole.dtype
-            assert torch.equal(checkpoint.read(name), whole)
+            assert_equal(checkpoint.read(name), whole)
             rows = stored.shape[0] if stored.shape else 0
             for start in range(rows):
-                assert torch.equal(checkpoint.read(name, start), whole[start:])
+                assert_equal(checkpoint.read(name, start), whole[start:])
                 for stop in range(start, rows + 1):
-                    assert torch.equal(checkpoint.read(name, start, stop), whole[start:stop])
+                    assert_equal(checkpoint.read(name, start, stop), whole[start:stop])
 
 
 def test_reads_are_fresh_and_writable(single: Path) -> None:
     checkpoint = Checkpoint.open(single)
     checkpoint.read("a").zero_()
-    assert torch.equal(checkpoint.read("a"), TENSORS_ONE["a"])
+    assert_equal(checkpoint.read("a"), TENSORS_ONE["a"])
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 5), (3, 2), (5, None)])
@@ -427,7 +429,7 @@ def test_threads_read_at_once(sharded: Path) -> None:
     before = len(list(descriptors.iterdir())) if descriptors.is_dir() else None
     with ThreadPoolExecutor(2) as pool:
         parts = list(pool.map(lambda start: checkpoint.read("big", start, start + 12), starts))
-    assert all(torch.equal(part, big[start : start + 12]) for start, part in zip(starts, parts, strict=True))
+    assert_equal(parts, [big[start : start + 12] for start in starts])
     if before is not None:
         assert len(list(descriptors.iterdir())) <= before
 
@@ -435,7 +437,7 @@ def test_threads_read_at_once(sharded: Path) -> None:
 def test_reads_in_several_system_calls(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pread = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: pread(fd, [parts[0][:5]], at))
-    assert torch.equal(Checkpoint.open(single).read("a"), TENSORS_ONE["a"])
+    assert_equal(Checkpoint.open(single).read("a"), TENSORS_ONE["a"])
 
 
 def io_error(*_: object) -> int:
@@ -540,7 +542,7 @@ def test_reads_real_models(model: str) -> None:
             for name in file.keys():  # noqa: SIM118
                 stored = checkpoint.tensors[name]
                 part = file.get_slice(name)[1:3]
-                assert torch.equal(checkpoint.read(name, 1, min(3, stored.shape[0])), part)
+                assert_equal(checkpoint.read(name, 1, min(3, stored.shape[0])), part)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_pipe_has_the_figures_of_all_models_once(
     assert len(json.loads(read[1])["speed"]) == 2
 
 
-def test_serve_like(run: Run, packed: Path, tmp_path: Path) -> None:
+def test_serve_like_reports_the_load_at_each_rate(run: Run, packed: Path, tmp_path: Path) -> None:
     report = tmp_path / "report"
     done = run(
         *("bench", packed, "--serve-like", "--rate", "50,100", "--requests", 2, "--prompt-range", "2-4"),

@@ -21,6 +21,7 @@ from .conftest import SOURCE, STORIES, Run
 
 COMMANDS = (
     "quantize",
+    "convert",
     "plan",
     "inspect",
     "verify",
@@ -37,7 +38,7 @@ COMMANDS = (
 )
 
 
-def test_the_whole_way(run: Run, tmp_path: Path) -> None:
+def test_each_command_works_on_what_the_one_before_left(run: Run, tmp_path: Path) -> None:
     """quantize, inspect, verify, eval, generate, plan: each on what the one before left."""
     packed = tmp_path / "packed"
     done = run("quantize", SOURCE, packed, "-f", "int8", "--lm-head", "int8", "--rule", "*.down_proj=int4:32")
@@ -90,7 +91,7 @@ def test_the_whole_way(run: Run, tmp_path: Path) -> None:
     assert "the checkpoint is quantized already" in done.err
 
 
-def test_doctor(run: Run) -> None:
+def test_doctor_lists_packages_kernels_and_reasons(run: Run) -> None:
     done = run("doctor", "--reasons")
     assert (done.code, done.err) == (0, "")
     assert re.search(r"^torch +\d", done.out, re.MULTILINE)
@@ -112,7 +113,7 @@ def test_doctor_says_that_a_kernel_is_forced(run: Run, monkeypatch: pytest.Monke
     assert run("doctor").code == 6
 
 
-def test_demo(run: Run, tmp_path: Path) -> None:
+def test_demo_quantizes_compares_and_writes_a_report(run: Run, tmp_path: Path) -> None:
     arguments = ("demo", SOURCE, "--text", STORIES, "--window", 128, "--max-windows", 2, "--out", tmp_path)
     done = run(*arguments)
     assert done.code == 0
@@ -172,14 +173,14 @@ def test_help_names_every_format_and_method(run: Run) -> None:
         assert [name for name in names if name not in text] == []
 
 
-def test_version(run: Run) -> None:
+def test_version_is_three_numbers(run: Run) -> None:
     assert re.fullmatch(r"quantkit \d+\.\d+\.\d+\n", run("--version").out)
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("1", 1), ("10B", 10), ("500MB", 500_000_000), ("2 GiB", 2 << 30), ("3kb", 3000)]
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_read_as_they_are_shown(text: str, size: int) -> None:
     assert options.parse_size(text) == size
     assert options.parse_size(options.shown_size(size)) == size
 

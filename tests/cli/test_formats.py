@@ -84,7 +84,7 @@ def test_fitted_codes_say_so(run: Run) -> None:
 @pytest.mark.parametrize(
     "name", [n for n in (*PRESETS, *FORMATS) if n not in ("binary-residual", "book4", "codebook4")]
 )
-def test_codes(run: Run, name: str) -> None:
+def test_codes_lists_each_code_with_its_value(run: Run, name: str) -> None:
     chosen = FORMATS[PRESETS[name].format if name in PRESETS else name]
     lines = run("formats", name, "--codes").out.splitlines()
     rows = [line.split(maxsplit=2) for line in lines[2:]]
@@ -109,7 +109,7 @@ def test_codes_that_are_no_number(run: Run) -> None:
     }
 
 
-def test_noise(run: Run, small: None, tmp_path: Path) -> None:
+def test_noise_is_a_table_and_a_plot(run: Run, small: None, tmp_path: Path) -> None:
     plot = tmp_path / "noise.png"
     done = run("formats", "--noise", "--plot", plot)
     assert (done.code, done.err) == (0, "")
@@ -121,7 +121,7 @@ def test_noise(run: Run, small: None, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_noise_as_json(run: Run, small: None) -> None:
+def test_noise_is_json_too(run: Run, small: None) -> None:
     data = json.loads(run("formats", "--noise", "--json").out)
     assert (data["shape"], data["seed"]) == ([2, 256], 0)
     assert [row["label"] for row in data["schemes"]] == list(noise.known_schemes())
@@ -155,7 +155,9 @@ def test_a_plot_that_cannot_be_written(run: Run, small: None, tmp_path: Path) ->
         (("int9", "--codes"), 4, "unknown number format 'int9'"),
     ],
 )
-def test_wrong_options(run: Run, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_wrong_options_are_refused_in_words(
+    run: Run, arguments: tuple[str, ...], code: int, message: str
+) -> None:
     done = run("formats", *arguments)
     assert done.code == code
     assert message in done.err

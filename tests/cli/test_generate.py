@@ -11,7 +11,7 @@ import pytest
 from .conftest import Run
 
 
-def test_generate(run: Run, packed: Path) -> None:
+def test_generate_prints_tokens_and_times_as_json(run: Run, packed: Path) -> None:
     done = run("generate", packed, "Once upon a time", "-n", 6, "--json")
     assert done.err == ""
     result = json.loads(done.out)

@@ -11,7 +11,9 @@ from quantkit.publish import upload
 from .conftest import SOURCE, Run
 
 
-def test_report_then_push(run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_report_writes_push_uploads(
+    run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     card = tmp_path / "card"
     done = run("report", packed, "-o", card, "--license", "mit", "--repo", "me/tiny")
     assert done.code == 0
@@ -79,7 +81,7 @@ def test_push_without_a_card_makes_one(run: Run, packed: Path) -> None:
         (("report", "--eval", "none.json"), 2, "cannot read none.json"),
     ],
 )
-def test_mistakes(
+def test_mistakes_are_refused_before_anything_is_sent(
     run: Run,
     packed: Path,
     tmp_path: Path,

@@ -85,7 +85,7 @@ def test_plan_tells_what_a_gpu_that_is_not_here_needs(run: Run, monkeypatch: pyt
     assert "device 'gpu' is unknown; use auto, cpu or cuda" in run("plan", SOURCE, "--device", "gpu").err
 
 
-def test_recipe_file(run: Run, tmp_path: Path) -> None:
+def test_a_recipe_file_decides_formats(run: Run, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         '[default]\nformat = "int4"\ngroup_size = 32\nzero_point = "integer"\n'
@@ -319,7 +319,9 @@ def test_methods_with_data_take_the_bundled_text_by_default(run: Run, tmp_path: 
 DATA = ("--calibration", STORIES, "--calibration-samples", 4, "--calibration-length", 32)
 
 
-def test_bits_per_weight(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_per_weight_are_allocated_as_planned(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """plan shows what quantize then does, from what was measured once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = ("--bits-per-weight", 4.5, "--formats", "int3,int4:32,int5,fp8", *DATA)

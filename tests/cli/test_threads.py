@@ -140,7 +140,9 @@ def test_two_hyperthreads_are_one_core(tmp_path: Path) -> None:
         ("0::/\n", {}, []),
     ],
 )
-def test_limits_of_cgroups(tmp_path: Path, own: str, files: dict[str, str], limits: list[float]) -> None:
+def test_limits_of_cgroups_are_read_in_both_versions(
+    tmp_path: Path, own: str, files: dict[str, str], limits: list[float]
+) -> None:
     for name, text in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(f"{text}\n")

@@ -115,7 +115,7 @@ def test_a_second_run_adds_to_the_table(run: Callable[..., Any]) -> None:
     assert len(entries()) == 2
 
 
-def test_a_checkpoint(run: Callable[..., Any], packed: Path) -> None:
+def test_a_checkpoint_is_measured_in_its_shapes(run: Callable[..., Any], packed: Path) -> None:
     done = run("tune", packed, "--m", "1", "--json")
     report = json.loads(done.out)
     assert (done.code, report["gpu"], report["table"]) == (0, GPU.name, str(user_path(GPU)))
@@ -188,7 +188,9 @@ def test_weights_without_tiles_are_named(run: Callable[..., Any]) -> None:
         ),
     ],
 )
-def test_wrong_options(run: Callable[..., Any], arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_wrong_options_are_refused_in_words(
+    run: Callable[..., Any], arguments: tuple[str, ...], code: int, message: str
+) -> None:
     done = run("tune", *arguments)
     assert (done.code, done.out) == (code, "")
     assert message in done.err
@@ -209,7 +211,7 @@ def test_shapes_or_a_checkpoint(run: Callable[..., Any], packed: Path) -> None:
 
 
 @pytest.mark.fault(70)
-def test_without_a_gpu(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_tuning_is_refused(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = run("tune", "--shapes", "64x64")
     assert (done.code, done.out) == (7, "")
@@ -217,7 +219,7 @@ def test_without_a_gpu(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.fault(70)
-def test_without_triton(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_tuning_is_refused(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "device_features", lambda device: frozenset())
     done = run("tune", "--shapes", "64x64")
     assert done.code == 7

@@ -118,7 +118,7 @@ def _layers(manifest: dict[str, Any]) -> dict[str, Any]:
         (lambda m: m["files"].update({"../x": {}}), "must name a file in the directory itself"),
     ],
 )
-def test_hostile_manifests(
+def test_hostile_manifests_are_refused_in_words(
     run: Run, damaged: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     edit_json(damaged / MANIFEST_NAME, change)

@@ -21,6 +21,8 @@ from quantkit.eval.metrics import (
     summarize,
 )
 
+from ..support.compare import assert_close, assert_equal
+
 
 def log_softmax_twin(row: list[float]) -> list[float]:
     top = max(row)
@@ -56,7 +58,7 @@ def example(seed: int, windows: int, positions: int, vocabulary: int, spread: fl
 
 def close(found: torch.Tensor | None, expected: list[list[float]]) -> None:
     assert found is not None and found.dtype == torch.float64
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+    assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0, 300.0])
@@ -77,7 +79,7 @@ def test_chunks_change_nothing(monkeypatch):
     monkeypatch.setattr(metrics, "_CHUNK_ELEMENTS", 5 * 11)
     chunked = score(logits, targets, reference)
     for name in ("nll", "reference_nll", "kl", "same_top1"):
-        assert torch.equal(getattr(whole, name), getattr(chunked, name))
+        assert_equal(getattr(whole, name), getattr(chunked, name))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -93,7 +95,7 @@ def test_identical_logits_have_no_divergence(dtype):
     assert summary.same_top1 == 1.0
 
 
-def test_closed_forms():
+def test_metrics_are_the_closed_forms_of_simple_distributions():
     vocabulary = 8
     uniform = torch.zeros(1, 1, vocabulary)
     # Half of the probability on token 0, the rest spread evenly over the other seven.
@@ -113,7 +115,7 @@ def test_masked_entries_with_the_lowest_float_are_harmless():
     logits[..., 5] = reference[..., 5] = torch.finfo(torch.float32).min
     found = score(logits, targets, reference)
     expected = score(logits[..., :5], targets, reference[..., :5])
-    torch.testing.assert_close(found.kl, expected.kl, rtol=1e-12, atol=1e-15)
+    assert_close(found.kl, expected.kl, rtol=1e-12, atol=1e-15)
 
 
 @settings(max_examples=60, deadline=None)
@@ -128,8 +130,8 @@ def test_divergence_is_never_negative_and_ignores_shifts(seed, vocabulary, sprea
     found = score(logits, targets, reference)
     assert found.kl is not None and bool((found.kl >= 0).all())
     moved = score(logits.double() + shift, targets, reference.double())
-    torch.testing.assert_close(moved.kl, found.kl, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(moved.nll, found.nll, rtol=1e-9, atol=1e-11)
+    assert_close(moved.kl, found.kl, rtol=1e-9, atol=1e-11)
+    assert_close(moved.nll, found.nll, rtol=1e-9, atol=1e-11)
 
 
 @settings(max_examples=40, deadline=None)

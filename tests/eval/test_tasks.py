@@ -21,7 +21,7 @@ from quantkit.eval.result_cache import Partial
 from quantkit.eval.tasks import TaskRun, Tasks, _run_task, jsonable, task_manager, task_metrics
 from quantkit.quantizing import quantize
 
-from ..hub_answers import Answer, answering
+from ..support.hub_answers import Answer, answering
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STORIES = EXAMPLES / "stories260K"

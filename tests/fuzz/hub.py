@@ -22,7 +22,7 @@ from quantkit.checkpoint.hub import repository
 from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.errors import CheckpointError, QuantkitError
 
-from ..hub_answers import LISTING, Answer, Answers, answering, answers_of, file_path
+from ..support.hub_answers import LISTING, Answer, Answers, answering, answers_of, file_path
 from .mutate import Pairs, dump, mutate_bytes, mutate_json, mutate_safetensors, parse
 
 _WEIGHTS = "model.safetensors"

@@ -39,18 +39,8 @@ from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv
 from quantkit.kernels.gemm.portable.portable_gemv_launch import portable_gemv_tile, rows_of_x, unrolled
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm
-from quantkit.kernels.gemm.wgmma.wgmma_launch import (
-    COLUMNS,
-    MAX_STORE_VECTOR,
-    SCRATCH,
-    TMA_ROWS,
-    WgmmaTile,
-    constants_of,
-    copies,
-    launch_bounds,
-    stages,
-    wgmma_tile,
-)
+from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS, constants_of, wgmma_tile
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, WgmmaTile, copies, launch_bounds, stages
 from quantkit.kernels.layouts.fragment_layout import ROWS, geometry, repack_constants
 from quantkit.kernels.layouts.repack_kernel import repack_codes
 from quantkit.kernels.moe import expert_activation, router

@@ -136,12 +136,3 @@ def reference() -> Callable[..., torch.Tensor]:
         return y if bias is None else y + bias.double()
 
     return product
-
-
-@pytest.fixture
-def relative_error() -> Callable[[torch.Tensor, torch.Tensor], float]:
-    def error(y: torch.Tensor, expected: torch.Tensor) -> float:
-        """Relative Frobenius error against float64."""
-        return ((y.double() - expected).norm() / expected.norm()).item()
-
-    return error

@@ -141,7 +141,7 @@ def of_triton(hazard: str) -> bool:
 
     It is accessed where the kernel begins and ends, and where it tells them, by the number of their groups.
     """
-    begin = ("def wgmma_gemm(", "    if ROWS == ", "        gl.warp_specialize(")
+    begin = ("def wgmma_gemm(", "    if BN == ", "        gl.warp_specialize(")
     lines = enumerate(KERNEL.read_text().splitlines(), 1)
     table = {str(number) for number, line in lines if line.startswith(begin)}
     accesses = ACCESS.findall(hazard)

@@ -35,6 +35,8 @@ from quantkit.kernels.problem import GPU_FEATURES, device_features
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
+from ..support.compare import assert_equal
+
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,7 +124,7 @@ RUNS: dict[str, Callable[[Operands], torch.Tensor]] = {
 
 @pytest.mark.fault(46)
 @pytest.mark.parametrize(("name", "m"), [("skinny", 32), ("tiled", 40)])
-def test_codes_and_outputs(
+def test_codes_and_outputs_may_lie_beyond_two_to_the_31(
     make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any], name: str, m: int
 ) -> None:
     op = operands(make_packed, m, 128)
@@ -133,29 +135,33 @@ def test_codes_and_outputs(
     with last_programs():
         y = RUNS[name](large)
     assert y.numel() > FAR
-    assert torch.equal(y[-1, -LAST:], expected[-1])
+    assert_equal(y[-1, -LAST:], expected[-1])
 
 
 @pytest.mark.fault(46)
-def test_many_rows_of_x(make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]) -> None:
+def test_x_may_have_more_than_two_to_the_31_elements(
+    make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]
+) -> None:
     op = operands(make_packed, LAST, 256)
     expected = RUNS["tiled"](op)
     x = far(op.x, FAR // 256 + LAST)
     assert x.numel() > FAR
     with last_programs():
         y = RUNS["tiled"](replace(op, x=x))
-    assert torch.equal(y[-LAST:], expected)
+    assert_equal(y[-LAST:], expected)
 
 
 @pytest.mark.fault(46)
-def test_dequantize(make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]) -> None:
+def test_dequantized_weights_may_lie_beyond_two_to_the_31(
+    make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]
+) -> None:
     op = operands(make_packed, 1, 256)
     expected = dequantize_launch.dequantize(op, 0, LAST, FEATURES)
     n = FAR // 128 + 4 * LAST
     large = with_many_rows(op, n // ROWS)
     assert large.layout[0].numel() > FAR
     with last_programs():
-        assert torch.equal(dequantize_launch.dequantize(large, n - LAST, n, FEATURES), expected)
+        assert_equal(dequantize_launch.dequantize(large, n - LAST, n, FEATURES), expected)
 
 
 @pytest.mark.fault(46)
@@ -172,7 +178,7 @@ def test_the_layout_builder(last_programs: Callable[[], Any]) -> None:
     assert words.numel() > FAR and stored.nbytes > FAR
     with last_programs():
         place_words(words, 0, stored, number_format, geometry(n, k, scheme("int8"), torch.bfloat16))
-    assert torch.equal(words[-1:].cpu(), expected)
+    assert_equal(words[-1:].cpu(), expected)
 
 
 @pytest.mark.fault(46)
@@ -205,7 +211,7 @@ def test_the_last_of_many_experts(
         y = RUNS[name](large)
     assert codes.numel() * experts > FAR and y.numel() > FAR
     # Row p of y is that of pair p, which here has row `size * p // pairs_` of x: the last one.
-    assert torch.equal(y[-size:], expected[-1:].expand(size, -1))
+    assert_equal(y[-size:], expected[-1:].expand(size, -1))
 
 
 @pytest.mark.fault(46)
@@ -216,12 +222,14 @@ def test_the_last_of_many_pairs_are_added_up(last_programs: Callable[[], Any]) -
     expected = permute.combine_experts(y, index[:2], weights, 1, FEATURES)
     with last_programs():
         out = permute.combine_experts(far(y, tokens), index, far(weights, tokens), 1, FEATURES)
-    assert torch.equal(out[-2:], expected)
+    assert_equal(out[-2:], expected)
 
 
 @pytest.mark.fault(46)
 @pytest.mark.parametrize("far_apart", ["heads", "keys", "sequences"])
-def test_keys_of_a_cache(monkeypatch: pytest.MonkeyPatch, far_apart: str) -> None:
+def test_keys_of_a_cache_may_lie_beyond_two_to_the_31(
+    monkeypatch: pytest.MonkeyPatch, far_apart: str
+) -> None:
     """No two strides of a cache of 2^31 elements multiply to less than what lies between them."""
     if DEVICE == "cpu":
         monkeypatch.setattr(attention, "launch_features", lambda _: FEATURES)
@@ -238,9 +246,9 @@ def test_keys_of_a_cache(monkeypatch: pytest.MonkeyPatch, far_apart: str) -> Non
     query = numbers(2, 6, 1, 16)
     expected = decode_attention(query, key, value, None, 0.25)
     cache.copy_(key)
-    assert torch.equal(decode_attention(query, cache, value, None, 0.25), expected)
+    assert_equal(decode_attention(query, cache, value, None, 0.25), expected)
     cache.copy_(value)
-    assert torch.equal(decode_attention(query, key, cache, None, 0.25), expected)
+    assert_equal(decode_attention(query, key, cache, None, 0.25), expected)
 
 
 @pytest.mark.parametrize("far_apart", ["heads", "tokens", "sequences"])
@@ -260,16 +268,14 @@ def test_writes_to_a_cache_and_rotated_heads(far_apart: str) -> None:
     far.copy_(near)
     rope.rotate_append(new, new, new, cos, sin, near, others, held)
     rope.rotate_append(new, new, new, cos, sin, far, others, held)
-    assert torch.equal(far, near)
+    assert_equal(far, near)
     rope.rotate_append(new, new, new, cos, sin, others, far, held)
-    assert torch.equal(far[:, :, 3], new[:, :, 0])
+    assert_equal(far[:, :, 3], new[:, :, 0])
     kv_append.append(others, near, held, new, new)
     kv_append.append(far, others, held, new, new)
-    assert torch.equal(far[:, :, 3], new[:, :, 0])
+    assert_equal(far[:, :, 3], new[:, :, 0])
     rotated = rope.rotate(far, cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16))
-    assert torch.equal(
-        rotated, rope.rotate(far.contiguous(), cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16))
-    )
+    assert_equal(rotated, rope.rotate(far.contiguous(), cos.expand(2, 1, 4, 16), sin.expand(2, 1, 4, 16)))
     for turn in (1, -1):
         # Far keys, and far values.
         near, other = numbers(*shape), numbers(*shape)
@@ -278,7 +284,8 @@ def test_writes_to_a_cache_and_rotated_heads(far_apart: str) -> None:
         token = new, new, new, cos, sin
         expected = decode_attention(*rope.rotate_append(*token, *caches[0], held), None, 0.25)
         found = rotated_attention(*token, *caches[1], held, None, 0.25)
-        assert torch.equal(found, expected) and torch.equal(far, near)
+        assert_equal(found, expected)
+        assert_equal(far, near)
 
 
 def test_rows_of_norms_and_gates(last_programs: Callable[[], Any]) -> None:
@@ -292,16 +299,16 @@ def test_rows_of_norms_and_gates(last_programs: Callable[[], Any]) -> None:
         found = rms_norm(x, weight, 1e-5, "llama")[-1:]
         total, normed = add_rms_norm(x, x, weight, 1e-5, "llama")
         gated = activation.gate(x, x, "silu")[-1:]
-    assert torch.equal(found, rms_norm(last, weight, 1e-5, "llama"))
-    assert torch.equal(total[-1:], last + last)
-    assert torch.equal(normed[-1:], rms_norm(last + last, weight, 1e-5, "llama"))
-    assert torch.equal(gated, activation.gate(last, last, "silu"))
+    assert_equal(found, rms_norm(last, weight, 1e-5, "llama"))
+    assert_equal(total[-1:], last + last)
+    assert_equal(normed[-1:], rms_norm(last + last, weight, 1e-5, "llama"))
+    assert_equal(gated, activation.gate(last, last, "silu"))
 
 
-def test_rows_of_logits(last_programs: Callable[[], Any]) -> None:
+def test_logits_may_lie_beyond_two_to_the_31(last_programs: Callable[[], Any]) -> None:
     rows, columns = FAR // 4096 + 1, argmax.PART + 5
     x = torch.as_strided(empty(rows * 4096), (rows, columns), (4096, 1))
     x[-1:] = numbers(1, columns)
     with last_programs():
         found = argmax.argmax_two_stage(x)
-    assert torch.equal(found[-1:], argmax.argmax_two_stage(x[-1:]))
+    assert_equal(found[-1:], argmax.argmax_two_stage(x[-1:]))

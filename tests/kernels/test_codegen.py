@@ -12,7 +12,7 @@ import pytest
 
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
-from quantkit.kernels.gemm.wgmma.wgmma_launch import RESERVED
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import RESERVED
 from quantkit.kernels.ops.attention import PLANS
 from quantkit.packing.presets import PRESETS
 

@@ -20,6 +20,8 @@ from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, parse_token, scheme
 from quantkit.packing.zero_points import searched
 
+from ..support.compare import assert_close, assert_equal
+
 ROWS_OF_X = (0, 1, 3, 17, 65)
 #: Plain, both dimensions odd for the words, ragged groups and less than a block.
 SHAPES = ((80, 256), (37, 172), (5, 60))
@@ -75,16 +77,14 @@ def test_exact_operands_give_the_exact_product(
                 x = integers(m, shape[1], dtype)
                 y = linear(x, packed)
                 assert y.dtype == dtype
-                assert torch.equal(y, reference(x, packed).to(dtype)), (shape, group_size, m)
-                assert torch.equal(y, linear(x, packed)), "runs differ"
+                assert_equal(y, reference(x, packed).to(dtype), (shape, group_size, m))
+                assert_equal(y, linear(x, packed), "runs differ")
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name)
 @pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "zero_point"), CASES)
-def test_error_on_random_data(
-    name, zero_point, dtype, row, make_packed, reference, relative_error, monkeypatch
-):
+def test_error_on_random_data(name, zero_point, dtype, row, make_packed, reference, monkeypatch):
     monkeypatch.setenv(FORCE_VARIABLE, row.name)
     packed = make_packed(name, (96, 512), zero_point=zero_point)
     if not computes(row, packed, 3, dtype):
@@ -93,8 +93,8 @@ def test_error_on_random_data(
     x = torch.randn(3, 512, generator=generator)
     x[:, 7] *= 30  # an outlier channel, as language models have them
     x, bias = x.to(dtype), torch.randn(96, generator=generator).to(dtype)
-    assert relative_error(linear(x, packed), reference(x, packed)) < ERROR[dtype]
-    assert relative_error(linear(x, packed, bias), reference(x, packed, bias)) < ERROR[dtype]
+    assert_close(linear(x, packed).double(), reference(x, packed), norm=ERROR[dtype])
+    assert_close(linear(x, packed, bias).double(), reference(x, packed, bias), norm=ERROR[dtype])
 
 
 @pytest.mark.parametrize("row", [row for row in KERNELS if "cpu" in row.devices], ids=lambda row: row.name)
@@ -104,12 +104,12 @@ def test_every_cpu_row_computes_something(row, make_packed):
 
 
 @pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
-def test_what_runs_unforced_is_right_for_every_m(dtype, make_packed, reference, relative_error):
+def test_what_runs_unforced_is_right_for_every_m(dtype, make_packed, reference):
     for name in ("int4", "int8", "fp6", "binary"):
         packed = make_packed(name, (512, 256))
         for m in ROWS_OF_X[1:]:
             x = torch.randn(m, 256, generator=torch.Generator().manual_seed(m)).to(dtype)
-            assert relative_error(linear(x, packed), reference(x, packed)) < ERROR[dtype]
+            assert_close(linear(x, packed).double(), reference(x, packed), norm=ERROR[dtype])
 
 
 def test_unpack_crosses_block_boundaries(make_packed, reference, monkeypatch, poisoned):
@@ -117,7 +117,7 @@ def test_unpack_crosses_block_boundaries(make_packed, reference, monkeypatch, po
     monkeypatch.setenv(FORCE_VARIABLE, "unpack")
     packed = make_packed("int4", (37, 172), group_size=32, zero_point="integer", exact=True)
     x, bias = integers(3, 172, torch.float32), integers(1, 37, torch.float32)[0]
-    assert torch.equal(linear(x, packed, bias).double(), reference(x, packed, bias))
+    assert_equal(linear(x, packed, bias).double(), reference(x, packed, bias))
 
 
 @pytest.mark.parametrize("m", [1, 3, 32])
@@ -128,19 +128,17 @@ def test_joined_int4_weights_give_what_each_gives(m, make_packed):
     x = torch.randn(m, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     alone = [linear(x, one) for one in many]
     token = many[0].scheme.token
-    assert torch.equal(linear_parts(x, (), None, token, 384, whole), torch.cat(alone, dim=1))
+    assert_equal(linear_parts(x, (), None, token, 384, whole), torch.cat(alone, dim=1))
     # The parts are views of the whole.
     for one, part, y in zip(many, parts, alone, strict=True):
         assert part.tensors[0].untyped_storage().data_ptr() == whole.tensors[0].untyped_storage().data_ptr()
-        assert torch.equal(linear_parts(x, one.tensors, None, token, one.shape[0], part), y)
+        assert_equal(linear_parts(x, one.tensors, None, token, one.shape[0], part), y)
     assert join_layouts(layouts, [64, 192, 100], many[0].scheme, 64) is None
 
 
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_unpack_multiplies_in_float32_where_that_is_faster(
-    dtype, slow, make_packed, reference, relative_error, monkeypatch
-):
+def test_unpack_multiplies_in_float32_where_that_is_faster(dtype, slow, make_packed, reference, monkeypatch):
     monkeypatch.setenv(FORCE_VARIABLE, "unpack")
     monkeypatch.setattr(unpack, "is_slower_than_float32", lambda _: slow)
     packed = make_packed("nf4", (37, 172), group_size=32)
@@ -154,8 +152,8 @@ def test_unpack_multiplies_in_float32_where_that_is_faster(
         assert y.dtype == dtype
         if slow:
             # Rounded once, from float32.
-            assert torch.equal(y, real(x.float(), packed.dequantize(), bias.float()).to(dtype))
-        assert relative_error(y, reference(x, packed, bias)) < ERROR[dtype]
+            assert_equal(y, real(x.float(), packed.dequantize(), bias.float()).to(dtype))
+        assert_close(y.double(), reference(x, packed, bias), norm=ERROR[dtype])
     assert seen == {torch.float32 if slow else dtype}
 
 
@@ -180,7 +178,7 @@ def test_leading_dimensions_and_strides(make_packed):
     x = integers(12, 128, torch.float32).view(3, 4, 128)[:, :, ::2]
     y = linear(x, packed)
     assert y.shape == (3, 4, 16)
-    assert torch.equal(y.view(12, 16), linear(x.reshape(12, 64), packed))
+    assert_equal(y.view(12, 16), linear(x.reshape(12, 64), packed))
     assert linear(x[0, 0], packed).shape == (16,)
     assert linear(x.new_empty(2, 0, 64), packed).shape == (2, 0, 16)
 
@@ -208,7 +206,7 @@ def test_activations_that_are_no_numbers_end_as_in_the_dense_model(name, dtype, 
         for row, value in zip(range(0, m, 3), (math.nan, math.inf, -math.inf), strict=False):
             x[row, 5 + row] = value
         dense = x @ packed.dequantize(dtype).T
-        assert torch.equal(linear(x, packed).isfinite(), dense.isfinite())
+        assert_equal(linear(x, packed).isfinite(), dense.isfinite())
 
 
 @pytest.mark.parametrize("part", ["scale", "zero_point", "global_scale", "column_scale", "codebook"])
@@ -236,7 +234,7 @@ def test_digits_of_extreme_activations(magnitude, make_packed, reference, monkey
     packed = make_packed("int4", (16, 64), group_size=32)
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)) * magnitude
     # Absolute steps of 2**-126 are all that is promised near zero.
-    torch.testing.assert_close(
+    assert_close(
         linear(x, packed).double(),
         reference(x, packed),
         rtol=1e-4,
@@ -268,7 +266,7 @@ def test_parts_take_a_token_and_ignore_a_layout_of_another_dtype(make_packed, mo
         x = integers(2, 256, dtype)
         with_layout = linear_parts(x, parts, None, packed.scheme, 512, layout)
         without = linear_parts(x, parts, None, packed.scheme.token, 512, None)
-        assert torch.equal(with_layout, without)
+        assert_equal(with_layout, without)
 
 
 @pytest.mark.parametrize(
@@ -288,8 +286,8 @@ def test_gradients_reach_x_and_bias(name, zero_point, make_packed):
     bias = torch.zeros(24, requires_grad=True)
     grad = integers(3, 24, torch.float32)
     linear(x, packed, bias).backward(grad)
-    assert torch.equal(x.grad, grad @ packed.dequantize())
-    assert torch.equal(bias.grad, grad.sum(0))
+    assert_equal(x.grad, grad @ packed.dequantize())
+    assert_equal(bias.grad, grad.sum(0))
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (2, 0), (1, 2)], ids=str)
@@ -298,8 +296,8 @@ def test_gradients_of_any_leading_dimensions(sizes, make_packed):
     x = torch.ones(*sizes, 100).requires_grad_()
     bias = torch.zeros(24, requires_grad=True)
     linear(x, packed, bias).sum().backward()
-    assert torch.equal(bias.grad, torch.full((24,), float(math.prod(sizes))))
-    assert torch.equal(x.grad, packed.dequantize().sum(0).expand_as(x))
+    assert_equal(bias.grad, torch.full((24,), float(math.prod(sizes))))
+    assert_equal(x.grad, packed.dequantize().sum(0).expand_as(x))
 
 
 def test_a_scale_that_wants_a_gradient_is_refused(make_packed):
@@ -331,7 +329,7 @@ def test_operands_that_do_not_fit(x, bias, message, make_packed):
         linear(x, packed, bias)
 
 
-def test_a_custom_format_needs_no_entry_in_any_table(reference, relative_error):
+def test_a_custom_format_needs_no_entry_in_any_table(reference):
     book = CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0))
     chosen = Scheme(book, 32)
     weight = torch.randn(48, 100, generator=torch.Generator().manual_seed(0))
@@ -340,8 +338,8 @@ def test_a_custom_format_needs_no_entry_in_any_table(reference, relative_error):
     values = packed.codes().unique().tolist()
     assert set(values) <= set(range(5)) and len(values) > 3
     x = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
-    assert relative_error(quantkit.linear(x, packed), reference(x, packed)) < ERROR[torch.float32]
-    assert relative_error(packed.dequantize(), weight.double()) < 0.4
+    assert_close(quantkit.linear(x, packed).double(), reference(x, packed), norm=ERROR[torch.float32])
+    assert_close(packed.dequantize().double(), weight.double(), norm=0.4)
 
 
 def test_explain_agrees_with_computes(make_packed):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from ..support.compare import assert_equal
+
 triton = pytest.importorskip("triton")
 tl = triton.language
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
@@ -24,7 +26,8 @@ def copy_behind(table, y):
 def test_what_is_in_tensors_may_be_read_and_written() -> None:
     x, y = torch.randn(40), torch.zeros(40)
     copy[(1,)](x[10:20], y[3:13], 0, 10, 16)
-    assert torch.equal(y[3:13], x[10:20]) and not y[13:].any() and not y[:3].any()
+    assert_equal(y[3:13], x[10:20])
+    assert not y[13:].any() and not y[:3].any()
 
 
 @pytest.mark.parametrize(
@@ -49,4 +52,4 @@ def test_what_is_found_by_address_is_told(by_address: list[torch.Tensor]) -> Non
         copy_behind[(1,)](table, y)
     by_address.append(x)
     copy_behind[(1,)](table, y)
-    assert torch.equal(x, y)
+    assert_equal(x, y)

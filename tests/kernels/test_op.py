@@ -11,6 +11,8 @@ from quantkit.errors import FormatError, KernelError
 from quantkit.kernels.linear import build_layout, linear, linear_parts
 from quantkit.kernels.registry import FORCE_VARIABLE
 
+from ..support.compare import assert_close, assert_equal
+
 
 def arguments(packed, x, *, bias=None, layout=None):
     tensors = list(layout.tensors) if layout else []
@@ -40,7 +42,9 @@ def checks(packed):
 )
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.sampled(2)
-def test_opcheck(row, name, zero_point, needs_grad, make_packed, monkeypatch):
+def test_the_operator_keeps_its_contract_with_torch(
+    row, name, zero_point, needs_grad, make_packed, monkeypatch
+):
     monkeypatch.setenv(FORCE_VARIABLE, row)
     packed = make_packed(name, (17, 60), group_size=32, zero_point=zero_point)
     layout = build_layout(packed, torch.float32)
@@ -66,8 +70,8 @@ def test_autocast_casts_x_and_bias(dtype, make_packed):
         y, expected = linear(x, packed, bias), torch.nn.functional.linear(x, packed.dequantize(), bias)
     assert y.dtype == expected.dtype
     # Dense weights are rounded to bfloat16 first.
-    torch.testing.assert_close(y, expected, rtol=2e-2, atol=1e-1)
-    torch.testing.assert_close(y, linear(x.bfloat16(), packed, bias.bfloat16()), rtol=0, atol=0)
+    assert_close(y, expected, rtol=2e-2, atol=1e-1)
+    assert_close(y, linear(x.bfloat16(), packed, bias.bfloat16()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["no layout", "layout"])
@@ -79,7 +83,7 @@ def test_compiles_in_one_graph(warm, make_packed, monkeypatch):
         packed.kernel_cache.clear()
     compiled = torch.compile(lambda x: linear(x, packed).relu(), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        assert torch.equal(compiled(x), eager.relu())
+        assert_equal(compiled(x), eager.relu())
 
 
 def test_compiles_for_any_number_of_rows(make_packed):
@@ -87,7 +91,7 @@ def test_compiles_for_any_number_of_rows(make_packed):
     compiled = torch.compile(lambda x: linear(x, packed), fullgraph=True, backend="aot_eager", dynamic=True)
     for m in (2, 5, 70):
         x = torch.ones(m, 128)
-        assert torch.equal(compiled(x), linear(x, packed))
+        assert_equal(compiled(x), linear(x, packed))
 
 
 def test_compiles_with_gradients(make_packed):
@@ -95,7 +99,7 @@ def test_compiles_with_gradients(make_packed):
     x = torch.ones(2, 64, requires_grad=True)
     compiled = torch.compile(lambda x: linear(x, packed), fullgraph=True, backend="aot_eager")
     compiled(x).sum().backward()
-    assert torch.equal(x.grad, torch.ones(2, 16) @ packed.dequantize())
+    assert_equal(x.grad, torch.ones(2, 16) @ packed.dequantize())
 
 
 class Packed(torch.nn.Module):
@@ -116,7 +120,7 @@ def test_a_module_over_the_parts_compiles(make_packed):
     model = torch.nn.Sequential(Packed(first), Packed(second))
     x = torch.ones(2, 64)
     with torch.inference_mode():
-        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+        assert_equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -124,9 +128,7 @@ def test_inductor_runs_it(make_packed):
     packed = make_packed("int4", (16, 64), group_size=32, exact=True)
     x = torch.ones(2, 64)
     with torch.no_grad():
-        assert torch.equal(
-            torch.compile(lambda x: linear(x, packed) + 1, fullgraph=True)(x), linear(x, packed) + 1
-        )
+        assert_equal(torch.compile(lambda x: linear(x, packed) + 1, fullgraph=True)(x), linear(x, packed) + 1)
 
 
 def test_the_fake_result_is_the_real_one(make_packed):

@@ -52,7 +52,7 @@ def problem(name="int4", m=1, n=2048, k=2048, dtype=torch.bfloat16, features=FAS
     ],
     ids=str,
 )
-def test_choice(asked, row):
+def test_the_kernel_of_the_first_row_that_supports_and_pays_runs(asked, row):
     assert choose(asked).kernel.name == row
 
 
@@ -115,7 +115,7 @@ def test_choice(asked, row):
         ("torch-int4", replace(problem(), layout="int-digits"), "int-digits was built"),
     ],
 )
-def test_refusal(row, asked, reason):
+def test_each_row_says_why_it_refuses(row, asked, reason):
     found = dict(explain(asked))[row]
     assert found is not None
     assert reason in found

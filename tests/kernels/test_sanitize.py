@@ -7,7 +7,7 @@ from .sanitize import FOUND, KERNEL, judged
 LINES = KERNEL.read_text().splitlines()
 DEF, DISPATCH = (
     next(i + 1 for i, line in enumerate(LINES) if text in line)
-    for text in ("def wgmma_gemm(", "    if ROWS == ")
+    for text in ("def wgmma_gemm(", "    if BN == ")
 )
 KNOWN = f"""\
 ..========= Error: Race reported between Read access at wgmma_gemm+0x100 in {KERNEL.name}:{DEF}

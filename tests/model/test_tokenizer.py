@@ -11,8 +11,10 @@ from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.model import tokenizer as tokenizer_module
 from quantkit.model.tokenizer import tokenize, tokenizer
 
+from ..support.compare import assert_equal
 
-def test_tokenizer(tiny, words):
+
+def test_the_tokenizer_of_a_checkpoint_is_read(tiny, words):
     checkpoint = tiny()
     words.save_pretrained(checkpoint.packed)
     assert tokenizer(checkpoint.packed)("w5 w6").input_ids == [5, 6]
@@ -27,7 +29,8 @@ def test_long_texts_are_tokenized_in_parts(tiny, words, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "TOKENIZED", 9)
     assert list(tokenizer_module._parts(text)) == ["w1 w2\n", "w3 w4 w5\n", "w6\n", "w7 w8 w9 ", "w1 w2\n"]
     found = tokenize(words, text)
-    assert torch.equal(found, whole) and found.dtype == torch.int64
+    assert_equal(found, whole)
+    assert found.dtype == torch.int64
     assert tokenize(words, "").tolist() == []
 
 

@@ -9,6 +9,8 @@ from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
+from ..support.compare import assert_equal
+
 ROWS, COLUMNS = 64, 480
 
 SCHEMES = {
@@ -73,7 +75,7 @@ def test_pieces_between_units_are_the_weight(name, axis):
     assert counts
     for count in counts:
         for number, expected in enumerate(whole.chunk(count, axis)):
-            assert torch.equal(piece(packed, axis, count, number).dequantize(), expected)
+            assert_equal(piece(packed, axis, count, number).dequantize(), expected)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_pieces_between_units_are_the_weight(name, axis):
         ("binary-residual", 1, {"groups of 40": 40, "words of 16 codes": 16}),
     ],
 )
-def test_units(name, axis, units):
+def test_units_of_rows_and_columns_are_those_of_the_layout(name, axis, units):
     assert (SCHEMES[name].row_units() if axis == 0 else SCHEMES[name].column_units(COLUMNS)) == units
 
 
@@ -103,4 +105,4 @@ def test_a_group_as_long_as_the_row_is_no_unit():
 def test_pieces_within_a_word_are_others():
     packed = random_weight(SCHEMES["int6"])
     with pytest.raises((AssertionError, ValueError, RuntimeError)):
-        assert torch.equal(piece(packed, 1, 10, 1).dequantize(), packed.dequantize().chunk(10, 1)[1])
+        assert_equal(piece(packed, 1, 10, 1).dequantize(), packed.dequantize().chunk(10, 1)[1])

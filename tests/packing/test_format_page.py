@@ -19,6 +19,8 @@ from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import MAX_GROUP_SIZE, SCALE_DTYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 
+from ..support.compare import assert_equal
+
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
 
@@ -56,9 +58,8 @@ def test_the_worked_examples_are_what_the_code_does(example: dict[str, Any]) -> 
         column_scale=stored.get("column_scale"),
         codebook=stored.get("codebook"),
     )
-    assert all(
-        torch.equal(part.view(torch.uint8), stored[name].view(torch.uint8)) for name, part in again.parts()
-    )
+    for name, part in again.parts():
+        assert_equal(part.view(torch.uint8), stored[name].view(torch.uint8), name)
 
 
 def test_there_is_an_example_of_each_kind() -> None:

@@ -26,6 +26,8 @@ from quantkit.packing.formats import (
     number_format,
 )
 
+from ..support.compare import assert_close, assert_equal
+
 # A new format is a new row of FORMATS, so the classes have to be right beyond the rows there are today.
 UNLISTED = (
     IntFormat("wide", 8),
@@ -91,7 +93,7 @@ def test_formats_of_even_steps_are_the_ints_ternary_and_binary() -> None:
 @each_format
 def test_every_code_survives_decode_then_encode(fmt: NumberFormat) -> None:
     codes = number_codes(fmt)
-    assert torch.equal(fmt.encode(fmt.decode(codes)), codes)
+    assert_equal(fmt.encode(fmt.decode(codes)), codes)
 
 
 @each_format
@@ -119,15 +121,15 @@ def test_encode_is_the_nearest_value_in_exact_arithmetic(
 @each_format
 def test_round_is_decode_of_encode(fmt: NumberFormat) -> None:
     x = boundary_inputs(fmt)
-    assert torch.equal(fmt.round(x), fmt.decode(fmt.encode(x)))
+    assert_equal(fmt.round(x), fmt.decode(fmt.encode(x)))
 
 
 @each_format
 def test_encode_takes_strided_input_and_leaves_it_unchanged(fmt: NumberFormat) -> None:
     x = torch.linspace(-9, 9, 60).reshape(6, 10)
     before = x.clone()
-    assert torch.equal(fmt.encode(x.T[::3]), fmt.encode(x.T[::3].contiguous()))
-    assert torch.equal(x, before)
+    assert_equal(fmt.encode(x.T[::3]), fmt.encode(x.T[::3].contiguous()))
+    assert_equal(x, before)
 
 
 @each_format
@@ -189,9 +191,9 @@ def test_fp8_equals_the_casts_of_torch_bit_for_bit(name: str) -> None:
     fmt, peer = FORMATS[name], TORCH[name]
     decoded = every_code(fmt).view(peer).float()
     numbers = number_codes(fmt).long()
-    assert torch.equal(fmt.decode(every_code(fmt))[numbers], decoded[numbers])
+    assert_equal(fmt.decode(every_code(fmt))[numbers], decoded[numbers])
     x = inputs_in_range(fmt)
-    assert torch.equal(fmt.encode(x), x.to(peer).view(torch.uint8))
+    assert_equal(fmt.encode(x), x.to(peer).view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_code_books_take_the_nearest_of_all_values(name: str) -> None:
     book = torch.tensor(fmt.numbers, dtype=torch.float64)
     distances = (x[:, None] - book).abs()
     found = fmt.decode(fmt.encode(x.float())).double()
-    assert torch.equal((found - x).abs(), distances.amin(1))
+    assert_equal((found - x).abs(), distances.amin(1))
 
 
 def test_nf4_is_the_published_code_book() -> None:
@@ -238,7 +240,7 @@ def test_int_is_round_clamp_offset(bits: int) -> None:
     fmt = IntFormat(f"int{bits}", bits)
     half = 2 ** (bits - 1)
     x = torch.linspace(-1.5 * half, 1.5 * half, 4001)
-    assert torch.equal(fmt.encode(x).int(), x.round().clamp(-half, half - 1).int() + half)
+    assert_equal(fmt.encode(x).int(), x.round().clamp(-half, half - 1).int() + half)
     assert fmt.decode(torch.tensor([fmt.offset], dtype=torch.uint8)).item() == 0.0
 
 
@@ -247,7 +249,7 @@ def test_affine_codes_saturate_about_any_zero_point() -> None:
     x = torch.linspace(-20, 20, 801).repeat(16, 1)
     zero_point = torch.arange(16, dtype=torch.uint8)[:, None]
     expected = (x.round() + zero_point).clamp(0, 15).to(torch.uint8)
-    assert torch.equal(fmt.quantize_affine(x, zero_point.float())[0], expected)
+    assert_equal(fmt.quantize_affine(x, zero_point.float())[0], expected)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -257,10 +259,10 @@ def test_codes_about_a_float_zero_point_are_the_nearest(bits: int) -> None:
     x = torch.linspace(-(2.0**bits), 2.0**bits, 801).repeat(5, 1)
     codes, values = fmt.quantize_offset(x, zero_point)
     grid = torch.arange(2**bits) - zero_point
-    assert torch.equal(values, codes.float() - zero_point)
-    assert torch.equal(values, fmt.round_offset(x, zero_point))
+    assert_equal(values, codes.float() - zero_point)
+    assert_equal(values, fmt.round_offset(x, zero_point))
     nearest = (x[:, :, None] - grid[:, None]).abs().amin(2)
-    torch.testing.assert_close((values - x).abs(), nearest, rtol=0, atol=2.0**-12)
+    assert_close((values - x).abs(), nearest, rtol=0, atol=2.0**-12)
 
 
 def test_a_tie_between_code_book_values_goes_upward() -> None:

@@ -6,6 +6,8 @@ import torch
 from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.packing.names import CONTAINERS, QUANTKIT, Container, StoredFormat, packed_parameters
 
+from ..support.compare import assert_equal
+
 PACKED, FLOAT, _, MXFP4, _ = stored_formats("compressed-tensors")
 
 
@@ -34,7 +36,8 @@ def test_the_file_has_the_same_bytes_under_another_dtype() -> None:
         assert shown.shape == (6, width) and shown.dtype == stored.words_dtype
         assert shown.data_ptr() == words.data_ptr()
         back = stored.from_file("packed", shown, torch.int32)
-        assert back.data_ptr() == words.data_ptr() and torch.equal(back, words)
+        assert back.data_ptr() == words.data_ptr()
+        assert_equal(back, words)
         assert stored.shapes({"packed": (torch.int32, (6, 4))}) == {"packed": (shown.dtype, (6, width))}
 
 
@@ -43,7 +46,7 @@ def test_words_that_begin_between_words_are_copied() -> None:
     apart = data[1:].view(5, 8)
     words = MXFP4.from_file("packed", apart, torch.int32)
     assert words.data_ptr() % 4 == 0
-    assert torch.equal(words.view(torch.uint8), apart)
+    assert_equal(words.view(torch.uint8), apart)
 
 
 def test_a_scale_that_was_cast_stays_as_it_is() -> None:

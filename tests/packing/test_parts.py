@@ -13,6 +13,8 @@ from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
 from quantkit.packing.schemes import PARTS, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
+from ..support.compare import assert_close, assert_equal
+
 SHAPES = [(1, 1), (1, 33), (5, 7), (3, 128), (9, 140)]
 BINARY, TERNARY, INT2 = (FORMATS[name] for name in ("binary", "ternary", "int2"))
 BOOK3 = FittedFormat("book3", 3)
@@ -98,11 +100,11 @@ def test_weights_are_those_of_the_definition(chosen: Scheme) -> None:
         packed = example(chosen, shape)
         expected = definition(packed)
         exact = not chosen.is_fitted
-        torch.testing.assert_close(
+        assert_close(
             packed.dequantize().double(), expected, rtol=0 if exact else 2**-22, atol=0 if exact else 2**-22
         )
         for start, stop in [(0, 1), (shape[0] // 2, shape[0])]:
-            assert torch.equal(packed.dequantize(start=start, stop=stop), packed.dequantize()[start:stop])
+            assert_equal(packed.dequantize(start=start, stop=stop), packed.dequantize()[start:stop])
 
 
 @pytest.mark.parametrize("chosen", SCHEMES, ids=str)

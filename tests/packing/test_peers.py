@@ -24,6 +24,8 @@ from quantkit.packing.formats import FORMATS, FloatFormat
 from quantkit.packing.schemes import SCALE_TYPES, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
+from ..support.compare import assert_equal
+
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 GFLOAT = {
     "fp8-e4m3": ocp.format_info_ocp_e4m3,
@@ -59,7 +61,7 @@ def test_every_rounding_boundary_equals_gfloat(name: str) -> None:
     x = torch.cat([at, torch.nextafter(at, infinity), torch.nextafter(at, -infinity), 1e4 * numbers])
     saturating = [gfloat.round_float(peer, v, sat=True) for v in x.tolist()]
     codes = torch.tensor([gfloat.encode_float(peer, v) for v in saturating], dtype=torch.uint8)
-    assert torch.equal(fmt.encode(x), codes)
+    assert_equal(fmt.encode(x), codes)
 
 
 def test_every_e8m0_scale_equals_gfloat() -> None:
@@ -229,14 +231,14 @@ def test_our_bytes_are_those_that_compressed_tensors_writes(name: str, columns: 
     }
     for part, tensor in ours.items():
         found = written[part].to(tensor.dtype) if part == "weight_scale" else written[part]
-        assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), part
+        assert_equal(found.view(torch.uint8), tensor.view(torch.uint8), part)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_every_fp4_code_is_packed_as_compressed_tensors_packs_it(name: str) -> None:
     packed = example(CASES[name], 192)
     values = packed.scheme.format.decode(packed.codes())
-    assert torch.equal(pack_fp4_to_uint8(values), in_file(packed)["weight_packed"])
+    assert_equal(pack_fp4_to_uint8(values), in_file(packed)["weight_packed"])
 
 
 @pytest.mark.parametrize("columns", [64, 192, 256])
@@ -246,6 +248,6 @@ def test_compressed_tensors_reads_our_numbers(name: str, columns: int) -> None:
     compressor, peer = peer_of(packed)
     read = compressor.decompress(in_file(packed), peer)["weight"]
     # It rounds products to the dtype of the scales, or to bfloat16 where these have 8 bits.
-    assert torch.equal(read, packed.dequantize(read.dtype))
+    assert_equal(read, packed.dequantize(read.dtype))
     row = compressed_tensors_format(packed.scheme, columns)
     assert read.dtype == (torch.bfloat16 if row.bfloat16 else packed.scheme.scale_dtype)

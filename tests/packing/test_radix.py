@@ -25,6 +25,8 @@ from quantkit.packing.radix import (
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
+from ..support.compare import assert_equal
+
 FIVE = CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0))
 BASES = [2, 3, 5, 6, 7, 16, 200, 256]
 
@@ -68,11 +70,11 @@ def test_any_words_unpack_as_the_slow_twin_says(n: int, row: list[int], data: st
 def test_matrices_of_any_strides_survive(n: int, columns: int) -> None:
     codes = random_codes(3, 2, columns, below=n)
     packed = pack(codes, n)
-    assert torch.equal(unpack(packed, n, columns), codes)
-    assert torch.equal(pack(codes.transpose(0, 1), n), packed.transpose(0, 1))
-    assert torch.equal(unpack(packed.mT.contiguous().mT, n, columns), codes)
+    assert_equal(unpack(packed, n, columns), codes)
+    assert_equal(pack(codes.transpose(0, 1), n), packed.transpose(0, 1))
+    assert_equal(unpack(packed.mT.contiguous().mT, n, columns), codes)
     assert unpack(packed[:0], n, columns).shape == (0, 2, columns)
-    assert torch.equal(pack(codes[1:], n), packed[1:])
+    assert_equal(pack(codes[1:], n), packed[1:])
 
 
 def test_ternary_bits_by_hand() -> None:
@@ -85,7 +87,7 @@ def test_ternary_bits_by_hand() -> None:
 def test_bytes_that_are_no_digits_read_as_a_code_without_a_value() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(torch.int32)
     codes = unpack(values, 3, 5 * 256).view(256, 5)
-    assert torch.equal((codes == 3).all(1), torch.arange(256) >= 243)
+    assert_equal((codes == 3).all(1), torch.arange(256) >= 243)
     assert int(codes[:243].max()) == 2
     assert len({tuple(row) for row in codes[:243].tolist()}) == 243
     assert math.isnan(FORMATS["ternary"].values[base(FORMATS["ternary"])])
@@ -116,7 +118,7 @@ def test_every_kernel_gives_nan_for_codes_without_a_value(
     found, expected = linear(x, broken), linear(x, packed)
     assert found[:, 4].isnan().all()
     sound = [0, 1, 2, 3, 5, 6]
-    assert torch.equal(found[:, sound], expected[:, sound])
+    assert_equal(found[:, sound], expected[:, sound])
 
 
 def test_digits_past_the_last_column_are_zero_and_ignored() -> None:
@@ -124,7 +126,7 @@ def test_digits_past_the_last_column_are_zero_and_ignored() -> None:
     assert packed.view(torch.uint8)[0, 5:].tolist() == [0, 0, 0]
     noisy = packed.clone()
     noisy.view(torch.uint8)[0, 5:] = 255
-    assert torch.equal(unpack(noisy, 3, 21), unpack(packed, 3, 21))
+    assert_equal(unpack(noisy, 3, 21), unpack(packed, 3, 21))
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "five"])
@@ -153,9 +155,9 @@ def test_column_scales_and_digits_go_together() -> None:
         for name in PACKINGS
     )
     assert [part for part, _ in other.parts()] == ["packed", "scale", "column_scale"]
-    assert torch.equal(one.dequantize(), other.dequantize())
+    assert_equal(one.dequantize(), other.dequantize())
     x = torch.randn(3, 60)
-    assert torch.equal(linear(x, one), linear(x, other))
+    assert_equal(linear(x, one), linear(x, other))
 
 
 def test_a_book_that_digits_do_not_shrink_is_refused() -> None:
@@ -189,13 +191,14 @@ def test_bits_per_weight_are_counted_honestly(chosen: Scheme, columns: int, bits
 def test_both_packings_hold_the_same_numbers(columns: int) -> None:
     weight = torch.randn(9, columns)
     one, other = (quantize_tensor(weight, "ternary", group_size=16, packing=name) for name in PACKINGS)
-    assert torch.equal(one.codes(), other.codes()) and torch.equal(one.codes(2, 5), other.codes(2, 5))
-    assert torch.equal(one.dequantize(), other.dequantize())
+    assert_equal(one.codes(), other.codes())
+    assert_equal(one.codes(2, 5), other.codes(2, 5))
+    assert_equal(one.dequantize(), other.dequantize())
     x = torch.randn(3, columns)
     for row in ("unpack", "int-digits"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("QUANTKIT_KERNEL", row)
-            assert torch.equal(linear(x, one), linear(x, other))
+            assert_equal(linear(x, one), linear(x, other))
 
 
 def test_the_scheme_says_its_packing() -> None:
@@ -230,4 +233,4 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
 
 def test_powers_of_two_are_the_same_bytes_as_bits() -> None:
     codes = random_codes(4, 64, below=16)
-    assert torch.equal(pack(codes, 16), bitpack.pack(codes, 4))
+    assert_equal(pack(codes, 16), bitpack.pack(codes, 4))

@@ -92,14 +92,16 @@ def test_different_schemes_have_different_tokens() -> None:
         ("nvfp4", "fp4-e2m1", 16, E4M3),
     ],
 )
-def test_presets(name: str, format_name: str, group_size: int | None, scale_dtype: torch.dtype) -> None:
+def test_presets_are_these_schemes(
+    name: str, format_name: str, group_size: int | None, scale_dtype: torch.dtype
+) -> None:
     expected = Scheme(FORMATS[format_name], group_size, "none", scale_dtype, scale_dtype == E4M3)
     more = {"binary-residual": {"planes": 2}, "binary-rank1": {"column_scale": True}}
     assert scheme(name) == replace(expected, **more.get(name, {}))
 
 
 def test_every_preset_is_listed_above() -> None:
-    (mark,) = test_presets.pytestmark  # type: ignore[attr-defined]
+    (mark,) = test_presets_are_these_schemes.pytestmark  # type: ignore[attr-defined]
     assert {row[0] for row in mark.args[1]} == set(PRESETS)
 
 

@@ -15,6 +15,8 @@ from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat, IntF
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, dequantize_codes, encode_groups, spread
 
+from ..support.compare import assert_close, assert_equal
+
 SHAPES = [(1, 1), (1, 33), (5, 7), (3, 128), (9, 140), (33, 64)]
 SCHEMES = [
     Scheme(fmt, size, zero_point, dtype)
@@ -87,13 +89,13 @@ def test_codes_zero_points_and_weights_come_back(scheme: Scheme) -> None:
         codes, scale, zero = random_parts(scheme, shape)
         packed = PackedTensor.from_codes(codes, scale, zero, scheme)
         assert packed.shape == shape
-        assert torch.equal(packed.codes(), codes)
+        assert_equal(packed.codes(), codes)
         unpacked_zero = packed.zero_points()
-        assert (unpacked_zero is None) if zero is None else torch.equal(unpacked_zero, zero)
+        assert_equal(unpacked_zero, zero)
         expected = double_precision(scheme, codes, scale, zero)
-        assert torch.equal(packed.dequantize(), expected.float())
+        assert_equal(packed.dequantize(), expected.float())
         if scheme.scale_dtype == torch.bfloat16:  # the product is exact in float32, so one rounding follows
-            assert torch.equal(packed.dequantize(torch.bfloat16), expected.to(torch.bfloat16))
+            assert_equal(packed.dequantize(torch.bfloat16), expected.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("scheme", BEYOND_PACK_QUANTIZED, ids=str)
@@ -104,15 +106,13 @@ def test_small_scales_and_float_zero_points_give_the_weights_of_float64(scheme: 
         for shape in SHAPES:
             codes, scale, zero = random_parts(scheme, shape)
             packed = PackedTensor.from_codes(codes, scale, zero, scheme, stored)
-            assert torch.equal(packed.codes(), codes)
+            assert_equal(packed.codes(), codes)
             unpacked_zero = packed.zero_points()
-            assert (unpacked_zero is None) if zero is None else torch.equal(unpacked_zero, zero)
+            assert_equal(unpacked_zero, zero)
             expected = double_precision(scheme, codes, scale, zero, factor)
             # Where the factor is no power of two, scale / factor and the product are rounded to float32 each.
             rounded_once = factor in (1.0, 2.0**-7, 2.0**9)
-            torch.testing.assert_close(
-                packed.dequantize(), expected.float(), rtol=0 if rounded_once else 2.0**-22, atol=0
-            )
+            assert_close(packed.dequantize(), expected.float(), rtol=0 if rounded_once else 2.0**-22, atol=0)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -145,7 +145,7 @@ def test_a_slice_of_rows_is_the_slice_of_the_whole(scheme: Scheme) -> None:
     packed = PackedTensor.from_codes(*random_parts(scheme, (9, 70)), scheme)
     whole = packed.dequantize()
     for start, stop in [(0, 9), (0, 1), (3, 8), (8, 9), (4, None), (4, 4)]:
-        assert torch.equal(packed.dequantize(start=start, stop=stop), whole[start:stop])
+        assert_equal(packed.dequantize(start=start, stop=stop), whole[start:stop])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -169,7 +169,7 @@ def test_compressed_tensors_reads_the_same_weights(
         state, QuantizationScheme(targets=["Linear"], weights=args)
     )["weight"]
     assert theirs.dtype == dtype
-    assert torch.equal(packed.dequantize(dtype), theirs)
+    assert_equal(packed.dequantize(dtype), theirs)
 
 
 def test_stored_parts_are_laid_out_row_major() -> None:
@@ -211,7 +211,7 @@ def test_copies_and_pickles_are_of_what_is_stored(duplicate: Any) -> None:
     packed.kernel_cache["layout"] = torch.ones(1)
     twin = duplicate(packed)
     assert twin.kernel_cache == {} and packed.kernel_cache
-    assert torch.equal(twin.dequantize(), packed.dequantize())
+    assert_equal(twin.dequantize(), packed.dequantize())
 
 
 def test_moving_takes_every_part_along_and_drops_the_kernel_cache() -> None:
@@ -230,7 +230,7 @@ def test_a_group_of_zeros_has_scale_zero_and_weights_zero() -> None:
         codes = encode_groups(torch.zeros(1, 32), torch.zeros(1, 1), zero, original)
         one_group = replace(original, group_size=None)
         weights = dequantize_codes(codes, torch.zeros(1, 1), zero, one_group)
-        assert torch.equal(weights, torch.zeros(1, 32))
+        assert_equal(weights, torch.zeros(1, 32))
         if zero is not None:
             assert codes.unique().tolist() == [1]
 

@@ -13,6 +13,8 @@ from quantkit.errors import FormatError
 from quantkit.packing import bitpack as words_module
 from quantkit.packing.bitpack import pack, pack_reference, parts, unpack, unpack_reference, words_per_row
 
+from ..support.compare import assert_equal
+
 WIDTHS = range(1, 9)
 each_width = pytest.mark.parametrize("bits", WIDTHS)
 
@@ -41,7 +43,7 @@ def test_pack_and_unpack_equal_their_twins(case: tuple[list[int], int, int, int]
     codes = random_codes(*lead, columns, bits=bits, seed=seed)
     words = pack(codes, bits)
     assert words.dtype == torch.int32 and words.shape == (*lead, words_per_row(columns, bits))
-    assert torch.equal(unpack(words, bits, columns), codes)
+    assert_equal(unpack(words, bits, columns), codes)
     if columns:
         for row, packed in zip(codes.reshape(-1, columns), words.reshape(-1, words.shape[-1]), strict=True):
             assert unsigned(packed) == pack_reference(row.tolist(), bits)
@@ -60,14 +62,14 @@ def test_a_row_takes_the_fewest_whole_words_per_part(bits: int) -> None:
 def test_strided_codes_and_words_pack_like_contiguous_ones(bits: int) -> None:
     codes = random_codes(70, 6, bits=bits).T[::2, 3:]  # strided in both dimensions, at an odd address
     words = pack(codes, bits)
-    assert torch.equal(words, pack(codes.contiguous(), bits))
-    assert torch.equal(unpack(words.T.contiguous().T, bits, codes.shape[1]), codes)
+    assert_equal(words, pack(codes.contiguous(), bits))
+    assert_equal(unpack(words.T.contiguous().T, bits, codes.shape[1]), codes)
 
 
 @each_width
 def test_a_single_strided_column_packs(bits: int) -> None:
     codes = random_codes(32, 3, bits=bits)[:, 1:2].T
-    assert torch.equal(unpack(pack(codes, bits), bits, 32), codes)
+    assert_equal(unpack(pack(codes, bits), bits, 32), codes)
 
 
 @each_width
@@ -75,10 +77,10 @@ def test_a_slice_of_columns_at_blocks_is_a_slice_of_words(bits: int) -> None:
     codes = random_codes(3, 32 * 5 + 13, bits=bits)
     words = pack(codes, bits)
     for start in range(6):
-        assert torch.equal(words[:, start * bits :], pack(codes[:, 32 * start :], bits))
+        assert_equal(words[:, start * bits :], pack(codes[:, 32 * start :], bits))
         for stop in range(start + 1, 6):
             part = pack(codes[:, 32 * start : 32 * stop], bits)
-            assert torch.equal(words[:, start * bits : stop * bits], part)
+            assert_equal(words[:, start * bits : stop * bits], part)
 
 
 @each_width
@@ -92,7 +94,7 @@ def test_pack_owns_its_memory(bits: int) -> None:
     codes = random_codes(2, 64, bits=bits)
     before = codes.clone()
     pack(codes, bits).zero_()
-    assert torch.equal(codes, before)
+    assert_equal(codes, before)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -100,7 +102,7 @@ def test_pack_owns_its_memory(bits: int) -> None:
 def test_dense_widths_equal_compressed_tensors(bits: int, columns: int) -> None:
     codes = random_codes(3, columns, bits=bits)
     signed = (codes.int() - 2 ** (bits - 1)).to(torch.int8)
-    assert torch.equal(pack(codes, bits), pack_to_int32(signed, bits))
+    assert_equal(pack(codes, bits), pack_to_int32(signed, bits))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -108,7 +110,7 @@ def test_dense_widths_equal_compressed_tensors(bits: int, columns: int) -> None:
 def test_zero_points_packed_along_rows_equal_compressed_tensors(bits: int, rows: int) -> None:
     codes = random_codes(rows, 3, bits=bits)
     signed = (codes.int() - 2 ** (bits - 1)).to(torch.int8)
-    assert torch.equal(pack(codes.T, bits).T, pack_to_int32(signed, bits, packed_dim=0))
+    assert_equal(pack(codes.T, bits).T, pack_to_int32(signed, bits, packed_dim=0))
 
 
 def test_words_drawn_by_hand() -> None:

@@ -75,7 +75,7 @@ def test_a_branch_of_a_repository_that_is_there(upload: Upload, upload_hub: HubS
         ("/commit/main", 400, EnvironmentProblem, "the hub answered with an error"),
     ],
 )
-def test_refusals(
+def test_what_the_hub_refuses_is_said_and_nothing_is_committed(
     upload: Upload, upload_hub: HubState, ending: str, status: int, kind: type[QuantkitError], message: str
 ) -> None:
     upload_hub.refuses[ending] = status
@@ -118,14 +118,18 @@ def test_another_form_of_the_address_of_the_commit(upload: Upload, upload_hub: H
     assert len(upload_hub.commits) == 1
 
 
-def test_no_token(upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_token_the_remedy_is_said(
+    upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
     with pytest.raises(EnvironmentProblem, match="Log in with `hf auth login`"):
         push(upload, "me/tiny")
 
 
-def test_unreachable(upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_said(
+    upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(EnvironmentProblem, match="the hub cannot be reached"):
         push(upload, "me/tiny")
@@ -143,14 +147,16 @@ def test_a_hub_that_never_gets_done(
     wait.set()
 
 
-def test_offline(upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_nothing_is_pushed(
+    upload: Upload, upload_hub: HubState, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True, raising=False)
     with pytest.raises(EnvironmentProblem, match="HF_HUB_OFFLINE is set"):
         push(upload, "me/tiny")
 
 
-def test_no_repository_id(upload: Upload, upload_hub: HubState) -> None:
+def test_what_is_no_repository_id_is_refused(upload: Upload, upload_hub: HubState) -> None:
     with pytest.raises(UsageError, match="this is no repository id"):
         push(upload, "a/b/c")
 

@@ -23,7 +23,7 @@ from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
-from ..live_bytes import LiveBytes
+from ..support.live_bytes import LiveBytes
 from ..tiny.calibrated import write
 
 #: The widths of Llama-3 8B and 70B are so many times those of the tests, and what is worked on at a time.
@@ -114,6 +114,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("qwen3_moe", EXPERTS, "gptq", "int4", 32),
     ],
 )
+@pytest.mark.sampled(2, "family", "method")
 def test_blocks_hold_what_the_plan_says(
     tmp_path: Path, family: str, sizes: dict[str, int], method: str, format: str, samples: int
 ) -> None:

@@ -17,6 +17,7 @@ from quantkit.runtime.generate import generate
 from quantkit.runtime.load import load
 from quantkit.runtime.packed_linear import PackedLinear
 
+from ..support.compare import assert_equal
 from ..tiny.calibrated import data
 from ..tiny.packed import assert_same_checkpoint
 
@@ -46,7 +47,9 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("head", "most"), [("int8", 0.01), ("int4:32", 0.2)])
 @pytest.mark.sampled(2)
-def test_data_free(source: Path, tmp_path: Path, text: Path, head: str, most: float) -> None:
+def test_a_head_is_quantized_without_data(
+    source: Path, tmp_path: Path, text: Path, head: str, most: float
+) -> None:
     out = tmp_path / "out"
     rules = ("*layers*=keep",)
     result = quantize(source, out, lm_head=head, rules=rules, device="cpu")
@@ -58,10 +61,10 @@ def test_data_free(source: Path, tmp_path: Path, text: Path, head: str, most: fl
 
     model = load(out, device="cpu")
     assert isinstance(model.lm_head, PackedLinear)
-    assert torch.equal(model.get_input_embeddings().weight, embedding)
+    assert_equal(model.get_input_embeddings().weight, embedding)
     name, _, group = head.partition(":")
     expected = quantize_tensor(weight, name, group_size=int(group) if group else None)
-    assert torch.equal(model.lm_head.packed.dequantize(), expected.dequantize())
+    assert_equal(model.lm_head.packed.dequantize(), expected.dequantize())
     model.save_pretrained(tmp_path / "again")
     assert_same_checkpoint(tmp_path / "again", out)
 
@@ -76,7 +79,7 @@ def test_data_free(source: Path, tmp_path: Path, text: Path, head: str, most: fl
     assert len(generated.tokens) == 4
 
 
-def test_calibrated(source: Path, tmp_path: Path, text: Path) -> None:
+def test_a_head_is_calibrated(source: Path, tmp_path: Path, text: Path) -> None:
     result = quantize(
         source,
         tmp_path / "out",

@@ -10,15 +10,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.low_bit.dequantized import dequantized
+from quantkit.checkpoint.open_source import exactly
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+from quantkit.quantization.nesting import kept_rows, nested_scheme, why_not_nested
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import plan, quantize
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.load import load
 from quantkit.verification.verify import verify
 
+from ..checkpoint.low_bit.makers import CASES, opened
 from ..tiny.calibrated import data, interrupted_at, write
 
 FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
@@ -217,6 +220,31 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
     assert all(
         (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names
     )
+
+
+#: Why no scheme has the values of a format.
+NOT_NESTED = {
+    "pack-quantized 1": "only int formats have zero-points",
+    "pack-quantized g_idx": "its groups are not consecutive columns (desc_act)",
+    "gptq desc_act": "its groups are not consecutive columns (desc_act)",
+    "gptq 3 desc_act": "its groups are not consecutive columns (desc_act)",
+    "bitsandbytes int8": "its weights are multiplied by 0.00787402 last",
+    "mlx 1": "only int formats have zero-points",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_format_is_kept_exactly_or_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    made = CASES[name]()
+    checkpoint = exactly(opened(tmp_path, made.parts, made.section))
+    source = checkpoint.tensors["m.weight"]
+    assert source.grid_spec is not None
+    if name in NOT_NESTED:
+        assert NOT_NESTED[name] in str(why_not_nested(source.grid_spec))
+        return
+    packed, _ = kept_rows(checkpoint, source, nested_scheme(source.grid_spec), 0, made.shape[0])
+    assert torch.equal(packed.dequantize(), made.expected())
 
 
 def test_float8_that_lost_its_scales_writes_nothing(tmp_path: Path) -> None:

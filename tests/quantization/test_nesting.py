@@ -1,6 +1,7 @@
 """Grids of low-bit sources as schemes: the same values, or the reason why there is none."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 
 from quantkit.checkpoint.gguf.block_types import BLOCK_TYPES
 from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
+from quantkit.checkpoint.open_source import exactly
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS
-from quantkit.quantization.nesting import nested_rows, nested_scheme, why_not_nested
+from quantkit.quantization.nesting import kept_rows, nested_rows, nested_scheme, why_not_nested
 
+from ..checkpoint.low_bit.makers import CASES, opened
 from ..checkpoint.test_gguf import rows_of
 
 GRIDS = [kind for kind in BLOCK_TYPES.values() if kind.grid is not None]
@@ -83,6 +86,78 @@ def test_a_grid_nests_in_the_scheme_of_its_granularity(spec: GridSpec, scheme: s
     assert torch.equal(packed.dequantize(), grid.values())
 
 
+#: The scheme of a weight of each format, or why it has none.
+OF_FORMATS = {
+    "fp8 blocks": "fp8-e4m3 g128 float32",
+    "fp8 e5m2 blocks": "fp8-e5m2 g128 float32",
+    "fp8 blocks of deepseek v4": "fp8-e4m3 channel float32",
+    "fp8 tensor": "fp8-e4m3 tensor float32",
+    "fp8 tensor of one": "fp8-e4m3 tensor float32",
+    "fp8 channel": "fp8-e4m3 channel bfloat16",
+    "fp8 channel flat": "fp8-e4m3 channel float32",
+    "mxfp8": "fp8-e4m3 g32 e8m0",
+    "mxfp8 e8m0": "fp8-e4m3 g32 e8m0",
+    "mxfp4": "fp4-e2m1 g32 e8m0",
+    "fp4 of deepseek v4": "fp4-e2m1 g32 e8m0",
+    "nvfp4": "fp4-e2m1 g16 e4m3",
+    "nvfp4 modelopt": "fp4-e2m1 g16 float32",
+    "int8": "int8 channel asym float32",
+    "pack-quantized 1": "its codes have zeros",
+    **{f"pack-quantized {bits}": f"int{bits} g32 asym bfloat16" for bits in range(2, 9)},
+    "pack-quantized g_idx": "groups are not consecutive columns",
+    "pack-quantized fields 3": "int3 channel asym bfloat16",
+    "pack-quantized fields 6": "int6 g32 asym bfloat16",
+    **{f"gptq {bits}": f"int{bits} g32 asym float16" for bits in (2, 3, 4, 8)},
+    "gptq v2": "int4 g16 asym float16",
+    "gptq desc_act": "groups are not consecutive columns",
+    "gptq 3 desc_act": "groups are not consecutive columns",
+    "awq": "int4 g16 asym float16",
+    "bitsandbytes int8": "multiplied by 0.00787402 last",
+    "bitsandbytes nf4": "nf4 channel float32",
+    "bitsandbytes nf4 odd": "blocks that do not end where rows do",
+    "bitsandbytes nf4 stored as bfloat16": "nf4 g32 float32",
+    "bitsandbytes fp4": "bitsandbytes-fp4 g32 float32",
+    "bitnet": "ternary tensor bfloat16",
+    "bitnet divides": "ternary channel float32",
+    "mlx 1": "its codes have biases",
+    **{f"mlx {bits}": f"int{bits} g64 asym-min float16" for bits in (2, 3, 4, 5, 6, 8)},
+    "bonsai": "binary g128 float16",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stored_format_keeps_its_values_or_has_a_reason(name: str, tmp_path: Path) -> None:
+    """Against the obvious reading of its parts, one weight at a time."""
+    torch.manual_seed(0)
+    made = CASES[name]()
+    checkpoint = exactly(opened(tmp_path / "a", made.parts, made.section))
+    tensor = checkpoint.tensors[made.name]
+    spec = tensor.grid_spec
+    assert spec is not None
+    reason = why_not_nested(spec)
+    if reason is not None:
+        assert OF_FORMATS[name] in reason
+        return
+    chosen = nested_scheme(spec)
+    assert str(chosen) == OF_FORMATS[name]
+    packed, norm = kept_rows(checkpoint, tensor, chosen, 0, spec.shape[0])
+    expected = made.expected()
+    assert torch.equal(packed.dequantize(), expected)
+    assert norm == pytest.approx(float(expected.double().square().sum()))
+
+
+def test_a_weight_that_would_change_is_named(tmp_path: Path) -> None:
+    made = CASES["awq"]()
+    checkpoint = exactly(opened(tmp_path / "a", made.parts, made.section))
+    tensor = checkpoint.tensors[made.name]
+    assert tensor.grid_spec is not None
+    chosen = nested_scheme(replace(tensor.grid_spec, scale_dtype=torch.bfloat16))
+    with pytest.raises(
+        FormatError, match=r"weight \[8, 0\] is .* in the source; expected the same\. `quantkit quan"
+    ):
+        kept_rows(checkpoint, tensor, chosen, 8, 16)
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -91,7 +166,11 @@ def test_a_grid_nests_in_the_scheme_of_its_granularity(spec: GridSpec, scheme: s
         (replace(INT4, transposed=True), r"stored \[K, N\], and groups would be of rows"),
         (replace(INT4, matrices=8), "8 matrices in one tensor"),
         (replace(INT4, scale_dtype=torch.float64), "its scales are torch.float64"),
-        (replace(INT4, format=FORMATS["nf4"], affine="zeros"), "nf4 has zeros, and only int formats"),
+        (
+            replace(INT4, format=FORMATS["nf4"], affine="zeros"),
+            "its codes have zeros, which is for int formats",
+        ),
+        (replace(INT4, group_size=3), "blocks that do not end where rows do"),
     ],
 )
 def test_what_does_not_nest_is_told_why(spec: GridSpec, reason: str) -> None:

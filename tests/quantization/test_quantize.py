@@ -25,6 +25,7 @@ from quantkit.quantization import stream
 from quantkit.quantizing import quantize
 from quantkit.recipes.recipe import Recipe
 
+from ..support.compare import assert_equal
 from ..tiny.sizes import SIZES, made_once
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,9 +80,9 @@ def edit(source: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
 
 
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.dtype == other.dtype and one.shape == other.shape
-    return same and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def assert_same_bytes(found: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:
+    assert found.dtype == expected.dtype, name
+    assert_equal(*(one.contiguous().view(torch.uint8) for one in (found, expected)), name)
 
 
 def check_tensors(source: Path, out: Path, **options: Any) -> int:
@@ -95,13 +96,13 @@ def check_tensors(source: Path, out: Path, **options: Any) -> int:
         stored = stored_format(expected.scheme, weight.shape[1], container)
         for part, tensor in expected.parts():
             found = after.pop(stored.part_name(name, part))
-            assert same_bytes(found, stored.to_file(part, tensor)), f"{name} {part}"
+            assert_same_bytes(found, stored.to_file(part, tensor), f"{name} {part}")
         if stored.codes_per_element is None:
             assert after.pop(f"{name}_shape").tolist() == list(weight.shape)
         before.pop(name, None)
     assert set(after) == set(before)
     for name, tensor in after.items():
-        assert same_bytes(tensor, before[name]), name
+        assert_same_bytes(tensor, before[name], name)
     return len(packed)
 
 
@@ -136,7 +137,7 @@ def test_packed_tensors_are_those_of_quantize_tensor_and_the_rest_is_untouched(
 
 
 @pytest.mark.skipif(STORIES is None, reason="stories260K is not in this checkout")
-def test_a_real_model(tmp_path):
+def test_a_real_model_is_written_as_planned(tmp_path):
     assert STORIES is not None
     result = quantize(STORIES, tmp_path / "out", format="int4", group_size=32)
     assert check_tensors(STORIES, tmp_path / "out", format="int4", group_size=32) == 35
@@ -239,7 +240,7 @@ def test_large_rows_that_are_copied_are_read_one_at_a_time(tmp_path, monkeypatch
     monkeypatch.setattr(Checkpoint, "read", watch)
     quantize(source, tmp_path / "out", method="rtn")
     assert sorted(read) == [(i, i + 1) for i in range(5)]
-    assert same_bytes(tensors_of(tmp_path / "out")["fused.experts"], tensors["fused.experts"])
+    assert_same_bytes(tensors_of(tmp_path / "out")["fused.experts"], tensors["fused.experts"])
 
 
 @pytest.mark.parametrize("chunk", [8 << 20, 1], ids=["whole", "chunked"])
@@ -353,7 +354,7 @@ def test_a_weight_that_is_not_finite_is_named_and_no_checkpoint_is_left(tmp_path
         quantize(source, out, **options)
     assert not (out / "config.json").exists() and not list(out.glob("*.safetensors"))
     quantize(source, out, rules=(f"{UP.removesuffix('.weight')}=keep",), overwrite=True, **options)
-    assert same_bytes(tensors_of(out)[UP], tensors_of(source)[UP])
+    assert_same_bytes(tensors_of(out)[UP], tensors_of(source)[UP])
 
 
 def test_a_source_that_changes_during_the_run_is_refused(tmp_path):

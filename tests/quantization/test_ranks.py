@@ -18,7 +18,7 @@ from quantkit.model.distributed import Ranks, Record, join_ranks
 from quantkit.quantization.blockwise import pipeline
 from quantkit.quantizing import quantize
 
-from ..processes import ended
+from ..support.processes import ended
 from ..tiny.calibrated import data, files_of, interrupted_at, write
 
 

@@ -26,6 +26,7 @@ from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.load import load
 from quantkit.verification.verify import verify
 
+from ..support.compare import assert_equal
 from ..tiny.calibrated import FAMILIES as CONFIGS
 from ..tiny.calibrated import data, files_of, interrupted_at, write
 
@@ -124,8 +125,8 @@ def test_tensors_are_those_of_matrix_products(tmp_path):
         got = found.read(name)
         assert got.dtype == (torch.float32 if got.dim() == 2 else torch.bfloat16)
         assert (got - tensor).abs().max() <= (1e-6 if got.dim() == 2 else 4e-3) * tensor.abs().max()
-        assert torch.equal(found.read(name, 3, 11), got[3:11])
-    assert torch.equal(found.read(f"{layer}self_attn.q_proj.bias"), stored[f"{layer}self_attn.q_proj.bias"])
+        assert_equal(found.read(name, 3, 11), got[3:11])
+    assert_equal(found.read(f"{layer}self_attn.q_proj.bias"), stored[f"{layer}self_attn.q_proj.bias"])
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_what_is_no_parameter_is_copied(tmp_path):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.arange(3.0)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     found = rotated(Checkpoint.open(source)).read("model.layers.0.self_attn.rotary_emb.inv_freq")
-    assert torch.equal(found, torch.arange(3.0))
+    assert_equal(found, torch.arange(3.0))
 
 
 def test_tensors_that_cannot_be_rotated_are_refused(tmp_path, monkeypatch):

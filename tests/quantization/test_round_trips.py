@@ -16,6 +16,7 @@ from quantkit.quantization import stream
 from quantkit.quantizing import quantize
 from quantkit.runtime.replace import packed_modules
 
+from ..support.compare import assert_close, assert_equal
 from ..tiny.packed import VOCAB, config_of, logits_of
 from ..tiny.sizes import made_once
 
@@ -121,7 +122,7 @@ def test_quantize_load_compute_save(tmp_path, prompt, monkeypatch, family, kind)
     model = AutoModelForCausalLM.from_pretrained(out)
     reference = dequantized(source, out, (family, kind) in SHARED, **options)
     dense = AutoModelForCausalLM.from_pretrained(reference)
-    torch.testing.assert_close(logits_of(model, prompt), logits_of(dense, prompt), rtol=1e-5, atol=1e-5)
+    assert_close(logits_of(model, prompt), logits_of(dense, prompt), rtol=1e-5, atol=1e-5)
 
     model.save_pretrained(tmp_path / "again")
     assert as_bytes(tensors_of(tmp_path / "again")) == as_bytes(tensors_of(out))
@@ -173,10 +174,10 @@ def test_one_recipe_mixes_all_kinds(tmp_path, prompt):
         weight = f"{name}.weight"
         found[name.split(".")[-1]] = [part for part, _ in module.packed.parts()]
         tensors[weight] = quantize_tensor(tensors[weight], module.scheme).dequantize()
-        assert torch.equal(module.packed.dequantize(), tensors[weight])
+        assert_equal(module.packed.dequantize(), tensors[weight])
     assert {leaf: found[leaf] for leaf in MIXED} == MIXED
     dense = AutoModelForCausalLM.from_pretrained(write_dense(source, tensors))
-    torch.testing.assert_close(logits_of(model, prompt), logits_of(dense, prompt), rtol=1e-5, atol=1e-5)
+    assert_close(logits_of(model, prompt), logits_of(dense, prompt), rtol=1e-5, atol=1e-5)
 
     model.save_pretrained(tmp_path / "again")
     assert as_bytes(tensors_of(tmp_path / "again")) == as_bytes(tensors_of(out))
@@ -265,4 +266,4 @@ def test_int8_per_tensor_is_not_fused_by_engines_and_has_scales_of_its_own(tmp_p
     for leaf in ("q_proj", "k_proj", "v_proj"):
         name = f"model.layers.0.self_attn.{leaf}.weight"
         expected = quantize_tensor(weights[name], "int8", group_size="tensor").scale
-        assert torch.equal(tensors[f"{name}_scale"], expected)
+        assert_equal(tensors[f"{name}_scale"], expected)

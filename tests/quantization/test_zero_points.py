@@ -24,6 +24,7 @@ from quantkit.recipes.recipe import parse_zero_point
 from quantkit.runtime.load import load
 from quantkit.runtime.replace import packed_modules
 
+from ..support.compare import assert_close, assert_equal
 from .test_quantize import check_tensors, write
 
 ROOT = Path(__file__).parents[2]
@@ -102,8 +103,8 @@ def test_a_tensor_is_quantized_saved_and_read(
     assert parts["zero_point"].dtype == STORED[kind.name]
     assert parts["zero_point"].shape == (80, packed.scheme.groups(200))
     again = PackedTensor.from_parts(parts, Scheme.from_dict(packed.scheme.to_dict()), (80, 200))
-    torch.testing.assert_close(again.dequantize(), definition(packed), rtol=1e-6, atol=1e-6)
-    assert torch.equal(again.dequantize(start=3, stop=9), packed.dequantize()[3:9])
+    assert_close(again.dequantize(), definition(packed), rtol=1e-6, atol=1e-6)
+    assert_equal(again.dequantize(start=3, stop=9), packed.dequantize()[3:9])
     symmetric = quantize_tensor(source, "int4", group_size=group_size, method=method)
     errors = [float((one.dequantize() - source).square().sum()) for one in (packed, symmetric)]
     assert errors[0] < errors[1]
@@ -150,11 +151,11 @@ def test_a_model_is_quantized_loaded_cast_and_run(kind: ZeroPointType, tmp_path:
     tokens = torch.arange(1, 9)[None]
     with torch.no_grad():
         logits = model(tokens).logits
-        assert torch.equal(model.to(torch.float64).to(torch.float32)(tokens).logits, logits)
+        assert_equal(model.to(torch.float64).to(torch.float32)(tokens).logits, logits)
         dense = load(source, device="cpu", dtype=torch.float32)
         for name, module in packed_modules(model):
             dense.get_submodule(name).weight.data = module.dense_weights(torch.float32)["weight"]
-        torch.testing.assert_close(logits, dense(tokens).logits, rtol=1e-4, atol=1e-4)
+        assert_close(logits, dense(tokens).logits, rtol=1e-4, atol=1e-4)
     zeros = {module.matrix.parts[2].dtype for _, module in packed_modules(model)}
     assert zeros == {STORED[kind.name]}
 

@@ -13,6 +13,7 @@ from quantkit.errors import CheckpointError, FormatError, UsageError
 from quantkit.recipes.recipe import Choice, Recipe, Rule
 
 from ..conftest import Run
+from ..support.compare import assert_equal
 from .faults import CONFIG, QUICK, SOURCE, WEIGHTS, Message, edit_json, edit_tensors, refused
 
 HEAD = "lm_head"
@@ -60,8 +61,8 @@ def test_an_unknown_architecture(run: Run, source: Path, out: Path, model_type: 
     edit_json(source / CONFIG, lambda config: config.update(model_type=model_type))
     message = Message(
         source / CONFIG,
-        f"model_type {model_type!r}",
-        "transformers cannot build a causal language model",
+        f"'model_type' is {model_type!r}",
+        "expected an architecture of transformers",
         "install a transformers that knows the architecture",
     )
     refused(run, ("quantize", source, out), CheckpointError, message, source.parent)
@@ -246,7 +247,7 @@ def test_a_packed_head_is_untied_and_said(run: Run, out: Path) -> None:
     assert json.loads((out / CONFIG).read_text())["tie_word_embeddings"] is False
     model = quantkit.load(out, device="cpu")
     embedding = load_file(SOURCE / WEIGHTS)["model.embed_tokens.weight"]
-    assert torch.equal(model.get_input_embeddings().weight, embedding)
+    assert_equal(model.get_input_embeddings().weight, embedding)
     # Packed from the embedding, and no longer it.
     assert "packed" in "".join(dict(model.lm_head.named_parameters()))
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.errors import CheckpointError, OutputError
 
 from ..conftest import Run
+from ..support.compare import assert_equal
 from .faults import (
     CONFIG,
     INDEX,
@@ -48,8 +49,7 @@ def goes_on(run: Run, source: Path, out: Path, warning: str, expected: Path = SO
     assert f"note: {warning}\n" in done.err
     assert run("quantize", expected, out.with_name("expected"), *QUICK).code == 0
     tensors, wanted = load_file(out / WEIGHTS), load_file(out.with_name("expected") / WEIGHTS)
-    assert tensors.keys() == wanted.keys()
-    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    assert_equal(tensors, wanted)
     assert run("verify", out, "--no-reload").code == 0
 
 

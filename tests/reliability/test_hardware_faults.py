@@ -131,7 +131,7 @@ def test_a_gpu_too_small_for_a_pass_is_an_error_with_figures(
     def fail(*arguments: object) -> None:
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
-    monkeypatch.setattr(blocks.Decoder, "embed", fail)
+    monkeypatch.setattr(blocks.Decoder, "passes", fail)
     budget = ("--bits-per-weight", 4.5, "--formats", "int4,int8", *GPTQ[2:])
     monkeypatch.setenv("XDG_CACHE_HOME", str(out.parent / "cache"))
     message = Message(SOURCE, f"the GPU has too little memory {FIGURES}", "Free memory", "--device cpu")

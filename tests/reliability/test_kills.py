@@ -186,12 +186,12 @@ def kill_and_resume(run: Run, count: int) -> Counter[str]:
 
 
 @pytest.mark.sampled(2)
-def test_a_few_kills(run: Run) -> None:
+def test_after_a_few_kills_the_bytes_are_the_same(run: Run) -> None:
     assert kill_and_resume(run, 3).total() == 3
 
 
 @pytest.mark.slow
-def test_many_kills(run: Run) -> None:
+def test_after_many_kills_the_bytes_are_the_same(run: Run) -> None:
     phases = kill_and_resume(run, 100)
     tell(
         f"{run.name}: {phases.total()} random SIGKILLs and as many resumes to the same bytes; {dict(phases)}"

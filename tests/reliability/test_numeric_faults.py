@@ -27,6 +27,7 @@ from quantkit.quantization.task import Task
 from quantkit.runtime.replace import packed_modules
 
 from ..conftest import Run
+from ..support.compare import assert_close, assert_equal
 from .faults import (
     QUICK,
     SOURCE,
@@ -74,7 +75,7 @@ def test_weights_that_are_no_numbers(
     is_unfinished(out)
     kept = ("--overwrite", "--no-check", "--rule", f"{MODULE}=keep")
     assert run("quantize", source, out, *options, *kept).code == 0
-    assert torch.equal(load_file(out / WEIGHTS)[UP].isfinite(), weight.isfinite())
+    assert_equal(load_file(out / WEIGHTS)[UP].isfinite(), weight.isfinite())
 
 
 @pytest.mark.fault(40)
@@ -140,7 +141,7 @@ def test_constant_rows_and_outliers(run: Run, source: Path, out: Path, format: s
     found = stored(out)
     assert found.isfinite().all()
     # Constant rows to the rounding of values and scale, and the outlier, which is nearly all of its row.
-    torch.testing.assert_close(found[:2], weight[:2], rtol=0.26, atol=0)
+    assert_close(found[:2], weight[:2], rtol=0.26, atol=0)
     assert (found[2] - weight[2]).norm() < (0.26 if format != "binary" else 1) * weight[2].norm()
     error = json.loads(done.out)["layers"][MODULE]["relative_error"]
     actual = (found.double() - weight).square().sum() / weight.double().square().sum()
@@ -163,7 +164,7 @@ def test_negative_zeros_and_subnormals(run: Run, source: Path, out: Path, dtype:
 
     edit_tensors(source / WEIGHTS, change)
     assert run("quantize", source, out, *QUICK).code == 0
-    assert torch.equal(
+    assert_equal(
         load_file(out / WEIGHTS)[norm].view(torch.uint8), load_file(source / WEIGHTS)[norm].view(torch.uint8)
     )
     found = stored(out)
@@ -184,7 +185,7 @@ def test_matrices_of_any_size(name: str, shape: tuple[int, int]) -> None:
     assert found.shape == weight.shape and found.isfinite().all()
     assert (found - weight).norm() <= (0.3 if packed.scheme.format.bits > 2 else 0.9) * weight.norm() + 1e-6
     x = torch.randn(3, shape[1])
-    torch.testing.assert_close(linear(x, packed), x @ found.T, rtol=1e-4, atol=1e-4)
+    assert_close(linear(x, packed), x @ found.T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.fault(45)
@@ -209,7 +210,7 @@ def test_elements_beyond_2_to_the_32_are_where_the_header_says(tmp_path: Path, z
         file.seek(start * COLUMNS * 2, os.SEEK_CUR)
         file.write(weight.view(torch.uint8).numpy().tobytes())
     checkpoint = Checkpoint.of_files([tmp_path / WEIGHTS])
-    assert torch.equal(checkpoint.read("w", start, ROWS), weight)
+    assert_equal(checkpoint.read("w", start, ROWS), weight)
 
     chosen = scheme("int4", group_size=128, zero_point=zero_point, scale_dtype=torch.bfloat16)
     parts = tuple(
@@ -242,13 +243,12 @@ def test_weights_of_any_strides_and_owners() -> None:
     expected = quantize_tensor(plain, "int4").words
     strided = torch.randn(64, 80).T[::2].copy_(plain)
     parameter = torch.nn.Parameter(plain.clone())
-    assert torch.equal(quantize_tensor(strided, "int4").words, expected)
-    assert torch.equal(quantize_tensor(parameter, "int4").words, expected)
-    assert parameter.requires_grad and torch.equal(parameter.data, plain)
+    assert_equal(quantize_tensor(strided, "int4").words, expected)
+    assert_equal(quantize_tensor(parameter, "int4").words, expected)
+    assert parameter.requires_grad
+    assert_equal(parameter.data, plain)
     expanded = plain[:1].expand(40, 64)
-    assert torch.equal(
-        quantize_tensor(expanded, "int4").words, quantize_tensor(expanded.clone(), "int4").words
-    )
+    assert_equal(quantize_tensor(expanded, "int4").words, quantize_tensor(expanded.clone(), "int4").words)
 
 
 @pytest.mark.fault(47)
@@ -287,8 +287,8 @@ def test_sources_of_other_dtypes_are_cast_to_float32(
     expected = quantize_tensor(weight.float(), "int4", method="rtn", scale_dtype=scale)
     parts = dict(expected.parts())
     assert found[f"{UP}_scale"].dtype == scale
-    assert torch.equal(found[f"{UP}_scale"], parts["scale"])
-    assert torch.equal(found[UP], parts["packed"])
+    assert_equal(found[f"{UP}_scale"], parts["scale"])
+    assert_equal(found[UP], parts["packed"])
 
 
 @pytest.mark.fault(48)

@@ -140,7 +140,7 @@ def with_tasks(found: EvalReport, correct: list[bool]) -> EvalReport:
     return replace(found, tasks=(metrics,), noise_floor=floor, reference_logits=12_000_000)
 
 
-def test_write_report(tmp_path, unhashed):
+def test_a_report_is_written_with_tables_and_plots(tmp_path, unhashed):
     reports = [
         with_tasks(
             report("int8", 8.03, **{"books.txt": text(0.0), "docs.txt": text(0.002)}),

@@ -24,6 +24,7 @@ from quantkit.runtime import async_sampling, host_copy
 from quantkit.runtime.host_copy import HostCopy, _copies_of
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
+from ..support.compare import assert_equal
 from .graphed import DEVICE, SIZES, count_recordings, ids
 
 
@@ -73,7 +74,7 @@ def both(models: tuple[Any, Any], **options: Any) -> tuple[torch.Tensor, torch.T
         answer = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
         found.append(answer if torch.is_tensor(answer) else answer.sequences)
         states.append(torch.rand(3, device=DEVICE))
-    assert torch.equal(*states)
+    assert_equal(*states)
     return found[0], found[1]
 
 
@@ -103,7 +104,7 @@ def test_tokens_and_random_numbers_are_those_of_transformers(
     models: tuple[Any, Any], late: list[torch.Tensor], options: dict[str, Any]
 ) -> None:
     expected, found = both(models, **options)
-    assert torch.equal(found, expected)
+    assert_equal(found, expected)
     assert len(late) == 1
 
 
@@ -112,7 +113,7 @@ def test_a_text_that_ends_with_its_last_token(models: tuple[Any, Any], late: lis
     ends = whole[:, -1].tolist()
     for most in (5, 6, 7):
         expected, found = both(models, max_new_tokens=most, eos_token_id=ends, pad_token_id=0)
-        assert torch.equal(found, expected)
+        assert_equal(found, expected)
 
 
 class _Banned(LogitsProcessor):
@@ -138,7 +139,8 @@ def test_processors_and_criteria_of_the_caller(models: tuple[Any, Any], late: li
             logits_processor=LogitsProcessorList([_Banned()]),
             stopping_criteria=StoppingCriteriaList(criteria),
         )
-        assert torch.equal(found, expected) and int(found[:, 9:].max()) < 30
+        assert_equal(found, expected)
+        assert int(found[:, 9:].max()) < 30
     assert len(late) == 3
 
 
@@ -156,7 +158,8 @@ def test_only_what_changes_logits_gets_copies_in_float32(
     before = logits.clone()
     for processors, token in (([], 38), ([_Banned()], 0)):
         found = async_sampling._next_tokens(ids(), logits, LogitsProcessorList(processors), False)
-        assert found.tolist() == [token] and torch.equal(logits, before)
+        assert found.tolist() == [token]
+        assert_equal(logits, before)
     assert (compared[0] is logits) is (dtype != torch.float64)
     assert compared[1].dtype == torch.float32
 
@@ -187,7 +190,7 @@ def test_processors_see_nothing_of_the_step_that_is_left_out(models: tuple[Any, 
             eos_token_id=MANY,
             logits_processor=LogitsProcessorList([processor]),
         )
-        assert torch.equal(found, expected)
+        assert_equal(found, expected)
         lengths.append(found.shape[1])
     # Random numbers of a GPU are others, with which one text or another ends at once.
     assert any(10 < length < 39 for length in lengths)
@@ -201,7 +204,8 @@ def test_errors_of_processors_are_raised(models: tuple[Any, Any]) -> None:
 def test_the_cache_has_room_for_what_criteria_let_through(models: tuple[Any, Any]) -> None:
     criteria = StoppingCriteriaList([MaxLengthCriteria(260)])
     expected, found = both(models, max_new_tokens=5, stopping_criteria=criteria)
-    assert torch.equal(found, expected) and found.shape[1] == 260
+    assert_equal(found, expected)
+    assert found.shape[1] == 260
 
 
 def test_steps_run_with_the_experts_that_transformers_chooses_for_them(
@@ -235,7 +239,8 @@ def test_copies_are_of_what_was_there(tensor: torch.Tensor) -> None:
     for part in (tensor, tensor.mT if tensor.dim() == 2 else tensor):
         copy = HostCopy(part)
         found = copy.get()
-        assert found.device.type == "cpu" and torch.equal(found, part.cpu())
+        assert found.device.type == "cpu"
+        assert_equal(found, part.cpu())
         part.logical_not_() if part.dtype == torch.bool else part.add_(1)
         assert not torch.equal(copy.get(), part.cpu())
 
@@ -389,5 +394,6 @@ def test_what_asks_for_more_is_left_to_transformers(
     torch.manual_seed(3)
     found = models[1].generate(input_ids=prompt, max_new_tokens=5, **many, **options)
     sequences = [answer if torch.is_tensor(answer) else answer.sequences for answer in (expected, found)]
-    assert torch.equal(*sequences) and type(found) is type(expected)
+    assert_equal(*sequences)
+    assert type(found) is type(expected)
     assert not late

@@ -23,18 +23,19 @@ from quantkit.runtime.load import load
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.transformers import quantizer, registration
 
+from ..support.compare import assert_close, assert_equal
 from ..tiny.packed import HALF_ON_DISK, VOCAB, logits_of, run_python
 
 
 @pytest.mark.parametrize("name", ["int4", "fp6"])
-def test_load(tiny, prompt, name):
+def test_a_packed_model_computes_with_the_dequantized_weights(tiny, prompt, name):
     checkpoint = tiny("qwen2", name)
     model = load(checkpoint.packed, device="cpu")
     assert not model.training
     assert any(True for _ in packed_modules(model))
     assert quantkit.load is load
     expected = logits_of(checkpoint.dense_model(), prompt)
-    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+    assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -54,10 +55,10 @@ def test_a_model_is_freed_without_the_garbage_collector(tiny, prompt, family):
         gc.enable()
 
 
-def test_load_dense(tiny, prompt):
+def test_a_dense_model_is_loaded_as_by_transformers(tiny, prompt):
     checkpoint = tiny()
     model = load(checkpoint.dense, device="cpu")
-    assert torch.equal(logits_of(model, prompt), logits_of(checkpoint.dense_model(), prompt))
+    assert_equal(logits_of(model, prompt), logits_of(checkpoint.dense_model(), prompt))
 
 
 def test_dtype_and_disk_offload(tiny, prompt, tmp_path):
@@ -72,9 +73,7 @@ def test_dtype_and_disk_offload(tiny, prompt, tmp_path):
     )
     assert offloaded.model.layers[1].self_attn.q_proj.weight_packed.is_meta
     expected = logits_of(model, prompt)
-    torch.testing.assert_close(
-        logits_of(offloaded, prompt), expected, rtol=0, atol=0.05 * expected.abs().max().item()
-    )
+    assert_close(logits_of(offloaded, prompt), expected, rtol=0, atol=0.05 * expected.abs().max().item())
 
 
 def test_max_memory_moves_layers_to_disk(tiny, prompt, tmp_path):
@@ -83,7 +82,7 @@ def test_max_memory_moves_layers_to_disk(tiny, prompt, tmp_path):
     model = load(checkpoint.packed, **options)
     assert {"cpu", "disk"} == set(model.hf_device_map.values())
     expected = logits_of(checkpoint.dense_model(), prompt)
-    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+    assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_missing_dense_tensor_is_refused(tiny):
@@ -144,7 +143,7 @@ def test_other_versions_of_transformers(monkeypatch, tiny, version):
         registration.register_plugin()
 
 
-def test_no_transformers(monkeypatch):
+def test_without_transformers_the_remedy_is_said(monkeypatch):
     def missing(name: str) -> str:
         raise transformers_version.metadata.PackageNotFoundError(name)
 
@@ -268,7 +267,7 @@ def test_characters_of_several_tokens_are_held_back():
         ({"prompt": "w5 \udcff"}, "the prompt is no Unicode text: surrogates not allowed"),
     ],
 )
-def test_wrong_arguments(tiny, words, arguments, message):
+def test_wrong_arguments_of_generate_are_refused(tiny, words, arguments, message):
     with pytest.raises(UsageError, match=message):
         generate(load(tiny().packed, device="cpu"), words, **arguments)
 
@@ -280,20 +279,25 @@ def test_one_token_has_no_speed():
 # Costs, each in a process of its own
 
 
-def forked(modules, codes, environment=None):
-    """What each of `codes` prints in a process of its own, forked from one that imported `modules`."""
-    program = f"""
-import json, os, sys, {modules}
-for code in json.loads(sys.argv[1]):
-    child = os.fork()
-    if not child:
-        exec(code)
-        sys.stdout.flush()
-        # To take apart what was imported takes most of a second.
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, code
+def forked(*parts, environment=None):
+    """What codes print in processes of their own, each forked from one that imported what was named before.
+
+    `parts` are pairs of modules, as after `import`, and of the codes that are run then.
+    """
+    program = """
+import json, os, sys
+for modules, codes in json.loads(sys.argv[1]):
+    exec(f"import {modules}")
+    for code in codes:
+        child = os.fork()
+        if not child:
+            exec(code)
+            sys.stdout.flush()
+            # To take apart what was imported takes most of a second.
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, code
 """
-    return run_python(program, json.dumps(codes), environment=environment).stdout.splitlines()
+    return run_python(program, json.dumps(parts), environment=environment).stdout.splitlines()
 
 
 def test_importing_quantkit_imports_no_heavy_package():
@@ -310,18 +314,31 @@ print(json.dumps([heavy, "transformers" in sys.modules, torch.cuda.is_initialize
     assert json.loads(run_python(code).stdout) == [[], False, False]
 
 
-def test_the_plugin_is_registered_whatever_is_imported_first():
-    orders = (
-        "import quantkit; from transformers.quantizers import auto",
-        "from transformers.quantizers import auto; import quantkit",
-        "import quantkit.runtime.transformers.quantizer; from transformers.quantizers import auto",
-        "import quantkit, importlib; from transformers.quantizers import auto; importlib.reload(quantkit)",
+def test_the_plugin_is_registered_whatever_is_imported_first(tiny):
+    first, *others = (
+        f"{order}; print(auto.AUTO_QUANTIZER_MAPPING['quantkit'].__name__)"
+        for order in (
+            "import quantkit; from transformers.quantizers import auto",
+            "from transformers.quantizers import auto; import quantkit",
+            "import quantkit.runtime.transformers.quantizer; from transformers.quantizers import auto",
+            "import quantkit; from transformers.quantizers import auto; "
+            "import importlib; importlib.reload(quantkit)",
+        )
     )
-    code = "print(auto.AUTO_QUANTIZER_MAPPING['quantkit'].__name__)"
-    # What transformers imports for the longest time.
-    modules = "torch.distributed.tensor, torch.distributed.fsdp"
-    names = forked(modules, [f"{order}; {code}" for order in orders])
-    assert names == ["QuantkitQuantizer"] * len(orders)
+    # Without compressed-tensors, which transformers imports with its quantizers.
+    alone = f"""
+sys.modules["compressed_tensors"] = None
+import quantkit
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tiny("llama", "int4-asym").packed)!r})
+print(type(model.model.layers[0].self_attn.q_proj).__name__)
+"""
+    names = forked(
+        # What transformers imports for the longest time.
+        ("torch.distributed.tensor, torch.distributed.fsdp", [first]),
+        ("transformers.models.auto.configuration_auto, accelerate", [*others, alone]),
+    )
+    assert names == ["QuantkitQuantizer"] * 4 + ["PackedLinear"]
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -364,7 +381,9 @@ print(torch.{dtype}.itemsize * weights, peak - before)
     # the second row): larger blocks go back to the system at once, so that the peak is what the loader held.
     environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}
     modules = "quantkit, torch, transformers, accelerate, transformers.models.llama.modeling_llama"
-    for (layouts, dtype, share), found in zip(cases, forked(modules, codes, environment), strict=True):
+    for (layouts, dtype, share), found in zip(
+        cases, forked((modules, codes), environment=environment), strict=True
+    ):
         dense, grown = map(int, found.split())
         assert dense > 150e6
         assert grown < share * dense, (layouts, dtype)
@@ -423,7 +442,7 @@ def test_a_lack_of_memory_is_not_a_damaged_file(tiny, monkeypatch):
     def exhausted(*_, **__):
         torch.empty(1 << 60)
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", exhausted)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", exhausted)
     with pytest.raises(EnvironmentProblem, match=r"the host has too little memory \(4611686\.02 TB needed"):
         load(checkpoint.packed, device="cpu")
 
@@ -470,7 +489,7 @@ def test_what_waits_for_a_collection_makes_room_on_a_gpu(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr("quantkit.runtime.load.pick_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", from_pretrained)
     gc.disable()
     try:
         assert left() is not None

@@ -14,6 +14,7 @@ from quantkit.runtime.next_inputs import NextInputs
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 from quantkit.runtime.transformers.patches.generation import undo
 
+from ..support.compare import assert_equal
 from .graphed import DEVICE, count_recordings, ids, made
 
 
@@ -72,7 +73,7 @@ def test_tokens_are_those_of_transformers(
     # Texts of other lengths, padded on the left.
     mask[0, :4], mask[1, :1] = 0, 0
     expected, found, steps = _both(model, prompt, mask)
-    assert torch.equal(found, expected)
+    assert_equal(found, expected)
     assert steps == prepared
 
 
@@ -105,7 +106,8 @@ def test_what_is_not_as_foreseen_is_prepared_for_each_step(
     mask = torch.ones_like(prompt)
     mask[0, 0] = 0
     expected, found, steps = _both(model, prompt, mask)
-    assert torch.equal(found, expected) and steps == 12
+    assert_equal(found, expected)
+    assert steps == 12
 
 
 class _Generates(LogitsProcessor):
@@ -131,7 +133,8 @@ def test_a_text_between_steps_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     expected, found, steps = _both(
         model, prompt, torch.ones_like(prompt), logits_processor=LogitsProcessorList([_Generates(model)])
     )
-    assert torch.equal(found, expected) and steps >= FEW
+    assert_equal(found, expected)
+    assert steps >= FEW
 
 
 def test_a_graph_that_was_dropped_is_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +158,7 @@ def test_a_graph_that_was_dropped_is_recorded_again(monkeypatch: pytest.MonkeyPa
     model.lm_head.weight = torch.nn.Parameter(before)
     graph_decoding(model)
     found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, **asked)
-    assert torch.equal(found, expected)
+    assert_equal(found, expected)
     assert len(recorded) == 2
 
 

@@ -17,6 +17,7 @@ from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_experts import PackedExperts
 
+from ..support.compare import assert_close, assert_equal
 from ..tiny.packed import SCHEMES, absmax_pack, config_of
 
 CLASSES = [("mixtral", "MixtralExperts"), ("qwen3_moe", "Qwen3MoeExperts")]
@@ -52,7 +53,7 @@ def pack_into(packed: PackedExperts, dense: nn.Module, schemes: dict[str, Scheme
 @pytest.mark.parametrize(("family", "name"), CLASSES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("container", ["quantkit", "compressed-tensors"])
-def test_forward(family, name, scheme, container):
+def test_packed_experts_compute_what_the_dense_ones_do(family, name, scheme, container):
     dense = experts_of(family, name)
     # Different schemes of the two matrices, and sizes at which words of zero-points have a ragged end.
     schemes = {GATE_UP: SCHEMES[scheme], DOWN: SCHEMES["int4-asym"]}
@@ -68,7 +69,7 @@ def test_forward(family, name, scheme, container):
     with torch.no_grad():
         expected = dense(hidden, index, weights)
     for _ in range(2):
-        torch.testing.assert_close(packed(hidden, index, weights), expected, rtol=1e-4, atol=1e-4)
+        assert_close(packed(hidden, index, weights), expected, rtol=1e-4, atol=1e-4)
         packed.build_kernel_layouts(torch.float32)
 
 
@@ -82,11 +83,11 @@ def test_intermediate_size_that_is_no_multiple_of_the_word():
     hidden, index, weights = torch.randn(5, 64), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
     with torch.no_grad():
         expected = dense(hidden, index, weights)
-    torch.testing.assert_close(packed(hidden, index, weights), expected, rtol=1e-4, atol=1e-4)
+    assert_close(packed(hidden, index, weights), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(tokens):
+def test_experts_take_few_tokens_and_none(tokens):
     dense = experts_of("mixtral", "MixtralExperts")
     packed = PackedExperts.replacing(dense, SCHEMES["int4"], SCHEMES["int4"], "quantkit")
     pack_into(packed, dense, {GATE_UP: SCHEMES["int4"], DOWN: SCHEMES["int4"]})
@@ -116,7 +117,7 @@ def test_an_index_past_the_experts_is_no_expert():
     none = index == 4
     with torch.no_grad():
         expected = dense(hidden, index.masked_fill(none, 0), weights.masked_fill(none, 0))
-    torch.testing.assert_close(packed(hidden, index, weights), expected, rtol=1e-4, atol=1e-4)
+    assert_close(packed(hidden, index, weights), expected, rtol=1e-4, atol=1e-4)
     assert not packed(hidden, index, weights)[2].any()
 
 
@@ -127,8 +128,8 @@ def test_packed_gives_the_matrices_of_one_expert():
     gate, up = packed.packed(GATE_UP, 2)
     (down,) = packed.packed(DOWN, 2)
     assert all(isinstance(matrix, PackedTensor) for matrix in (gate, up, down))
-    assert torch.equal(torch.cat([gate.dequantize(), up.dequantize()]), dense.gate_up_proj[2])
-    assert torch.equal(down.dequantize(), dense.down_proj[2])
+    assert_equal(torch.cat([gate.dequantize(), up.dequantize()]), dense.gate_up_proj[2])
+    assert_equal(down.dequantize(), dense.down_proj[2])
 
 
 # All experts at once, as on a GPU
@@ -145,7 +146,7 @@ def grouped(interpreter, monkeypatch):
     """Without a GPU the kernels run in Triton's interpreter."""
     pytest.importorskip("triton")
     if DEVICE == "cpu":
-        monkeypatch.setattr(fused_kernels, "ungroupable", lambda problem: None)
+        monkeypatch.setattr(fused_kernels, "why_not_groupable", lambda problem: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
 
 
@@ -163,21 +164,16 @@ def inputs(index: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return hidden.to(DEVICE, DTYPE), torch.tensor(index).to(DEVICE), weights.to(DEVICE)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert (found - expected).float().norm() <= LIMIT * expected.float().norm()
-
-
 @pytest.mark.parametrize("scheme", ["int4", "int4-asym", "fp6", "nvfp4", "mxfp4"])
 def test_grouped_experts_compute_what_the_loop_does(grouped, scheme):
     packed, dense = both(scheme)
     assert packed.is_grouped(DTYPE)
     operands = inputs([[1, 0], [0, 3]])
-    assert_close(packed(*operands), dense(*operands))
+    assert_close(packed(*operands), dense(*operands), norm=LIMIT)
     # Experts that are none.
     operands = inputs([[4, 0], [4, 4]])
     found = packed(*operands)
-    assert_close(found, packed._one_by_one(*operands))
+    assert_close(found, packed._one_by_one(*operands), norm=LIMIT)
     assert found[0].any() and not found[1].any()
     empty = tuple(operand[:0] for operand in operands)
     assert packed(*empty).shape == (0, 32)
@@ -236,7 +232,7 @@ def test_grouped_experts_never_ask_the_device(grouped):
             operands = inputs(index)
             # Layouts are not built while something is compiled.
             expected = packed(*operands)
-            assert torch.equal(compiled(*operands), expected)
+            assert_equal(compiled(*operands), expected)
 
 
 def test_gradients_come_from_one_expert_after_the_other(grouped):
@@ -247,8 +243,7 @@ def test_gradients_come_from_one_expert_after_the_other(grouped):
         hidden.requires_grad_(), weights.requires_grad_()
         experts(hidden, index, weights).square().sum().backward()
         gradients.append((hidden.grad, weights.grad))
-    for found, expected in zip(*gradients, strict=True):
-        assert_close(found, expected)
+    assert_close(*gradients, norm=LIMIT)
 
 
 def test_tangents_are_refused(grouped):
@@ -270,13 +265,13 @@ def test_grouped_layouts_are_built_once_and_do_not_survive_other_words(grouped, 
     operands = inputs([[1, 2]])
     packed.build_kernel_layouts(DTYPE)
     for _ in range(2):
-        assert_close(packed(*operands), dense(*operands))
+        assert_close(packed(*operands), dense(*operands), norm=LIMIT)
     # Those of single experts are in the same memory.
     packed._one_by_one(*operands)
     assert len(built) == 2
     packed.load_state_dict(other.state_dict())
     expected = packed._one_by_one(*operands)
-    assert_close(packed(*operands), expected)
+    assert_close(packed(*operands), expected, norm=LIMIT)
     assert not torch.allclose(expected, dense(*operands), rtol=1e-1, atol=1e-1)
     assert len(built) == 4
 
@@ -289,7 +284,7 @@ def test_a_model_with_grouped_experts(tiny, grouped, monkeypatch):
     with torch.no_grad():
         found = model(ids).logits
         monkeypatch.setattr(PackedExperts, "forward", PackedExperts._one_by_one)
-        assert_close(found, model(ids).logits)
+        assert_close(found, model(ids).logits, norm=LIMIT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,6 +19,7 @@ from quantkit.runtime import packed_linear, packed_module
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.replace import packed_replacement
 
+from ..support.compare import assert_close, assert_equal
 from ..tiny.packed import SCHEMES, absmax_pack
 
 
@@ -35,11 +36,11 @@ def make(
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_forward(name, bias):
+def test_a_packed_linear_computes_what_the_dense_one_does(name, bias):
     layer, dense = make(name, bias)
     x = torch.randn(2, 3, 96)
-    torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(layer.packed.dequantize(), dense.weight.detach(), rtol=0, atol=0)
+    assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+    assert_close(layer.packed.dequantize(), dense.weight.detach(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("size", [(), (64,), (2, 95), (2, 3, 128)], ids=str)
@@ -59,7 +60,7 @@ def test_activations_are_a_tensor():
 @pytest.mark.parametrize(
     ("container", "words"), [("quantkit", "weight"), ("compressed-tensors", "weight_packed")]
 )
-def test_state_dict_names(container, words):
+def test_the_state_dict_has_the_names_of_the_container(container, words):
     layer, _ = make("int4-asym", container=container)
     assert set(layer.state_dict()) == {words, "weight_scale", "weight_zero_point", "weight_shape", "bias"}
     assert layer.weight_shape.tolist() == [64, 96]
@@ -94,9 +95,9 @@ def test_the_state_dict_is_what_compressed_tensors_stores(name):
     assert layer.packed.words.dtype == torch.int32
     assert layer.packed.words.data_ptr() == words.data_ptr()
     x = torch.randn(2, 96)
-    torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+    assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), layer(x))
+    assert_equal(compiled(x), layer(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -110,7 +111,7 @@ def test_a_cast_leaves_codes_alone(name, dtype):
     scales = {"weight_scale"} if name.startswith("fp8") and layer.weight_scale.dtype == dtype else set()
     assert cast - {"bias"} == {key for key in scales if before[key].dtype != dtype}
     for key in before.keys() - cast:
-        assert torch.equal(layer.state_dict()[key].view(torch.uint8), before[key].view(torch.uint8))
+        assert_equal(layer.state_dict()[key].view(torch.uint8), before[key].view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
@@ -122,11 +123,11 @@ def test_words_of_a_mapped_file_may_begin_anywhere(name):
     memory[1:] = words.detach().view(torch.uint8).flatten()
     words.data = memory[1:].view(words.shape).view(words.dtype)
     x = torch.randn(2, 96)
-    torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+    assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
     layer.align()
     assert getattr(layer, entry).data_ptr() % 4 == 0
     assert layer.packed.words.data_ptr() == getattr(layer, entry).data_ptr()
-    torch.testing.assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+    assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
 
 
 def test_from_packed_shares_storage():
@@ -148,7 +149,7 @@ def test_gradients_reach_the_input():
     layer(x).square().sum().backward()
     found, x.grad = x.grad, None
     dense(x).square().sum().backward()
-    torch.testing.assert_close(found, x.grad, rtol=1e-4, atol=1e-4)
+    assert_close(found, x.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_pass_a_checkpoint():
@@ -157,7 +158,7 @@ def test_gradients_pass_a_checkpoint():
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).square().sum().backward()
     expected = x.detach().requires_grad_(True)
     dense(expected).square().sum().backward()
-    torch.testing.assert_close(x.grad, expected.grad, rtol=1e-4, atol=1e-4)
+    assert_close(x.grad, expected.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -169,7 +170,7 @@ def test_autocast_reaches_packed_linears(dtype, compiled):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, expected = run(x), dense(x)
     assert y.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    assert_close(y, expected, rtol=2e-2, atol=2e-2)
     assert layer(x.float()).dtype == torch.float32
 
 
@@ -179,7 +180,7 @@ def test_a_cast_of_the_scales_changes_no_code():
     expected = dense(x)
     layer.to(torch.bfloat16)
     assert layer.weight.dtype == torch.int32
-    torch.testing.assert_close(layer(x.bfloat16()).float(), expected, rtol=0.05, atol=0.05)
+    assert_close(layer(x.bfloat16()).float(), expected, rtol=0.05, atol=0.05)
 
 
 # Kernel layouts
@@ -231,7 +232,7 @@ def test_a_layout_does_not_survive_a_change_of_the_words(builds, change):
     change(layer, other)
     x = torch.randn(1, 96)
     expected = x @ layer.packed.dequantize().T
-    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
     assert len(builds) == 2
 
 
@@ -242,7 +243,7 @@ def test_offloaded_layers_build_no_layout_and_keep_no_words(builds):
     expected = dense(x := torch.randn(2, 96))
     cpu_offload(layer, execution_device="cpu")
     for _ in range(2):
-        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+        assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
     assert layer.weight.is_meta
     assert builds == []
 
@@ -274,11 +275,11 @@ def test_a_share_runs_by_the_plan_of_its_layout(monkeypatch):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_copies_work(duplicate):
+def test_copies_compute_the_same(duplicate):
     layer, dense = make()
     x = torch.randn(2, 96)
     layer(x)
-    torch.testing.assert_close(duplicate(layer)(x), dense(x), rtol=1e-5, atol=1e-5)
+    assert_close(duplicate(layer)(x), dense(x), rtol=1e-5, atol=1e-5)
 
 
 def test_torch_compile_keeps_one_graph():
@@ -286,18 +287,26 @@ def test_torch_compile_keeps_one_graph():
     x = torch.randn(2, 96)
     layer(x)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), dense(x), rtol=1e-5, atol=1e-5)
+    assert_close(compiled(x), dense(x), rtol=1e-5, atol=1e-5)
 
 
 # What can be packed
 
 
-def test_linear_is_packable_and_its_subclasses_are_not():
-    class Special(nn.Linear):
-        pass
+def test_what_a_subclass_of_linear_computes_decides_whether_it_is_packable():
+    class Same(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x @ self.weight.T
+            return y if self.bias is None else y + self.bias
 
-    assert why_not_packable(nn.Linear(4, 4)) is None
-    assert why_not_packable(Special(4, 4)) == "Special is neither nn.Linear nor a fused experts module"
+    class Special(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sigmoid()
+
+    for bias in (True, False):
+        assert why_not_packable(nn.Linear(4, 4, bias)) is None
+        assert why_not_packable(Same(6, 4, bias)) is None
+    assert why_not_packable(Special(4, 4)) == "Special computes something else than x W^T + b"
 
 
 def test_a_linear_without_inputs_is_refused_by_its_name():

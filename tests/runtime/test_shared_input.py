@@ -1,6 +1,7 @@
 """q, k and v, gate and up by one launch: the same numbers as one by one, whatever is called when."""
 
 import copy
+import functools
 import gc
 import math
 import pickle
@@ -21,6 +22,8 @@ from quantkit.packing.schemes import scheme
 from quantkit.runtime import shared_input
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.shared_input import shared_inputs
+
+from ..support.compare import assert_close, assert_equal
 
 MODELS = Path(__file__).parents[2] / "examples"
 
@@ -77,8 +80,7 @@ def joined(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-def close(found, expected) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+close = functools.partial(assert_close, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -168,7 +170,7 @@ def test_one_launch_computes_all_under_autocast(launches):
         ys, expected = model(x), model.alone(x)
     assert launches == [96]
     for y, other in zip(ys, expected, strict=True):
-        torch.testing.assert_close(y, other, rtol=2e-2, atol=2e-2)
+        assert_close(y, other, rtol=2e-2, atol=2e-2)
 
 
 def test_with_gradients_each_computes_its_own(launches):
@@ -316,7 +318,7 @@ def test_a_model_has_fewer_launches_and_the_same_logits(launches, tmp_path):
         if isinstance(module, PackedLinear):
             module._shared = None
     launches.clear()
-    torch.testing.assert_close(found, again(ids).logits, rtol=1e-4, atol=1e-4)
+    assert_close(found, again(ids).logits, rtol=1e-4, atol=1e-4)
     assert len(launches) == 7 * layers
     assert saved.keys() == again.state_dict().keys()
 
@@ -336,5 +338,4 @@ def test_joined_biases_are_saved_apart(launches, tmp_path):
     )
     model.save_pretrained(tmp_path / "saved")
     found, again = model.state_dict(), quantkit.load(tmp_path / "saved", device="cpu").state_dict()
-    assert found.keys() == again.keys()
-    assert all(torch.equal(found[name], again[name].to(found[name].dtype)) for name in found)
+    assert_equal({name: again[name].to(found[name].dtype) for name in again}, found)

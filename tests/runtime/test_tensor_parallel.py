@@ -21,7 +21,8 @@ from quantkit.runtime.replace import swap_modules
 from quantkit.runtime.tensor_parallel import plan_of_checkpoint
 from quantkit.runtime.transformers.patches.parallel import ShareForward, divide_packed
 
-from ..processes import ended
+from ..support.compare import assert_close, assert_equal
+from ..support.processes import ended
 from ..tiny.packed import SCHEMES, VERSION, VOCAB, Tiny, assert_same_checkpoint, logits_of, write_tiny
 from ..tiny.sizes import SIZES
 from .graphed import count_recordings
@@ -165,7 +166,7 @@ def found(models: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) -> 
     assert first.keys() == second.keys() == models.keys()
     for name, answer in first.items():
         if isinstance(answer, dict):
-            assert torch.equal(answer["tokens"], second[name]["tokens"])
+            assert_equal(answer["tokens"], second[name]["tokens"])
     return first
 
 
@@ -175,8 +176,8 @@ def test_two_ranks_generate_what_one_does(models, found, name):
     answer = found[name]
     assert isinstance(answer, dict), answer
     expected = logits_of(model, PROMPT)
-    torch.testing.assert_close(answer["logits"], expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(answer["recording"], expected, rtol=1e-4, atol=1e-4)
+    assert_close(answer["logits"], expected, rtol=1e-4, atol=1e-4)
+    assert_close(answer["recording"], expected, rtol=1e-4, atol=1e-4)
     assert answer["tokens"].tolist() == model.generate(PROMPT, **GENERATE).tolist()
     # Each has about half of the words.
     whole = [
@@ -223,11 +224,11 @@ def test_ranks_record_steps_where_all_can(models, tmp_path):
             told: list[str] = []
             warning = SimpleNamespace(warning=lambda text, *of: told.append(text % of))
             patch.setattr(decode, "logger", warning)
-            patch.setattr(tensor_parallel, "RECORDED", "cpu:gloo")
+            patch.setattr(tensor_parallel, "CAPTURED", "cpu:gloo")
             model = AutoModelForCausalLM.from_pretrained(models["llama int4"].packed, tp_plan="auto").eval()
             expected = model.generate(PROMPT, **GENERATE, disable_compile=True)
             for _ in range(2):
-                assert torch.equal(model.generate(PROMPT, **GENERATE), expected)
+                assert_equal(model.generate(PROMPT, **GENERATE), expected)
             graphed = graphs_of(model)
             assert (steps, prompts) == ([1], []) and not graphed.refused
             assert len(told) == (rank == 0) and all("decoding steps are CUDA graphs" in one for one in told)
@@ -241,9 +242,9 @@ def test_ranks_record_steps_where_all_can(models, tmp_path):
 
             if rank:
                 patch.setattr(capture, "capture", refused)
-            assert torch.equal(model.generate(PROMPT[:1], **GENERATE_ONE), expected[:1])
+            assert_equal(model.generate(PROMPT[:1], **GENERATE_ONE), expected[:1])
             (reason,) = graphed.refused
-            assert reason == ("it is late" if rank else "another rank could not record its share")
+            assert reason == ("it is late" if rank else "another rank could not capture its share")
             assert len(graphed._graphs) == 2
             torch.distributed.destroy_process_group()
             assert not graphed._graphs

@@ -59,6 +59,78 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", {"partial_rotary_factor": 0.5, "attention_bias": True}),
     "opt": ("OPTConfig", {"ffn_dim": 84, "word_embed_proj_dim": 32, "do_layer_norm_before": True}),
     "gpt2": ("GPT2Config", {"n_layer": 2, "n_head": 4, "n_embd": 64}),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "mpt": ("MptConfig", {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}),
+    "gptj": ("GPTJConfig", {"n_layer": 2, "n_head": 4, "n_embd": 64, "rotary_dim": 8}),
+    # None leaves a size out: this config computes that one.
+    "falcon": ("FalconConfig", {"head_dim": None}),
+    "rwkv": ("RwkvConfig", {"attention_hidden_size": 64, "context_length": 64, "num_hidden_layers": 2}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **{"global_head_dim": 16, "num_global_key_value_heads": 2, "sliding_window": 8},
+            **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96},
+            **{"num_hidden_layers": 4, "num_kv_shared_layers": 2},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96, "laurel_rank": 8},
+            **{"altup_num_inputs": 4, "num_hidden_layers": 4, "num_kv_shared_layers": 2},
+            **{"activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [84] * 4, "sliding_window": 8},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 33},
+            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 8, "num_key_value_heads": 4},
+            **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+            **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+        },
+    ),
+    "t5": ("T5Config", {"num_layers": 2, "d_ff": 84, "head_dim": None, "d_kv": 16}),
+    "bart": (
+        "BartConfig",
+        {
+            **{"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 84, "decoder_ffn_dim": 84},
+            **{"d_model": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
+            "num_hidden_layers": None,
+        },
+    ),
+    "bert": ("BertConfig", {}),
+    "embedding": ("Qwen3Config", {}),
+    "vision": (
+        "Qwen2VLConfig",
+        {
+            "text_config": {
+                **MODEL_SIZES,
+                "rope_parameters": {
+                    **{"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+                },
+            },
+            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **{"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
+            **{"mamba_d_state": 16, "mamba_chunk_size": 8, "num_hidden_layers": 2},
+        },
+    ),
+}
+#: Classes of models that do not predict the next token.
+CLASSES = {
+    "t5": "T5ForConditionalGeneration",
+    "bart": "BartForConditionalGeneration",
+    "bert": "BertForMaskedLM",
+    "embedding": "Qwen3Model",
+    "vision": "Qwen2VLForConditionalGeneration",
 }
 LINEARS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -79,8 +151,10 @@ def write(
 def _write(source: Path, family: str, dtype: torch.dtype, changes: dict[str, Any]) -> None:
     name, fields = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, name)(**{**MODEL_SIZES, **fields, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    sizes = {**MODEL_SIZES, **fields, **changes}
+    config = getattr(transformers, name)(**{key: one for key, one in sizes.items() if one is not None})
+    cls = getattr(transformers, CLASSES[family]) if family in CLASSES else transformers.AutoModelForCausalLM
+    model = (cls(config) if family in CLASSES else cls.from_config(config)).to(dtype)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(source)

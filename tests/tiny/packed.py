@@ -19,6 +19,7 @@ from quantkit.checkpoint.quantization_config import Assignment, QuantizationConf
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, encode_groups
 
+from ..support.compare import assert_equal
 from .sizes import SIZES, made_once
 
 VOCAB = 96
@@ -241,9 +242,6 @@ def run_python(
 
 def assert_same_checkpoint(found: Path, expected: Path) -> None:
     tensors, wanted = (load_file(directory / "model.safetensors") for directory in (found, expected))
-    assert set(tensors) == set(wanted)
-    for name, tensor in tensors.items():
-        assert tensor.dtype == wanted[name].dtype, name
-        assert torch.equal(tensor, wanted[name]), name
+    assert_equal(tensors, wanted)
     configs = [json.loads((directory / "config.json").read_text()) for directory in (found, expected)]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]

@@ -77,7 +77,7 @@ def _answer(stored: PromptLogits, vocabulary: int = 512) -> torch.Tensor:
     return logits.scatter(1, torch.tensor(stored.tokens), torch.tensor(stored.logits))
 
 
-def test_differences(stored: PromptLogits) -> None:
+def test_logits_may_differ_by_the_tolerance_and_no_more(stored: PromptLogits) -> None:
     logits = _answer(stored)
     assert differences(stored, logits) == []
     largest = float(logits.max())
@@ -117,7 +117,9 @@ def test_a_wrong_scale_is_found(packed: Path, stored: PromptLogits) -> None:
         lambda data: data.update(tokens=3),
     ],
 )
-def test_hostile_records(packed: Path, stored: PromptLogits, change: Callable[[Any], object]) -> None:
+def test_hostile_records_are_refused(
+    packed: Path, stored: PromptLogits, change: Callable[[Any], object]
+) -> None:
     data = json.loads((packed / MANIFEST_NAME).read_text())[KEY]
     change(data)
     with pytest.raises(CheckpointError, match="is not a prompt with tokens and finite logits"):

@@ -102,6 +102,6 @@ def gguf_package() -> Any:
     except ImportError:
         raise EnvironmentProblem(
             "reading GGUF files takes the package gguf, which is not installed. Install it with "
-            "`pip install gguf`."
+            "`pip install gguf`, or quantkit with its extra `gguf`."
         ) from None
     return gguf

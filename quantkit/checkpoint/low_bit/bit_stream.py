@@ -1,6 +1,7 @@
 """Codes as a stream of bits: the layout that formats share whose codes straddle words."""
 
 import torch
+import torch.nn.functional as F
 
 from quantkit.packing import bitpack
 
@@ -20,12 +21,18 @@ def unpack_stream(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """
     if bits in _WHOLE:
         return bitpack.unpack(words, bits, columns)
-    # A code lies in its word and the next: as 64 bits, shifted down.
-    padded = torch.nn.functional.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, 1))
-    first = torch.arange(columns) * bits
-    pairs = padded | torch.nn.functional.pad(padded[:, 1:] << 32, (0, 1))
-    found = (pairs[:, first // 32] >> (first % 32)) & ((1 << bits) - 1)
-    return found.to(torch.uint8)
+    # 32 codes take as many words as a code has bits.
+    blocks = -(-columns // 32)
+    padded = F.pad(words, (0, blocks * bits - words.shape[1])).view(len(words), blocks, bits)
+    codes = torch.empty(len(words), blocks, 32, dtype=torch.uint8)
+    for i in range(32):
+        word, shift = divmod(i * bits, 32)
+        low = padded[:, :, word] >> shift
+        if (inside := 32 - shift) < bits:
+            # An int32 shifted down has copies of its sign above.
+            low = (low & ((1 << inside) - 1)) | (padded[:, :, word + 1] << inside)
+        codes[:, :, i] = low & ((1 << bits) - 1)
+    return codes.flatten(1)[:, :columns]
 
 
 def unpack_fields(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:

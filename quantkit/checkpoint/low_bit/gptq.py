@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.checkpoint.low_bit.bit_stream import unpack_fields, unpack_stream, words_of
+from quantkit.checkpoint.low_bit.bit_stream import nibbles, unpack_stream, words_of
 from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 from quantkit.checkpoint.low_bit.pack_quantized import group_numbers
 from quantkit.checkpoint.low_bit.weight import (
@@ -126,10 +126,10 @@ class Awq(LowBitWeight):
 
         def rows_of(part: str) -> torch.Tensor:
             words = read(self.parts[part], columns=(low, high))
-            codes = unpack_fields(words, 4, 8 * (high - low)).view(len(words), -1, 8)
+            codes = nibbles(words.view(torch.uint8)).view(len(words), -1, 8).permute(1, 2, 0)
             # The codes of rows 0 to 7, by where they are in a word.
-            codes = codes[:, :, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
-            return codes[:, start - 8 * low : stop - 8 * low].T.contiguous()
+            codes = codes[:, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(0, 1)
+            return codes[start - 8 * low : stop - 8 * low]
 
         scales = read(self.parts["scale"], columns=(start, stop)).T.contiguous()
         return StoredGrid(self.spec, rows_of("codes"), scales, rows_of("zero").float())

@@ -1,6 +1,6 @@
 """compressed-tensors `pack-quantized`: integers of 1 to 8 bits in int32 words along rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from quantkit.checkpoint.low_bit.weight import (
     Parts,
     Settings,
     expect_shape,
+    weight_arguments,
     wrong,
 )
 from quantkit.checkpoint.tensors import Read, StoredTensor
@@ -138,13 +139,7 @@ def _shape(parts: Parts, read: Read | None) -> tuple[int, int]:
 
 def _widths(settings: Settings) -> list[int]:
     """The widths of integers that the config names."""
-
-    groups = settings.values.get("config_groups")
-    found = [
-        weights.get("num_bits")
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-        if isinstance(group, Mapping) and isinstance(weights := group.get("weights"), Mapping)
-    ]
+    found = [weights.get("num_bits") for weights in weight_arguments(settings)]
     return sorted({bits for bits in found if type(bits) is int and 1 <= bits <= 8})
 
 

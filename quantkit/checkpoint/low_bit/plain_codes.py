@@ -1,6 +1,7 @@
 """Codes of a whole byte: FP8 and int8 with scales of blocks, rows or the whole tensor."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,12 +15,19 @@ from quantkit.checkpoint.low_bit.weight import (
     as_matrix,
     expect_shape,
     powers_of_two,
+    weight_arguments,
     wrong,
 )
 from quantkit.checkpoint.tensors import Read
 from quantkit.packing.formats import number_format
 
 _FORMATS = {"F8_E4M3": "fp8-e4m3", "F8_E5M2": "fp8-e5m2", "I8": "int8"}
+
+
+def _block_size(settings: Settings) -> Any:
+    """The rows and columns of blocks, as transformers or compressed-tensors says; None where neither does."""
+    found = [weights.get("block_structure") for weights in weight_arguments(settings)]
+    return settings.values.get("weight_block_size") or next(filter(None, found), None)
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,7 @@ class PlainCodes(LowBitWeight):
         codes, scale, zero = parts["codes"], parts["scale"], parts.get("zero")
         if len(codes.shape) not in (2, 3):
             wrong(codes, "expected a matrix, or one for each expert")
-        wanted = settings.values.get("weight_block_size")
-        blocks = Blocks.of(codes, codes.shape, scale, wanted)
+        blocks = Blocks.of(codes, codes.shape, scale, _block_size(settings))
         if zero is not None:
             expect_shape(zero, scale.shape, f"its scale {scale.name!r}")
         powers = scale.dtype in POWERS_OF_TWO

@@ -4,7 +4,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -42,6 +41,14 @@ class Settings:
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value if type(value) is int and 0 < value < 1 << 31 else None
+
+
+def weight_arguments(settings: Settings) -> list[Mapping[str, Any]]:
+    """The `weights` of the config groups of compressed-tensors."""
+    groups = settings.values.get("config_groups")
+    found = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group.get("weights") for group in found if isinstance(group, Mapping)]
+    return [one for one in weights if isinstance(one, Mapping)]
 
 
 @dataclass(frozen=True)
@@ -96,11 +103,6 @@ class LowBitTensor(StoredTensor):
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid:
         """Codes and scales of rows `[start, stop)`, of all matrices where there are several."""
         return self.weight.grid(read, start, stop)
-
-    @property
-    def location(self) -> tuple[Path, int, int]:
-        """Where the codes are; the bytes are those of all parts."""
-        return self.file, self.offset, sum(part.nbytes for part in self.weight.parts.values())
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
         """Rows `[start, stop)`, decoded in pieces and rounded once, from float32."""

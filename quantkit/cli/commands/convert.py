@@ -23,7 +23,7 @@ def convert(
     every_layer: options.EveryLayer = False,
     json: options.Json = False,
 ) -> None:
-    """Convert a low-bit checkpoint to a packed one with the same values.
+    """Convert a low-bit checkpoint and keep every value.
 
     Codes and scales of SOURCE become those of the scheme whose weights are the same, bit by bit, which is
     compared while OUT is written; 'verify OUT --against SOURCE' compares again. Prints which scheme each kind

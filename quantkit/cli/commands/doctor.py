@@ -47,6 +47,7 @@ def doctor(
     x: for every format, or for the weights of DIR.
     """
     from quantkit.kernels.registry import FORCE_VARIABLE, forced_kernel, kernel_named
+    from quantkit.kernels.report import experts_text
     from quantkit.kernels.triton_support import tested_versions
 
     rows_of_x = options.parse_rows_of_x(m)
@@ -95,17 +96,7 @@ def doctor(
             say(f"\n{', '.join(what)}: {entry['kernel'] or 'none'}{tile}{measured}")
             for name, reason in entry["refused"].items():
                 say(f"  not {name}: {reason}")
-            say(f"  experts: {_of_experts(entry['experts_ungrouped'], entry['experts_not_narrow'])}")
-
-
-def _of_experts(ungrouped: str | None, not_narrow: str | None) -> str:
-    """How experts with such weights are multiplied, whatever M is."""
-    if ungrouped is not None:
-        return f"one after the other: {ungrouped}"
-    if not_narrow is not None:
-        others = "not fused-gemv or fused-small-m"
-        return f"grouped, few tokens for each in fused-portable-gemv, {others}: {not_narrow}"
-    return "grouped, few tokens for each in fused-small-m, or in fused-gemv where hardly any has two"
+            say(f"  experts: {experts_text(entry['experts_ungrouped'], entry['experts_unshared'])}")
 
 
 def _say_tables(tables: list[dict[str, Any]]) -> None:
@@ -231,7 +222,7 @@ def _kernels(directory: Path | None, rows_of_x: list[int]) -> list[dict[str, Any
             "us": selection.us,
             "refused": dict(selection.refusals),
             "experts_ungrouped": selection.ungrouped,
-            "experts_not_narrow": selection.not_small_m,
+            "experts_unshared": selection.unshared,
         }
         for scheme, shape in _weights(directory)
         for selection in selections(

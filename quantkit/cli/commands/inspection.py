@@ -34,6 +34,7 @@ def inspect(
     from quantkit.checkpoint.manifest import read_manifest
     from quantkit.checkpoint.source import Checkpoint
     from quantkit.runtime.saved_model import NO_MANIFEST, is_saved, read_record
+    from quantkit.verification.readers import readers_of
 
     if json and tensor_parallel:
         raise UsageError(
@@ -67,7 +68,7 @@ def inspect(
         say("rotated: the residual stream and the values of heads by Hadamard matrices")
     print_layers(record.layers, record.dense, every_layer=every_layer)
     say(totals(record.source_bytes, checkpoint.nbytes, record.bits_per_weight))
-    print_readers(record.container, record.needs_quantkit)
+    print_readers(record.container, record.needs_quantkit, *readers_of(checkpoint))
     if tensor_parallel:
         from quantkit.runtime.tensor_parallel import plan_of_checkpoint
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quantkit.cli import options
-from quantkit.cli.console import note, print_json, progress, say
+from quantkit.cli.console import note, print_json, progress, say, warn
 from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
 from quantkit.errors import UsageError
 from quantkit.files import size_text
@@ -52,6 +52,7 @@ def plan(
     print_plan(planned, every_layer=given.every_layer)
     say(f"peak memory beyond the libraries: about {size_text(peak_bytes(planned))}")
     print_memory(memory)
+    print_warnings(planned)
 
 
 def gpu_memory_of(checkpoint: "Checkpoint", planned: "Plan", options: QuantizeOptions) -> "GpuMemory | None":
@@ -85,9 +86,15 @@ def print_plan(planned: "Plan", *, every_layer: bool) -> None:
     say(totals(planned.source_bytes, planned.output_bytes, planned.bits_per_weight))
     if planned.allocation is not None:
         print_allocation(planned.allocation, every_layer=every_layer)
-    print_readers(planned.config.container, planned.not_portable)
+    print_readers(planned.config.container, planned.not_portable, planned.readers)
     for text in planned.notes:
         note(text)
+
+
+def print_warnings(planned: "Plan") -> None:
+    """The last lines: what of the model is not packed though it is much of it."""
+    for text in planned.warnings:
+        warn(text)
 
 
 def plan_dict(planned: "Plan", measured: "Mapping[str, Measured] | None" = None) -> dict[str, Any]:
@@ -98,7 +105,9 @@ def plan_dict(planned: "Plan", measured: "Mapping[str, Measured] | None" = None)
         "bits_per_weight": planned.bits_per_weight,
         "container": planned.config.container,
         "needs_quantkit": list(planned.not_portable),
+        "readers": list(planned.readers),
         "notes": list(planned.notes),
+        "warnings": list(planned.warnings),
         "files": {shard.filename: sum(task.nbytes for task in shard.tasks) for shard in planned.shards},
         "layers": {name: asdict(layer) for name, layer in planned.layer_records(measured or {}).items()},
         "dense": dict(planned.dense),

@@ -37,7 +37,14 @@ def quantize(
     """
     from quantkit import quantizing
     from quantkit.checkpoint.output.existing import is_resumable
-    from quantkit.cli.commands.plan import gpu_memory_of, memory_dict, plan_dict, print_memory, print_plan
+    from quantkit.cli.commands.plan import (
+        gpu_memory_of,
+        memory_dict,
+        plan_dict,
+        print_memory,
+        print_plan,
+        print_warnings,
+    )
     from quantkit.model.distributed import join_ranks
 
     # Until then, what is to be overwritten may look like an unfinished run.
@@ -108,6 +115,7 @@ def quantize(
         if line is not None:
             say(line)
     say(f"wrote {result.directory} ({size_text(result.plan.output_bytes)})")
+    print_warnings(result.plan)
 
 
 def learned_line(measured: "Mapping[str, Measured]") -> str | None:

@@ -71,7 +71,8 @@ def tune(
     found is kept when this is interrupted.
     """
     from quantkit.kernels.jit.compile_pool import cores
-    from quantkit.kernels.registry import explain, forget_tile_tables
+    from quantkit.kernels.registry import forget_tile_tables
+    from quantkit.kernels.report import device_kernels
     from quantkit.kernels.tuning.gpu_bench import CompilePool, gpu_bench, gpu_target
     from quantkit.kernels.tuning.search import Setting, search, tunable_kernels
     from quantkit.kernels.tuning.tile_table import bucket
@@ -85,8 +86,9 @@ def tune(
     for weight in weights:
         problem = weight.problem(1, gpu, features)
         if not tunable_kernels(problem):
-            reason = dict(explain(problem))["dequantize"]
-            note(f"{weight}: there is nothing to tune, because dequantize does not run it: {reason}.")
+            last = [kernel for kernel in device_kernels(problem.device) if kernel.layout is not None][-1]
+            reason = last.supports(problem)
+            note(f"{weight}: there is nothing to tune, because {last.name} does not run it: {reason}.")
     with CompilePool(jobs or max(1, cores() - 1), gpu_target()) as pool, progress("tuning") as report:
 
         def advance(number: int, done: int, total: int, label: str) -> None:

@@ -1,7 +1,7 @@
-"""Products whose launches are ready but for x, the bias, and what they write.
+"""Products whose launches are ready except for x, bias and outputs: launch plans of eager mode.
 
-What a launch depends on is looked up once; `Bound` is what is left to do per call. Fixed arguments are
-integers, and tensors that stay where they are, such as a layout; each of the others is an `Operand`.
+Everything that a launch depends on is looked up once; a `Bound` does what is left per call. Fixed arguments
+are integers, and tensors that stay where they are, such as a layout. Each other argument is an `Operand`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,21 +15,20 @@ from quantkit.kernels.jit.launcher import FixedLaunch, Launch
 
 @dataclass(frozen=True)
 class Operand:
-    """An argument that is another tensor at every call: its number in `Bound.operands`."""
+    """An argument that is another tensor at every call: its index in `Bound.operands`."""
 
     number: int
 
 
-#: x; the bias, or y where there is none; y; room for sums, or y where none is needed.
+#: x; bias, or y without one; y; partial sums, or y if there are none.
 X, BIAS, Y, SUMS = map(Operand, range(4))
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """The product y of `size` for x [m, k] of one m, by launches of which all but operands is known.
+    """The product y of shape `size` for x [m, k] of one m, by launches that are ready except for operands.
 
-    `prepare` makes of x what kernels take. `sums` is the shape of the float32 numbers that launches leave
-    each other, () for none.
+    `prepare` pads or copies x as kernels need it. `sums` is the shape of float32 partial sums, () for none.
     """
 
     launches: Sequence[tuple[Launch, tuple[Any, ...]]]
@@ -40,23 +39,23 @@ class Bound:
     sums: tuple[int, ...] = ()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """y for contiguous x [m, k] and a contiguous bias, on the current device."""
+        """Return y for contiguous x [m, k] and a contiguous bias [n], on the current device."""
         operands = self.operands(x, bias)
         for launch, arguments in self.launches:
             launch(*_filled(arguments, operands))
         return operands[Y.number]
 
     def operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Tensors for the operands of one call, by their numbers."""
+        """Return the tensors of one call, in the order of `Operand.number`."""
         x, y = self.prepare(x), torch.empty(self.size, dtype=self.dtype, device=self.device)
         sums = torch.empty(self.sums, dtype=torch.float32, device=self.device) if self.sums else y
         return x, y if bias is None else bias, y, sums
 
     def fixed(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[FixedLaunch, ...] | None:
-        """The launches of calls like this one, once it was made, with addresses for operands.
+        """Return the launches of calls like this one, with addresses instead of operands.
 
-        None where kernels take another x than this, an operand is at no multiple of 16 bytes, or a launch has
-        no fixed form.
+        Returns None if kernels need a copy of x, an operand is not aligned to 16 bytes, or a launch has no
+        fixed form. This call must have been made before.
         """
         operands = self.operands(x, bias)
         if operands[X.number] is not x or any(one.data_ptr() % 16 for one in operands):
@@ -72,4 +71,5 @@ class Bound:
 
 
 def _filled(arguments: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> list[Any]:
+    """Return the arguments with operands in place of their numbers."""
     return [operands[one.number] if type(one) is Operand else one for one in arguments]

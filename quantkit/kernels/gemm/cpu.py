@@ -1,7 +1,7 @@
-"""CPU rows that are faster than unpacking: torch's own weight-only products and an exact integer product.
+"""CPU kernels that are faster than unpacking: torch's weight-only products and an exact integer product.
 
-The limits in `supports` and the crossovers in `pays` were measured with torch 2.13 on 2 cores of an
-AVX512 machine; `benchmarks/cpu_decode.py` measures the rows again.
+The limits in `supports` and the crossovers in `pays` were measured with torch 2.13 on 2 cores of an AVX512
+machine. `benchmarks/cpu_decode.py` measures them again.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from quantkit.packing.tensor import PackedTensor
 _INT4_GROUPS = (32, 64, 128, 256)
 #: Rows of a weight that torch's operator packs together.
 _INT4_BLOCK = 64
-#: Rows of x up to which torch's products pay.
+#: Most rows of x for which torch's products are fastest.
 _INT4_ROWS, _INT8_ROWS = 32, 16
 
 
 def _inexact_scales(problem: Problem) -> str | None:
-    """torch's operators hold scales in the activation dtype; None where that is exact."""
+    """Return why torch's operators, which hold scales in the activation dtype, round them; None if exact."""
     scale_dtype = problem.scheme.scale_dtype
     # Divided by a factor of the tensor, a scale has more digits than it is stored with.
     same = problem.dtype == scale_dtype and not problem.scheme.global_scale
@@ -36,10 +36,12 @@ def _inexact_scales(problem: Problem) -> str | None:
 
 
 def _is_int(scheme: Scheme, bits: int) -> bool:
+    """Return True for integer codes of `bits` bits."""
     return isinstance(scheme.format, IntFormat) and scheme.format.bits == bits
 
 
 def _int4_supports(problem: Problem) -> str | None:
+    """Return why torch's int4 operator cannot run a problem; None if it can."""
     scheme = problem.scheme
     if not _is_int(scheme, 4):
         return f"it computes int4, the weight is {scheme.format.name}"
@@ -58,6 +60,7 @@ def _int4_supports(problem: Problem) -> str | None:
 
 
 def _torch_op_pays(problem: Problem, name: str, limit: int) -> str | None:
+    """Return why another kernel is faster than torch's operator; None if none is."""
     if problem.dtype != torch.bfloat16:
         return f"torch's {name} operator is 4 to 15 times slower than dense at {problem.dtype}; use bfloat16"
     if "avx2" not in problem.features:
@@ -68,6 +71,7 @@ def _torch_op_pays(problem: Problem, name: str, limit: int) -> str | None:
 
 
 def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Build torch's packed codes and scales [K / group, N, 2] from `weight` [N, K]."""
     rows, columns = weight.shape
     step = -(-block_rows(columns, weight.device) // _INT4_BLOCK) * _INT4_BLOCK
     # Blocks of rows are packed on their own, so cutting between them changes nothing.
@@ -85,6 +89,7 @@ def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 def _int4_join(
     layouts: Sequence[LayoutTensors], rows: Sequence[int], *_: object
 ) -> tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None:
+    """Concatenate such layouts along N; None unless all have whole blocks of 64 rows."""
     if any(count % _INT4_BLOCK for count in rows):
         return None
     packed = torch.cat([one for one, _ in layouts])
@@ -99,6 +104,7 @@ def _int4_launch(
     layout: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Return y [M, N] by torch's int4 operator."""
     packed, scales = layout
     group_size = weight.scheme.group_size
     assert isinstance(group_size, int)
@@ -108,6 +114,7 @@ def _int4_launch(
 
 
 def _int8_supports(problem: Problem) -> str | None:
+    """Return why torch's int8 operator cannot run a problem; None if it can."""
     scheme = problem.scheme
     if not _is_int(scheme, 8):
         return f"it computes int8, the weight is {scheme.format.name}"
@@ -122,6 +129,7 @@ def _int8_supports(problem: Problem) -> str | None:
 
 
 def _int8_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Build values int8 [N, K] and scales [N] from `weight` [N, K]."""
     number_format = weight.scheme.format
     assert isinstance(number_format, IntFormat)
     # Offset binary to two's complement is flipping the sign bit.
@@ -137,6 +145,7 @@ def _int8_launch(
     layout: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Return y [M, N] by torch's int8 operator."""
     values, scale = layout
     y: torch.Tensor = torch._weight_int8pack_mm(x, values, scale)
     return y if bias is None else y.add_(bias)

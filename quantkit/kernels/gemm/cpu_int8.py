@@ -1,14 +1,14 @@
-"""The CPU row `int-digits`: float activations times integer weights, as exact int8 products.
+"""CPU kernel `int-digits`: float activations times integer weights, as exact int8 products.
 
 The values of most low-bit formats are small integers times one power of two: int4 is -8..7, fp6-e2m3 is
 (-60..60)/8, binary is -1 and 1. An activation is written in fixed point as three int8 digits,
 
     x = unit * (65536*d2 + 256*d1 + d0)        unit a power of two, |x| <= unit * 2**22
 
-so a group's sum is three int8 dot products, which CPUs with VNNI compute exactly at four products a lane
-and cycle, on one byte per weight. Only then do floats enter: x is rounded to 2**-23 of the largest
-activation of its group, and the groups are added in float32. That is closer to the true sum than the
-float32 product of the dequantized weights, and faster, because a quarter of the bytes are read.
+so the sum of a group is three int8 dot products. CPUs with VNNI compute them exactly, at four products per
+lane and cycle, from one byte per weight. x is rounded to 2**-23 of the largest activation of its group, and
+groups are added in float32. That is closer to the true sum than the float32 product of the dequantized
+weights. It is faster too, because a quarter of the bytes are read.
 """
 
 import math
@@ -25,7 +25,7 @@ from quantkit.packing.tensor import PackedTensor
 DIGITS = 3
 _FRACTION_BITS = 22
 _DIGIT_WEIGHTS = (65536.0, 256.0, 1.0)
-#: Below this exponent the unit would leave float32's normal range; such activations round to 2**-126.
+#: Least exponent of the unit, the least of normal float32: smaller activations round to multiples of 2**-126.
 _MIN_EXPONENT = -126
 
 #: Columns of one product when a group is longer. 128 to 512 measure alike; 2048 at once is twice as slow.
@@ -36,7 +36,7 @@ _MAX_SEGMENT = 1 << 16
 
 @lru_cache(maxsize=64)
 def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] | None:
-    """The format's values as int8 times `2**-shift`, with `shift`; None where they do not fit."""
+    """Return the values of a format as int8 times `2**-shift`, and `shift`; None if they do not fit."""
     numbers = number_format.numbers
     if not numbers:
         return None  # They are fitted to each tensor.
@@ -51,7 +51,7 @@ def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] |
 
 
 def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
-    """Columns of one integer product (the group, or an even part of it), and products per row."""
+    """Return the columns of one integer product, a group or an even part of it, and the products per row."""
     size = scheme.group_size
     if not isinstance(size, int):
         parts = -(-columns // _SEGMENT)
@@ -63,6 +63,7 @@ def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
 
 
 def _supports(problem: Problem) -> str | None:
+    """Return why the kernel cannot run a problem; None if it can."""
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
@@ -78,6 +79,7 @@ def _supports(problem: Problem) -> str | None:
 
 
 def _pays(problem: Problem) -> str | None:
+    """Return why another kernel is faster; None if none is."""
     if "vnni" not in problem.features:
         return "this CPU has no VNNI instructions, without which int8 products are slow"
     segment, _ = segmentation(problem.scheme, problem.k)
@@ -90,7 +92,7 @@ def _pays(problem: Problem) -> str | None:
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """int8 [segments, N, segment] and the scale of each, float32 [segments, N]: NaN where a code is none."""
+    """Build int8 [segments, N, segment] and scales float32 [segments, N]: NaN for segments with NaN codes."""
     scheme = weight.scheme
     rows, columns = weight.shape
     found = integer_values(scheme.format)
@@ -126,9 +128,9 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 
 
 def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations (float32 [S, M, g]) as digits (int8 [S, M*3, g]) and what each counts (float32 [S, M, 3]).
+    """Split activations float32 [S, M, g] into digits int8 [S, M*3, g] and their worth float32 [S, M, 3].
 
-    A group with an infinity or a NaN counts NaN, so its products do.
+    The worth is NaN for a group with an infinity or a NaN, so that its products are.
     """
     largest = groups.abs().amax(dim=2, keepdim=True)
     exponent = torch.frexp(largest).exponent.sub_(_FRACTION_BITS).clamp_(min=_MIN_EXPONENT)
@@ -143,6 +145,7 @@ def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _launch(
     x: torch.Tensor, weight: PackedTensor, layout: tuple[torch.Tensor, ...], bias: torch.Tensor | None
 ) -> torch.Tensor:
+    """Return y [M, N] for `x` [M, K]."""
     values, scale = layout
     segments, rows, segment = values.shape
     count = x.shape[0]

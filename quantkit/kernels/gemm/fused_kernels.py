@@ -1,4 +1,4 @@
-"""The fused kernels as rows of the kernel table, and how they launch."""
+"""The fused kernels as rows of the kernel table, how they launch, and which of them runs experts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +17,11 @@ from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_l
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma import wgmma_launch
 from quantkit.kernels.jit.building import wait_for
-from quantkit.kernels.layouts.fragment_layout import build, join, restore
-from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS, usual_block_rows
+from quantkit.kernels.layouts.fragment_layout import ROWS, build, join, restore
+from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.moe.permute import MAX_BLOCK_ROWS, SMALL_BLOCK_ROWS, usual_block_rows
 from quantkit.kernels.problem import (
+    GroupedTiling,
     Kernel,
     Layout,
     Outline,
@@ -33,7 +35,7 @@ from quantkit.packing.tensor import PackedTensor
 
 
 def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """`layout.build` on the device that has the weight."""
+    """Build the fragment layout on the device of the weight; see `fragment_layout.build`."""
     if weight.device.type != "cuda":
         return build(weight, dtype, count)
     with torch.cuda.device(weight.device):
@@ -46,12 +48,12 @@ FRAGMENTS = Layout("fragments", build_fragments, join, restore)
 
 
 _BEFORE_LOADING = "Set QUANTKIT_KERNEL, if at all, before the model is loaded."
-#: Computes y of operands on a device with some features, in a tile where its row has tiles.
+#: `Kernel.run`: operands, tile (None without tiles) and features of the device -> y.
 _Run = Callable[[Operands, Any, frozenset[str]], torch.Tensor]
 
 
 def _launch(run: _Run) -> Callable[..., torch.Tensor]:
-    """`run` as rows launch: with x's device the current one; `prepared` are those fields of `Operands`."""
+    """Return `Kernel.launch` for `run`. `prepared` are fields of `Operands`."""
 
     def launched(
         x: torch.Tensor,
@@ -70,7 +72,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """`bind` as rows do it; see `Kernel.bind`."""
+    """Return `Kernel.bind` for the `bind` of a launch module."""
 
     def bound(
         x: torch.Tensor,
@@ -86,11 +88,12 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
 
 
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
+    """Run a kernel; raises `TileError` if its tile is too large for the GPU."""
     device = operands.x.device
     try:
         return on_device(device, lambda features: run(operands, tile, features))
     except Exception as error:
-        # Triton's, which is not imported before it is needed.
+        # Triton's error class, compared by name: Triton is not imported before it is needed.
         if type(error).__name__ != "OutOfResources":
             raise
         raise TileError(
@@ -103,7 +106,7 @@ _Result = TypeVar("_Result")
 
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """`run` with what `device` can do, while it is the current one."""
+    """Call `run` with the features of `device`, as the current device."""
     features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
@@ -111,18 +114,15 @@ def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) ->
         return run(features)
 
 
-_RUNS: dict[str, _Run] = {
-    "fused-gemv": decode_launch.run,
-    "fused-portable-gemv": portable_gemv_launch.run,
-    "fused-small-m": small_m_launch.run,
-    "fused-portable": portable_gemm_launch.run,
-    "fused-wgmma": wgmma_launch.run,
-    "dequantize": dequantize_launch.run,
-}
+def _run(name: str) -> _Run:
+    """Return `Kernel.run` of the fused kernel called `name`."""
+    run = fused_kernel(name).run
+    assert run is not None
+    return run
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Why no grouped kernels multiply with experts that have such weights; see `grouped`."""
+    """Return why no grouped kernel multiplies with experts that have such weights; None if some do."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
@@ -134,12 +134,70 @@ def why_not_groupable(problem: Problem) -> str | None:
     return None
 
 
+@lru_cache(maxsize=64)
+def fused_kernel(name: str) -> Kernel:
+    """Return the fused kernel called `name`."""
+    return next(kernel for kernel in FUSED_KERNELS if kernel.name == name)
+
+
+def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
+    """Return the kernels for experts with few routed tokens, in order; those that share x or the others."""
+    return tuple(
+        kernel
+        for kernel in FUSED_KERNELS
+        if kernel.grouped is not None
+        and kernel.grouped.shares_x == shares_x
+        and kernel.grouped.block_rows[0] <= SMALL_BLOCK_ROWS
+    )
+
+
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
-    """`usual_block_rows`, with as many as the kernels of a forced row take."""
+    """Return `usual_block_rows`, within what a forced kernel takes."""
     usual = usual_block_rows(routed, experts, single_row_ratio)
-    if forced == "fused-gemv" and usual == 1:
+    grouped = fused_kernel(forced).grouped if forced else None
+    if grouped is None:
         return usual
-    return {"": usual, "fused-portable": max(usual, 2 * SMALL_BLOCK_ROWS)}.get(forced, SMALL_BLOCK_ROWS)
+    least, most = grouped.forced_rows
+    return min(max(usual, least), most)
+
+
+def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) -> str | None:
+    """Return why a kernel does not multiply blocks of `rows` routed tokens with experts of `matrices`
+    matrices, one of them that of `problem`.
+    """
+    grouped = kernel.grouped
+    if grouped is None:
+        return "it multiplies with one weight at a time"
+    if (reason := grouped.supports(replace(problem, m=rows, n=problem.n * matrices))) is not None:
+        return reason
+    if grouped.shares_x and matrices > 1 and problem.n % ROWS:
+        return (
+            f"matrices of an expert lie next to each other for multiples of {ROWS} rows, not for {problem.n}"
+        )
+    if grouped.shares_x and problem.scheme.is_fitted:
+        return "each matrix has values of its own, of which a program has one table"
+    return None
+
+
+def why_not_shared(problem: Problem, matrices: int) -> str | None:
+    """Return why experts with few routed tokens run on kernels whose warps do not share x; None where they
+    do.
+    """
+    kernel = grouped_kernels(shares_x=True)[-1]
+    return why_not_experts(kernel, problem, matrices, SMALL_BLOCK_ROWS)
+
+
+def _candidates(rows: int, single_row_ratio: int, forced: str) -> list[Kernel]:
+    """Return the grouped kernels for blocks of `rows` routed tokens, the preferred one first."""
+    if forced:
+        return [fused_kernel(forced)]
+    return [
+        kernel
+        for kernel in FUSED_KERNELS
+        if kernel.grouped is not None
+        and kernel.grouped.block_rows[0] <= rows <= kernel.grouped.block_rows[1]
+        and (rows > SMALL_BLOCK_ROWS or kernel.grouped.shares_x == (single_row_ratio > 0))
+    ]
 
 
 @lru_cache(maxsize=4096)
@@ -152,38 +210,34 @@ def group(
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
-    """The row that multiplies m pairs with their experts, how it groups them, and the tile of the rules.
+    """Return the kernel's name that multiplies m routed tokens with their experts, the grouping and the tile.
 
-    `problem` is that of one matrix; `single_row_ratio` is that of `usual_block_rows`. Tile tables have no
-    part in it: they were measured with one weight.
+    `problem` is that of one matrix; `single_row_ratio` is that of `usual_block_rows`. Tiles are those of the
+    rules: tile tables were measured with one weight. Raises `KernelError` where no kernel runs it.
     """
-    size = expert_block_rows(problem.m, experts, single_row_ratio, forced)
-    grouping = Grouping(problem.m, experts, size, matrices, top_k, chained)
-    expert = replace(problem, m=size, n=problem.n * matrices)
-    # All segments keep processors busy together.
-    every = replace(expert, n=expert.n * grouping.expert_blocks)
-    if size > SMALL_BLOCK_ROWS:
-        return "fused-portable", grouping, replace(portable_gemm_launch.TILING.rule(every), split_k=1)
-    if forced == "fused-portable-gemv" or not (forced or single_row_ratio):
-        return "fused-portable-gemv", grouping, portable_gemv_launch.TILING.rule(every)
-    row = forced or "fused-small-m"
-    tile: Any = None
-    if forced == "fused-gemv" or (not forced and size == 1):
-        tile = decode_launch.experts_tile(expert, grouping)
-    if tile is not None and not forced:
-        # What is spread is for kernels that have x in shared memory.
-        return "fused-gemv", grouping, tile
-    reason = support.why_not_experts(row, problem, matrices, size)
-    if reason is None and forced == "fused-gemv" and tile is None:
-        reason = f"x and sums of {size} pairs take more shared memory than there is"
-    if reason is not None:
-        raise KernelError(f"{row} cannot run experts of {problem}: {reason}. {_BEFORE_LOADING}")
-    return row, grouping, tile or small_m_launch.experts_tile(expert, grouping.usual)
+    rows = expert_block_rows(problem.m, experts, single_row_ratio, forced)
+    grouping = Grouping(problem.m, experts, rows, matrices, top_k, chained)
+    expert = replace(problem, m=rows, n=problem.n * matrices)
+    name, reason = "", None
+    for kernel in _candidates(rows, single_row_ratio, forced):
+        assert kernel.grouped is not None
+        name, reason = kernel.name, why_not_experts(kernel, problem, matrices, rows)
+        if reason is None:
+            if (tile := kernel.grouped.tile(expert, grouping)) is not None:
+                return name, grouping, tile
+            reason = f"x and sums of {rows} pairs take more shared memory than there is"
+    raise KernelError(f"{name} cannot run experts of {problem}: {reason}. {_BEFORE_LOADING}")
+
+
+def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
+    """Return the problem of all expert blocks: together they keep the multiprocessors busy."""
+    return replace(problem, n=problem.n * grouping.expert_blocks)
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
-    """Why the kernel of a row does not gate y of experts with so many matrices."""
-    if row not in ("fused-gemv", "fused-small-m"):
+    """Return why the kernel of a row does not gate y of experts with `matrices` matrices."""
+    grouped = fused_kernel(row).grouped
+    if grouped is None or not grouped.gates:
         return "it gives y as it is"
     if matrices != 2:
         return f"experts have one matrix that gates and one that is gated, not {matrices}"
@@ -205,7 +259,7 @@ def grouped(
     `layout` is from `stacks.stacked`. With the kind of a `gate`, y [P, n] are the gated columns, where
     `why_no_gated_experts` has no reason. Nothing waits for the device.
     """
-    return _started(_RUNS[row], Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
+    return _started(_run(row), Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
 
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
@@ -216,78 +270,131 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
     x = torch.empty(problem.m, problem.k, dtype=problem.dtype, device="meta")
     parts = tuple(part.to("meta") for part in layout)
     operands = Operands(x, parts, None, problem.scheme, problem.n, gpu=problem.gpu)
-    _RUNS[row](operands, tile, problem.features)
+    _run(row)(operands, tile, problem.features)
 
 
-FUSED_KERNELS = (
-    Kernel(
+def _by_rows(*most: int) -> Callable[[Problem], Problem]:
+    """Return `Kernel.representative` of kernels whose code differs up to each M of `most`, and for M=1.
+
+    Triton specializes N for multiples of 16.
+    """
+
+    def representative(problem: Problem) -> Problem:
+        m = next((one for one in (1, *most) if problem.m <= one), most[-1])
+        return replace(problem, m=m, n=16 if problem.n % 16 == 0 else 17)
+
+    return representative
+
+
+def _by_power_of_two(problem: Problem) -> Problem:
+    """`Kernel.representative` of a kernel whose code differs by powers of two of M, and by N."""
+    return replace(problem, m=power_of_two(problem.m))
+
+
+def _fused(
+    run: _Run, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **row: Any
+) -> Kernel:
+    """Return a kernel of GPUs that reads the fragment layout; `row` has its other fields."""
+    return Kernel(
+        devices=("cuda",),
+        layout=FRAGMENTS,
+        run=run,
+        launch=_launch(run),
+        bind=None if bind is None else _bind(bind),
+        **row,
+    )
+
+
+FUSED_KERNELS: tuple[Kernel, ...] = (
+    _fused(
         name="fused-gemv",
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
-        devices=("cuda",),
         supports=support.why_unsupported_decode,
         pays=support.why_slower_decode,
-        layout=FRAGMENTS,
-        launch=_launch(decode_launch.run),
-        bind=_bind(decode_launch.bind),
+        run=decode_launch.run,
+        bind=decode_launch.bind,
         tiling=decode_launch.TILING,
+        grouped=GroupedTiling(
+            block_rows=(1, 1),
+            forced_rows=(1, SMALL_BLOCK_ROWS),
+            tile=decode_launch.experts_tile,
+            supports=support.why_unsupported_decode_experts,
+            shares_x=True,
+            gates=True,
+        ),
         no_norm=decode_launch.why_no_norm,
         no_gate=decode_launch.why_no_gate,
+        representative=_by_power_of_two,
     ),
-    Kernel(
+    _fused(
         name="fused-portable-gemv",
         summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",
-        devices=("cuda",),
         supports=support.why_unsupported_portable_gemv,
         pays=support.why_slower_portable_gemv,
-        layout=FRAGMENTS,
-        launch=_launch(portable_gemv_launch.run),
-        bind=_bind(portable_gemv_launch.bind),
+        run=portable_gemv_launch.run,
+        bind=portable_gemv_launch.bind,
         tiling=portable_gemv_launch.TILING,
+        grouped=GroupedTiling(
+            block_rows=(1, SMALL_BLOCK_ROWS),
+            forced_rows=(SMALL_BLOCK_ROWS, SMALL_BLOCK_ROWS),
+            tile=lambda expert, grouping: portable_gemv_launch.TILING.rule(_all_blocks(expert, grouping)),
+        ),
+        representative=_by_rows(8, 16, 32),
     ),
-    Kernel(
+    _fused(
         name="fused-small-m",
         summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for up to "
         "32 rows of x",
-        devices=("cuda",),
         supports=support.why_unsupported_small_m,
         pays=support.why_slower_small_m,
-        layout=FRAGMENTS,
-        launch=_launch(small_m_launch.run),
-        bind=_bind(small_m_launch.bind),
+        run=small_m_launch.run,
+        bind=small_m_launch.bind,
         tiling=small_m_launch.TILING,
+        grouped=GroupedTiling(
+            block_rows=(1, SMALL_BLOCK_ROWS),
+            forced_rows=(SMALL_BLOCK_ROWS, SMALL_BLOCK_ROWS),
+            tile=lambda expert, grouping: small_m_launch.experts_tile(expert, grouping.usual),
+            supports=support.why_unsupported_small_m,
+            shares_x=True,
+            gates=True,
+        ),
         no_gate=small_m_launch.why_no_gate,
         no_norm=small_m_launch.why_no_norm,
+        representative=_by_rows(8, 16, 32),
     ),
-    Kernel(
+    _fused(
         name="fused-wgmma",
         summary="Gluon, for Hopper: decodes weights in registers while other warps copy and multiply",
-        devices=("cuda",),
         supports=support.why_unsupported_wgmma,
         pays=support.why_slower_wgmma,
-        layout=FRAGMENTS,
-        launch=_launch(wgmma_launch.run),
+        run=wgmma_launch.run,
         tiling=wgmma_launch.TILING,
     ),
-    Kernel(
+    _fused(
         name="fused-portable",
         summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
-        devices=("cuda",),
         supports=support.why_no_fused_kernel,
         pays=support.why_slower_portable_gemm,
-        layout=FRAGMENTS,
-        launch=_launch(portable_gemm_launch.run),
-        bind=_bind(portable_gemm_launch.bind),
+        run=portable_gemm_launch.run,
+        bind=portable_gemm_launch.bind,
         tiling=portable_gemm_launch.TILING,
+        grouped=GroupedTiling(
+            block_rows=(SMALL_BLOCK_ROWS + 1, MAX_BLOCK_ROWS),
+            forced_rows=(2 * SMALL_BLOCK_ROWS, MAX_BLOCK_ROWS),
+            tile=lambda expert, grouping: replace(
+                portable_gemm_launch.TILING.rule(_all_blocks(expert, grouping)), split_k=1
+            ),
+        ),
+        representative=_by_rows(8, 16),
     ),
-    Kernel(
+    _fused(
         name="dequantize",
         summary="Triton: writes the weight in the dtype of x, 2^27 at a time, for the library to multiply",
-        devices=("cuda",),
         supports=support.why_no_layout,
         pays=always,
-        layout=FRAGMENTS,
-        launch=_launch(dequantize_launch.run),
+        run=dequantize_launch.run,
+        representative=_by_rows(8, 16),
     ),
 )

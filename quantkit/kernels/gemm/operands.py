@@ -1,4 +1,4 @@
-"""What kernels multiply, and what they know of a weight when they are compiled."""
+"""Operands of the fused kernels, and the constexprs that follow from a weight."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.problem import Gpu, Normed, Problem
 from quantkit.packing.schemes import Scheme
 
-#: Tiles of rows of x that share the weights in the cache run next to each other, so many of them.
+#: Adjacent tiles of rows of x that run next to each other, so that they share weights in the L2 cache.
 GROUP_M = 8
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Sizes of products of `count` pairs, each of a token and one of `experts` with so many matrices.
+    """Sizes of a grouped GEMM: `count` routed tokens, `experts` experts of `matrices` matrices each.
 
-    A segment has up to `rows` pairs, and a token `top_k` of them. If the product is `chained`, kernels before
-    it multiplied with the same segments, which were there before the last of these began.
+    An expert block has up to `rows` routed tokens; a token has `top_k` of them. `chained` is True if kernels
+    before this one multiplied with the same expert blocks: blocks are then read before PDL's wait.
     """
 
     count: int
@@ -40,18 +40,20 @@ class Grouping:
 
     @property
     def expert_blocks(self) -> int:
-        """No more segments than this have pairs."""
+        """Return the most expert blocks that have routed tokens."""
         return max_expert_blocks(self.count, self.experts, self.rows)
 
     @property
     def usual(self) -> int:
-        """How many have some where tokens choose by chance: as many as experts are chosen, or more."""
+        """Return the expert blocks with routed tokens if tokens choose experts at random: at least one per
+        chosen expert.
+        """
         missed: float = max(0.0, 1 - self.top_k / self.experts) ** (self.count / self.top_k)
         return min(self.expert_blocks, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
 
 
 def max_expert_blocks(routed: int, experts: int, rows: int) -> int:
-    """How many segments of up to so many rows so many pairs can have."""
+    """Return the most expert blocks of up to `rows` routed tokens that `routed` routed tokens can fill."""
     return (routed + min(experts, routed) * (rows - 1)) // rows
 
 
@@ -60,7 +62,7 @@ class RoutedTokens:
     """Routed tokens, sorted by expert, for stacked weights: the matrices of an expert are adjacent.
 
     `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `quantkit.kernels.moe.permute_kernels`. Row p
-    of y [P, matrices * n] is that of routed token p, which has row p // top_k of x.
+    of y [P, matrices * n] belongs to routed token p, whose x is row p // top_k.
     """
 
     order: torch.Tensor
@@ -70,11 +72,11 @@ class RoutedTokens:
 
 @dataclass(frozen=True)
 class Operands:
-    """x [m, k] and a weight [n, k] in the fragment layout: codes, scale, zero, factor, values.
+    """x [m, k], a weight [n, k] in the fragment layout (codes, scale, zero, factor, values), and bias [n] or
+    None.
 
-    Kernels take besides what the device can do, of `GPU_FEATURES`. With `routed`, the parts of the layout
-    have a first dimension more, that of matrices of experts. With `normed`, they do a part of a norm; with
-    the kind of a `gate`, y are the gated columns.
+    With `routed`, tensors of the layout have a first dimension, the matrices of all experts. With `normed`,
+    the kernel does a part of a norm. With the kind of a `gate`, y is the gated half of the columns.
     """
 
     x: torch.Tensor
@@ -85,31 +87,31 @@ class Operands:
     routed: RoutedTokens | None = None
     normed: Normed | None = None
     gate: str = ""
-    #: The GPU that kernels are compiled for, where x is on none.
+    #: The GPU that kernels are compiled for, if x is on the meta device.
     gpu: Gpu | None = None
 
     @property
     def multiprocessors(self) -> int:
-        """Those of the GPU that kernels are for."""
+        """Return the multiprocessors of the GPU that kernels are for."""
         return multiprocessors_of(self.x.device) if self.gpu is None else self.gpu.multiprocessors
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that a program may have on it."""
+        """Return the bytes of shared memory that a program may have on that GPU."""
         return shared_memory_of(self.x.device) if self.gpu is None else self.gpu.shared_memory
 
     @property
     def norm_offset(self) -> float | None:
-        """What a norm that is begun adds to its weights; None where none is."""
+        """Return the offset that a norm of y adds to its weights; None without such a norm."""
         return NORMS[self.normed.kind][1] if self.normed and self.normed.part == "begin" else None
 
     @property
     def norm_eps(self) -> float | None:
-        """The eps of a norm that is ended; None where none is."""
+        """Return the eps of a norm of x that is ended; None without such a norm."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
     def norm_operands(self, instead: Operand) -> tuple[Any, ...]:
-        """What a norm adds, its weights, the sum, and the squares of that; `instead` of what there is not."""
+        """Return addend, weights, sum and squares of a norm; `instead` for those that are missing."""
         if (normed := self.normed) is None:
             return (instead,) * 4
         found = normed.other, normed.weight, normed.total, normed.squares
@@ -117,21 +119,23 @@ class Operands:
 
     @property
     def grouping(self) -> Grouping | None:
+        """Return the sizes of the grouped GEMM; None without routed tokens."""
         return None if self.routed is None else self.routed.grouping
 
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:
-        """What kernels take of pairs, after their other arguments."""
+        """Return the arguments of kernels for routed tokens, after their other arguments."""
         return () if self.routed is None else (self.routed.order, self.routed.expert_blocks)
 
     @property
     def shape(self) -> Geometry:
+        """Return the sizes of the weight."""
         return geometry(self.n, self.x.shape[1], self.scheme, self.x.dtype)
 
 
 @lru_cache(maxsize=4096)
 def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) -> dict[str, Any]:
-    """What all fused kernels know of a weight at compile time. `inline` allows PTX."""
+    """Return the constexprs of all fused kernels that follow from a weight [n, k]. `inline` allows PTX."""
     import triton.language as tl
 
     shape = geometry(n, k, scheme, dtype)
@@ -160,7 +164,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
 
 
 def _decoding(found: Expression | None) -> dict[str, str | None]:
-    """What kernels know of an expression; without one they decode without PTX."""
+    """Return the constexprs of an expression; without one, kernels dequantize without PTX."""
     if found is None:
         return dict.fromkeys(("ASM", "CONSTRAINTS", "TABLE"))
     return {"ASM": found.asm, "CONSTRAINTS": found.constraints, "TABLE": found.table}
@@ -169,7 +173,9 @@ def _decoding(found: Expression | None) -> dict[str, str | None]:
 def with_shared_table(
     known: dict[str, Any], scheme: Scheme, dtype: torch.dtype, warps: int, copies: int = COPIES
 ) -> dict[str, Any]:
-    """`constants` for a kernel of which so many warps fill a table in shared memory, if values have one."""
+    """Return `constants` for a kernel in which `warps` warps fill a table in shared memory, if the format has
+    one.
+    """
     found = shared_table(scheme.format, str(dtype).removeprefix("torch."), warps, copies) if copies else None
     if found is None:
         return known | {"FILL": None}
@@ -177,25 +183,25 @@ def with_shared_table(
 
 
 def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int:
-    """Bytes of shared memory that the table of `with_shared_table` takes, which Triton does not count."""
+    """Return the bytes of shared memory of that table, which Triton does not count."""
     found = has_shared_table(scheme.format, str(dtype).removeprefix("torch."))
     return shared_bytes(copies) if found else 0
 
 
 def known_of(grouping: Grouping | None) -> dict[str, Any]:
-    """What kernels know of pairs at compile time."""
+    """Return the constexprs that follow from a grouping."""
     if grouping is None:
         return {"order": None, "expert_blocks": None, "MATRICES": 1, "TOP_K": 1}
     return {"MATRICES": grouping.matrices, "TOP_K": grouping.top_k}
 
 
 def shape_of(problem: Problem) -> Geometry:
-    """The fragment layout of the weight of a problem."""
+    """Return the sizes of the weight of a problem."""
     return geometry(problem.n, problem.k, problem.scheme, problem.dtype)
 
 
 def unknown_value(tile: Any, values: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Which field of a tile is none of the `values` that kernels were tried with."""
+    """Return why a tile has a value outside `values`, the values of each field; None if it has none."""
     for field, known in values.items():
         value = getattr(tile, field)
         if value not in known:
@@ -204,35 +210,37 @@ def unknown_value(tile: Any, values: Mapping[str, tuple[int, ...]]) -> str | Non
 
 
 def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Room for so many numbers, of the dtype of x unless another is named, on its device."""
+    """Allocate [size] on the device of x, in the dtype of x unless another is given."""
     return torch.empty(size, dtype=dtype or op.x.dtype, device=op.x.device)
 
 
 def why_no_gate_up_tiles(problem: Problem) -> str | None:
-    """Why rows of a weight cannot be pairs of row tiles, one of each half."""
+    """Return why rows of a weight cannot be pairs of gate and up row tiles; None if they can."""
     if problem.n % (2 * ROWS):
         return f"halves of {problem.n} rows are no multiples of {ROWS}"
     return None
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x`, copied unless it begins at a multiple of 16 bytes, which is how many kernels copy at a time."""
+    """Return `x`, copied unless it starts at a multiple of 16 bytes, the size of vector loads."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def whole_columns(k: int) -> int:
-    """Columns of rows of k numbers of 16 bits that take multiples of 16 bytes."""
+    """Return k rounded up so that rows of 16-bit numbers take multiples of 16 bytes."""
     return -(-k // 8) * 8
 
 
 def whole_rows(x: torch.Tensor, least: int = 0) -> torch.Tensor:
-    """`x` [m, k], `aligned`, with zeros up to `whole_columns`, or up to `least` columns."""
+    """Return `x` [m, k], `aligned`, padded with zeros to `whole_columns`, or to `least` columns if that is
+    more.
+    """
     more = max(whole_columns(x.shape[1]), least) - x.shape[1]
     return F.pad(x, (0, more)) if more else aligned(x)
 
 
 def output_size(op: Operands) -> tuple[int, int]:
-    """Rows and columns of y."""
+    """Return the rows and columns of y."""
     if op.grouping is None:
         return op.x.shape[0], op.n // 2 if op.gate else op.n
     n = op.grouping.matrices * op.n
@@ -245,10 +253,10 @@ def bound(
     prepare: Callable[[torch.Tensor], torch.Tensor] = aligned,
     sums: tuple[int, ...] = (),
 ) -> Bound:
-    """The product by `launches`, for operands like these."""
+    """Return the product by `launches`, for operands like `op`."""
     return Bound(launches, output_size(op), op.x.dtype, op.x.device, prepare, sums)
 
 
 def as_it_is(x: torch.Tensor) -> torch.Tensor:
-    """`x`, for kernels that copy it from anywhere."""
+    """Return `x`, for kernels that load it from any address."""
     return x

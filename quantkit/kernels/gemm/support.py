@@ -1,10 +1,11 @@
-"""What the fused kernels take, and where they pay: the verdicts of their rows.
+"""Which problems the fused kernels support, and for which another kernel is at least as fast.
 
-Where they pay was measured on an H200 and an H100; other GPUs use the same rules.
+The rules were measured on an H200 and an H100. Other GPUs have the same rules, scaled by their
+multiprocessors. A measured tile table wins over them.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 
@@ -15,37 +16,39 @@ from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_l
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.layouts.dequant_expressions import portable
 from quantkit.kernels.layouts.dequant_ptx import expression
-from quantkit.kernels.layouts.fragment_layout import ROWS
-from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
 from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
-#: The most rows of x that `fused-portable-gemv` takes.
+#: Most rows of x of `fused-portable-gemv`.
 GEMV_ROWS = 32
-#: The most scales of a weight, with their padding: they alone are addressed in 32 bits.
+#: Most scales of a weight, padding included: their addresses have 32 bits.
 MOST_SCALES = 1 << 30
-#: Weights of so many numbers or fewer have no use for the tiles of `fused-wgmma` with few or many rows of x.
+#: Most numbers N * K of a weight with too few tiles for `fused-wgmma`.
 SMALL_WEIGHT = 1 << 23
-#: More columns than this are many for `fused-small-m` without `wgmma`. Of the least rows of a weight, or
-#: fewer, it has too few row tiles, and for more than the most tiles are faster: rows as for `has_few_rows`.
+#: For `fused-small-m`: most K with more than 16 rows of x without `wgmma`; N up to which it has too few row
+#: tiles; N from which larger tiles are faster. Both N are for an H200, see `has_few_rows`.
 MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
-#: Most numbers of a weight of int5 or int7 that has nothing faster than `fused-small-m` with 17 to 32 rows
-#: of x.
+#: Most numbers N * K of an int5 or int7 weight for which `fused-small-m` is fastest at 17 to 32 rows of x.
 SMALL_FOR_WIDE_CODES = 1 << 24
 #: Bits of codes for which `fused-gemv` is as fast as `fused-small-m` with 5 to 8 rows of x (H100, 10 weights
-#: of 2560 to 27648 rows: with 8 rows the rules take 1.02 times the best tile timed).
+#: of 2560 to 27648 rows: with 8 rows of x the rules take 1.02 times the best tile timed).
 DECODE_BITS = (2, 5, 7)
 #: From this `imbalance` on `fused-gemv` divides a weight unevenly.
 UNEVEN = 1.2
-#: Columns of a warp of `fused-gemv`, of all its row tiles, up to which it is as fast with 5 to 8 rows of x,
+#: Columns per warp of `fused-gemv`, over all its row tiles, up to which it is as fast with 5 to 8 rows of x:
 #: if it divides the weight evenly, and unevenly.
 EVEN_COLUMNS, UNEVEN_COLUMNS = 768, 512
-#: The part of its last round of programs from which on `fused-portable` is as fast as `fused-wgmma` (H100, 64
-#: rows of x, 27648 x 5120, 28672 x 3584 and 28672 x 4096: 0.86 to 1.00 of its time).
+#: Filled part of the last wave from which `fused-portable` is as fast as `fused-wgmma` (H100, 64 rows of x,
+#: 27648 x 5120, 28672 x 3584 and 28672 x 4096: 0.86 to 1.00 of its time).
 FULL = 0.8
 
 
+def _first(reasons: Iterable[tuple[bool, str]]) -> str | None:
+    """Return the text of the first reason that applies; None if none does."""
+    return next((text for applies, text in reasons if applies), None)
+
+
 def why_no_layout(problem: Problem) -> str | None:
-    """Why the fragment layout cannot hold a weight."""
+    """Return why the fragment layout cannot hold a weight; None if it can."""
     if "triton" not in problem.features:
         return "Triton is not installed"
     if problem.scheme.planes > 1:
@@ -62,28 +65,28 @@ def why_no_layout(problem: Problem) -> str | None:
 
 
 def why_no_fused_kernel(problem: Problem) -> str | None:
-    """Why no fused kernel multiplies with a weight; they all do with float16 and bfloat16."""
+    """Return why no fused kernel multiplies with a weight; None if some do, in float16 and bfloat16."""
     if problem.dtype == torch.float32:
         return "it multiplies bfloat16 or float16 activations; cast x to one of them"
     return why_no_layout(problem)
 
 
 def why_unsupported_portable_gemv(problem: Problem) -> str | None:
-    """Why `fused-portable-gemv` cannot run a problem."""
+    """Return why `fused-portable-gemv` cannot run a problem; None if it can."""
     if problem.m > GEMV_ROWS:
         return f"it takes up to {GEMV_ROWS} rows of x, not {problem.m}"
     return why_no_fused_kernel(problem)
 
 
 def looked_up(problem: Problem) -> bool:
-    """Whether the values of a format are looked up in memory rather than computed."""
+    """Return True if values of the format are looked up in memory, not computed."""
     if "ptx" in problem.features:
         return expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None
     return portable(problem.scheme.format)[0].looked_up
 
 
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
-    """What a row says whose programs have up to so many rows of x in shared memory."""
+    """Return the support check of a kernel whose programs have up to `most` rows of x in shared memory."""
 
     def supports(problem: Problem) -> str | None:
         if problem.m > most:
@@ -93,7 +96,8 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
         if not {"ptx", "gluon"} <= problem.features:
             return "it is for NVIDIA GPUs from compute capability 8.0 on, and a Triton whose Gluon compiles"
         if problem.k % 8:
-            return f"it loads 16 bytes of x at a time, of whose {problem.k} columns some begin between them"
+            return f"it loads 16 bytes of x at a time, and {problem.k} columns are no multiple of 8"
+
         if looked_up(problem):
             return f"it would look up every value of {problem.scheme.format.name} in memory"
         return why_no_tile(problem)
@@ -102,9 +106,10 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
 
 
 def _why_decode_is_as_fast(problem: Problem) -> str | None:
-    """Why `fused-gemv`, or without room for its x `fused-portable-gemv`, is as fast with up to 8
-    rows of x; None where it is not, as where there is no room for all the warps of `fused-gemv`, but for
-    int5 and int7.
+    """Return why `fused-gemv` is as fast as `fused-small-m` for up to 8 rows of x; None if it is slower.
+
+    Returns None too if `fused-gemv` cannot run, or if shared memory has no room for all its warps. For int5
+    and int7 the number of warps does not matter.
     """
     if problem.m <= 2:
         return "up to M=2 it was not seen to be faster"
@@ -130,16 +135,16 @@ def _why_decode_is_as_fast(problem: Problem) -> str | None:
             f"up to M=8 `fused-gemv` is as fast where warps have up to {most} columns",
         ),
     )
-    return next((reason for loses, reason in reasons if loses), None)
+    return _first(reasons)
 
 
 def _small_m_is_faster(problem: Problem) -> bool:
-    """Whether `fused-small-m` can run, and pays by its rules."""
+    """Return True if `fused-small-m` runs and is the fastest by its rules."""
     return why_unsupported_small_m(problem) is None and why_slower_small_m(problem) is None
 
 
 def why_slower_decode(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-gemv`."""
+    """Return why another kernel is at least as fast as `fused-gemv`; None if none is."""
     small = (
         has_few_rows(problem.n, processors(problem), LEAST_ROWS)
         and problem.k <= portable_gemv_launch.LONG_ROWS
@@ -153,41 +158,15 @@ def why_slower_decode(problem: Problem) -> str | None:
 
 why_unsupported_decode = _stages_x(decode_launch.MOST_ROWS, decode_launch.why_no_tile)
 why_unsupported_small_m = _stages_x(small_m_launch.MOST_ROWS, small_m_launch.why_no_tile)
-
-
-#: What those of the rows for few pairs of experts can run that have x in shared memory. Whether there is room
-#: for that of `fused-gemv`, `stream.experts_tile` says.
-_STAGE_X = {
-    "fused-gemv": _stages_x(decode_launch.MOST_ROWS, always),
-    "fused-small-m": why_unsupported_small_m,
-}
-
-
-def why_not_small_m_experts(problem: Problem, matrices: int) -> str | None:
-    """Why `fused-small-m` does not multiply few pairs with experts of so many matrices, one the problem's."""
-    return why_not_experts("fused-small-m", problem, matrices, SMALL_BLOCK_ROWS)
-
-
-def why_not_experts(row: str, problem: Problem, matrices: int, pairs: int) -> str | None:
-    """Why `fused-small-m` or `fused-gemv` does not multiply segments of up to so many pairs with experts of
-    so many matrices, one the problem's.
-    """
-    if (reason := _STAGE_X[row](replace(problem, m=pairs, n=problem.n * matrices))) is not None:
-        return reason
-    if matrices > 1 and problem.n % ROWS:
-        return (
-            f"matrices of an expert lie next to each other for multiples of {ROWS} rows, not for {problem.n}"
-        )
-    if problem.scheme.is_fitted:
-        return "each matrix has values of its own, of which a program has one table"
-    return None
+#: `fused-gemv` for expert blocks. `decode_launch.experts_tile` says whether there is room for x.
+why_unsupported_decode_experts = _stages_x(decode_launch.MOST_ROWS, always)
 
 
 def _spills_codes(problem: Problem) -> bool:
-    """Return True if `fused-small-m` runs out of registers for an int5 or int7 weight.
+    """Return True if `fused-small-m` has too few registers for an int5 or int7 weight.
 
-    Above 16 rows of x: always, unless the weight is so small that nothing else is faster. Up to 16 rows:
-    where the tile of the rules `spills`.
+    Above 16 rows of x: unless the weight is so small that nothing else is faster. Up to 16 rows of x: if the
+    tile of the rules `spills`.
     """
     if not _has_wide_codes(problem):
         return False
@@ -197,7 +176,9 @@ def _spills_codes(problem: Problem) -> bool:
 
 
 def _has_wide_codes(problem: Problem) -> bool:
-    """Whether it is of int5 or int7, where warps multiply together and `fused-wgmma` has tiles."""
+    """Return True for an int5 or int7 weight for which `fused-wgmma` has enough tiles, and more than 8 rows
+    of x.
+    """
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     return (
         problem.m > 8
@@ -208,8 +189,9 @@ def _has_wide_codes(problem: Problem) -> bool:
 
 
 def _wgmma_is_faster(problem: Problem) -> bool:
-    """Whether 9 to 16 rows of x take `fused-small-m` longer than `fused-wgmma`: of int5 and int7 where there
-    are many rows of the weight, or of int7 more than the programs have that run at once.
+    """Return True if `fused-wgmma` is faster than `fused-small-m` at 9 to 16 rows of x.
+
+    That is for int5 and int7 if N is large, and for int7 if `fused-small-m` has more than one wave.
     """
     if problem.m > 16 or not _has_wide_codes(problem):
         return False
@@ -219,12 +201,12 @@ def _wgmma_is_faster(problem: Problem) -> bool:
 
 
 def why_slower_small_m(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-small-m`."""
+    """Return why another kernel is at least as fast as `fused-small-m`; None if none is."""
     least, few, most = (
         has_few_rows(problem.n, processors(problem), rows) for rows in (LEAST_ROWS, FEW_ROWS, MOST_ROWS)
     )
     has_wgmma = "wgmma" in problem.features
-    # Of so few rows others have too few tiles as well, but for `fused-gemv`, where there is room for x.
+    # Other kernels have too few tiles for so few rows too, except `fused-gemv`, if x fits in shared memory.
     fewest, left = (5, 32) if has_wgmma else (9, 16)
     is_left = fewest <= problem.m <= left and why_unsupported_decode(problem) is not None
     reasons = (
@@ -244,15 +226,15 @@ def why_slower_small_m(problem: Problem) -> str | None:
         (_spills_codes(problem), f"it lacks registers for codes of {problem.scheme.format.bits} bits"),
         (
             _wgmma_is_faster(problem),
-            f"tiles decode {problem.scheme.format.bits} bits sooner for as many rows",
+            f"tiles decode {problem.scheme.format.bits} bits faster for as many rows",
         ),
     )
-    reason = next((reason for loses, reason in reasons if loses), None)
+    reason = _first(reasons)
     return _why_decode_is_as_fast(problem) if reason is None and problem.m <= 8 else reason
 
 
 def why_slower_portable_gemv(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-portable-gemv`."""
+    """Return why another kernel is at least as fast as `fused-portable-gemv`; None if none is."""
     if "ptx" not in problem.features and looked_up(problem):
         return f"without PTX it would look up every value of {problem.scheme.format.name} in memory"
     limit = (
@@ -268,7 +250,7 @@ def why_slower_portable_gemv(problem: Problem) -> str | None:
 
 
 def why_unsupported_wgmma(problem: Problem) -> str | None:
-    """Why `fused-wgmma` cannot run a problem."""
+    """Return why `fused-wgmma` cannot run a problem; None if it can."""
     if (reason := why_no_fused_kernel(problem)) is not None:
         return reason
     if not {"wgmma", "gluon"} <= problem.features:
@@ -279,15 +261,15 @@ def why_unsupported_wgmma(problem: Problem) -> str | None:
 
 
 def _dequantizes_slowly(problem: Problem) -> bool:
-    """Whether `fused-portable` decodes codes slower than others: those of long spans or of short groups, and
-    those that are looked up.
-    """
+    """Return True for codes that `fused-portable` dequantizes slowly: long spans, short groups, lookups."""
     shape = shape_of(problem)
     return shape.span > 128 or shape.group < 64 or table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _fills_waves(problem: Problem) -> bool:
-    """Whether `fused-portable`, with two programs on a multiprocessor, is hardly ever idle at its end."""
+    """Return True if the last wave of `fused-portable`, with two programs per multiprocessor, is filled to
+    `FULL`.
+    """
     if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)
@@ -297,7 +279,7 @@ def _fills_waves(problem: Problem) -> bool:
 
 
 def why_slower_wgmma(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-wgmma`."""
+    """Return why another kernel is at least as fast as `fused-wgmma`; None if none is."""
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     reasons = (
         (
@@ -321,11 +303,11 @@ def why_slower_wgmma(problem: Problem) -> str | None:
             "dequantizing and the library's product are faster from M=1025 on at such a size",
         ),
     )
-    return next((reason for loses, reason in reasons if loses), None)
+    return _first(reasons)
 
 
 def why_slower_portable_gemm(problem: Problem) -> str | None:
-    """Why another kernel is at least as fast as `fused-portable`."""
+    """Return why another kernel is at least as fast as `fused-portable`; None if none is."""
     shape = shape_of(problem)
     if looked_up(problem):
         return f"it would look up every value of {problem.scheme.format.name} once for each tile of x"

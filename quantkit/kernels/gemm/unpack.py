@@ -1,4 +1,4 @@
-"""The row that always works: unpack a block of rows, multiply, go on. Never all of the dense weight."""
+"""Kernel `unpack`, which always runs: unpack a block of rows, multiply, go on; never the dense weight."""
 
 import time
 from functools import lru_cache
@@ -17,12 +17,13 @@ BLOCK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def block_rows(columns: int, device: torch.device) -> int:
-    """Rows of the weight that are unpacked at a time on `device`."""
+    """Return the rows of a weight with `columns` columns that are unpacked at a time on `device`."""
     return max(1, BLOCK_WEIGHTS[device.type] // max(1, columns))
 
 
-#: A dtype multiplies slower than float32 where float32 takes less than this part of its time: so much less
-#: that the answer is the same in every process.
+#: A dtype is slower than float32 if float32 takes less than this part of its time. The margin makes the
+#: answer the same in every process.
+
 _CLEARLY = 0.8
 #: Rows of x, columns and rows of the weight of the products that are timed: 1 ms on a core with AVX512.
 _TIMED = (256, 512, 512)
@@ -30,20 +31,21 @@ _TIMED = (256, 512, 512)
 
 @lru_cache(maxsize=8)
 def is_slower_than_float32(dtype: torch.dtype) -> bool:
-    """Whether products in `dtype` take longer than in float32 on this CPU; timed once, for some milliseconds.
+    """Return True if products in `dtype` take longer than in float32 on this CPU; timed once, in
+    milliseconds.
 
-    A CPU may have instructions for bfloat16 and be slower with them: a core of a Xeon with AVX512_BF16, but
+    A CPU may have instructions for bfloat16 and be slower with them. A core of a Xeon with AVX512_BF16, but
     without AMX for this process, has 84 GFLOP/s in bfloat16 and 160 in float32 (torch 2.13.0).
     """
     return _seconds(torch.float32) < _CLEARLY * _seconds(dtype)
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Of the fastest of three products in `dtype`, after one that does not count."""
+    """Return the seconds of the fastest of three products in `dtype`, after one for warm-up."""
     rows, columns, outputs = _TIMED
     x, weight = (torch.ones(count, columns, dtype=dtype, device="cpu") for count in (rows, outputs))
     times = []
-    # Whoever asks may be within autocast, which would have both dtypes be one.
+    # The caller may be within autocast, which would compute both in one dtype.
     with torch.autocast("cpu", enabled=False):
         for _ in range(4):
             began = time.perf_counter()
@@ -58,6 +60,7 @@ def _launch_unpack(
     layout: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Return y [M, N] for `x` [M, K]."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     if x.device.type == "cpu" and x.dtype != torch.float32 and is_slower_than_float32(x.dtype):
         # Neither weights nor sums are rounded before y is. Autocast, which x has had, would cast back.
@@ -69,7 +72,7 @@ def _launch_unpack(
 def _multiply(
     x: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """`out` [M, N], of any dtype, with x times the weight, block by block in the dtype of x."""
+    """Write x W^T to `out` [M, N], of any dtype, block by block in the dtype of x."""
     rows, columns = weight.shape
     zeros = weight.zero_points()
     step = block_rows(columns, x.device)

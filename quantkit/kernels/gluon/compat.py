@@ -1,6 +1,6 @@
-"""Gluon's names in Triton 3.6 to 3.9, which moved: the only place that knows more than one of them.
+"""Names of Gluon that moved between Triton 3.6 and 3.9; no other module knows more than one of them.
 
-Kernels are written in the words of the newest version. Older ones have other names for the same:
+Kernels use the names of the newest version:
 
     newest                  until      older
     async_copy.async_load   3.7        async_copy.async_copy_global_to_shared
@@ -8,20 +8,21 @@ Kernels are written in the words of the newest version. Older ones have other na
     memory.reinterpret      3.8        memory._reinterpret
     gl.barrier              3.6        gl.thread_barrier
 
-Which one there is is asked of the library, never read from its version.
+The names are looked up in the library, not derived from its version.
 """
+# mypy: ignore-errors
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-#: Copies of each thread, `async_load(shared memory, pointers, mask=)`: cp.async.
+#: `async_load(shared memory, pointers, mask=)`: each thread copies, cp.async.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-#: Copies of the TMA unit, `tma_load(descriptor, at, barrier, shared memory, pred)`: cp.async.bulk.tensor.
+#: `tma_load(descriptor, at, barrier, shared memory, pred)`: the TMA unit copies, cp.async.bulk.tensor.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-#: A barrier of the threads of a program, or of its warps that do the same: bar.sync.
+#: Barrier of the threads of a program, or of one partition of its warps: bar.sync.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _REINTERPRET = "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpret") else "_reinterpret"
@@ -29,11 +30,11 @@ _REINTERPRET = "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpre
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """The shared memory `memory` seen as `dtype` in `shape` and `layout`, of as many bytes; none moves."""
+    """Return the same shared memory seen as `dtype`, `shape` and `layout`, which have as many bytes."""
     return getattr(memory, _REINTERPRET)(dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
 def in_flight(accumulator, _semantic=None):
-    """The tensor of sums that an asynchronous product writes, before it is waited for."""
+    """Return the accumulator tensor of an asynchronous product that has not been waited for."""
     return gl.tensor(accumulator.handle, accumulator.type.tensor_type)

@@ -1,4 +1,7 @@
-"""What kernels in Gluon have in common: units of columns, from codes as they lie in memory to operand A."""
+"""Device functions that Gluon kernels share: PDL, row tiles of warps, sums of squares, dequantizing operand
+A.
+"""
+# mypy: ignore-errors
 
 import triton
 from triton.experimental import gluon
@@ -9,11 +12,13 @@ from quantkit.kernels.layouts.dequant_blocks import dequant_codes
 
 @gluon.jit
 def pdl_wait():
+    """Wait until the kernels before this one have ended and their writes are visible (PDL)."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pdl_launch_dependents():
+    """Let the next kernel start while this one runs (PDL)."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -21,8 +26,10 @@ def pdl_launch_dependents():
 
 @gluon.jit
 def row_tile_of(number, N, GATED: gl.constexpr):
-    """The row tile of a number. With GATED, those that gate others and these take turns: tile i of the first
-    half of all N rows is number 2 i, tile i of the second half 2 i + 1.
+    """Return the row tile of a number. With GATED, number 2 i is tile i of the gate, number 2 i + 1 tile i of
+    up.
+
+    Gate is the first half of all N rows, up the second.
     """
     tile = number
     if GATED:
@@ -32,25 +39,29 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 
 @gluon.jit
 def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
-    """The row tile of a warp, of COUNT from number `first` on up to `last`; warps beyond have the last."""
+    """Return the row tile of a warp, of COUNT from number `first` on, at most `last`; warps beyond get the
+    last.
+    """
     return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
 
 
 @gluon.constexpr_function
 def k_step_columns(PLANES: int, BLOCK_K: int = 128) -> int:
-    """Columns whose codes are loaded at a time: so many, or a span where that is longer."""
+    """Return the columns of a k_step: BLOCK_K, or a span if that is longer."""
     return max(BLOCK_K, 16 * PLANES)
 
 
 @gluon.constexpr_function
 def _squares_layout(W: int, SIZE: int) -> gl.BlockedLayout:
-    """Sums of squares [rows of x, SIZE]: a warp has all of a row."""
+    """Return the layout of sums of squares [rows of x, SIZE]: a warp has whole rows."""
     return gl.BlockedLayout([1, min(4, max(1, SIZE // 32))], [1, 32], [W, 1], [1, 0])
 
 
 @gluon.jit
 def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
-    """Sums of squares of BM rows of x [M, K], for `stage_rms` to take when they are there."""
+    """Load the sums of squares float32 [BM, K / 16 rounded up to a power of two] of x [M, K], for
+    `stage_rms`.
+    """
     COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     LAYOUT: gl.constexpr = _squares_layout(W, SIZE)
@@ -61,7 +72,9 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 
 @gluon.jit
 def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
-    """1 / sqrt(mean(x^2) + EPS) of rows of x [BM, K] with such sums of `squares`, in shared memory."""
+    """Return 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K], in shared memory, from its sums of
+    `squares`.
+    """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rms = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
     rms.store(gl.rsqrt(gl.sum(squares, 1) / K + EPS))
@@ -70,7 +83,9 @@ def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def fill_table(lut, FILL: gl.constexpr):
-    """The address that the `TABLE` of an expression takes: that of values, or of a table filled with them."""
+    """Return the address that `Expression.table` takes: `lut`, or that of a table in shared memory filled
+    from it.
+    """
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
     return lut
@@ -78,7 +93,9 @@ def fill_table(lut, FILL: gl.constexpr):
 
 @gluon.constexpr_function
 def codes_layout(W: int, C: int) -> gl.DistributedLinearLayout:
-    """Codes [W row tiles, C spans, 128 pairs]: a warp has a row tile, a thread 16 bytes of each span."""
+    """Return the layout of codes [W row tiles, C spans, 128 words]: a thread has 16 bytes of each span of its
+    tile.
+    """
     spans = [[0, 1 << bit, 0] for bit in range(C.bit_length() - 1)]
     pairs = [[0, 0, 1 << bit] for bit in range(7)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
@@ -91,7 +108,10 @@ def dequant_a_fragment(
     PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
     TILES: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a unit, [16 * W, 128] for each piece of it, in units of their scales."""
+    """Dequantize a k_step of codes, without scales: for each of its SUBTILES a DTYPE [16 W, 128].
+
+    `words` are int32 [W, C, 128] for each register of a code.
+    """
     q = dequant_codes(_split_words(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
     q = gl.reshape(q, (W, C, 8, 4, 2, 2, 2, PLANES // 2, 2))
     q = gl.reshape(gl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * W, 128 * SUBTILES))
@@ -104,9 +124,9 @@ def dequant_a_fragment(
 
 @gluon.jit
 def _split_words(words, TILES: gl.constexpr):
-    """The lanes of 16 bits that `decode` takes of pairs, which stay in their registers from step to step.
+    """Split words int32 [W, C, 128] into the 16-bit lanes that `dequant_codes` takes: int16 [W, C, 256].
 
-    Lanes would be copied one by one at the end of a step, before the products are begun.
+    PTX does it where the words lie. Triton would copy the 16-bit lanes one by one at the end of a k_step.
     """
     lanes = ()
     for t in gl.static_range(TILES):

@@ -1,7 +1,9 @@
-"""What the warps of `fused-gemv` have of row tiles of y, added up and written, and what norms do with that.
+"""Epilogue of `fused-gemv`: add the sums of the warps of a row tile, apply scale, bias, gate and norm, write
+y.
 
 `S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,7 +16,9 @@ from quantkit.kernels.ops.activation_kernel import gated
 
 @gluon.constexpr_function
 def _outputs_of(S):  # type: ignore[no-untyped-def]
-    """Sums [row tiles, W, rows of x * 16]: a thread has those of all warps, and of pairs."""
+    """Return the layout of sums [row tiles, W, rows of x * 16]: a thread holds those of all warps, and both
+    of a gate.
+    """
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
     tiles = [[1 << bit, 0, 0] for bit in range(S.padded_row_tiles.bit_length() - 1)]
     bits += tiles[S.row_tiles_per_output - 1 :]
@@ -28,18 +32,21 @@ def _outputs_of(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _outputs(first, count, N, S: gl.constexpr):
-    """Rows of the weight and of x that outputs [row tiles, rows of x * 16] of a thread are of."""
+    """Return the output feature and the row of x of each output: [row tiles, rows of x * 16] if broadcast.
+
+    The program has `count` row tiles, from number `first` on. Other row tiles get output feature N, a mask.
+    """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
     place = gl.expand_dims(gl.arange(0, S.rows * 16, gl.SliceLayout(0, OUT)), 0)
-    # Those of no row tile of this program are nobody's.
+    # N masks row tiles that this program does not have.
     rows = gl.where(tile < count, (first + row_tile_of(tile, N, S.gate != "")) * 16 + place % 16, N)
     return rows, place // 16
 
 
 @gluon.jit
 def load_outputs(values, first, count, M, N, S: gl.constexpr):
-    """Those of `values` [M, N] that are where the outputs of a thread are."""
+    """Load `values` [M, N] at the outputs of this program: [row tiles, rows of x * 16]."""
     rows, m = _outputs(first, count, N, S)
     m = gl.minimum(m, M - 1)
     return gl.load(values + m.to(gl.int64) * N + rows, mask=rows < N, other=0.0)
@@ -50,7 +57,12 @@ def store_epilogue(
     partials, first, count, scale, factor, bias, y, rms, added, norm_weight, total, squares, M, N, order,
     S: gl.constexpr,
 ):  # fmt: skip
-    """Add up what the warps have, in their order, and write y."""
+    """Add the `partials` of all warps, in their order, apply scale, bias, gate and norm, and write y [M, N].
+
+    `partials` is shared memory, float32 [row tiles, W, rows of x * 16]. `rms`, `added`, `norm_weight`,
+    `total` and `squares` are used for norms only (`quantkit.kernels.problem.Normed`). With experts, `order`
+    names the rows of y.
+    """
     LAYOUT: gl.constexpr = _outputs_of(S)
     PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     partials = reinterpret(partials, gl.float32, [S.padded_row_tiles, S.warps, S.rows * 16], PARTIALS)
@@ -83,7 +95,7 @@ def store_epilogue(
 
 @gluon.jit
 def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
-    """Add up the squares of the outputs of each row tile."""
+    """Write the sum of squares of `outputs` of each row tile to `squares` float32 [M, N / 16]."""
     sums = gl.sum(gl.reshape(outputs * outputs, (S.padded_row_tiles, S.rows, 16)), axis=2)
     LAYOUT: gl.constexpr = sums.type.layout
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, LAYOUT)), 1)
@@ -94,7 +106,7 @@ def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
 
 @gluon.jit
 def _rms_of_outputs(rms_smem, S: gl.constexpr):
-    """What rows of x of the outputs of a thread are multiplied with, [1, rows of x * 16]."""
+    """Load 1 / rms of each row of x from shared memory and broadcast it to [row tiles, rows of x * 16]."""
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     zeros = gl.reshape(
         gl.full([S.padded_row_tiles, S.rows * 16], 0.0, gl.float32, OUT), (S.padded_row_tiles, S.rows, 16)
@@ -108,6 +120,6 @@ def _rms_of_outputs(rms_smem, S: gl.constexpr):
 
 @gluon.jit
 def _gate_up_rows(values, S: gl.constexpr):
-    """Those of row tiles that gate others, and of these."""
+    """Split [row tiles, rows of x * 16] into gate and up, [row tiles / 2, rows of x * 16] each."""
     values = gl.reshape(values, (S.padded_row_tiles // 2, 2, S.rows * 16))
     return gl.split(gl.permute(values, (0, 2, 1)))

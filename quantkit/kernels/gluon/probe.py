@@ -1,7 +1,8 @@
-"""Two small Gluon kernels that use what the large ones do: where these compile, those do.
+"""Two small Gluon kernels with the operations of the large ones: if these compile, the large ones do.
 
-Compiled only, never launched (`quantkit.kernels.triton_support`). Written in Gluon.
+They are compiled only, never launched (`quantkit.kernels.triton_support`). Written in Gluon.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +19,7 @@ _WGMMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 @gluon.jit
 def copy_and_multiply(x, y):
-    """y [64, 8] += x [64, 16] times itself: cp.async, shared memory seen as another type, mma.sync."""
+    """Multiply x [64, 16] by ones, to y [64, 8]: cp.async, reinterpreted shared memory, mma.sync."""
     THREADS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     A: gl.constexpr = gl.DotOperandLayout(0, _MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, _MMA, 2)
@@ -38,6 +39,7 @@ def copy_and_multiply(x, y):
 
 @gluon.jit
 def _fill(memory, ready):
+    """Write ones to shared memory [64, 64] and arrive at the barrier `ready`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     memory.store(gl.full([64, 64], 1.0, gl.bfloat16, LAYOUT))
     mbarrier.arrive(ready, count=1)
@@ -45,6 +47,7 @@ def _fill(memory, ready):
 
 @gluon.jit
 def _multiply(memory, ready, y):
+    """Wait for `ready`, multiply shared memory [64, 64] by itself, and write y [64, 64]."""
     mbarrier.wait(ready, 0)
     total = warpgroup_mma(memory, memory, gl.zeros([64, 64], gl.float32, _WGMMA), is_async=True)
     total = warpgroup_mma_wait(0, [total])
@@ -55,7 +58,9 @@ def _multiply(memory, ready, y):
 
 @gluon.jit
 def specialize(x, y):
-    """y [64, 64] of a warp that writes and four that multiply: warp specialization, mbarrier, wgmma."""
+    """Compute y [64, 64] with one warp that writes and four that multiply: warp specialization, mbarrier,
+    wgmma.
+    """
     memory = gl.allocate_shared_memory(gl.bfloat16, [64, 64], _WIDE)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)

@@ -1,8 +1,10 @@
-"""Scales and zero-points of rows r and r + 8 of a tile, from the words of a lane to where products want them.
+"""Scales and zero-points of rows r and r + 8 in registers: from packed words to the places that products
+need.
 
-Written in Gluon, for kernels whose lane 4 r + t has row r; `S` is the `DecodeConfig` of
-`quantkit.kernels.gemm.decode.decode_config`.
+For kernels in which warp lane 4 r + t has rows r and r + 8 of a row tile. `S` is the `DecodeConfig` of
+`quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,13 +15,16 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 
 @gluon.constexpr_function
 def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
-    """Words of the values that rows r and r + 8 have in a block."""
+    """Return the 32-bit words that hold the values of a block, of rows r and r + 8."""
     return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
 
 
 @gluon.jit
 def load_scale_words(values, at, mask, S: gl.constexpr):
-    """Values of a block of rows r and r + 8, in words: narrower ones would be copied before they are used."""
+    """Load the values of a block of rows r and r + 8 as words, int32 [W, 32] or [W, 32, WORDS].
+
+    `at` and `mask` are [W, 32]. Values narrower than a word would be copied before their first use.
+    """
     WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
     if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
         words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at, mask=mask).to(gl.int32)
@@ -38,7 +43,7 @@ def load_scale_words(values, at, mask, S: gl.constexpr):
 
 @gluon.jit
 def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
-    """Word NUMBER [W, 32] of COUNT."""
+    """Return word NUMBER of COUNT: [W, 32]."""
     if COUNT == 1:
         word = words
     elif COUNT == 2:
@@ -53,7 +58,7 @@ def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Value v of a block of rows r and of r + 8, as float32 [W, 32]."""
+    """Return value v of a block, of row r and of row r + 8: two float32 [W, 32]."""
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     KIND: gl.constexpr = S.scale_kind
     COUNT: gl.constexpr = _word_count(DTYPE, S)
@@ -71,20 +76,26 @@ def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _twice(KIND, NUMBER):  # type: ignore[no-untyped-def]
-    """PTX that makes of value NUMBER of a word what rows r and r + 8 have, each twice."""
+    """Return PTX that makes two bfloat16 copies of value NUMBER of a word, for row r and for row r + 8."""
     return bfloat16_of_bytes(KIND, f"444{2 * NUMBER}", f"444{2 * NUMBER + 1}", TWICE=True)
 
 
 @gluon.jit
 def scales_for_accumulator(low, high, W: gl.constexpr):
-    """What rows r and r + 8 have, where sums are (row // 8, column)."""
+    """Return the value of each sum, [W, 32, 4], from values [W, 32] of row r and of row r + 8.
+
+    A warp lane has four sums of `mma`: (row // 8, column).
+    """
     vec4s = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
     return gl.convert_layout(vec4s, vec4_layout(W), assert_trivial=True)
 
 
 @gluon.jit
 def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
-    """Value v of rows r and r + 8 as both 16-bit numbers of a word, where operand A is (e1, row // 8)."""
+    """Return value v as int32 [W, 32, 4], aligned with the registers (e1, row // 8) of operand A.
+
+    Both 16-bit halves of an int32 are the scale of row r, or of row r + 8.
+    """
     if STORED == S.dtype:
         word = _word(words, v, _word_count(STORED, S), S.warps)
         low = gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x1010;", "=r,r", [word], gl.int32, True, 1)

@@ -1,8 +1,9 @@
-"""Scales and zero-points of row tiles, from the words of lanes to tensors [16 W rows, V groups].
+"""Scales and zero-points in shared memory: from packed words to tensors [16 W rows, V groups].
 
-Each of W warps has a row tile. Written in Gluon, for kernels whose products are of whole tensors, where lane
-4 r + t of a warp has rows r and r + 8.
+For kernels whose products are of whole tensors. Each of W warps has a row tile; warp lane 4 r + t has rows r
+and r + 8 of it. Written in Gluon.
 """
+# mypy: ignore-errors
 
 import triton
 from triton.experimental import gluon
@@ -15,9 +16,9 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 
 @gluon.constexpr_function
 def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
-    """Scales of rows r and r + 8 of each row tile, in words [W, 8 r, WORDS], or addresses of them [W, 8 r].
+    """Return the layout of words [W, 8 r, WORDS] of rows r and r + 8 of each row tile; [W, 8 r] for one word.
 
-    The four lanes of a row have the same.
+    The four warp lanes of a row hold the same words.
     """
     rank = 2 if WORDS == 1 else 3
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
@@ -29,7 +30,10 @@ def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
-    """2 V values from `at` [W, 8] on, in words: narrower ones would be copied before they are waited for."""
+    """Load 2 V values from `at` [W, 8] on, as words [W, 8] or [W, 8, WORDS].
+
+    Narrower values would be copied before they are waited for.
+    """
     BITS: gl.constexpr = 2 * V * values.dtype.element_ty.primitive_bitwidth
     if BITS == 16:
         words = gl.load(values.to(gl.pointer_type(gl.int16), bitcast=True) + at)
@@ -47,7 +51,7 @@ def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
 
 @gluon.constexpr_function
 def _smem_type(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
-    """The numbers that 2 V values of a row tile are in shared memory, and how many of them."""
+    """Return the dtype and number of words in shared memory for 2 V values."""
     bits = 2 * V * STORED.primitive_bitwidth
     return (gl.int16, 1) if bits == 16 else (gl.int32, bits // 32)
 
@@ -57,13 +61,15 @@ def stage_scales(
     values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr,
     STAGED_BLOCKS: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Have the words of STAGED_BLOCKS blocks from `block` on copied to shared memory, of COUNT row tiles from
-    `first` on. They are there when the next group of copies is.
+    """Start copying the scales of COUNT row tiles from number `first` on to shared memory: STAGED_BLOCKS
+    blocks.
+
+    Blocks begin at `block`. The copies belong to the next group of asynchronous copies that is committed.
     """
     KIND: gl.constexpr = _smem_type(values.dtype.element_ty, V)
     SIZE: gl.constexpr = triton.next_power_of_2(STAGED_BLOCKS)
     WORDS_PER_TILE: gl.constexpr = 8 * KIND[1]
-    # 16 bytes of a thread.
+    # A thread copies 16 bytes.
     VECTOR: gl.constexpr = 128 // KIND[0].primitive_bitwidth
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 1, VECTOR], [32 * VECTOR // WORDS_PER_TILE, 1, WORDS_PER_TILE // VECTOR], [1, W, 1], [2, 1, 0]
@@ -88,7 +94,7 @@ def stage_scales(
 
 @gluon.jit
 def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """The words that `stage_scales` has of a block, as `load_scale_words` gives them."""
+    """Load the words of a block from `stage_scales`, in the form of `load_scale_words`."""
     KIND: gl.constexpr = _smem_type(STORED, V)
     if KIND[1] == 1:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -106,7 +112,7 @@ def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl
 
 @gluon.jit
 def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """The values [16 W, V] that words hold."""
+    """Unpack words to values [16 W, V] of DTYPE."""
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
         values = words.to(DTYPE, bitcast=True)
@@ -124,7 +130,7 @@ def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
 def dequant_scales(
     words, STORED: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr
 ):
-    """The scales [16 W, V] that words hold, as DTYPE."""
+    """Convert words to scales [16 W, V] of DTYPE; KIND is the encoding of 8-bit scales."""
     if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
         scales = _of_bytes(words, KIND, DTYPE, V, W)
     else:
@@ -134,7 +140,7 @@ def dequant_scales(
 
 @gluon.jit
 def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Scales [16 W, V] of a KIND that carries a factor."""
+    """Convert words to scales [16 W, V] in an encoding KIND that carries a factor."""
     ASM: gl.constexpr = bfloat16_of_bytes(KIND, "4140", "4342")
     word = words.to(gl.int32)
     first, second = gl.inline_asm_elementwise(ASM, "=r,=r,r", [word], (gl.int32, gl.int32), True, 1)
@@ -143,14 +149,14 @@ def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W
 
 @gluon.jit
 def _rows_first(values, V: gl.constexpr, W: gl.constexpr):
-    """Values of rows r and r + 8 of each tile as [16 W, V]."""
+    """Reorder values of rows r and r + 8 of each row tile to [16 W, V]."""
     values = gl.reshape(values, (W, 8, V, 2))
     return gl.reshape(gl.permute(values, (0, 3, 1, 2)), (16 * W, V))
 
 
 @gluon.jit
 def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
-    """The value number NUMBER of each word."""
+    """Return value NUMBER of each word."""
     bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
     if DTYPE.primitive_bitwidth == 16:
         value = bits.to(gl.int16).to(DTYPE, bitcast=True)

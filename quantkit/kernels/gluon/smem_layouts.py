@@ -1,7 +1,8 @@
-"""Where words of x are in shared memory, and which threads copy them: layouts of `x_smem`.
+"""Layouts of x in shared memory for `fused-gemv`, and of the threads that copy it.
 
-Sizes are those of `quantkit.kernels.gemm.decode.decode_config.DecodeConfig`, powers of two.
+Sizes are from `quantkit.kernels.gemm.decode.decode_config.DecodeConfig`, powers of two.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,14 +12,15 @@ from quantkit.kernels.gemm.decode.decode_config import DecodeConfig
 
 @gluon.constexpr_function
 def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLayout:
-    """Where words of `SIZES` are, whose last axes are those of `S.vec4_shape`: one after the other.
+    """Return the layout of words int32 of shape `SIZES`, whose last axes are those of `S.vec4_shape`: row
+    major.
 
-    Where they are no quads, words of a column n have an order of their own, so that both a word of eight
-    columns, and all of two, are in all banks.
+    Unless words are stored as `as_vec4`, the words of a column are XOR-swizzled. One word of eight columns,
+    and all words of two columns, then lie in different banks.
     """
     bases = _bits(SIZES)
     for number, word in ((5, 1), (6, 2)) if not S.as_vec4 else ():
-        # What has a number of its own is read without those before it.
+        # Axes before those of `vec4_shape` are indexed apart, so only bits of `vec4_shape` are swizzled.
         if number < len(_bits(S.vec4_shape)):
             bases[number][-2] = word
     return gl.SharedLinearLayout(bases)
@@ -26,7 +28,7 @@ def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLay
 
 @gluon.constexpr_function
 def copy_layout(SIZES: tuple[int, ...], W: int) -> gl.DistributedLinearLayout:
-    """Four words of a thread, threads of W warps side by side."""
+    """Return the layout in which a thread copies four adjacent words; threads of W warps are adjacent."""
     bits, threads = _bits(SIZES), 6 + W.bit_length()
     bits += [[0] * len(SIZES)] * (threads - len(bits))
     return gl.DistributedLinearLayout(bits[:2] + bits[threads:], bits[2:7], bits[7:threads], [], list(SIZES))
@@ -34,7 +36,7 @@ def copy_layout(SIZES: tuple[int, ...], W: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def _bits(SIZES: tuple[int, ...]) -> list[list[int]]:
-    """The bits that count all of `SIZES`, those of the last axis first."""
+    """Return a basis vector per bit of `SIZES`, last axis and lowest bit first."""
     bits = []
     for axis, size in reversed(list(enumerate(SIZES))):
         for bit in range(size.bit_length() - 1):

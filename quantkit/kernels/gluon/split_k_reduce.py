@@ -1,4 +1,5 @@
-"""Sums that several programs have parts of become y, gated, or the norm of what that is added to, begun."""
+"""Split-K reduction: add the partial sums of several programs and apply the epilogue."""
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -19,13 +20,16 @@ def split_k_reduce(
     BM: tl.constexpr, SPLIT_K: tl.constexpr, MR: tl.constexpr, NORM_OFFSET: tl.constexpr, GATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] from `sums` [SPLIT_K, row tiles, BM, 16], in the order of the parts: a row tile of MR rows of
-    x.
+    """Write y [M, N] from `sums` float32 [SPLIT_K, row tiles, BM, 16], added in the order of the splits.
 
-    With NORM_OFFSET, what is added to weights, a norm of y + `other` is begun
-    (`quantkit.kernels.problem.Normed`). With GATE there are twice as many row tiles of sums as of y, the
-    second half gated by the first. With `expert_blocks` there are such sums of each of them, finished but for
-    being parts, and rows of y are those of routed tokens (`quantkit.kernels.moe.permute_kernels`).
+    Grid: (row tiles of y, M / MR, expert blocks or 1); a program has a row tile and MR rows of x.
+
+    With NORM_OFFSET, which is added to the weights `norm` [N], it begins the norm of y + `other` [M, N]
+    (`quantkit.kernels.problem.Normed`). With GATE, the first half of the row tiles of sums gates the second:
+    y is [M, N / 2].
+
+    With `expert_blocks` int32 [P, 3] there are such sums for each expert block. Rows of y are then those of
+    `order` int32 [P] (`quantkit.kernels.moe.permute_kernels`).
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     outputs = N
@@ -48,7 +52,7 @@ def split_k_reduce(
     if NORM_OFFSET is not None:
         weights = tl.load(norm + rows, mask=rows < N, other=0.0)
     if PDL and expert_blocks is None:
-        # Sums, and what is added to them, are written by kernels before this one.
+        # Kernels before this one write `sums` and `other`.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if NORM_OFFSET is not None:
@@ -73,7 +77,10 @@ def _sum_splits(
     sums, tile, tiles, m, after, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a row tile [16, rows of x], with what comes `after` the last column."""
+    """Return the output of a row tile, float32 [16, rows of x], scaled and with bias; `m` are the rows of x.
+
+    `after` is (scale, factor, bias, N), for `apply_scale_and_bias`.
+    """
     first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)
     for split in tl.static_range(1, SPLIT_K):

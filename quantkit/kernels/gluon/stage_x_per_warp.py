@@ -1,20 +1,21 @@
-"""x in shared memory as `mma` wants operand B, for kernels in which each warp has columns of its own.
+"""x in shared memory as operand B of `mma`, for kernels in which each warp has columns of K of its own.
 
-A quad is 16 bytes of a lane: operand B of two products. Lane 4 n + t has column n of eight, which is a row of
-x or one of its digits. A piece is as many columns as lanes 4 n to 4 n + 3 have in a quad:
+A vec4 is the 16 bytes of a warp lane that hold operand B of two products. Warp lane 4 n + t has column n of
+eight: a row of x, or one digit of it. Two products with the same columns are an mma pair:
 
-    floats     32 columns of x as they lie in memory, [column n | word of a quad | lane t], of which
-               `ldmatrix` makes quads; or, where registers are of two planes, quads [column n | lane t | word]
-               with a word for each two columns that these multiply, which lie 16 apart
-    integers   64 columns, a byte for each, as either: x is three digits of 8 bits,
+    floats     32 columns of x. As they lie in memory, [column n | word of a vec4 | lane t]: `ldmatrix` makes
+               vec4s of them. Or, if registers are of two planes, as vec4s [column n | lane t | word], where a
+               word has two columns that are 16 apart.
+    integers   64 columns, one byte each, in either order. x is three digits of 8 bits,
 
                    x = unit * (65536 d2 + 256 d1 + d0)     unit a power of two, |x| <= unit * 2**22
 
-               rounded to 2**-23 of the largest in its row among the columns of a warp. Columns n are
-               (digit, row of x), so that one product of up to two rows has all their digits.
+               rounded to 2**-23 of the largest of its row among the columns of a warp. Column n is
+               (digit, row of x), so one product has all digits of up to two rows.
 
 `S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,11 +24,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from quantkit.kernels.gluon.compat import async_load, reinterpret
 from quantkit.kernels.gluon.smem_layouts import copy_layout, x_smem_layout
 
-#: 1.5 * 2**23: what a float32 is added to for its last place to be 1, and its bits, less 0x808080.
+#: 1.5 * 2**23, added to a float32 so that its last place counts 1; and the bits of that, less 0x808080.
 ROUNDING = gl.constexpr(12582912.0)
 ROUNDED = gl.constexpr(0x4B400000 - 0x808080)
-#: PTX that makes a digit of each of four numbers, highest digits first, of their 24 bits: numbers plus
-#: 0x808080 have digits plus 0x80 in their bytes.
+#: PTX from four 24-bit numbers, plus 0x808080 each, to three words: their highest, middle and lowest digits.
+#: The bytes of such a number are its digits plus 0x80.
 _SPLIT = gl.constexpr("""{
 .reg .b32 t<4>;
 prmt.b32 t0, $3, $4, 0x5140;
@@ -41,7 +42,7 @@ xor.b32 $0, $0, 0x80808080;
 xor.b32 $1, $1, 0x80808080;
 xor.b32 $2, $2, 0x80808080;}""")
 
-#: PTX by which lanes 4 n + t exchange words: word i of lane t becomes word t of lane i.
+#: PTX that transposes the words of warp lanes 4 n + t: word i of lane t becomes word t of lane i.
 _EXCHANGE = gl.constexpr("""{
 .reg .b32 lane, bit<2>, give<2>, own<4>;
 .reg .pred p<2>;
@@ -60,7 +61,7 @@ selp.b32 $2, own2, give0, p1; selp.b32 $3, own3, give1, p1;}""")
 
 @gluon.constexpr_function
 def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
-    """[W warps, 32 lanes, WORDS]: a thread has its words in registers."""
+    """Return the layout of [W warps, 32 lanes, WORDS]: a thread has its words in registers."""
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
     lanes = [[0, 1 << bit, 0] for bit in range(5)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
@@ -69,7 +70,9 @@ def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def norm_weights(norm, S: gl.constexpr):
-    """What the norm of x is multiplied with, for the columns of each warp; nothing where x is no norm."""
+    """Load the weights of the norm of x at the columns of each warp, as words of `_load_x`; () without a
+    norm.
+    """
     weights = ()
     if S.norms_x:
         weights = _load_x(norm, 1, None, S)
@@ -78,11 +81,11 @@ def norm_weights(norm, S: gl.constexpr):
 
 @gluon.jit
 def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
-    """The quads of all pieces in shared memory, [number, words of all warps], and the unit of each row of x,
-    [W, rows]; 1 of floats, and none where sums are not weighed.
+    """Stage x in shared memory; return the vec4s int32 [number, words of all warps] and the unit of each row.
 
-    A piece has a quad for each of `S.column_groups`, whose numbers follow each other. Beyond K are zeros.
-    With `S.norms_x` they are those of the norm of x, or of x + other, which becomes `total`.
+    Each mma pair has `S.column_groups` vec4s, adjacent; columns beyond K are zeros. Units are float32 [W,
+    rows]: 1 for floats, () if sums have no weights. With `S.norms_x`, x, or x + `other` (written to `total`),
+    is normed.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(gl.int32, [S.smem_rows, S.smem_row_words], FLAT)
@@ -102,7 +105,9 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
 
 @gluon.jit
 def load_b_fragment(x_smem, number, S: gl.constexpr):
-    """Quads [W, 32, 4] by their number; lanes have the same ones where there are fewer than eight columns."""
+    """Load vec4s int32 [W, 32, 4] by their number. With fewer than eight columns, warp lanes hold the same
+    ones.
+    """
     COLUMN_DIGITS: gl.constexpr = 8 // S.columns_per_digit
     WORDS: gl.constexpr = 1 if S.as_vec4 else 4
     LANES: gl.constexpr = gl.BlockedLayout(
@@ -123,7 +128,7 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
 
 @gluon.jit
 def unpack2(words, DTYPE: gl.constexpr):
-    """The two numbers of 16 bits of each word, as float32."""
+    """Unpack the two 16-bit floats of each word to two float32."""
     if DTYPE == gl.bfloat16:
         low = (words << 16).to(gl.float32, bitcast=True)
         high = (words & -65536).to(gl.float32, bitcast=True)
@@ -135,19 +140,19 @@ def unpack2(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def pack2(low, high, DTYPE: gl.constexpr):
-    """Two float32 as the 16-bit numbers of a word."""
+    """Pack two float32 into the 16-bit floats of a word."""
     low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
 
 
 @gluon.jit
 def _copy(x, M, order, x_smem, S: gl.constexpr):
-    """Have x copied, 16 bytes at a time, to [number of a quad, warp, 1, row, word, t]."""
+    """Copy x to shared memory [vec4 number, warp, 1, row, word, t], 16 bytes at a time (cp.async)."""
     SIZES: gl.constexpr = S.x_shape
     LAYOUT: gl.constexpr = copy_layout(SIZES, S.warps)
     number, warp = _axis_index(0, SIZES, LAYOUT), _axis_index(1, SIZES, LAYOUT)
     mma_pair, group = number // S.column_groups, number % S.column_groups
-    # Two columns to a word.
+    # A word has two columns.
     column = (
         (warp * S.mma_pairs + mma_pair) * 16
         + _axis_index(4, SIZES, LAYOUT) * 4
@@ -166,6 +171,7 @@ def _copy(x, M, order, x_smem, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
+    """Return the slice of LAYOUT along AXIS of a tensor of `SIZES`."""
     for other, _ in list(enumerate(SIZES))[::-1]:
         if other != AXIS:
             LAYOUT = gl.SliceLayout(other, LAYOUT)
@@ -174,7 +180,7 @@ def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Numbers along an axis of a tensor of `SIZES`."""
+    """Return the indices along AXIS, broadcastable to `SIZES`."""
     RANK: gl.constexpr = len(SIZES)
     numbers = gl.arange(0, SIZES[AXIS], _axis_layout(LAYOUT, AXIS, SIZES))
     for other in gl.static_range(RANK):
@@ -185,7 +191,7 @@ def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.constexpr_function
 def _row_layout(S):  # type: ignore[no-untyped-def]
-    """Lanes [W, pieces at a time, rows of x, t]."""
+    """Return the layout of [W, mma pairs per pass, rows of x, t]."""
     return gl.BlockedLayout(
         [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
     )
@@ -193,7 +199,9 @@ def _row_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _row_of_x(m, M, order, S: gl.constexpr):
-    """Which row of x is number `m` of M, or the last: that, or that of a pair of a segment."""
+    """Return the row of x of row number `m`, at most M - 1; with experts, the token of routed token
+    `order[m]`.
+    """
     m = gl.minimum(m, M - 1)
     if order is not None:
         m = gl.load(order + m) // S.top_k
@@ -202,10 +210,9 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
-    """Where the words [W, 32 = (piece of a turn, row, number of 16 bytes), 4] of each warp are in rows of x,
-    and which there are.
+    """Return pointers to words [W, 32, 4] of x, and their mask; 32 is (mma pair of a pass, row, 16 bytes t).
 
-    A turn of integers has two numbers, one for each half of its pieces.
+    A pass of integers has two numbers, one for each half of its mma pairs.
     """
     HALVES: gl.constexpr = S.mma_k // 16
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -227,7 +234,7 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_x(x, M, order, S: gl.constexpr):
-    """All words that `_x_pointers` names, by their number; zeros beyond K."""
+    """Load all words that `_x_pointers` names, int32 [W, 32, 4] for each number; zeros beyond K."""
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
     for number in gl.static_range(NUMBERS):
@@ -238,7 +245,7 @@ def _load_x(x, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
-    """Return the RMSNorm of x, of which this warp has `words`; with `other`, of x + other, kept in `total`.
+    """Return RMSNorm of x, of which this warp has `words`, or of x + `other`, which it writes to `total`.
 
     Numbers are rounded where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
     """
@@ -253,7 +260,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
             more_low, more_high = unpack2(others[number], S.dtype)
             sums = sums + (pack2(low + more_low, high + more_high, S.dtype),)
             at, inside = _x_pointers(total, M, None, number, S)
-            # All programs have all of it.
+            # Every program has all of `total`; the first one writes it.
             gl.store(at, sums[number], mask=inside & (gl.program_id(0) == 0))
         words = sums
     squares = gl.full([S.warps, 32, 4], 0.0, gl.float32, VEC4)
@@ -279,7 +286,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
 @gluon.jit
 def _per_lane(of_rows, S: gl.constexpr):
-    """What rows of x [W or 1, rows] have, where lanes have words of them: [W, 32, 1]."""
+    """Broadcast values of rows of x, [W or 1, rows], to the warp lanes that hold their words: [W, 32, 1]."""
     ROW_LAYOUT: gl.constexpr = _row_layout(S)
     of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
     of_rows, _ = gl.broadcast(
@@ -293,7 +300,7 @@ def _per_lane(of_rows, S: gl.constexpr):
 
 @gluon.jit
 def _unit_scales(S: gl.constexpr):
-    """The unit of floats, if sums are weighed."""
+    """Return units of 1, float32 [W, rows], if sums have weights; else ()."""
     x_scale = ()
     if S.has_column_weights:
         x_scale = gl.full(
@@ -304,15 +311,14 @@ def _unit_scales(S: gl.constexpr):
 
 @gluon.jit
 def _transpose_words(words):
-    """Quads (p0, e1) of what lanes have as 16 bytes of x."""
+    """Transpose 16 bytes of x per warp lane to vec4s (p0, e1)."""
     return gl.inline_asm_elementwise(_EXCHANGE, "=r,=r,=r,=r,r,r,r,r", [words], gl.int32, True, 4)
 
 
 @gluon.jit
 def _stage_floats(words, x_smem, S: gl.constexpr):
-    """Words of `_load_x` to shared memory, where `_copy` has them; the unit of x.
-
-    For `S.shared_table` they are (e0, e1) of numbers p0 instead of (p0, e1) of e0.
+    """Store words of `_load_x` as `_copy` does, or with `S.shared_table` as (e0, e1) of each p0; return the
+    units.
     """
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.float_shape
@@ -340,7 +346,7 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _stage_digits(words, x_smem, S: gl.constexpr):
-    """Digits of x to shared memory; the units of x."""
+    """Store the digits of x in shared memory; return the units of x."""
     GROUPS: gl.constexpr = S.column_groups
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.digit_shape
@@ -352,7 +358,7 @@ def _stage_digits(words, x_smem, S: gl.constexpr):
         digits = _digits(first, second, inverse_scale, S)
         high = gl.join(digits[0], digits[2])
         low = gl.join(digits[1], gl.zeros_like(digits[1]))
-        # Digits as columns n have them: groups, and those of a group.
+        # Axis 4 (digits) becomes column groups and columns n of a group.
         value = gl.reshape(
             gl.join(high, low), (S.warps, S.mma_pairs_per_pass, S.rows, 4, 4, GROUPS, 2 // GROUPS, 2)
         )
@@ -366,7 +372,7 @@ def _stage_digits(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
-    """The run of 32 columns that is a half of a piece: that of every other byte, or of a product."""
+    """Return the run of half HALF of an mma pair: bytes of planes APART apart, or for APART == 1 products."""
     if APART == 1:
         run = 2 * mma_pair + HALF
     else:
@@ -376,18 +382,18 @@ def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
 
 @gluon.jit
 def _x_scales(words, S: gl.constexpr):
-    """The unit of each row of x [W, rows], NaN where not all of it is finite, and 1 / unit [W, 32, 1]."""
+    """Return the unit of each row of x, float32 [W, rows], NaN unless x is finite, and 1/unit [W, 32, 1]."""
     ROW_LAYOUT: gl.constexpr = _row_layout(S)
     largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
     for number in gl.static_range(len(words)):
         low, high = unpack2(words[number], S.dtype)
         low, high = low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
-        # Magnitudes in the order of their bits.
+        # As integers, magnitudes of floats have the same order.
         largest = gl.maximum(largest, gl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF))
     most = gl.reshape(gl.max(largest, axis=2), (S.warps, S.mma_pairs_per_pass, S.rows, 4))
     most = gl.convert_layout(most, ROW_LAYOUT, assert_trivial=True)
     most = gl.max(gl.max(most, axis=3), axis=1)
-    # Smaller or larger ones would be no floats any more.
+    # Keep unit and 1 / unit normal floats.
     exponent = gl.minimum(gl.maximum(most >> 23, 30), 254)
     x_scale = ((exponent - 21) << 23).to(gl.float32, bitcast=True)
     x_scale = gl.where(most < 0x7F800000, x_scale, float("nan"))
@@ -397,10 +403,10 @@ def _x_scales(words, S: gl.constexpr):
 
 @gluon.jit
 def _digits(first, second, inverse_scale, S: gl.constexpr):
-    """The three digits of two runs, of numbers e0 of words, as words of four digits.
+    """Return the three digits of two runs, each as words int32 [W, 32, 4] of four digits.
 
-    Bytes are (e0, run) where planes of different runs share registers. Where those of a run do they are
-    (e0, p0): quads (run, e1) of quads (p0, e1).
+    Bytes of a word are (e0, run) if planes of different runs share registers; else (e0, p0) of vec4s (run,
+    e1).
     """
     first_low, first_high = _fixed_point(first, inverse_scale, S.dtype)
     second_low, second_high = _fixed_point(second, inverse_scale, S.dtype)
@@ -423,7 +429,7 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
 
 @gluon.jit
 def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
-    """The two numbers of each word in units, plus 0x808080."""
+    """Return the two numbers of each word in units, as integers plus 0x808080."""
     low, high = unpack2(words, DTYPE)
     low = (low * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
     high = (high * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
@@ -432,13 +438,13 @@ def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _split_words(vec4s, W: gl.constexpr):
-    """Quads (p0, e1) as the two [W, 32, e1] of p0."""
+    """Split vec4s (p0, e1) into two [W, 32, e1], one for each p0."""
     return gl.split(gl.permute(gl.reshape(vec4s, (W, 32, 2, 2)), (0, 1, 3, 2)))
 
 
 @gluon.jit
 def _split_digits(a, b, c, d):
-    """The highest, middle and lowest digits of four numbers, four of a digit to a word."""
+    """Return the highest, middle and lowest digits of four numbers, as three words of four digits."""
     return gl.inline_asm_elementwise(
         _SPLIT, "=&r,=&r,=&r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32), True, 1
     )

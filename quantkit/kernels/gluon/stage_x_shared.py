@@ -1,8 +1,9 @@
-"""x in shared memory, which all warps of a program have, and its products with what each has in registers.
+"""x in shared memory for all warps of a program, and products of each warp's weights with it.
 
-Products are `mma` of each warp, done at once, or `wgmma` of four, which are under way until they are ended.
-Written in Gluon, for `small_m_gemm`.
+Products are `mma` of one warp, which end at once, or `wgmma` of four warps, which run until they are waited
+for. For `small_m_gemm`. Written in Gluon.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,15 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quantkit.kernels.gluon.compat import async_load, in_flight
 
-#: Rows of x in shared memory: 256 bytes in places from which `ldmatrix` takes 16 of eight rows at once, or
-#: 128 bytes where `wgmma` finds them.
+#: Swizzles of x in shared memory: rows of 256 bytes of which `ldmatrix` reads 16 bytes of eight rows at once,
+#: and rows of 128 bytes as `wgmma` wants them.
 ROWS_FOR_MMA = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.constexpr_function
 def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
-    """Sums [16 W, BM]: a warp has 16 rows."""
+    """Return the layout of sums [16 W, BM]: a warp has 16 rows."""
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
     return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
@@ -33,8 +34,10 @@ def stage_x_async(
     x, chunks, column, M, order, TOP_K: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
     BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Have x copied from `column` on, in chunks of BLOCKS times WIDE columns: rows [block, m] of WIDE, zeros
-    from M on.
+    """Start copying x [M, K] from `column` on to shared memory, CHUNKS chunks of BLOCKS * WIDE columns.
+
+    A chunk is [BLOCKS * BM, WIDE]: row b * BM + m has block b of row m of x. Rows from M on and columns from
+    K on are zeros. With experts, `order` names the routed tokens, of which a token has TOP_K.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
@@ -51,16 +54,18 @@ def stage_x_async(
 
 @gluon.jit
 def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
-    """Until all chunks but the LATER ones are there, and what came with the first."""
+    """Wait until all chunks but the last LATER ones have been copied, and all that was copied before them."""
     async_copy.wait_group(LATER)
     if WGMMA:
-        # What reads x from now on is another unit than what wrote it.
+        # wgmma reads shared memory through another unit than the one that wrote it.
         fence_async_shared()
 
 
 @gluon.jit
 def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Sums with the product of weights and 128 columns of x [BM, 128], ON_SUMS times the scales of rows."""
+    """Add weights [16 W, 128] times x [BM, 128] to `total` [16 W, BM]; with ON_SUMS, times `row_scales` [16
+    W].
+    """
     q = gl.convert_layout(q, A, assert_trivial=True)
     columns = x.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2))
     if ON_SUMS:
@@ -72,18 +77,19 @@ def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
 
 @gluon.constexpr_function
 def _in_place(count: int) -> str:
-    """Constraints of PTX that takes `count` float32 registers and returns the same."""
+    """Return constraints of PTX that takes `count` float32 registers and returns the same registers."""
     return ",".join([*["=f"] * count, *map(str, range(count))])
 
 
 @gluon.jit
 def _wait(product, BM: gl.constexpr):
-    """Wait for the products that the warps of this group began; the sums of `product`, float32 [16 W, BM].
+    """Wait for the products that this warp group started; return the sums of `product`, float32 [16 W, BM].
 
-    Not `warpgroup_mma_wait`: from Triton 3.8 on that makes all W warps wait for each other, which took 1.07
-    times as long (median of 48 products with 4 to 32 rows of x, an H200). Nobody writes x again.
+    Not `warpgroup_mma_wait`: from Triton 3.8 on it makes all W warps wait for each other. That took 1.07
+    times as long (H200, median of 48 products with 4 to 32 rows of x). x is not overwritten, so no barrier is
+    needed.
     """
-    # A thread has BM / 2 of the sums: 16 W * BM by 32 W threads.
+    # A thread has BM / 2 sums: 16 W * BM over 32 W threads.
     return gl.inline_asm_elementwise(
         "wgmma.wait_group.sync.aligned 0;",
         _in_place(BM // 2),
@@ -96,9 +102,10 @@ def _wait(product, BM: gl.constexpr):
 
 @gluon.jit
 def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """A product that is under way, and the scales of its rows.
+    """Start the product of weights [16 W, 128] and block `at` of x; return it and `row_scales` [16 W] for
+    `wait_mma`.
 
-    Its 128 columns are multiplied in two halves, as the weights of all would take twice the registers.
+    The 128 columns are multiplied in two halves: operand A of all columns would take twice the registers.
     """
     first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
     first = gl.convert_layout(first, A, assert_trivial=True)
@@ -115,7 +122,7 @@ def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.con
 
 @gluon.jit
 def wait_mma(total, pending, ON_SUMS: gl.constexpr):
-    """Sums with a product that `start_mma` began."""
+    """Wait for a product of `start_mma` and return the sums [16 W, BM] with it."""
     product, row_scales = pending
     found = _wait(product, total.shape[1])
     if ON_SUMS:

@@ -1,11 +1,17 @@
-"""Who does which steps of the tiles of `wgmma_gemm`, and how the sums of several become those of a tile.
+"""Stream-K schedule of `wgmma_gemm`: which program does which k_steps of a tile, and how partial sums are
+added.
 
-Tiles up to WHOLE_TILES are done whole, one by one. The steps of the others, which begin TILE_STRIDE after
-each other, are shared out, STEPS_PER_PROGRAM to each program (stream-K, arXiv 2301.03598). Who has the last
-steps of such a tile writes it. The others leave what they have in `sums`, float32 [programs, BN // 64, 64 *
-BM], and say so by TOKEN, which no other launch of the process has, in what follows there: int64 [programs, BN
-// 64].
+The first WHOLE_TILES tiles are done whole, one by one. k_steps of the other tiles, numbered TILE_STRIDE apart
+from tile to tile, are shared out, STEPS_PER_PROGRAM to each program (stream-K, arXiv 2301.03598):
+
+    tiles      | A, k_steps 0..n    | B, k_steps 0..n    |
+    programs   | 0      | 1      | 2      | 3      |          1 writes A, 3 writes B
+
+The program with the last k_steps of a tile writes it. The others store partial sums in `sums`, float32
+[programs, BN // 64, 64 * BM]. They then store TOKEN in the flags behind those, int64 [programs, BN // 64]. No
+other launch of the process has the same TOKEN.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,10 +21,11 @@ from quantkit.kernels.gluon.compat import barrier
 
 @gluon.jit
 def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.constexpr, BM: gl.constexpr):
-    """How many whole tiles this program does, how many in all, its share of the others, and what it leaves.
+    """Return the work of this program: (whole tiles, all work items, first k_step, end k_step, has_partial).
 
-    First is the part that it leaves to another program, if there is one, and last the end of a tile of which
-    others have parts.
+    k_steps count over all shared tiles. `has_partial` is 1 if the program's last k_steps are the beginning of
+    a tile that another program writes. That item is done first. The end of a tile that others began is done
+    last.
     """
     program = gl.program_id(0)
     split_tiles = gl.cdiv(M, BM) * gl.cdiv(N, BN) - WHOLE_TILES
@@ -33,7 +40,7 @@ def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.
 
 @gluon.jit
 def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, STEPS):
-    """The tile of a job, its first step, and the one after its last."""
+    """Return (tile, first k_step, end k_step) of work item `number` of this program."""
     is_whole = (number >= has_partial) & (number < whole + has_partial)
     other = gl.where(number < has_partial, (end - 1) // TILE_STRIDE, begin // TILE_STRIDE)
     tile = gl.where(
@@ -46,13 +53,15 @@ def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, 
 
 @gluon.jit
 def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
-    """The first of the programs that have steps of a tile that is shared out."""
+    """Return the first program with k_steps of a shared tile."""
     return (tile - WHOLE_TILES) * TILE_STRIDE // gl.maximum(STEPS_PER_PROGRAM, 1)
 
 
 @gluon.jit
 def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr):
-    """Leave sums to the program that writes the tile."""
+    """Store the sums float32 [64, BM] of a warp group for the program that writes the tile, then set the
+    flag.
+    """
     flat = _thread_order(total, BM)
     FLAT: gl.constexpr = flat.type.layout
     gl.store(_partial_pointers(gl.program_id(0), sums, group, FLAT, BN, BM), flat)
@@ -64,10 +73,11 @@ def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM
 def fixup(
     total, sums, before, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr, ACC: gl.constexpr
 ):
-    """Add what programs from `before` on have left, and take back their words: a graph has a token for good.
+    """Add the partial sums of programs `before` to this one, in their order, to `total` [64, BM]; clear the
+    flags.
 
-    They have begun before this one, as programs begin in the order of their numbers, and wait for none with a
-    larger one.
+    Flags are cleared because a captured graph replays the same TOKEN. Programs start in the order of their
+    numbers and wait only for smaller ones, so this cannot deadlock.
     """
     last = gl.program_id(0) - 1
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -88,7 +98,9 @@ def fixup(
 
 @gluon.jit
 def _thread_order(total, BM: gl.constexpr):
-    """Sums [64, BM] as threads hold them: four in a row of one thread, then the next thread."""
+    """Return sums [64, BM] as [64 * BM], in the order in which threads hold them: four adjacent ones per
+    thread.
+    """
     flat = gl.permute(gl.reshape(total, (4, 2, 8, BM // 8, 4, 2)), (3, 0, 2, 4, 1, 5))
     return gl.reshape(flat, (64 * BM,))
 
@@ -97,20 +109,20 @@ def _thread_order(total, BM: gl.constexpr):
 def _partial_pointers(
     program, sums, group: gl.constexpr, FLAT: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr
 ):
-    """Where a group of warps of a program leaves its sums."""
+    """Return pointers to the partial sums of a warp group of `program`, [64 * BM]."""
     return sums + (program.to(gl.int64) * (BN // 64) + group) * (64 * BM) + gl.arange(0, 64 * BM, FLAT)
 
 
 @gluon.jit
 def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
-    """Where it says that they are there."""
+    """Return the pointer to the flag of a warp group of `program`."""
     flags = sums + gl.num_programs(0).to(gl.int64) * (BN * BM)
     return flags.to(gl.pointer_type(gl.int64), bitcast=True) + program * (BN // 64) + group
 
 
 @gluon.jit
 def _load_acquire(words):
-    """Words of other programs; what they wrote before is there if they are."""
+    """Load flags of other programs; what those wrote before the flag is visible after this."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [words], dtype=gl.int64, is_pure=False, pack=1
     )

@@ -1,9 +1,9 @@
-"""What the fused kernels are made of: tiles of codes to values, scales and zero-points to where they apply.
+"""Device functions of the fused kernels: dequantize codes, load scales and zero-points, finish sums.
 
-All of them work on tensors whose axes are those of the fragment layout
-(`quantkit.kernels.layouts.fragment_layout`), so that reshaping and transposing only renames registers. Axes
-called W are divided among the warps.
+Tensors have the axes of the fragment layout (`quantkit.kernels.layouts.fragment_layout`), so that reshaping
+and transposing only renames registers. Axis W is divided among the warps, axis L is looped over in a warp.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -11,9 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
-    """Expert, first pair and number of pairs of a segment (`quantkit.kernels.moe.permute_kernels`).
+    """Load block `number` of `expert_blocks` int32 [P, 3]: expert, first routed token, number of routed
+    tokens.
 
-    EARLY, before the wait for the kernel before this one, they do not come from a multiprocessor's cache.
+    `quantkit.kernels.moe.permute_kernels` writes them. With EARLY, before PDL's wait, the loads bypass L1.
     """
     at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""
@@ -23,8 +24,9 @@ def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
 
 @triton.jit
 def output_rows(order, m, M):
-    """The rows of y that are computed as numbers `m` of M: those, or those of the pairs of a segment, which
-    begins at `order`.
+    """Return the rows of y, int64 [m], for row numbers `m` of M of this program.
+
+    For experts, `order` points to the first routed token of the block, and names the rows.
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -36,7 +38,7 @@ def select_matrix(
     codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr,
     PLANES: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """The operands of matrix `matrix` of those that lie one after the other, all with N rows."""
+    """Offset the operands of stacked weights, each with N rows, to matrix number `matrix`."""
     BITS: tl.constexpr = 16 * TILES // PLANES
     row_tile = matrix.to(tl.int64) * ((N + 15) // 16)
     lanes = row_tile * (16 * BLOCKS * V)
@@ -46,7 +48,10 @@ def select_matrix(
 
 @triton.jit
 def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr):
-    """The tiles (int16 [W, L, 256]) of each part: of row tiles `row_tile` [L] and spans `span` [W, L]."""
+    """Load codes of `row_tile` [L] and spans `span` [W, L]: a tuple with an int16 [W, L, 256] per register.
+
+    With EVEN all spans exist; otherwise codes of spans from SPANS on are 0.
+    """
     lane = tl.arange(0, 256)
     at = codes + ((row_tile.to(tl.int64)[None, :] * SPANS + span) * (TILES * 256))[:, :, None] + lane
     tiles = ()
@@ -63,10 +68,11 @@ def dequant_codes(
     tiles, lut, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     PLANES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The values of all planes, DTYPE [..., planes], in units of their scale.
+    """Dequantize all planes of `tiles`, an int16 [...] per register, without scales: DTYPE [..., 2, 2, ...].
 
-    By the PTX of an expression, for which lanes may hold a `TABLE` of `lut` [2**bits], or without one by what
-    `FIELDS` has of each plane: `expressions.Plane`. `lut` is where that says values are looked up.
+    The new axes are the bits of the plane number. With ASM, this runs the PTX of an `Expression`, for which
+    `TABLE` loads values from `lut` float32 [2**bits]. Otherwise it computes the `Plane` records FIELDS in
+    float32, and loads values of planes that are `looked_up` from `lut`.
     """
     if ASM is None:
         lanes = ()
@@ -79,13 +85,14 @@ def dequant_codes(
     else:
         operands = tiles
         if TABLE is not None:
-            # No tensor in truth: each lane of a warp has a value of its own.
+            # Each warp lane holds another value, although Triton takes this for a scalar.
             operands = operands + (tl.inline_asm_elementwise(TABLE, "=r,l", [lut], tl.int32, True, 1),)
         return _planes_last(_expression(operands, ASM, CONSTRAINTS, PLANES), PLANES).to(DTYPE, bitcast=True)
 
 
 @triton.jit
 def _value(lanes, lut, FIELDS: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.constexpr):
+    """Dequantize plane PLANE of 16-bit lanes uint32 [...], without PTX: DTYPE [...]."""
     bits = _moved(lanes, FIELDS, PLANE, 0)
     for move in tl.static_range(1, len(FIELDS[PLANE].moves)):
         bits |= _moved(lanes, FIELDS, PLANE, move)
@@ -93,11 +100,11 @@ def _value(lanes, lut, FIELDS: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.cons
         return tl.load(lut + bits).to(DTYPE)
     else:
         value = (bits | FIELDS[PLANE].base).to(tl.float32, bitcast=True) * FIELDS[PLANE].factor
-        # Triton takes -0 for 0, whose sum with -0 is 0.
+        # Triton reads -0.0 as 0.0, and -0.0 + 0.0 would lose the sign.
         if FIELDS[PLANE].addend != 0.0:
             value += FIELDS[PLANE].addend
         if DTYPE.is_bf16():
-            # It is a bfloat16, whose bits are the upper half; not every GPU has an instruction that rounds.
+            # Exact: the upper half is the bfloat16. Not every GPU has an instruction that rounds.
             return (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
         else:
             return value.to(DTYPE)
@@ -105,6 +112,9 @@ def _value(lanes, lut, FIELDS: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def _moved(lanes, FIELDS: tl.constexpr, PLANE: tl.constexpr, MOVE: tl.constexpr):
+    """Apply move number MOVE of plane PLANE to `lanes`: shift and mask the register that it names, uint32
+    [...].
+    """
     move: tl.constexpr = FIELDS[PLANE].moves[MOVE]
     lane = lanes[move.register]
     if move.right > 0:
@@ -116,6 +126,7 @@ def _moved(lanes, FIELDS: tl.constexpr, PLANE: tl.constexpr, MOVE: tl.constexpr)
 
 @triton.jit
 def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: tl.constexpr):
+    """Run PTX with one int16 output per plane, for two elements at a time."""
     if PLANES == 2:
         return tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, (tl.int16, tl.int16), True, 2)
     elif PLANES == 4:
@@ -147,7 +158,9 @@ def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: 
 
 @triton.jit
 def _planes_last(q, PLANES: tl.constexpr):
-    """Tensors [...] as one [..., 2, 2, ...], the highest bit of a plane's number first."""
+    """Join PLANES tensors [...] to [..., 2, 2, ...]; the first new axis is the highest bit of the plane
+    number.
+    """
     if PLANES == 2:
         return tl.join(q[0], q[1])
     elif PLANES == 4:
@@ -163,11 +176,13 @@ def _planes_last(q, PLANES: tl.constexpr):
 
 @triton.jit
 def _join4(q0, q1, q2, q3):
+    """Join four tensors [...] to [..., 2, 2]."""
     return tl.join(tl.join(q0, q2), tl.join(q1, q3))
 
 
 @triton.jit
 def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
+    """Join eight tensors [...] to [..., 2, 2, 2]."""
     return tl.join(_join4(q0, q2, q4, q6), _join4(q1, q3, q5, q7))
 
 
@@ -175,18 +190,19 @@ def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
 def load_by_lane(
     values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr, INLINE: tl.constexpr = False
 ):
-    """V values per row and block, [4, 8, W, L, V, 2]: the axes are t, r, warps, the rest, values, row // 8.
+    """Load V values per row and block: [4, 8, W, L, V, 2], with axes t, r, warp, loop, group of the block,
+    row // 8.
 
-    `row_tile` is [L], `block` [W, L]. The four lanes t of a row have the same values. `INLINE` allows PTX;
-    with it, 8-bit ones of both rows are one int16, [4, 8, W, L, V, 1], for `scales_by_lane`.
+    `row_tile` is [L], `block` [W, L]. The four warp lanes t of a row load the same values. With INLINE, which
+    allows PTX, 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1], for `scales_by_lane`.
     """
     if INLINE and values.dtype.element_ty.primitive_bitwidth == 8:
-        # Numbers of 8 bits among what makes an operand of a product would change the layout of that.
+        # 8-bit tensors would make Triton choose another layout for the operand computed from them.
         values = values.to(tl.pointer_type(tl.int16), bitcast=True)
         COUNT: tl.constexpr = 1
     else:
         COUNT: tl.constexpr = 2
-    # A lane loads up to 16 bytes at once.
+    # A warp lane loads up to 16 bytes at once.
     MOST: tl.constexpr = 128 // values.dtype.element_ty.primitive_bitwidth
     LAST: tl.constexpr = COUNT * V if COUNT * V < MOST else MOST
     t = tl.arange(0, 4)[:, None, None, None, None, None]
@@ -199,7 +215,7 @@ def load_by_lane(
 
 @triton.jit
 def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Scales of `load_by_lane` as DTYPE, [4, 8, W, L, V, 2]."""
+    """Convert scales of `load_by_lane` to DTYPE [4, 8, W, L, V, 2]."""
     SHAPE: tl.constexpr = stored.shape
     IN_BYTES: tl.constexpr = DTYPE.is_bf16() and (KIND == "e5m3" or KIND == "e8m0")
     if SHAPE[5] == 2:
@@ -210,7 +226,7 @@ def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
     else:
         if IN_BYTES:
             ASM: tl.constexpr = bfloat16_of_bytes(KIND, "4240", "4341")
-            # As bfloat16 they would not be multiplied in pairs.
+            # Two int16 outputs: with bfloat16 outputs Triton would not multiply in pairs.
             low, high = tl.inline_asm_elementwise(ASM, "=r,=r,r", [stored], (tl.int16, tl.int16), True, 2)
             low = low.to(DTYPE, bitcast=True)
             high = high.to(DTYPE, bitcast=True)
@@ -222,7 +238,7 @@ def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _bfloat16(byte, KIND: tl.constexpr):
-    """What a byte, in an int16, stands for in a KIND that carries a factor."""
+    """Return the bfloat16 of bytes, int16 [...], in an encoding KIND that carries a factor."""
     if KIND == "e5m3":
         bits = (byte << 4) + 0x7010
     else:
@@ -232,10 +248,11 @@ def _bfloat16(byte, KIND: tl.constexpr):
 
 @triton.constexpr_function
 def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
-    """PTX that makes two registers of two bfloat16 each of one with scales of a KIND that carries a factor.
+    """Return PTX from a register of scale bytes to two registers of two bfloat16 each.
 
-    FIRST and SECOND are what `prmt` selects for them: bytes 0 to 3, and 4, which is zero. TWICE makes two of
-    the lower bfloat16: 2^20 + 2^4 is no shift, and does not wait for the units of shifts and selections.
+    KIND is an encoding that carries a factor. FIRST and SECOND are the selectors of `prmt`: bytes 0 to 3, and
+    4 for zero. With TWICE the lower bfloat16 is copied to both halves. That multiplies by 2^20 + 2^4 (e5m3),
+    on other units than those of shifts and selections.
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1
@@ -246,13 +263,14 @@ def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
 
 @triton.jit
 def scale_value(stored, KIND: tl.constexpr):
-    """Scales as float32; `KIND` says how to read 8 bits in an int8 (`kernels/layouts/fragment_scales.py`).
+    """Convert scales [...] to float32; `KIND` is the encoding of an int8
+    (`kernels/layouts/fragment_scales.py`).
 
-    None of them is NaN, which the layout's builder made sure of; 2^-127 of e8m0 becomes 0.
+    No scale is NaN: `build` refuses those. The e8m0 2^-127 becomes 0.
     """
     if KIND == "e4m3":
         bits = stored.to(tl.int32)
-        # Sign, exponent and mantissa to their places in a float32, whose exponents begin 120 lower.
+        # Move sign, exponent and mantissa to their places in a float32, then multiply by 2^120 for the bias.
         value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
         return value * 1.329227995784916e36
     elif KIND == "e5m3":
@@ -265,7 +283,10 @@ def scale_value(stored, KIND: tl.constexpr):
 
 @triton.jit
 def begin_rms_norm(out, other, weight, OFFSET: tl.constexpr):
-    """`out` plus `other`, rounded; and times `weight` + OFFSET, which is their norm but for roots of rows."""
+    """Return `out` + `other`, rounded, and that times (`weight` + OFFSET): all of RMSNorm but the division.
+
+    All are [...] in the dtype of `out`.
+    """
     total = (out.to(tl.float32) + other.to(tl.float32)).to(out.dtype)
     return total, (total.to(tl.float32) * (weight.to(tl.float32) + OFFSET)).to(out.dtype)
 
@@ -275,12 +296,16 @@ def apply_scale_and_bias(
     sums, rows, scale, factor, bias, N, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """What comes after the last column, for outputs `rows`: channels' scales, the tensor's factor, bias."""
+    """Finish `sums` float32 of output features `rows`: one scale per channel, factor of the tensor, bias.
+
+    `rows` is broadcast against `sums`. The scale applies if GROUPS is 1; `factor` is a scalar, `bias` [N].
+    """
     if GROUPS == 1:
         by_lane = rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2
         sums *= scale_value(tl.load(scale + by_lane, mask=rows < N, other=0), SCALE)
     if HAS_FACTOR:
-        # One division, not one for each of them.
+        # Divide once, then multiply.
+
         sums *= 1.0 / tl.load(factor)
     if HAS_BIAS:
         sums += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)

@@ -1,31 +1,30 @@
-"""Unpack expressions: how codes in the lanes of a register become floats.
+"""Unpack expressions: how codes in the 16-bit lanes of registers become floats.
 
-The lanes with one index, of 16 bits, of a few registers hold one code of each plane: as many whole codes as
-fit in each, and the last codes in the bits that are left over. Of 3 bits, three lanes hold 16:
+A 32-bit register has two 16-bit lanes. The same 16-bit lane of a few registers holds one code of each plane:
+as many whole codes as fit in each register, and the last codes in the bits left over. For 3 bits, three
+registers hold the codes of 16 planes:
 
-    lane 0   p 4 4 4 3 3 3 2 2 2 1 1 1 0 0 0        p: lowest bit of the code of plane 15
-    lane 1   q 9 9 9 8 8 8 7 7 7 6 6 6 5 5 5        q: its next
+    register 0   p 4 4 4 3 3 3 2 2 2 1 1 1 0 0 0        p: lowest bit of the code of plane 15
+    register 1   q 9 9 9 8 8 8 7 7 7 6 6 6 5 5 5        q: its next bit
 
-An expression takes the registers of a code and gives a float for each plane. The four codes of an e2m1 lie
-interleaved instead, so that a shift brings more of a code's bits to their places in a bfloat16 (s sign, e
-exponent, m mantissa):
+An expression takes the registers and returns a float for each plane. Codes of e2m1 are interleaved instead.
+One shift then brings more bits to their places in a bfloat16 (s sign, e exponent, m mantissa):
 
-    lane          15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    bit of lane   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     plane          0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
-    bit            s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m      wanted: s at 15, e at 8 and 7, m at 6
+    bit of code    s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m      wanted: s at 15, e at 8 and 7, m at 6
 
 Two families of number formats need arithmetic only:
 
-    even spacing   the code goes into the mantissa of a power of two P, where it counts 2^q last places:
-                       lane  0 1 0 0 0 0 1 1 0 . . . c c c c      128 + code as bfloat16 (q = 0)
-                   and one fma takes P away, and multiplies with the spacing.
-    floats         sign, exponent and mantissa go where a float has them; a product with a power of two makes
-                   up for the difference of the biases and is exact for subnormals too.
+    even spacing   The code goes into the mantissa of a power of two P, where it counts 2^q last places:
+                       0 1 0 0 0 0 1 1 0 . . . c c c c        128 + code as bfloat16 (q = 0)
+                   One fma subtracts P and multiplies with the spacing.
+    floats         Sign, exponent and mantissa go where a float has them. A product with a power of two
+                   corrects the exponent bias; subnormals are exact too.
 
-`arithmetic` describes both by the bits that move, for any kind of float.
-`quantkit.kernels.layouts.dequant_ptx` writes that for 16-bit floats as PTX; without PTX, `decode` in
-`quantkit.kernels.layouts.dequant_blocks` does it in float32, lane by lane. Every step is exact: both give the
-same numbers. Formats of neither family look theirs up.
+`arithmetic` describes both as bit moves, for any kind of float. `quantkit.kernels.layouts.dequant_ptx` writes
+them as PTX for two 16-bit floats. Without PTX, `dequant_codes` of `quantkit.kernels.layouts.dequant_blocks`
+computes them in float32. Every step is exact, so both give the same numbers. Other formats look values up.
 """
 
 import math
@@ -40,14 +39,14 @@ from quantkit.packing.formats import FloatFormat, NumberFormat
 
 @dataclass(frozen=True)
 class Lane:
-    """A kind of float that codes become: its bits, those of its mantissa, and its exponent bias."""
+    """A kind of float that codes become: its bits, mantissa bits and exponent bias."""
 
     width: int
     mantissa_bits: int
     bias: int
 
     def bits(self, x: float) -> int | None:
-        """The pattern of `x`; None if `x` is not one of these floats."""
+        """Return the bit pattern of `x`; None if this float cannot represent it."""
         # A bfloat16 is the upper half of a float32.
         kind, cut = ("<e", 0) if self == FLOAT16 else ("<f", 32 - self.width)
         try:
@@ -59,14 +58,14 @@ class Lane:
         return pattern >> cut if exact else None
 
 
-#: Bits of a lane.
+#: Bits of a half of a register, in which codes lie.
 LANE_BITS = 16
 BFLOAT16, FLOAT16, FLOAT32 = Lane(16, 7, 127), Lane(16, 10, 15), Lane(32, 23, 127)
 
 
 @dataclass(frozen=True)
 class Field:
-    """Bits `first` to `first + width` of a code: their register, and from which bit of a lane on."""
+    """Bits `first` to `first + width` of a code, at bit `at` of the 16-bit lane of register `register`."""
 
     register: int
     at: int
@@ -75,26 +74,27 @@ class Field:
 
     @property
     def mask(self) -> int:
+        """Return `width` ones."""
         return (1 << self.width) - 1
 
 
 def planes(bits: int) -> int:
-    """Planes of a code of `bits`: the fewest that fill lanes, a power of two."""
+    """Return the planes of codes of `bits` bits: the smallest power of two that fills whole 16-bit lanes."""
     return LANE_BITS // math.gcd(LANE_BITS, bits)
 
 
 def registers(bits: int) -> int:
-    """Registers that hold two lanes of all planes of a code of `bits`."""
+    """Return the registers that hold two codes of each plane, of `bits` bits."""
     return bits * planes(bits) // LANE_BITS
 
 
-#: Where exponent and mantissa, and the sign, of an e2m1 of each plane begin in their lane.
+#: First bit of exponent and mantissa, and bit of the sign, of each plane of e2m1.
 _INTERLEAVED = ((6, 15), (3, 12), (0, 14), (9, 13))
 
 
 @lru_cache(maxsize=256)
 def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
-    """Where the bits of a code are, for each plane: its fields, lowest bits first."""
+    """Return the fields of the code of each plane, lowest bits first."""
     if isinstance(number_format, FloatFormat) and (number_format.bits, number_format.mantissa_bits) == (4, 1):
         return tuple((Field(0, low, 0, 3), Field(0, sign, 3, 1)) for low, sign in _INTERLEAVED)
     bits, count = number_format.bits, registers(number_format.bits)
@@ -112,7 +112,7 @@ def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
 
 @dataclass(frozen=True)
 class Move:
-    """Bits of a register on the way to their places: shifted to the right, or left, then masked."""
+    """Bits of a register to be shifted right by `right`, left if negative, then masked."""
 
     register: int
     right: int
@@ -121,27 +121,28 @@ class Move:
 
 @dataclass(frozen=True)
 class Plane:
-    """What registers become in a plane: `base` and the moved bits, read as a float, times `factor`, plus
-    `addend`; or a code, whose value is looked up.
+    """Recipe of the value of a plane: (moved bits | `base`) as a float, times `factor`, plus `addend`.
+
+    If `looked_up`, the moved bits are a code, whose value is looked up.
     """
 
     moves: tuple[Move, ...]
     base: int = 0
     factor: float = 1.0
-    #: Adding -0 keeps the sign of a zero.
+    #: Adding -0.0 keeps the sign of a zero.
     addend: float = -0.0
     looked_up: bool = False
 
     def __hash__(self) -> int:
-        # Part of what Triton looks a kernel up by, at every launch.
+        # A fast hash: Triton hashes it at every launch.
         return hash((self.base, self.factor, self.addend))
 
 
 @lru_cache(maxsize=256)
 def arithmetic(number_format: NumberFormat, lane: Lane, *, bare: bool = False) -> tuple[Plane, ...] | None:
-    """The values of all planes as floats of a kind; None if those cannot be computed exactly.
+    """Return how all planes become floats of a kind; None if their values cannot be computed exactly.
 
-    `bare` ones of floats lack `bias_factor`, and leave it to whoever multiplies the values next.
+    A `bare` expression of a float format omits the product with `bias_factor`.
     """
     if isinstance(number_format, FloatFormat):
         return _float(number_format, lane, bare)
@@ -151,9 +152,9 @@ def arithmetic(number_format: NumberFormat, lane: Lane, *, bare: bool = False) -
 
 @lru_cache(maxsize=256)
 def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[Plane, ...]:
-    """What `decode` does without PTX: arithmetic in float32, or a code to look up.
+    """Return how `dequant_codes` computes values without PTX: arithmetic in float32, or a lookup.
 
-    Values are computed if a bfloat16 holds each of them, so that `decode` may cut a float32 down to one.
+    Values are computed if a bfloat16 holds each of them: float32 can then be truncated to bfloat16.
     """
     exact = all(BFLOAT16.bits(value) is not None for value in number_format.numbers)
     found = arithmetic(number_format, FLOAT32, bare=bare) if exact else None
@@ -163,17 +164,17 @@ def portable(number_format: NumberFormat, *, bare: bool = False) -> tuple[Plane,
 
 
 def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
-    """What brings the bits of a code to the lowest ones, for each plane."""
+    """Return the moves that bring a code to the lowest bits, for each plane."""
     return tuple(bit_moves(fields, int) for fields in placement(number_format))
 
 
 def bias_factor(number_format: FloatFormat, lane: Lane) -> float:
-    """What a float of a format counts more than its bits in the places of another kind of float do."""
+    """Return the value of a number of the format over the value of its bits moved to a `lane` float."""
     return 2.0 ** (lane.bias - number_format.bias)
 
 
 def _spacing(number_format: NumberFormat) -> float | None:
-    """The distance between a format's values in the order of their codes, if it is the same power of two."""
+    """Return the distance of neighbouring values in the order of codes; None unless it is a power of two."""
     values = number_format.numbers
     steps = {b - a for a, b in pairwise(values)}
     ordered = number_format.values[: len(values)] == values
@@ -184,11 +185,11 @@ def _spacing(number_format: NumberFormat) -> float | None:
 
 
 def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> tuple[Plane, ...] | None:
-    """value = lowest + spacing * code."""
+    """Return the planes of value = lowest + spacing * code; None if no place in the mantissa is exact."""
     lowest, unit = number_format.values[0], 2.0**lane.mantissa_bits
     magic = lane.bits(unit)
     assert magic is not None
-    # Where a code may stand in the mantissa, with the fma that takes it out exactly.
+    # Shift q of the code in the mantissa, with the factor and addend of the fma that is exact for it.
     places = {}
     for q in range(lane.mantissa_bits - number_format.bits + 1):
         factor, addend = spacing * 2.0**-q, lowest - unit * spacing * 2.0**-q
@@ -200,7 +201,7 @@ def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> tuple[Plan
     found = []
     for fields in placement(number_format):
         moves = {q: bit_moves(fields, q.__add__) for q in places}
-        # The place that takes the fewest shifts that are not made anyway.
+        # The shift that needs the fewest new shift instructions.
         q = min(places, key=lambda q: sum((m.register, m.right) not in shifted for m in moves[q]))
         shifted.update((move.register, move.right) for move in moves[q])
         found.append(Plane(moves[q], magic, *places[q]))
@@ -208,7 +209,7 @@ def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> tuple[Plan
 
 
 def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> tuple[Plane, ...] | None:
-    """Sign to the highest bit, the rest to just above the missing mantissa bits, times the bias factor."""
+    """Move the sign to the highest bit and the rest below it; multiply by the bias factor unless `bare`."""
     factor, sign = bias_factor(number_format, lane), number_format.bits - 1
     lift = lane.mantissa_bits - number_format.mantissa_bits
     if lane.bits(factor) is None or lift < 0 or lift + sign >= lane.width:
@@ -223,7 +224,7 @@ def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> tuple[Plane, .
 
 
 def bit_moves(fields: Sequence[Field], to: Callable[[int], int]) -> tuple[Move, ...]:
-    """What brings each bit of a code to `to(bit)`; those of a register that go equally far go together."""
+    """Return the moves that bring each bit of a code to `to(bit)`, one per register and distance."""
     masks: dict[tuple[int, int], int] = {}
     for field in fields:
         for bit in range(field.first, field.first + field.width):

@@ -1,17 +1,20 @@
-"""Unpack expressions as inline PTX, for two lanes at a time.
+"""Unpack expressions as inline PTX, for two 16-bit lanes of a register at a time.
 
-A 32-bit register holds two lanes of 16 bits, each of which becomes a 16-bit float. What is computed follows
-the description in `quantkit.kernels.layouts.dequant_expressions`, but for 8-bit integers, which do not fit
-the mantissa of a bfloat16, and tables of up to 32 values: each lane of a warp holds one of them, and a
-shuffle fetches it. Or, where there is room, both values of two 4-bit codes come from shared memory, which has
-them for each byte that two codes can be, and each of these 32 times, so that no lane waits for another's
-bank:
+Each 16-bit lane becomes a 16-bit float, by the steps that `quantkit.kernels.layouts.dequant_expressions`
+describes. Two kinds of formats differ:
 
-    word    7 6 5 4 3 2 1 0      address = 128 * byte + 4 * lane      values of codes 2 i and 2 i + 1
-            lane 1  lane 0       of byte i = codes 2 i + 1, 2 i       in the halves of what is loaded
+- 8-bit integers, which do not fit the mantissa of a bfloat16; - tables of up to 32 values. Each warp lane
+holds one value, and a warp shuffle fetches it.
 
-A shuffle takes two cycles of the multiprocessor for 32 values, a load from shared memory one for 64. With 16
-copies, where there is room for no more, it takes two.
+4-bit tables may also lie in shared memory, where there is room. The table then has both values of each byte
+of two codes, 32 times, so that no two warp lanes meet in a bank:
+
+    word    7 6 5 4 3 2 1 0      address = 128 * byte + 4 * warp lane      values of codes 2 i and 2 i + 1
+            upper    lower       of byte i = codes 2 i + 1, 2 i            in the halves of what is loaded
+            16-bit lanes
+
+A shuffle takes two cycles of a multiprocessor for 32 values. A load from shared memory takes one cycle for 64
+values, or two cycles with 16 copies of the table.
 """
 
 from collections.abc import Sequence
@@ -32,19 +35,21 @@ from quantkit.kernels.layouts.dequant_expressions import (
 from quantkit.kernels.layouts.shared_memory import COPIES, SHARED_BITS, shared_bytes
 from quantkit.packing.formats import NumberFormat
 
-#: For activations of a dtype: the floats that codes become, and what PTX calls two of them.
+#: Per dtype of activations: the floats that codes become, and PTX's type of two of them.
 LANES: dict[str, tuple[Lane, str]] = {"bfloat16": (BFLOAT16, "bf16x2"), "float16": (FLOAT16, "f16x2")}
-#: Bits of a code whose values the lanes of a warp can hold.
+#: Most bits of codes whose values the 32 lanes of a warp can hold.
 TABLE_BITS = 5
 
 
 @dataclass(frozen=True)
 class Expression:
-    """Inline PTX: an output for each plane from the registers of all parts, with its operand constraints.
+    """Inline PTX from the registers of a code to an output for each plane, with its operand constraints.
 
-    Its last two operands are what `table` gives, where that is not None: PTX that fetches the value that a
-    lane of the warp holds, twice, from the address of float32 values. With `fill`, that address becomes the
-    one of a table in shared memory first, and `table` gives what the addresses of a lane begin with.
+    `table` is PTX that loads the value of a warp lane, twice, from the address of float32 values. Its result
+    is one more operand of `asm`. None if no values are looked up.
+
+    `fill` is PTX that fills a table in shared memory from that address and returns the table's address.
+    `table` then returns the address at which the copies of a warp lane begin.
     """
 
     asm: str
@@ -54,7 +59,7 @@ class Expression:
 
 
 class Writer:
-    """Collects instructions; a register shifted once is not shifted again."""
+    """Collects PTX instructions for `outputs` planes; shifts each register only once by the same distance."""
 
     def __init__(self, bits: int, outputs: int) -> None:
         self.bits, self.outputs = bits, outputs
@@ -64,11 +69,14 @@ class Writer:
         self.temporaries = 0
 
     def temporary(self) -> str:
+        """Return the name of a new register."""
         self.temporaries += 1
         return f"t{self.temporaries - 1}"
 
     def shift(self, register: int, right: int) -> str:
-        """The register with its lanes shifted right, or left, and bits of their neighbours in them."""
+        """Return register `register` shifted right by `right` bits, left if negative; bits cross 16-bit
+        lanes.
+        """
         operand = f"${self.outputs + register}"
         if right == 0:
             return operand
@@ -80,9 +88,11 @@ class Writer:
         return self.shifted[register, right]
 
     def constant(self, bits: int) -> str:
+        """Return the name of a register with these 32 bits."""
         return self.constants.setdefault(bits, f"c{len(self.constants)}")
 
     def expression(self, table: str | None = None, fill: str | None = None) -> Expression:
+        """Return the collected instructions as an expression."""
         names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
         head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
         moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
@@ -96,10 +106,11 @@ class Writer:
 def expression(
     number_format: NumberFormat, dtype: str, *, bare: bool = False, some: tuple[int, int] | None = None
 ) -> Expression | None:
-    """The expression of a format for activations of `dtype`; None if values have to be looked up in memory.
+    """Return the expression of a format for activations of `dtype`; None if values must be looked up in
+    memory.
 
-    A `bare` one of floats leaves their exponents to whoever multiplies the values next. One of `some` planes
-    has only outputs from the first of these numbers on, and before the second.
+    A `bare` expression of a float format omits the product with its `bias_factor`. `some` = (first, end)
+    selects the planes that it has outputs for.
     """
     if dtype not in LANES:
         return None
@@ -114,12 +125,13 @@ def expression(
 
 
 def _twice(bits: int | None) -> int:
-    """A 16-bit pattern in both lanes of a register."""
+    """Return a 16-bit pattern in both 16-bit lanes of a register."""
     assert bits is not None
     return bits * 0x10001
 
 
 def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Expression:
+    """Write the moves of each plane as and/lop3, and its product and sum as one fma."""
     writer = Writer(bits, len(found))
     for i, plane in enumerate(found):
         rest = f"0x{_twice(plane.base):08X}" if plane.base else None
@@ -137,9 +149,11 @@ def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Exp
 
 
 def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: slice) -> Expression:
-    """Integers of one bit more than the mantissa: their highest bit chooses what is added.
+    """Write the expression of integers with one bit more than the mantissa; the highest bit selects the
+    addend.
 
-    With P = 2^mantissa: P + (code mod P) comes from the low bits, and -2 P or -P as the highest is 0 or 1.
+    With P = 2^mantissa: the low bits give P + (code mod P). Then -2 P is added if the highest bit is 0, -P if
+    it is 1.
     """
     fields = placement(number_format)[wanted]
     writer = Writer(number_format.bits, len(fields))
@@ -157,9 +171,10 @@ def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: s
 
 
 def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
-    """Values that lanes of the warp hold: lane i that of code i, modulo the number of codes.
+    """Write the expression of a table in warp lanes: lane i holds the value of code i modulo the number of
+    codes.
 
-    A shuffle looks at the low five bits of the lane's number only, so that what is above a code may stay.
+    A shuffle reads the low five bits of a lane number only, so bits above a code may stay.
     """
     bits = number_format.bits
     found = code_moves(number_format)[wanted]
@@ -171,7 +186,7 @@ def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
             code = writer.shift(moves[0].register, moves[0].right + half)
             for move in moves[1:]:
                 source, both = writer.shift(move.register, move.right + half), writer.temporary()
-                # The bits of `move` from its register, all others from what there is.
+                # Select the bits of `move` from `source` and the others from `code`.
                 writer.lines.append(f"lop3.b32 {both}, {source}, 0x{move.mask:X}, {code}, 0xE2;")
                 code = both
             values.append(writer.temporary())
@@ -188,18 +203,20 @@ def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
 def shared_table(
     number_format: NumberFormat, dtype: str, warps: int, copies: int = COPIES, *, of_planes: bool = False
 ) -> Expression | None:
-    """The expression by a table in shared memory, which so many warps fill; None if there is none.
+    """Return the expression with a table in shared memory that `warps` warps fill; None if the format has
+    none.
 
-    It has 16 or 32 `copies` of each pair. A register `of_planes` is of two planes of one lane, as it is
-    loaded, not of two lanes of one plane: the first is of planes 0 and 1 of the lower lane, the second of
-    those of the upper one, and so on. `fill` writes all of the table, waits until all of these warps have,
-    and gives its address. It is run once.
+    The table has 16 or 32 `copies` of each pair. Outputs are registers of two 16-bit lanes of one plane. With
+    `of_planes` they are registers of two planes of one 16-bit lane, as loaded: planes 0 and 1 of the lower
+    lane, the same of the upper lane, then planes 2 and 3.
+
+    `fill` runs once. It writes the whole table and waits until all of these warps have.
     """
     if not has_shared_table(number_format, dtype):
         return None
     writer = Writer(SHARED_BITS, planes(SHARED_BITS))
     word, mine = (f"${writer.outputs + i}" for i in range(2))
-    # Codes of planes 0 and 1, then of 2 and 3, each of the lower lane and of the upper one.
+    # Planes 0 and 1, then 2 and 3; of each the byte of the lower 16-bit lane, then of the upper one.
     for first, pair in ((0, (0, 2)), (2, (1, 3))):
         to = [f"${first}", f"${first + 1}"]
         loaded = to if of_planes else [writer.temporary(), writer.temporary()]
@@ -218,13 +235,13 @@ def shared_table(
 
 
 def has_shared_table(number_format: NumberFormat, dtype: str) -> bool:
-    """Whether shared memory may have the values of a format, for activations of `dtype`."""
+    """Return True if the values of a format, for activations of `dtype`, may lie in shared memory."""
     found = expression(number_format, dtype)
     return found is not None and found.table is not None and number_format.bits == SHARED_BITS
 
 
 def _of_lane(copies: int) -> str:
-    """PTX that gives where the table in shared memory at an address begins for a lane."""
+    """Return PTX from the address of a shared table to the address at which a warp lane's copies begin."""
     return (
         "{.reg .b32 lane, at;\nmov.u32 lane, %laneid;\n"
         f"and.b32 lane, lane, {copies - 1};\ncvt.u32.u64 at, $1;\nmad.lo.u32 $0, lane, 4, at;}}"
@@ -232,9 +249,11 @@ def _of_lane(copies: int) -> str:
 
 
 def _fill_table(name: str, warps: int, copies: int) -> str:
-    """PTX that has each thread write its share of the table in shared memory, 16 bytes at a time."""
+    """Return PTX in which each thread of `warps` warps writes its share of a shared table, 16 bytes at a
+    time.
+    """
     threads, size = 32 * warps, shared_bytes(copies)
-    # Of the number of 16 bytes, where that of their byte begins.
+    # First bit of the byte of two codes in the number of a 16-byte store.
     byte = (copies // 4).bit_length() - 1
     lines = ["mov.u32 thread, %tid.x;", "mov.u32 first, shared_table;"]
     for turn in range(size // 16 // threads):
@@ -250,7 +269,7 @@ def _fill_table(name: str, warps: int, copies: int) -> str:
             "mad.lo.u32 to, number, 16, first;",
             "st.shared.v4.b32 [to], {both, both, both, both};",
         ]
-    # Not of all warps of a program, some of which may wait for these to begin.
+    # A barrier of these warps only: other warps of the program may wait for them at another barrier.
     lines += [f"bar.sync 0, {threads};", "cvt.u64.u32 $0, first;"]
     body = "\n".join(lines)
     return (

@@ -1,27 +1,26 @@
-"""The fragment layout: packed codes in the order in which tensor cores want them in registers.
+"""Fragment layout: packed codes in the order of operand A of `mma.m16n8k16`.
 
-The weights are operand A of `mma.m16n8k16`, W [16, 16] times x^T [16, 8]. Lane 4 r + t of a warp holds, of
-rows r and r + 8, four of the 16 columns. 32 consecutive columns are one run, of two products:
+The weights are operand A, W [16, 16], and x^T [16, 8] is operand B, as `ldmatrix` and `wgmma` load it from x.
+Warp lane 4 r + t holds rows r and r + 8, and four of the 16 columns of each. Two products are a run of 32
+consecutive columns:
 
-    column in its run = 16 p0 + 8 e1 + 2 t + e0       p0: the first or second of the run's two products
-                                                      e1, e0: which of the lane's four columns of a product
+    column of the run = 16 p0 + 8 e1 + 2 t + e0       p0: first or second product of the run
+                                                      e1, e0: which of the four columns of the warp lane
 
-So x is operand B as it lies in memory: `ldmatrix` and `wgmma` take its rows as they are.
+A 32-bit register has two 16-bit lanes. The same 16-bit lane of a few registers holds one code of each plane,
+plane = 2 run + p0 (`quantkit.kernels.layouts.dequant_expressions`). A tile is 16 rows of one such register:
+int16 [256] in the order (r, t, e1, row // 8, e0). A warp lane reads its 16 bytes of a tile with one load.
 
-A lane of 16 bits holds one field of each plane (`quantkit.kernels.layouts.dequant_expressions`), plane = 2
-run + p0. A tile is 16 rows times 256 lanes of 16 bits, 512 bytes, in the order (r, t, e1, row // 8, e0): a
-warp reads 16 bytes per lane and has its fragments. The tiles of a part follow each other, then those of the
-next part:
+    codes  int16 [N / 16][K / span][tiles][256]        span: columns of a 16-bit lane, 16 * planes
+    scale        [N / 16][blocks][8 r][V][2]           V: groups of a block; 2: row // 8
+    zero         as scale                              zero-point + lowest value; bfloat16, or float32
+                                                       for zero-points that are no integers
 
-    codes  int16 [N / 16][K / span][tiles][256]    span: the columns of one field in all planes, 16 * planes
-    scale        [N / 16][blocks][8 r][groups of a block][2]   as `quantkit.kernels.layouts.fragment_scales`
-    has them zero         as scale: zero-point plus the lowest value; bfloat16, or float32 between codes
+A block is 128 columns, or one group if that is longer. A warp lane loads all scales of a block at once.
 
-A block is 128 columns or one group, whichever is longer: a lane loads all scales of one at once.
-
-Scales multiply sums of products, but those of groups of 16 the weights themselves. So do scales of few digits
-of small floats, as they can carry a factor that each weight has to be multiplied with anyway: the bits of an
-e2m1, say, in the places where a bfloat16 has sign, exponent and mantissa are its value times 2^-126.
+Scales (`quantkit.kernels.layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply
+weights instead, as do 8-bit scales of small floats whose product is exact. The latter carry a power of two
+that each weight lacks: bits of an e2m1, moved to where a bfloat16 has them, are its value times 2^-126.
 """
 
 import math
@@ -50,23 +49,19 @@ from quantkit.packing.formats import FittedFormat, FloatFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
-#: Rows of a tile, columns of a run, and 16-bit lanes of a tile.
+#: Rows of a tile, columns of a run, and int16 numbers of a tile.
 ROWS = 16
 RUN = 32
 LANES = 256
 _VERIFY = "Run `quantkit verify` on the checkpoint, and download or quantize it again."
-#: Weights whose codes are ordered at a time: on a CPU their int32 copies take 64 bytes each.
+#: Weights repacked at a time (on a CPU int32 copies take 64 bytes each); spans per program of `repack_codes`.
 CHUNK_WEIGHTS = 1 << 25
-#: Spans that a program of the layout builder has.
 SPANS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a weight [n, k] in the fragment layout.
-
-    `dot` columns have one scale in every row and are multiplied before it is applied.
-    """
+    """Sizes of a weight [n, k] in the fragment layout; `tiles` registers hold a code of each plane."""
 
     n: int
     k: int
@@ -76,47 +71,52 @@ class Geometry:
     span: int
     spans: int
     row_tiles: int
+    #: Columns whose products are summed before a scale applies: 32, 64 or 128.
     dot: int
-    #: Columns that share a scale; all of them for one scale per channel or tensor.
+
+    #: Columns that share a scale; k for one scale per channel or tensor.
     group: int
-    #: Whether scales multiply weights rather than sums, and what they carry besides.
+    #: True if scales multiply weights, not sums; the power of two that they then carry, or 1.
+
     on_weights: bool
     carried: float
-    #: How scales are to be read (`quantkit.kernels.layouts.fragment_scales`).
+    #: Encoding of scales: a result of `fragment_scales.scale_kind`.
     scale_kind: str
 
     @property
     def groups(self) -> int:
+        """Return the groups of a row."""
         return -(-self.k // self.group)
 
     @property
     def k_step(self) -> int:
-        """Columns that are decoded at a time: 128, or a span where that is longer."""
+        """Return the columns that a warp dequantizes at a time: 128, or a span if that is longer."""
         return max(128, self.span)
 
     @property
     def k_steps(self) -> int:
-        """How many units the columns are."""
+        """Return the k_steps of a row."""
         return self.spans * self.span // self.k_step
 
     @property
     def per_block(self) -> int:
-        """Columns of a block: those whose scales a lane loads at once, 128 or one group."""
+        """Return the columns of a block: 128, or one group if that is longer."""
         return max(128, self.group)
 
     @property
     def in_block(self) -> int:
-        """Groups of a block."""
+        """Return V, the groups of a block."""
         return 1 if self.groups == 1 else self.per_block // self.group
 
     @property
     def blocks(self) -> int:
+        """Return the blocks of a row."""
         return -(-self.groups // self.in_block)
 
 
 @lru_cache(maxsize=1024)
 def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
-    """The layout of a weight [n, k] for activations of `dtype`; groups are half a run or whole runs."""
+    """Return the sizes of a weight [n, k] for activations of `dtype`. Groups are 16, or multiples of 32."""
     bits = scheme.format.bits
     span = 16 * planes(bits)
     group = scheme.group_columns(k)
@@ -125,9 +125,9 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
     whole = 128 if on_weights or group == k else group
     dot = next(size for size in (128, 64, 32) if whole % size == 0)
     if group != k and 128 % group and group % 128:
-        # Groups that straddle blocks, of 96 say, become several of one dot with the same scale.
+        # A group that straddles blocks, such as 96, becomes several groups with the same scale.
         group = next(size for size in (128, 64, 32) if group % size == 0)
-    # Whole blocks, so that no kernel has half a step.
+    # K is padded to whole blocks, so that no kernel has half a k_step.
     block = max(span, 128)
     spans = -(-k // block) * block // span
     kind = scale_kind(scheme.scale_dtype, on_weights, carried != 1.0)
@@ -138,10 +138,7 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
 
 
 def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
-    """The factor that bare unpack expressions lack, if scales can carry it; else 1.
-
-    They can where their products with the format's values are exact: a bfloat16 has eight digits.
-    """
+    """Return the power of two that scales carry; 1 unless scale times value is exact in bfloat16."""
     if dtype == torch.float16 or not isinstance(scheme.format, FloatFormat):
         return 1.0
     digits = scheme.format.mantissa_bits + 1 + scheme.scale_type.digits
@@ -151,19 +148,20 @@ def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
 
 
 def value_sizes(shape: Geometry, scheme: Scheme) -> tuple[int, int]:
-    """Bytes of a scale and of a zero-point as `build` has them; 0 for none, and for the scale of a row."""
-    # Those of 8 bits without a kind become bfloat16.
+    """Return the bytes of a scale and of a zero-point; 0 for none, and for one scale per row."""
+    # 8-bit scales without a `scale_kind` become bfloat16.
     scale = 1 if shape.scale_kind else max(2, scheme.scale_dtype.itemsize)
     zero = scheme.zero_point_type.kernel_dtype.itemsize if scheme.has_zero_point else 0
     return 0 if shape.groups == 1 else scale, zero
 
 
 def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """Codes, scales, zero-points, factor (both empty for none) and values of `weight` in the fragment layout,
-    for activations of `dtype`.
+    """Build the fragment layout of `weight` [N, K] for activations of `dtype`.
 
-    If it is `count` weights of whole row tiles one above the other, what scales carry is a factor of each.
-    Raises `FormatError` for codes and 8-bit scales that are no numbers, within `building` when that ends.
+    Returns codes, scales, zero-points, factor and values, as drawn above; zero-points and factor may be
+    empty. y is divided by the factor, float32 [count]. Values are float32 [2**bits]. `count` weights of whole
+    row tiles may lie one above the other, each with its factor. Raises `FormatError` for NaN in codes or
+    8-bit scales; within `building`, at the end of its block.
     """
     shape = geometry(*weight.shape, weight.scheme, dtype)
     codes = _placed(weight, shape)
@@ -198,12 +196,12 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
 def restore(
     layout: Sequence[torch.Tensor], scheme: Scheme, shape: tuple[int, int], scale: torch.Tensor
 ) -> torch.Tensor:
-    """The words [N, W] of a weight of `shape` and `scale` that `build` made `layout` of, for any activations.
+    """Return the words int32 [N, W] of a weight of `shape` [N, K] from its layout and stored `scale`.
 
-    They are the same bits, but that those which no code has are zero, as `docs/format.md` demands.
+    Unused bits are zero, as `docs/format.md` demands; the others are those that `build` read.
     """
     n, k = shape
-    # All dtypes of activations have the codes in the same order.
+    # The order of codes is the same for all dtypes of activations.
     sizes = geometry(n, k, scheme, torch.bfloat16)
     codes, turned = layout[0], layout[1].dtype == torch.int8 and sizes.scale_kind == "e5m3"
     words = torch.empty(n, scheme.words_per_row(k), dtype=torch.int32, device=codes.device)
@@ -223,11 +221,12 @@ def join(
     k: int,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[torch.Tensor, ...], ...]] | None:
-    """What `build` made of several weights of one scheme and K, for activations of `dtype`, as that of one,
-    and of each as views of it.
+    """Concatenate layouts of weights of one scheme and K along N, for activations of `dtype`; `rows` has each
+    N.
 
-    None unless all but the last have whole row tiles, and the same values and factors. Factors may differ
-    by powers of two where exponents of scales can make up for it.
+    Returns the tensors of the whole, and those of each weight as views. Returns None if a weight before the
+    last has no whole row tiles, or if values differ. Factors may differ by powers of two that scales can take
+    on.
     """
     if any(count % ROWS for count in rows[:-1]):
         return None
@@ -236,7 +235,7 @@ def join(
         return None
     factor = factors[0]
     if factor.numel():
-        # The only ones that are asked of the device.
+        # The one place where the host waits for the device.
         found = torch.cat(factors).tolist()
         kind = geometry(sum(rows), k, scheme, dtype).scale_kind
         factor = factors[found.index(min(found))]
@@ -257,28 +256,26 @@ def join(
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _values(number_format: NumberFormat, carried: float, device: torch.device) -> torch.Tensor:
-    """The value of each code less the factor that is `carried`, float32; 0 for codes that stand for none.
-
-    `build` lets none of the latter pass.
-    """
+    """Return the value of each code over the factor `carried`, float32 [2**bits]; 0 for NaN."""
     return torch.tensor(number_format.values, device=device).nan_to_num(0.0) / carried
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor | None:
-    """Which codes stand for no number, uint8; None where all do, or where a code book says what they are."""
+    """Return which codes are NaN, uint8 [2**bits]; None if none is, or for a fitted code book."""
     if isinstance(number_format, FittedFormat) or not any(map(math.isnan, number_format.values)):
         return None
     return torch.tensor([math.isnan(value) for value in number_format.values], device=device).byte()
 
 
 def _rows_at_once(shape: Geometry) -> int:
+    """Return the rows that are repacked at a time: whole row tiles of about `CHUNK_WEIGHTS` weights."""
     return max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
 
 
 def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
-    """The codes of `weight` in the order of fragments."""
+    """Return the codes of `weight` as int16 [row tiles, spans, tiles, 256]."""
     number_format, device, n = weight.scheme.format, weight.device, weight.shape[0]
     words = torch.empty(shape.row_tiles, shape.spans, shape.tiles, LANES, dtype=torch.int16, device=device)
     reserved = _reserved(number_format, device)
@@ -290,10 +287,10 @@ def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
         for start in range(0, n, step):
             place(words, start // ROWS, weight.codes(start, start + step), number_format, shape, found)
     if found is not None:
-        # Unpack expressions would make up values for them.
+        # Unpack expressions would give such codes a value.
         refuse_if(found, f"a {weight.scheme} weight has codes that stand for no number. {_VERIFY}")
     if shape.scale_kind == "e5m3":
-        # Codes have the signs of scales. To know whether any is negative, the host would have to wait.
+        # Codes take the signs of scales. To check first for negative scales, the host would have to wait.
         turned = torch.empty_like(words)
         for start in range(0, n, step):
             signs = signs_of(weight.row_scale(start, start + step), weight.scheme, shape.k)
@@ -310,10 +307,10 @@ def place_words(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Write codes into row tiles `first` and on of `words`, int16 [.., spans, tiles, 256].
+    """Repack words int32 [rows, W] of packing "bits" into `words` int16 [.., spans, tiles, 256], from row
+    tile `first`.
 
-    `stored` are words of rows in the packing "bits", int32 [rows, W]. What is beyond the rows and columns has
-    code 0. `found`, int32 [1], becomes 1 if a code stands for no number.
+    Padding gets code 0. `found` int32 [1] becomes 1 if a code is NaN.
     """
     _repack(words, first, stored, number_format.bits, number_format, shape, found)
 
@@ -326,7 +323,7 @@ def place_codes(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """The same from codes, uint8 [rows, K]."""
+    """Repack codes, uint8 [rows, K], as `place_words` does."""
     _repack(words, first, codes, 8, number_format, shape, found)
 
 
@@ -339,6 +336,7 @@ def _repack(
     shape: Geometry,
     found: torch.Tensor | None,
 ) -> None:
+    """Launch `repack_codes` for `stored` [rows, W or K], codes of `bits` bits each."""
     rows = stored.contiguous().view(torch.uint8)
     reserved = None if found is None else _reserved(number_format, words.device)
     launch = _repack_launch(number_format, shape, bits, len(rows), reserved is not None)
@@ -357,6 +355,7 @@ def _repack(
 
 @lru_cache(maxsize=1024)
 def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows: int, check: bool) -> Launch:
+    """Build the launch of `repack_codes` for `rows` rows; `check` looks for codes that are NaN."""
     from quantkit.kernels.layouts.repack_kernel import repack_codes
 
     grid = -(-rows // ROWS), -(-shape.spans // SPANS_AT_ONCE)
@@ -367,7 +366,7 @@ def _repack_launch(number_format: NumberFormat, shape: Geometry, bits: int, rows
 def repack_constants(
     number_format: NumberFormat, shape: Geometry, bits: int, check: bool = False
 ) -> dict[str, Any]:
-    """What the layout builder knows at compile time of codes that are stored in `bits`."""
+    """Return the constexprs of `repack_codes` for codes that are stored in `bits` bits."""
     fields = (
         (plane, *piece)
         for plane, in_plane in enumerate(placement(number_format))
@@ -385,7 +384,9 @@ def repack_constants(
 
 
 def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
-    """What each part of codes that are stored in `bits` has of `field`, as `repack_codes` wants it."""
+    """Yield a row of `FIELDS` of `repack_codes`, without the plane, for each stored part with bits of
+    `field`.
+    """
     before = 0
     for width in parts(bits):
         first = max(field.first, before)
@@ -404,7 +405,7 @@ def repack_codes_reference(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """`place_codes` by operations of torch, in int32."""
+    """Repack as `place_codes`, by torch operations in int32."""
     if found is not None:
         reserved = _reserved(number_format, codes.device)
         assert reserved is not None
@@ -418,18 +419,18 @@ def repack_codes_reference(
     for plane, fields in zip(by_plane, placement(number_format), strict=True):
         for field in fields:
             wide[:, :, field.register] |= ((plane >> field.first) & field.mask) << field.at
-    # The low 16 bits; a conversion of what does not fit is not defined.
+    # Take the low 16 bits as a view: converting a number that does not fit is undefined.
     words[first : first + len(wide)] = wide.view(torch.int16)[..., ::2]
 
 
 def read_codes(words: torch.Tensor, number_format: NumberFormat, shape: Geometry) -> torch.Tensor:
-    """The codes of row tiles, int16 [.., spans, tiles, 256]: uint8 [rows, columns], with their padding."""
+    """Return the codes uint8 [rows, columns] of row tiles int16 [.., spans, tiles, 256], padding included."""
     by_plane = torch.zeros(
         shape.planes, len(words), shape.spans, LANES, dtype=torch.uint8, device=words.device
     )
     for plane, fields in enumerate(placement(number_format)):
         for field in fields:
-            # A shift copies the sign bit; the mask takes its copies away.
+            # The shift copies the sign bit; the mask removes the copies.
             bits = (words[:, :, field.register] >> field.at) & field.mask
             by_plane[plane] |= bits.to(torch.uint8) << field.first
     # run, p0, rows 16, span, r, t, e1, row // 8, e0
@@ -438,7 +439,7 @@ def read_codes(words: torch.Tensor, number_format: NumberFormat, shape: Geometry
 
 
 def _by_lane(per_group: torch.Tensor, in_block: int, beyond: int) -> torch.Tensor:
-    """One value per row and group, [N, groups], in the order of `scale` above; `beyond` both are others."""
+    """Reorder one value per row and group, [N, groups], to [N / 16, blocks, 8, V, 2]; pad with `beyond`."""
     rows, groups = per_group.shape
     more = -rows % ROWS, -groups % in_block
     if any(more):

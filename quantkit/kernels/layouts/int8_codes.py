@@ -1,16 +1,17 @@
-"""Codes as signed bytes, for products of 8-bit integers on tensor cores.
+"""Codes as signed bytes, for `mma.m16n8k32` of 8-bit integers.
 
-Four codes of a register become the bytes of another: in each lane of 16 bits, one of a plane in the low byte
-and one of a later plane in the high byte (`quantkit.kernels.layouts.dequant_expressions` has lanes and
-planes). Integer formats are offset-binary, so that a code at the upper end of a byte is its signed value but
-for the highest bit, which is flipped:
+Four codes of a register become the four bytes of another register. In each 16-bit lane, a code of one plane
+goes to the low byte. A code of a later plane goes to the high byte
+(`quantkit.kernels.layouts.dequant_expressions` explains planes). Codes of integers are offset-binary: at the
+top of a byte, with its highest bit flipped, a code is its signed value times a power of two:
 
-    lane, int4     d d d d c c c c b b b b a a a a        planes 0 to 3
-    planes 0, 2    C c c c 0 0 0 0 A a a a 0 0 0 0        16 times the values, A and C flipped: one shift and
-    planes 1, 3    D d d d 0 0 0 0 B b b b 0 0 0 0        one lop3 for four codes, or a lop3 alone
+    16-bit lane, int4   d d d d c c c c b b b b a a a a        planes 0 to 3
+    planes 0, 2         C c c c 0 0 0 0 A a a a 0 0 0 0        16 times the values; A and C are flipped bits
+    planes 1, 3         D d d d 0 0 0 0 B b b b 0 0 0 0        one lop3, and a shift for planes 0 and 2
 
-Binary codes are -1 and 1 if two bits are flipped. From ternary ones 1 has to be taken in each byte, with its
-highest bit set meanwhile, so that no byte borrows from the next.
+
+Binary codes become -1 and 1 by flipping two bits. Ternary codes need a subtraction of 1 in each byte. The
+highest bit of each byte is set meanwhile, so that no byte borrows from the next.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ from quantkit.packing.formats import NumberFormat
 
 @dataclass(frozen=True)
 class Bytes:
-    """How codes become signed bytes: shifted to bits `lift` and on, then what is `less` taken from each, then
-    bits that are to `flip`. A byte counts `byte_scale`.
+    """Recipe from codes to signed bytes: byte = ((code << `lift`) - `less`) ^ `flip`, worth `byte_scale`
+    each.
     """
 
     lift: int
@@ -35,7 +36,7 @@ class Bytes:
     byte_scale: float
 
     def of(self, code: int) -> int:
-        """The byte of a code."""
+        """Return the signed byte of a code, -128 to 127."""
         byte = code << self.lift
         byte = ((byte | 0x80) - self.less if self.less else byte) ^ self.flip
         return byte - 256 if byte >= 128 else byte
@@ -43,7 +44,7 @@ class Bytes:
 
 @lru_cache(maxsize=256)
 def as_bytes(number_format: NumberFormat) -> Bytes | None:
-    """How the codes of a format become bytes in proportion to their values; None if they do not."""
+    """Return how codes become bytes in proportion to their values; None if they do not."""
     values = number_format.numbers
     if not values or number_format.values[: len(values)] != values:
         return None
@@ -58,7 +59,7 @@ def as_bytes(number_format: NumberFormat) -> Bytes | None:
 
 
 def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
-    """Ways to make bytes of codes, those of fewer instructions first, each with the worth that code 0 has."""
+    """Yield ways to make bytes of codes, fewest instructions first, scaled so that code 0 has its value."""
     bits, lowest = number_format.bits, number_format.values[0]
     top = 8 - bits
     ways = [(top, 0x80, 0), (top, 0xC0, 0)]
@@ -72,7 +73,10 @@ def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
 
 @lru_cache(maxsize=256)
 def byte_expression(number_format: NumberFormat, apart: int) -> Expression:
-    """PTX that makes a register of four bytes for each of `low_planes`, of a register of each part."""
+    """Return PTX from the registers of all parts to a register of four bytes for each of `low_planes`.
+
+    Byte pairs are planes p and p + `apart`.
+    """
     way, fields = as_bytes(number_format), placement(number_format)
     assert way is not None
     lows = low_planes(planes(number_format.bits), apart)
@@ -83,7 +87,8 @@ def byte_expression(number_format: NumberFormat, apart: int) -> Expression:
             for move in bit_moves(fields[plane], lift.__add__):
                 key = move.register, move.right
                 masks[key] = masks.get(key, 0) | move.mask
-        # Moved bits are those of nobody else, so that what flips them sets them, too.
+        # Moved bits do not overlap, so XOR both combines and flips them.
+
         rest = f"0x{(0x80 if way.less else way.flip) * 0x01010101:08X}"
         for (register, right), mask in masks.items():
             source = writer.shift(register, right)

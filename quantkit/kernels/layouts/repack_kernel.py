@@ -1,4 +1,5 @@
-"""The layout builder: codes as they are stored into the order of fragments, every byte written once."""
+"""Kernel that repacks stored codes to the fragment layout; every byte is written once."""
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -9,13 +10,15 @@ def _part(
     rows, block, in_run, inside, FULL, REST,
     BITS: tl.constexpr, BEFORE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Bits `FIRST` and on of a part of `WIDTH` bits, of code number `in_run` of each block of 32.
+    """Load bits from one part of codes `in_run` [256] of blocks [C, 1] of 32 columns: int32 [C, 256].
 
-    `BEFORE` are the bits of a code in parts before that one. The block number `FULL` has only `REST` codes.
+    The part has `WIDTH` bits of each code. `FIRST` is the first bit taken, `MASK` keeps the wanted ones.
+    Parts before it have the bits `BEFORE` of a code. Block `FULL`, the last one, has `REST` codes. `inside`
+    [C, 256] masks the load.
     """
     in_last = 0
     for other in tl.static_range(3):
-        # Parts of 8, 4 and 2 bits, the words that each takes.
+        # Words of each part of 8, 4 and 2 bits in the last block.
         if BEFORE & (8 >> other):
             in_last += (REST * (8 >> other) + 31) // 32
     words = block * BITS + tl.where(block == FULL, in_last, BEFORE)
@@ -29,16 +32,18 @@ def repack_codes(
     BITS: tl.constexpr, TILES: tl.constexpr, PLANES: tl.constexpr, FIELDS: tl.constexpr,
     CHECK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """`stored` uint8 [N, STRIDE] are the rows from 16 * `first` on, of K codes of `BITS` bits in the storage
-    layout; `words` int16 those of the whole weight in the order of fragments.
+    """Write `words` int16 [N / 16, SPANS, TILES, 256], from row tile `first` on, from `stored` uint8 [N,
+    STRIDE].
 
-    A program has 16 rows and C spans. `FIELDS` holds plane, register, position in its lane, first bit in the
-    code, mask, and of the stored part that the field is in: bits before it, width, first bit in it. With
-    `CHECK`, `found` becomes 1 if there is a code whose entry of `reserved` is not 0. Sizes are no constants:
-    one kernel serves all weights of a format.
+    `stored` has rows of K codes of `BITS` bits. Grid: (N / 16, SPANS / C); a program has 16 rows and C spans.
+
+    `FIELDS` has eight numbers per field: plane, register, position in the 16-bit lane, first bit of the code,
+    mask; then, of the stored part with the field, bits before the part, its width, and first bit in it. With
+    `CHECK`, `found` int32 [1] becomes 1 if `reserved` uint8 [2**bits] of a code is not 0. Sizes are no
+    constexprs: one compiled kernel serves all weights of a format.
     """
     lane = tl.arange(0, 256)
-    # r, t, e1, row // 8, e0, from the highest bits of a lane's number on.
+    # Bits of `lane`, highest first: r (3), t (2), e1, row // 8, e0.
     row = tl.program_id(0) * 16 + lane // 2 % 2 * 8 + lane // 32
     of_product = lane // 4 % 2 * 8 + lane // 8 % 4 * 2 + lane % 2
     span = (tl.program_id(1) * C + tl.arange(0, C))[:, None]

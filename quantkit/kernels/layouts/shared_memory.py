@@ -1,34 +1,38 @@
-"""Sizes that kernels and those who launch them count alike, in Python alone."""
+"""Sizes that kernels and their launchers compute alike; without torch or Triton."""
 
-#: Bytes of shared memory that a program may have without asking for more.
+#: Bytes of shared memory that a program gets without a request for more.
 USUAL_SHARED = 48 << 10
-#: Bits of a code whose values shared memory may have, and how often it has them, at most.
+#: Bits of codes whose values a table in shared memory may hold, and most copies of each pair of values.
 SHARED_BITS, COPIES = 4, 32
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two that is at least so much: sizes of blocks in Triton are such."""
+    """Return the smallest power of two that is at least `least`; block sizes in Triton are powers of two."""
     return 1 << (least - 1).bit_length()
 
 
 def planes_apart(count: int, dot: int) -> int:
-    """How far apart two of so many planes are whose codes share registers, so that both are of one dot."""
+    """Return the distance of two planes whose codes share a register as bytes; both are of one `dot`.
+
+    There are `count` planes of 16 columns; a `dot` is columns with one scale.
+    """
     return min(count, dot // 16) // 2
 
 
 def low_planes(count: int, apart: int) -> tuple[int, ...]:
-    """The planes of so many that go to low bytes; those so far after them go to the high ones."""
+    """Return the planes of `count` that go to low bytes; plane + `apart` goes to the high byte beside it."""
     return tuple(plane for plane in range(count) if plane // apart % 2 == 0)
 
 
 def undeclared_bytes(counted: int, table: int) -> int:
-    """Bytes of shared memory to have besides those `counted`, for Triton to ask for more than is usual.
+    """Return the bytes to add to a launch's shared memory for a `table` that inline PTX allocates.
 
-    It counts no table that inline PTX has there.
+    Triton counts only its own `counted` bytes. A launch with more than `USUAL_SHARED` bytes must ask for
+    them, so Triton's own count is raised above that. Returns 0 if no request is needed.
     """
     return max(0, USUAL_SHARED + 1 - counted) if table and counted + table > USUAL_SHARED else 0
 
 
 def shared_bytes(copies: int = COPIES) -> int:
-    """Bytes of shared memory that a table of pairs of values takes."""
+    """Return the bytes of a table of pairs of values in shared memory, with `copies` of each pair."""
     return (1 << 2 * SHARED_BITS) * copies * 4

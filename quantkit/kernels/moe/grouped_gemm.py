@@ -17,7 +17,6 @@ from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.operands import Grouping, RoutedTokens
-from quantkit.kernels.gemm.support import why_not_experts, why_not_small_m_experts
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.moe import permute, stacked_weights
 from quantkit.kernels.moe.permute import SMALL_BLOCK_ROWS
@@ -25,9 +24,6 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem
 from quantkit.kernels.registry import FORCE_VARIABLE, forced_kernel, kernel_named, log_grouped, warn_looped
 from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
-
-#: Kernels that multiply with several experts at once.
-GROUPED_KERNELS = ("fused-gemv", "fused-small-m", "fused-portable-gemv", "fused-portable")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +66,18 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
     `problem` is that of one matrix, of which an expert has `matrices`.
     """
     forced = forced_kernel()
-    if forced and kernel_named(forced).name not in GROUPED_KERNELS:
+    if forced and kernel_named(forced).grouped is None:
         return f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time"
     reason = fused_kernels.why_not_groupable(problem)
-    if reason is None and forced in ("fused-gemv", "fused-small-m"):
-        return why_not_experts(forced, problem, matrices, SMALL_BLOCK_ROWS)
+    if reason is None and forced and _may_share_x(forced):
+        return fused_kernels.why_not_experts(kernel_named(forced), problem, matrices, SMALL_BLOCK_ROWS)
     return reason
+
+
+def _may_share_x(forced: str) -> bool:
+    """Return True unless the forced kernel's warps each load x."""
+    grouped = kernel_named(forced).grouped if forced else None
+    return not forced or (grouped is not None and grouped.shares_x)
 
 
 def build_experts_layout(
@@ -97,9 +99,8 @@ def build_experts_layout(
     # Tensors of inference mode could not be saved for the backward pass of experts that run one by one.
     with torch.no_grad(), torch.inference_mode(False), building():
         tensors = stacked_weights.stacked(weights, dtype)
-    stages_x = forced_kernel() in ("", "fused-gemv", "fused-small-m")
-    stages_x = stages_x and why_not_small_m_experts(problem, matrices) is None
-    single_row_ratio = decode_launch.single_row_ratio(problem) if stages_x else 0
+    shares_x = _may_share_x(forced_kernel()) and fused_kernels.why_not_shared(problem, matrices) is None
+    single_row_ratio = decode_launch.single_row_ratio(problem) if shares_x else 0
     return ExpertsLayout(
         dtype, first.scheme.token, experts, matrices, first.shape[0], tensors, single_row_ratio
     )
@@ -179,7 +180,7 @@ torch.library.define(
 def _forced() -> str:
     """Return the forced kernel, empty without; raises `KernelError` for one that is not grouped."""
     forced = forced_kernel()
-    if forced not in ("", *GROUPED_KERNELS):
+    if forced and kernel_named(forced).grouped is None:
         raise KernelError(
             f"{FORCE_VARIABLE}={forced} multiplies with one weight at a time, and these experts are laid out "
             "to be multiplied with together. Set it before the model is loaded."
@@ -234,7 +235,7 @@ def run_experts(
     problem, row, grouping, tile = _grouped(x.device, x, order, *of)
     if gate and (reason := fused_kernels.why_no_gated_experts(row, grouping.matrices)) is not None:
         raise KernelError(f"{row}, which runs experts of {problem}, does not gate y: {reason}.")
-    log_grouped(problem, grouping.experts, row, tile, partial(_why_not_small_m, problem, grouping))
+    log_grouped(problem, grouping.experts, row, tile, partial(_refusals, row, problem, grouping))
     routed = RoutedTokens(order, expert_blocks, grouping)
     return fused_kernels.grouped(
         row, x.contiguous(), tuple(layout), problem.scheme, problem.n, routed, tile, gate
@@ -276,14 +277,18 @@ def _grouped(
     )
 
 
-def _why_not_small_m(problem: Problem, grouping: Grouping) -> str | None:
-    """Return why `fused-small-m` does not run these expert blocks, for the log; None if it is forced."""
+def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
+    """Return why no kernel whose warps share x runs these expert blocks, for the log; "" if one does."""
+    sharing = fused_kernels.grouped_kernels(shares_x=True)
+    if row in {kernel.name for kernel in sharing}:
+        return ""
     if grouping.rows > SMALL_BLOCK_ROWS:
-        return f"tiles are faster for segments of up to {grouping.rows} pairs"
-    reason = why_not_small_m_experts(problem, grouping.matrices)
-    return reason or (
-        None if forced_kernel() else "it cannot multiply with the other matrices of these experts"
-    )
+        reason: str | None = f"tiles are faster for segments of up to {grouping.rows} pairs"
+    else:
+        reason = fused_kernels.why_not_shared(problem, grouping.matrices)
+        if reason is None and not forced_kernel():
+            reason = "it cannot multiply with the other matrices of these experts"
+    return "" if reason is None else f"; not {sharing[-1].name}: {reason}"
 
 
 def _check(x: torch.Tensor, order: torch.Tensor) -> None:

@@ -8,14 +8,14 @@ import torch
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch, overlap
 from quantkit.kernels.layouts.shared_memory import power_of_two
 
-#: Routed tokens of an expert block: of `fused-small-m` and `fused-portable-gemv`, and the most there are.
+#: Most routed tokens of a small expert block, for kernels with few rows of x; and of any expert block.
 SMALL_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
-#: Routed tokens per expert from which `fused-portable` is used, against `fused-portable-gemv` (H200,
-#: 16 tokens of Mixtral at int4: 215 us instead of 293). `MANY_TOKENS` is against `fused-small-m` (H100, 8 per
-#: expert: 0.94 of its time at int4, 0.95 at fp8, 1.05 at int3, 1.10 at nvfp4).
+#: Routed tokens per expert from which blocks are larger. The first is for weights that kernels with a shared
+#: x do not take (H200, 16 tokens of Mixtral at int4: 215 us instead of 293). The second is for all others
+#: (H100, 8 per expert: 0.94 of the time of small blocks at int4, 0.95 at fp8, 1.05 at int3, 1.10 at nvfp4).
 TILED_TOKENS, MANY_TOKENS = 4, 8
-#: Most routed tokens that one program sorts by comparing all with all; the second where counting them takes
-#: a launch of its own.
+#: Most routed tokens that one program sorts by comparing all pairs; the second if counting them would take a
+#: launch of its own.
 COMPARED, MOST_COMPARED = 64, 128
 #: Routed tokens per step of a program: of `count_tokens`, and of `sort_tokens_by_expert`.
 COUNTED, PLACED = 512, 2048
@@ -28,10 +28,9 @@ WEIGHED = 1024
 def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
     """Return the most routed tokens of an expert block: 1, `SMALL_BLOCK_ROWS`, or up to `MAX_BLOCK_ROWS`.
 
-    It is 1 where experts are at least `single_row_ratio` times the routed tokens, as few experts have two.
-    H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8.
-
-    A ratio of 0 means never: the kernels for small blocks then have no x in shared memory.
+    It is 1 if there are at least `single_row_ratio` experts per routed token: few experts then have two
+    tokens. H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8. A
+    ratio of 0 means never, for weights that kernels with a shared x do not take.
     """
     usual = -(-3 * routed // (2 * experts))
     if 0 < single_row_ratio * routed <= experts:
@@ -43,7 +42,7 @@ def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 
 @dataclass(frozen=True)
 class _Order:
-    """Launches of `sort_tokens_by_expert`: `place`, and before it `count` where there are several chunks."""
+    """Launches of `sort_tokens_by_expert`: `place`, after `count` if there are several chunks."""
 
     place: IndexLaunch
     count: IndexLaunch | None = None

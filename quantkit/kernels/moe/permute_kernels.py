@@ -1,4 +1,4 @@
-"""MoE permute: sort tokens by expert, and add up what the experts return.
+"""MoE permute: sort tokens by expert, and sum the outputs of the experts of a token.
 
 Routed token p is number p % TOP_K of the experts of token p // TOP_K. An expert block is up to ROWS routed
 tokens of one expert, adjacent in the order. A program of the grouped GEMM multiplies one block:
@@ -6,8 +6,9 @@ tokens of one expert, adjacent in the order. A program of the grouped GEMM multi
     order         [P]     int32   routed tokens, sorted by expert; those without an expert last
     expert_blocks [P, 3]  int32   (expert, first place in `order`, number of routed tokens)
 
-There are P blocks, so that the host need not know how many are used. Unused ones have no routed tokens.
+There are P blocks, so that the host need not know how many are used. Unused blocks have 0 routed tokens.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -37,7 +38,7 @@ def write_sorted(expert, routed, there, order, expert_blocks, EXPERTS: tl.conste
     that have none.
     """
     expert = tl.where(there, expert, EXPERTS + 1)
-    # Sums over others go down the columns, and stay within a lane: a lane has few routed tokens of its own.
+    # Sums over the other routed tokens go along axis 0, which lies within a thread.
     earlier = routed[:, None] < routed[None, :]
     same = expert[:, None] == expert[None, :]
     place = tl.sum(((expert[:, None] < expert[None, :]) | (same & earlier)).to(tl.int32), axis=0)
@@ -125,7 +126,7 @@ def sort_tokens_by_expert(
 
 @triton.jit
 def _chosen(index, routed, P, EXPERTS: tl.constexpr):
-    """Load the experts int32 [pairs] of routed tokens; EXPERTS for an index of none, and for padding."""
+    """Load the experts int32 [...] of routed tokens; EXPERTS for padding and for an index of no expert."""
     expert = tl.load(index + routed, mask=routed < P, other=-1)
     return tl.where((expert < 0) | (expert >= EXPERTS), EXPERTS, expert).to(tl.int32)
 

@@ -17,7 +17,7 @@ from quantkit.kernels.moe.grouped_gemm import expert_block_rows
 from quantkit.kernels.ops.norm import norm_options
 
 #: Limits within which `small_linear` is faster than torch: N, M * N, and M * N * K. The fourth is M * N * K
-#: where y is float32, as torch then converts the weight first. The last is K, for which there are registers.
+#: if y is float32, as torch then converts the weight first. The last is the largest K that fits in registers.
 SMALL_ROWS, SMALL, SMALL_PRODUCTS, WIDE_PRODUCTS, MOST_COLUMNS = 1024, 4096, 8 << 20, 32 << 20, 16384
 #: Largest M of `norm_linear`: each program computes the norm of its rows again.
 NORMED_ROWS = 2
@@ -83,27 +83,35 @@ def norm_linear(
 
 
 def route_mixtral_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` over the chosen, as Mixtral and MiniMax do: `logits` [T, E] -> [T, top_k] twice."""
+    """Compute `route` with weights over the chosen logits, as Mixtral does: `logits` [T, E] -> [T, top_k]
+    twice.
+    """
     weights, index = torch.topk(F.softmax(logits.float(), dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
     return weights, index
 
 
 def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route`, chosen and rounded, as Qwen3-MoE does: `logits` [T, E] -> [T, top_k] twice."""
+    """Compute `route` with rounded weights over the chosen logits, as Qwen3-MoE does: [T, E] -> [T, top_k]
+    twice.
+    """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
     return weights.to(logits.dtype), index
 
 
 def route_olmo_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` over all, rounded, as OLMoE and Qwen2-MoE do: `logits` [T, E] -> [T, top_k] twice."""
+    """Compute `route` with rounded weights over all logits, as OLMoE and Qwen2-MoE do: [T, E] -> [T, top_k]
+    twice.
+    """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     return weights.to(logits.dtype), index
 
 
 def route_granite_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route`, chosen and rounded, as Granite does: `logits` [T, E] -> [T, top_k] twice."""
+    """Compute `route` with rounded weights over the chosen logits, as Granite does: [T, E] -> [T, top_k]
+    twice.
+    """
     largest, index = logits.float().topk(top_k, dim=-1)
     return F.softmax(largest, dim=-1).type_as(logits), index
 
@@ -216,7 +224,7 @@ def route_and_sort(
 def _operands(
     logits: torch.Tensor, bias: torch.Tensor | None, how: Routing
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    """Return the kernel's arguments but for the sorted tokens, and the outputs weights and experts [T,
+    """Return the arguments of the kernel except sorted tokens, and the outputs: weights and experts [T,
     top_k].
     """
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

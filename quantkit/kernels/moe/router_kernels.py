@@ -1,4 +1,5 @@
 """MoE router: GEMM of few rows with dense weights, softmax or sigmoid, and top-k."""
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl

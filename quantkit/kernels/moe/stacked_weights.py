@@ -1,7 +1,7 @@
-"""Fragment layouts of stacked weights, such as all matrices of a layer's experts.
+"""Fragment layouts of stacked weights, such as all matrices of the experts of a layer.
 
-Building one layout keeps the host busier than the GPU, whatever its size. So equal weights are concatenated
-along N and built as one weight.
+Building one layout takes the host longer than the GPU, whatever its size. So weights of one scheme and shape
+are concatenated along N and built as one weight.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from quantkit.kernels.jit.building import wait_for
 from quantkit.kernels.layouts.fragment_layout import ROWS
 from quantkit.packing.tensor import PackedTensor
 
-#: Bytes of words that are repacked at a time, unless one weight has more. Copying them and sorting scales
-#: takes several times this memory.
+#: Bytes of words that are repacked at a time, or one weight if that has more. Copies of words and scales take
+#: several times this memory.
 BYTES_AT_ONCE = 1 << 26
 
 
@@ -37,12 +37,14 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
 
 
 def can_be_one(weight: PackedTensor) -> bool:
-    """Return True if layouts of such weights [N, K] are adjacent in that of their concatenation along N."""
+    """Return True if the layouts of such weights [N, K] are adjacent parts of the layout of their
+    concatenation.
+    """
     scheme, rows = weight.scheme, weight.shape[0]
     return (
-        # No row tile has rows of two weights, and no word has zero-points of two.
+        # No row tile or word of zero-points has rows of two weights.
         all(rows % count == 0 for count in (ROWS, *scheme.row_units().values()))
-        # All tensors are per row, or the divisor of scales.
+        # All tensors are per row, except the global scale.
         and not (scheme.per_tensor or scheme.is_fitted or scheme.column_scale)
     )
 

@@ -9,6 +9,7 @@ A number and its column are one int64 key, so that the largest key holds both:
 The bits of a float32, read as int32, sort like the float once the lower 31 bits of negative numbers are
 inverted. Columns are inverted so that the first of equal numbers has the largest key.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl

@@ -1,16 +1,18 @@
 """Decode attention (flash decoding, arXiv 2311.01282): each key and value is loaded once per block of heads.
 
-A program has some keys of one key head, and up to 16 of the query heads that share it. Each of its W warps
-takes KEYS keys per step and shares nothing with other warps. The sums of a warp are a piece. Pieces are added
-up in a fixed order at the end, so that results are reproducible.
+A program has a share of the keys of one key head, and up to 16 of the query heads that share that key head.
+Each of its W warps takes KEYS keys per step, independently of the other warps. The partial sums of one warp
+are a piece. Pieces are added in a fixed order at the end, so that results are reproducible.
 
-A lane loads 16 bytes at a time, straight into fragments of `mma`: the order of features in a sum is free.
-Lane 4 m + t of a warp has these of every run of 32 features of a key, and of 64 of a value:
+The order of features in a sum is free, so warp lanes load 16 bytes at a time straight into fragments of
+`mma`. Warp lane 4 m + t loads, of every run r of 32 features of keys, and every run s of 64 features of
+values:
 
     key 8 i + m, features 32 r + 8 t ..+8           value 8 i + 2 t + c, features 64 s + 8 m ..+8
 
 It has the scores and sums of head m, or of heads 2 t and 2 t + 1.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -18,11 +20,11 @@ import triton.language as tl
 from quantkit.kernels.gluon.prefetch import cache_line_offsets, prefetch_l2
 from quantkit.kernels.ops.norm_kernel import normed
 
-#: Turns exp into exp2, which GPUs have.
+#: exp(x) = exp2(x * LOG2E); GPUs have an instruction for exp2.
 LOG2E = tl.constexpr(1.4426950408889634)
 #: The lowest float32.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-#: Barrier of a warp's lanes: loads before it are not moved behind what follows.
+#: Barrier of the lanes of a warp; the compiler moves no load past it.
 _TOGETHER = tl.constexpr("bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;")
 #: Keeps Triton from changing the layout of load addresses.
 _AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
@@ -72,7 +74,7 @@ def attend(
         prefetch_l2(v + ahead * v_l + tl.minimum(cache_line_offsets(v, VP), V - 1)[None, :])
     if PDL and not SETTLED:
         tl.extra.cuda.gdc_wait()
-    # Masks are loaded a step ahead, so that no load of keys waits for them.
+    # Load masks one step ahead, so that no load of keys waits for them.
     seen_k = tl.full((4, 8, W, KEYS // 8, 1), False, tl.int1)
     seen_v = tl.full((4, 8, W, KEYS // 4, 1), False, tl.int1)
     added = tl.full((W, G, KEYS), 0.0, tl.float32)
@@ -205,7 +207,9 @@ def _finish(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [B * HEADS, GROUP, V] as `gather` does, from the pieces of this program's warps in turn."""
+    """Write `out` [B * HEADS, GROUP, V] from the pieces of this program's warps, added in order, as `gather`
+    does.
+    """
     # Only existing heads, not all rows of an `mma`.
     HEADS: tl.constexpr = G if GROUP > G else GROUP
     HP: tl.constexpr = triton.next_power_of_2(HEADS)
@@ -246,7 +250,9 @@ def _store(
     sums, stats, piece, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Store `acc` [W, VP, G] to `sums`, and `largest` and `total` [W, G] to `stats`, as lanes have them."""
+    """Store `acc` [W, VP, G] to `sums`, and `largest` and `total` [W, G] to `stats`, for piece `piece` and
+    on.
+    """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
     m = tl.arange(0, 8)[:, None, None]
@@ -377,7 +383,7 @@ def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
 def _load_columns(
     at, stride, first, there, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
 ):
-    """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8], in S runs of 64
+    """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8]; S is runs of 64
     features.
     """
     S: tl.constexpr = VP // 64

@@ -48,8 +48,8 @@ def fill_reference(rooms: list[torch.Tensor], states: list[torch.Tensor], clear:
 
 
 def fill(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to the first T tokens of `rooms` [B, H, L, D]; the others become 0 if
-    `clear`.
+    """Write `states` [B, H, T, D] to the first T tokens of `rooms` [B, H, L, D]; with `clear` the others
+    become 0.
 
     A pair has one dtype and device; T is the same for all. One launch serves all rooms of a shape. Pairs that
     are not made of contiguous 8-byte words use `fill_reference`. The host does not wait for the GPU.

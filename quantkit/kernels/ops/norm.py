@@ -50,8 +50,7 @@ def rms_norm(
     """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, over the rows of `x` [..., N].
 
     `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`. `weight` is read before PDL's wait.
-    With PDL the next kernel may start while kernels before this one still run; if `late`, only after those
-    have ended.
+    PDL lets the next kernel start at once; with `late`, only after the kernels before this one have ended.
     """
     return _launch_norm(x, None, weight, eps, kind, late)[1]
 
@@ -115,10 +114,9 @@ def _launch_norm(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Return `x` [..., N] with contiguous rows, and how its rows are addressed.
+    """Return `x` [..., N] with contiguous rows, rows per inner block, stride of blocks, and stride of rows.
 
-    That is the rows per inner block, the stride of blocks and the stride of rows. `x` is copied if its rows
-    need more than two strides.
+    `x` is copied if its rows need more than two strides.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()

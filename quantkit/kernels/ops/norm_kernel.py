@@ -2,6 +2,7 @@
 
 Numbers are rounded where torch, which runs a kernel per operation, rounds them.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl

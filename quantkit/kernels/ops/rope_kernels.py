@@ -1,4 +1,5 @@
 """Rotary embedding, alone and with KV append, rounded where torch rounds."""
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -48,7 +49,7 @@ def rotate(
     token = tl.program_id(0)
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
     head = (tl.program_id(1) * PART + tl.arange(0, PART)).to(tl.int64)[:, None]
-    # Angles are loaded per head in the layout of `x`, 16 bytes per thread, so that no thread passes them on.
+    # Load angles once per head, in the layout of `x`: no thread then passes angles to another one.
     d = tl.broadcast_to(tl.arange(0, HP)[None, :], (PART, HP))
     inside = (head < HEADS) & (d < H)
     base = x + b * x_b + head * x_h + t * x_t

@@ -1,4 +1,5 @@
 """Bandwidth kernel: reads memory and nothing else, a floor for the time of any kernel."""
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl

@@ -6,7 +6,6 @@ import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -17,7 +16,6 @@ import torch
 from quantkit.errors import KernelError
 from quantkit.kernels.gemm.fused_kernels import FRAGMENTS, compile_kernels
 from quantkit.kernels.gemm.unpack import block_rows
-from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.problem import Problem, TileError
 from quantkit.kernels.registry import kernel_named
 from quantkit.kernels.tuning.search import Candidate, Unfit, Weight
@@ -166,7 +164,7 @@ class CompilePool:
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
         """Start compiling a candidate; the returned function waits, and returns why it failed, or None."""
         self._signals.check()
-        job = (_same_kernel(problem, candidate), candidate)
+        job = (kernel_named(candidate.kernel).representative(problem), candidate)
         if job not in self._futures:
             self._futures[job] = self._threads.submit(self._run, *job)
         return partial(self._waited, self._futures[job])
@@ -182,23 +180,6 @@ class CompilePool:
             return worker.run(problem, candidate)
         finally:
             self._idle.put(worker)
-
-
-def _same_kernel(problem: Problem, candidate: Candidate) -> Problem:
-    """Return the smallest problem that launches the same kernels.
-
-    Triton specializes for 1 and multiples of 16. `fused-portable-gemv` and `fused-small-m` differ up to M=8,
-    16 and 32, `fused-gemv` for powers of two of M and splits of row tiles. `fused-wgmma` differs by
-    whether tiles are split.
-    """
-    if candidate.kernel == "fused-gemv":
-        return replace(problem, m=power_of_two(problem.m))
-    m = problem.m if problem.m == 1 else 8 if problem.m <= 8 else 16
-    if candidate.kernel in ("fused-portable-gemv", "fused-small-m") and problem.m > 16:
-        m = 32
-    if candidate.kernel == "fused-wgmma":
-        return problem
-    return replace(problem, m=m, n=16 if problem.n % 16 == 0 else 17)
 
 
 class _Worker:

@@ -215,9 +215,9 @@ def _losses(
     # float32 whatever the model is in: what is measured are small differences.
     decoder = Decoder(checkpoint, device, torch.float32)
     for name in schemes:
-        if not any(name.startswith(f"{block}.") for block in decoder.block_names):
+        if not any(f"{name}.".startswith(f"{block}.") for block in decoder.block_names):
             raise UsageError(
-                f"{name} is outside the decoder's blocks, where no sensitivity is measured. Decide on it "
+                f"{name} is no linear of a block, and no sensitivity is measured of others. Decide on it "
                 f"with a rule, such as --rule '{name}=int8'."
             )
     samples = read(decoder.embedding_rows)

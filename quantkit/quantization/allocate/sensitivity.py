@@ -36,14 +36,17 @@ from quantkit.calibrate.linear_stats import LinearStats
 from quantkit.calibrate.methods import Method, packed_rows, quantize_tensor
 from quantkit.calibrate.parameters import fit_parameters
 from quantkit.calibrate.quantize_with_hessian import quantize_calibrated_rows
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, UsageError
 from quantkit.memory import trim_cache
-from quantkit.model.blocks import Block, Decoder
+from quantkit.model.blocks import Block, Decoder, Logits
 from quantkit.model.experts import chosen_rows, is_fused_experts
 from quantkit.model.hidden_states import Home
+from quantkit.model.model_pass import ModelPass
+from quantkit.model.trees import mapped
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Progress, counting
 from quantkit.quantization.allocate.fisher import ExpertCall, RoutedGradients, Seen
+from quantkit.quantization.allocate.gradients import Step
 from quantkit.quantization.blockwise.input_groups import stages_of
 from quantkit.workers import working
 
@@ -110,61 +113,77 @@ class _Measurement:
 
     def run(self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor) -> Sensitivities:
         batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
-        hidden, blocks = self._decoder.embed(batches, Home(torch.device("cpu")))
-        wanted = {block.name: _Wanted.of(block, schemes) for block in blocks}
         # A pass back takes about as long as two forward, and the head as a block.
+        blocks = [self._decoder.block(name) for name in self._decoder.block_names]
+        wanted = {block.name: _Wanted.of(block, schemes) for block in blocks}
         steps = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in wanted.values())
         self._step = counting(steps, self._report)
-        before = []
-        for block in blocks:
-            before.append(hidden)
-            with self._decoder.loaded(block):
-                hidden = list(self._workers.map(lambda one, block=block: self._forward(block, one), hidden))
-        with self._decoder.head() as logits:
-            # The random numbers of a micro-batch do not depend on the worker that takes it.
-            gradients = list(
-                self._workers.map(lambda at: self._drawn(logits, hidden[at], at), range(len(hidden)))
-            )
-        losses: dict[str, tuple[float, ...]] = {}
-        counts: dict[str, tuple[int, ...]] = {}
-        for block in reversed(blocks):
-            trim_cache(self._decoder.device)
-            with self._decoder.loaded(block):
-                seen, routed, gradients = self._backward(block, before.pop(), gradients, wanted[block.name])
-                for stage, sums in seen.items():
-                    losses |= self._linears(block, stage, sums, wanted[block.name], tokens.numel())
-                for module, calls in routed.items():
-                    experts: Any = block.module.get_submodule(module)
-                    found = RoutedGradients.of(experts, f"{block.name}.{module}", calls)
-                    losses |= self._experts(block, module, found, wanted[block.name], tokens.numel())
-                    counts[found.name] = found.counts
+        home, losses, counts = Home(torch.device("cpu")), dict[str, tuple[float, ...]](), {}
+        with self._decoder.passes() as start:
+            passes = list(self._workers.map(lambda one: start(one, home, grad=True), batches))
+            done: list[tuple[str, list[Step]]] = []
+            while (name := passes[0].block) is not None and name != self._decoder.head_name:
+                block = self._decoder.block(name)
+                with self._decoder.loaded(block):
+                    taken = self._workers.map(lambda one, block=block: self._forward(block, one), passes)
+                    done.append((name, list(taken)))
+            self._predict(done, batches)
+            while done:
+                name, steps_of = done.pop()
+                block = self._decoder.block(name)
+                earlier = [[leaf for _, of in done for leaf in of[at].leaves] for at in range(len(batches))]
+                trim_cache(self._decoder.device)
+                with self._decoder.loaded(block):
+                    seen, routed = self._backward(block, steps_of, earlier, wanted[name])
+                    for stage, sums in seen.items():
+                        losses |= self._linears(block, stage, sums, wanted[name], tokens.numel())
+                    for module, calls in routed.items():
+                        experts: Any = block.module.get_submodule(module)
+                        found = RoutedGradients.of(experts, block.full(module), calls)
+                        losses |= self._experts(block, module, found, wanted[name], tokens.numel())
+                        counts[found.name] = found.counts
+        for name in schemes:
+            if name not in losses:
+                raise UsageError(_not_run(name))
         return Sensitivities({name: losses[name] for name in schemes}, dict(sorted(counts.items())))
 
-    def _forward(self, block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            found = block.run(hidden.to(self._decoder.device)).to(hidden.device)
+    def _forward(self, block: Block, one: ModelPass) -> Step:
+        found = Step.take(block, one)
         self._step(1, block.name)
         return found
 
-    def _drawn(
-        self, logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, seed: int
-    ) -> torch.Tensor:
-        """The gradients [B, T, d], at the hidden states after the last block, of the log probability of
-        tokens that the model draws.
+    def _predict(self, done: Sequence[tuple[str, Sequence[Step]]], batches: Sequence[torch.Tensor]) -> None:
+        """Give the hidden states after the last block their gradients."""
+        listed = [(name, of) for name, of in done if not self._decoder.block(name).is_linear]
+        outputs = {name: of[0].output for name, of in listed}
+        _, last = listed[-1]
+
+        def gradients(at: int) -> None:
+            last[at].hidden.grad = self._drawn(logits, last[at].hidden, batches[at].shape, at)
+
+        with self._decoder.head(outputs) as logits:
+            # The random numbers of a micro-batch do not depend on the worker that takes it.
+            list(self._workers.map(gradients, range(len(batches))))
+
+    def _drawn(self, logits: Logits, hidden: torch.Tensor, shape: Sequence[int], seed: int) -> torch.Tensor:
+        """The gradients, at the hidden states after the last block, of the log probability of tokens that the
+        model draws; `shape` is [B, T], which are two axes of `hidden`.
         """
         generator = torch.Generator().manual_seed(seed)
-        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        axis = next(at for at in range(hidden.dim()) if tuple(hidden.shape[at : at + 2]) == tuple(shape))
+        flat = hidden.detach().flatten(axis, axis + 1).unsqueeze(axis)
         gradient = torch.empty_like(flat)
-        start, step = 0, 1
-        while start < flat.shape[1]:
-            part = flat[:, start : start + step].to(self._decoder.device).requires_grad_()
+        start, step, count = 0, 1, flat.shape[axis + 1]
+        while start < count:
+            step = min(step, count - start)
+            part = flat.narrow(axis + 1, start, step).to(self._decoder.device).requires_grad_()
             with torch.enable_grad():
-                scores = logits(part)[0].float().log_softmax(-1)
+                scores = logits(part, (1, step))[0].float().log_softmax(-1)
                 bounds = scores.detach().exp().cumsum(-1)
                 draws = torch.rand(len(scores), 1, generator=generator).to(bounds.device)
                 drawn = torch.searchsorted(bounds, draws * bounds[:, -1:]).clamp_max_(bounds.shape[-1] - 1)
                 (found,) = torch.autograd.grad(scores.gather(-1, drawn).sum(), part)
-            gradient[:, start : start + step] = found.to(gradient.device)
+            gradient.narrow(axis + 1, start, step).copy_(found)
             # The first token shows how many logits there are for one.
             start, step = start + step, max(1, LOGITS // bounds.shape[-1])
         self._step(3, "predictions")
@@ -173,33 +192,31 @@ class _Measurement:
     def _backward(
         self,
         block: Block,
-        hidden: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
+        steps: Sequence[Step],
+        earlier: Sequence[Sequence[torch.Tensor]],
         wanted: "_Wanted",
-    ) -> tuple[dict[tuple[str, ...], Seen], dict[str, list[ExpertCall]], list[torch.Tensor]]:
-        """What all passes show of the linears of a block, stage by stage, the calls of its experts, by name
-        in the block, and the gradients before the block.
+    ) -> tuple[dict[tuple[str, ...], Seen], dict[str, list[ExpertCall]]]:
+        """What all passes show of the linears of a block, stage by stage, and the calls of its experts, by
+        name in the block; gradients go on to the leaves in `earlier`.
         """
         modules = (*wanted.linears, *wanted.experts)
-        first = hidden[0].to(self._decoder.device)
-        stages = stages_of(block, first, modules, alone=wanted.experts) if modules else []
+        call = mapped(steps[0].call, lambda tensor: tensor.detach().to(self._decoder.device))
+        stages, repeated = stages_of(block, call, modules, alone=wanted.experts) if modules else ([], [])
+        if repeated:
+            raise UsageError(_not_once(block.full(repeated[0])))
         seen: dict[tuple[str, ...], Seen] = {}
         routed: dict[str, list[ExpertCall]] = {name: [] for name in wanted.experts}
-        earlier = []
 
-        def one(at: int) -> tuple[torch.Tensor, dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
-            return self._pass(block, hidden[at], gradients[at], stages, wanted)
+        def one(at: int) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
+            return self._pass(block, steps[at], earlier[at], stages, wanted)
 
         # No more at a time than there are workers: what passes show is large.
-        for at in range(0, len(hidden), self._lanes):
-            for gradient, parts, calls in self._workers.map(
-                one, range(at, min(at + self._lanes, len(hidden)))
-            ):
-                earlier.append(gradient)
+        for at in range(0, len(steps), self._lanes):
+            for parts, calls in self._workers.map(one, range(at, min(at + self._lanes, len(steps)))):
                 seen = {stage: seen[stage].plus(part) if seen else part for stage, part in parts.items()}
-                for name, call in calls.items():
-                    routed[name].append(call)
-        return seen, routed, earlier
+                for name, call_of in calls.items():
+                    routed[name].append(call_of)
+        return seen, routed
 
     def _linears(
         self, block: Block, stage: tuple[str, ...], seen: Seen, wanted: "_Wanted", tokens: int
@@ -213,7 +230,7 @@ class _Measurement:
         for name in stage:
             weight = block.module.get_submodule(name).weight
             assert isinstance(weight, torch.Tensor)
-            full = f"{block.name}.{name}"
+            full = block.full(name)
             importance = seen.squares[name] / tokens
             trials = self._trials(full, weight, hessian, importance, wanted.linears[name], stats, self._rows)
             tried = [self._workers.submit(trial) for trial in trials]
@@ -281,13 +298,12 @@ class _Measurement:
     def _pass(
         self,
         block: Block,
-        hidden: torch.Tensor,
-        gradient: torch.Tensor,
+        step: Step,
+        earlier: Sequence[torch.Tensor],
         stages: Sequence[tuple[str, ...]],
         wanted: "_Wanted",
-    ) -> tuple[torch.Tensor, dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
-        """The gradients before a block, and what one micro-batch shows of its linears and experts."""
-        device = self._decoder.device
+    ) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
+        """What one micro-batch shows of the linears and experts of a block."""
         inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         outputs: dict[str, torch.Tensor] = {}
         thread = threading.get_ident()
@@ -304,14 +320,10 @@ class _Measurement:
             for name in (name for stage in stages for name in stage):
                 handle = block.module.get_submodule(name).register_forward_hook(keep(name))
                 stack.callback(handle.remove)
-            start = hidden.to(device).requires_grad_()
-            with torch.enable_grad():
-                after = block.run(start)
-            found = torch.autograd.grad(after, [start, *outputs.values()], gradient.to(device))
-        slopes = dict(zip(outputs, found[1:], strict=True))
+            slopes = step.backward(block, outputs, earlier, self._decoder.device)
         seen = {
             stage: Seen.of(
-                f"{block.name}.{stage[0]}",
+                block.full(stage[0]),
                 inputs[stage[0]][0].detach(),
                 {name: slopes[name] for name in stage},
                 unweighted=self._method.needs_data,
@@ -322,9 +334,9 @@ class _Measurement:
         calls = {}
         for name in wanted.experts:
             call, rows = chosen_rows(block.module.get_submodule(name), inputs[name])
-            calls[name] = ExpertCall.of(call, slopes[name][rows], f"{block.name}.{name}")
+            calls[name] = ExpertCall.of(call, slopes[name][rows], block.full(name))
         self._step(2, block.name)
-        return found[0].to(hidden.device), seen, calls
+        return seen, calls
 
     def _loss(
         self,
@@ -361,9 +373,10 @@ class _Wanted:
         experts: dict[str, dict[str, Sequence[Scheme]]] = {}
         trials = 0
         for full, row in schemes.items():
-            name = full.removeprefix(f"{block.name}.")
-            if name == full:
+            if not f"{full}.".startswith(f"{block.name}."):
                 continue
+            # "" for a linear that is a block of its own.
+            name = full.removeprefix(block.name).removeprefix(".")
             owner, _, leaf = name.rpartition(".")
             module: Any = block.module.get_submodule(owner)
             if is_fused_experts(module):
@@ -373,6 +386,20 @@ class _Wanted:
                 linears[name] = row
                 trials += len(row)
         return cls(linears, experts, trials)
+
+
+def _not_once(name: str) -> str:
+    return (
+        f"{name} runs several times in a pass; sensitivities are measured of linears that run once. Decide "
+        f"on it with a rule, such as --rule '{name}=int8'."
+    )
+
+
+def _not_run(name: str) -> str:
+    return (
+        f"{name} has no sensitivity: it does not run when the model predicts tokens. Decide on it with a "
+        f"rule, such as --rule '{name}=int8'."
+    )
 
 
 def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, stats: LinearStats | None) -> torch.Tensor:

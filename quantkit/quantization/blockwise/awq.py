@@ -14,11 +14,11 @@ from quantkit.calibrate.hessian import Hessian
 from quantkit.calibrate.quantize_with_hessian import stored_nearest
 from quantkit.calibrate.scaling import Consumer, measured_at_once, output_errors
 from quantkit.model.blocks import Block
-from quantkit.model.hidden_states import States
 from quantkit.quantization.blockwise.block_tasks import BlockTasks
 from quantkit.quantization.blockwise.fold_scales import Factors, Fold, fold_into, shared_rows
 from quantkit.quantization.blockwise.input_groups import Forwards
 from quantkit.quantization.blockwise.layer_quantizer import Named, Solver, named_piece
+from quantkit.quantization.blockwise.states import States
 from quantkit.quantization.task import Task, needs_of
 
 
@@ -33,7 +33,7 @@ def scale_features(
     if not stops:
         return changed
     find_largest = "largest_input" in needs_of(todo.tasks[name] for name in stops)
-    with Forwards(block, states.hidden, stops, solver.device, suspend=False) as forwards:
+    with Forwards(block, states.passes, stops, suspend=False) as forwards:
 
         def one(lane: int) -> list[Named]:
             found: list[Named] = []
@@ -45,7 +45,7 @@ def scale_features(
             )
             return found
 
-        hessians = solver.hessians_of_all(one, range(len(states.hidden)))
+        hessians = solver.hessians_of_all(one, range(len(states.passes)))
     for fold in todo.folds:
         scales, shared = _scales(
             fold, todo, hessians.pop(f"{block.name}.{fold.consumers[0]}"), solver, config

@@ -22,12 +22,13 @@ class BlockTasks:
 
     The matrices of fused experts are called as their module, the number of the expert, and gate, up or down,
     such as `mlp.experts.3.gate`; `parts` says where in the block's parameters they are. `folds` are where
-    scales of input features go, and `changed` the dense tensors that they change, by parameter. `is_head`
-    for the lm_head, which is worked on as if it were a block.
+    scales of input features go, and `changed` the dense tensors that they change, by parameter. `number`
+    counts the blocks of the model. `is_head` for the lm_head, which is worked on as if it were a block.
     """
 
     name: str
     tasks: Mapping[str, Task]
+    number: int = 0
     parts: Mapping[str, ExpertPart] = field(default_factory=dict)
     folds: tuple[Fold, ...] = ()
     changed: Mapping[str, Task] = field(default_factory=dict)
@@ -45,8 +46,7 @@ class BlockTasks:
 
     @property
     def _label(self) -> str:
-        # Block names end in a number as those of a module list do.
-        return "head" if self.is_head else f"{int(self.name.rpartition('.')[2]):05d}"
+        return "head" if self.is_head else f"{self.number:05d}"
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -99,6 +99,11 @@ class BlockTasks:
         return found
 
 
+def weight_of(name: str) -> str:
+    """Return the parameter of a linear, by its name inside a block: "" is the block itself."""
+    return f"{name}.weight" if name else "weight"
+
+
 def needs_data(planned: Plan) -> bool:
     """Whether a linear of the plan has a method that takes calibration data."""
     return bool(needs_of(_packing(planned)))
@@ -118,7 +123,7 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
     for task in _packing(planned):
         module = task.module
         assert module is not None
-        at = next((i for i, name in enumerate(block_names) if module.startswith(f"{name}.")), None)
+        at = next((i for i, name in enumerate(block_names) if f"{module}.".startswith(f"{name}.")), None)
         if at is None:
             if task.needs and kinds[module] != "lm_head":
                 raise UsageError(_no_inputs(module, "a linear outside the decoder's blocks", task))
@@ -127,7 +132,8 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
             continue
         if task.needs:
             last = max(last, at)
-        name = module.removeprefix(f"{block_names[at]}.")
+        # "" for a linear that is a block of its own.
+        name = module.removeprefix(block_names[at]).removeprefix(".")
         if kinds[module] == "experts":
             part = decoder.expert_part(task.source.name)
             if part is None:
@@ -143,11 +149,11 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
     blocks = []
     count = last + 1 if head is None else len(block_names)
     for at, (name, of_experts) in enumerate(zip(block_names[:count], parts, strict=False)):
-        tasks = _as_listed(found[at], of_experts, decoder.parameters(at))
+        tasks = _as_listed(found[at], of_experts, decoder.parameters(name))
         folds = _folds(tasks) if model_type in LLAMA_LIKE else ()
         stored = {fold.changed: decoder.stored_name(f"{name}.{fold.changed}") for fold in folds}
         changed = {parameter: dense[one] for parameter, one in stored.items() if one is not None}
-        blocks.append(BlockTasks(name, tasks, of_experts, folds, changed))
+        blocks.append(BlockTasks(name, tasks, at, of_experts, folds, changed))
     return [*blocks, *([] if head is None else [head])]
 
 
@@ -158,7 +164,7 @@ def _as_listed(
     places = {parameter: at for at, parameter in enumerate(parameters)}
 
     def place(name: str) -> int:
-        return places[parts[name].parameter if name in parts else f"{name}.weight"]
+        return places[parts[name].parameter if name in parts else weight_of(name)]
 
     return {name: tasks[name] for name in sorted(tasks, key=place)}
 

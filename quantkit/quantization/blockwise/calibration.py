@@ -54,6 +54,7 @@ class Calibration:
         decoder = Decoder(checkpoint, device, compute_dtype(checkpoint, device))
         blocks = tuple(block_tasks(planned, decoder, str(checkpoint.config.get("model_type"))))
         samples = read_samples(checkpoint, options, decoder.embedding_rows)
+        decoder.check_runs(samples.tokens[:1])
         size = work_bytes(blocks, samples, decoder.hidden_size)
         return cls(samples, options.seed, decoder, blocks, size)
 

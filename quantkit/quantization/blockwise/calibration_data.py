@@ -1,6 +1,5 @@
 """Calibration data for a checkpoint: its own tokenizer's tokens, checked before any work."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from quantkit.calibrate.data.texts import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.files import shown
+from quantkit.model.model_class import model_config
 from quantkit.model.tokenizer import tokenize, tokenizer
 
 
@@ -19,7 +19,7 @@ def sample_shape(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[i
     """How many samples of how many tokens are asked for; no texts are read, which may give fewer."""
     counts = shares(parse_sources(options.sources), options.samples, DEFAULT_SAMPLES)
     length = options.length or DEFAULT_LENGTH
-    return sum(counts), min(length, _positions(checkpoint.config) or length)
+    return sum(counts), min(length, _positions(checkpoint) or length)
 
 
 def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int) -> Samples:
@@ -30,7 +30,7 @@ def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int)
     sources = parse_sources(options.sources)
     counts = shares(sources, options.samples, DEFAULT_SAMPLES)
     length, notes = options.length or DEFAULT_LENGTH, list[str]()
-    limit = _positions(checkpoint.config)
+    limit = _positions(checkpoint)
     if limit is not None and length > limit:
         notes = [
             f"calibration samples were cut from {length} to {limit} tokens, the positions that the model has"
@@ -83,6 +83,8 @@ def _rendered(words: Any, document: list[dict[str, Any]], name: str) -> str:
     return text
 
 
-def _positions(config: Mapping[str, Any]) -> int | None:
-    found = config.get("max_position_embeddings")
+def _positions(checkpoint: Checkpoint) -> int | None:
+    """Return how many positions the text model has, under whatever name its config keeps that."""
+    config = model_config(checkpoint.config, checkpoint.directory)
+    found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found if isinstance(found, int) else None

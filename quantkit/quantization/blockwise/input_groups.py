@@ -4,23 +4,28 @@ Forward passes stop before each, so that its weights can be replaced before they
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from quantkit.errors import CheckpointError
 from quantkit.model.blocks import Block, Stopped
+from quantkit.model.model_pass import Call, ModelPass
+from quantkit.model.suspended import Abandoned, Suspended
+
+#: Stages in the order they run, and the linears that run several times.
+Stages = tuple[list[tuple[str, ...]], list[str]]
 
 
-def stages_of(
-    block: Block, hidden: torch.Tensor, wanted: Sequence[str], alone: Collection[str] = ()
-) -> list[tuple[str, ...]]:
+def stages_of(block: Block, call: Call, wanted: Sequence[str], alone: Collection[str] = ()) -> Stages:
     """The modules `wanted`, by name inside the block, in the order they run, those with one input together.
 
-    Except those in `alone`. `CheckpointError` if one does not run exactly once.
+    Except those in `alone`. `CheckpointError` if one does not run in `call` of the block, or one of `alone`
+    runs several times.
     """
     calls: list[tuple[str, torch.Tensor]] = []
     hooks = [
@@ -30,26 +35,49 @@ def stages_of(
         for name in wanted
     ]
     try:
-        block.run(hidden)
+        with torch.no_grad():
+            block.run(call)
     finally:
         for hook in hooks:
             hook.remove()
+    counts = Counter(name for name, _ in calls)
     for name in wanted:
-        count = sum(name == called for called, _ in calls)
-        if count != 1:
+        if counts[name] == 0 or (counts[name] > 1 and name in alone):
             raise CheckpointError(
-                f"{block.name}.{name} runs {count} times in a forward pass; quantkit calibrates linears that "
-                "run once. Keep it dense with a rule, or take a method without data, such as --method mse."
+                f"{block.full(name)} runs {counts[name]} times in a forward pass; quantkit calibrates "
+                "linears that run, and experts that run once. Keep it dense with a rule, or take a method "
+                "without data, such as --method mse."
             )
     stages: list[list[str]] = []
     previous: torch.Tensor | None = None
     for name, inputs in calls:
+        if counts[name] > 1:
+            continue
         if inputs is previous and name not in alone:
             stages[-1].append(name)
         else:
             stages.append([name])
         previous = None if name in alone else inputs
-    return [tuple(stage) for stage in stages]
+    return [tuple(stage) for stage in stages], [name for name, count in counts.items() if count > 1]
+
+
+def inputs_of_calls(block: Block, one: ModelPass, name: str) -> torch.Tensor:
+    """Run `block` for a pass; the inputs [tokens, K] of all calls of the linear called `name` in it."""
+    found: list[torch.Tensor] = []
+    thread = threading.get_ident()
+
+    def see(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        # Other workers run the same modules.
+        if threading.get_ident() == thread:
+            found.append(inputs[0].reshape(-1, inputs[0].shape[-1]).clone())
+
+    hook = block.module.get_submodule(name).register_forward_pre_hook(see)
+    try:
+        with torch.no_grad(), one.loaded() as call:
+            block.run(call)
+    finally:
+        hook.remove()
+    return torch.cat(found)
 
 
 class Forwards:
@@ -63,16 +91,14 @@ class Forwards:
     def __init__(
         self,
         block: Block,
-        hidden: Sequence[torch.Tensor],
+        passes: Sequence[ModelPass],
         stops: Sequence[str],
-        device: torch.device,
         suspend: bool,
     ) -> None:
-        self._block, self._hidden, self._stops, self._device = block, hidden, stops, device
-        self._suspend = suspend
+        self._block, self._passes, self._stops, self._suspend = block, passes, stops, suspend
         self._here = threading.local()
-        self._lanes: list[_Lane | None] = [None] * len(hidden)
-        self._reached = [0] * len(hidden)
+        self._lanes: list[Suspended | None] = [None] * len(passes)
+        self._reached = [0] * len(passes)
         self._closed = False
         self._mutex = threading.Lock()
         self._hooks = [
@@ -122,38 +148,34 @@ class Forwards:
                 raise Stopped(inputs)
 
         stopped = self._run_to(lane, stop)
-        # To its end a pass has replaced the hidden states.
         assert stopped is not None, f"{self._block.name} does not come to all of its stages"
 
     def finish(self, lane: int) -> torch.Tensor:
-        """Run micro-batch `lane` to the end: the hidden states [B, T, d] after the block, in place of those
-        before.
-        """
+        """Run micro-batch `lane` to the end, and its pass to the next block; the hidden states between."""
         if not self._suspend:
-            return self._run(lane)
-        running = self._lane(lane)
-        assert running.resume() is None, f"{self._block.name} stops more often than it has stages"
-        assert running.output is not None
-        return running.output
+            output = self._run(lane)
+        else:
+            running = self._lane(lane)
+            assert running.resume() is None, f"{self._block.name} stops more often than it has stages"
+            output = running.output
+        return self._passes[lane].advance(output)
 
-    def _lane(self, lane: int) -> "_Lane":
+    def _lane(self, lane: int) -> Suspended:
         with self._mutex:
             if self._closed:
-                raise _Abandoned
+                raise Abandoned
             found = self._lanes[lane]
             if found is None:
-                found = self._lanes[lane] = _Lane(lambda: self._run_in(lane))
+                found = self._lanes[lane] = Suspended(lambda running: self._run_in(lane, running))
             return found
 
-    def _run_in(self, lane: int) -> torch.Tensor:
-        self._here.lane = self._lanes[lane]
+    def _run_in(self, lane: int, running: Suspended) -> Any:
+        self._here.lane = running
         return self._run(lane)
 
-    def _run(self, lane: int) -> torch.Tensor:
-        before = self._hidden[lane]
-        with torch.no_grad():
-            # In place, so that a GPU has room for all of them.
-            return before.copy_(self._block.run(before.to(self._device, non_blocking=True)))
+    def _run(self, lane: int) -> Any:
+        with torch.no_grad(), self._passes[lane].loaded() as call:
+            return self._block.run(call)
 
     def _run_to(
         self, lane: int, stop: Callable[[int, tuple[torch.Tensor, ...]], None]
@@ -183,57 +205,3 @@ class Forwards:
 def _stop_if(reached: bool, inputs: tuple[torch.Tensor, ...]) -> None:
     if reached:
         raise Stopped(inputs)
-
-
-class _Abandoned(BaseException):
-    """Unwinds a suspended pass that nobody will resume."""
-
-
-class _Lane:
-    """A function in a thread of its own, which runs only while someone waits for it in `resume`."""
-
-    def __init__(self, function: Callable[[], torch.Tensor]) -> None:
-        self.output: torch.Tensor | None = None
-        self._function = function
-        self._inputs: tuple[torch.Tensor, ...] | None = None
-        self._error: BaseException | None = None
-        self._abandoned = False
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._main, name="quantkit-forward", daemon=True)
-        self._thread.start()
-
-    def resume(self) -> tuple[torch.Tensor, ...] | None:
-        """Run up to the next pause and return what it was given; None at the end."""
-        if self._abandoned:
-            raise _Abandoned
-        self._go.release()
-        self._stopped.acquire()
-        if self._error is not None:
-            raise self._error
-        found, self._inputs = self._inputs, None
-        return found
-
-    def pause(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Give `inputs` to who resumed, and wait to be resumed."""
-        self._inputs = inputs
-        self._stopped.release()
-        self._wait()
-
-    def abandon(self) -> None:
-        """End the thread where it next stops; whoever waits for it gets an exception."""
-        self._abandoned = True
-        self._go.release()
-        self._thread.join()
-
-    def _wait(self) -> None:
-        self._go.acquire()
-        if self._abandoned:
-            raise _Abandoned
-
-    def _main(self) -> None:
-        try:
-            self._wait()
-            self.output = self._function()
-        except BaseException as error:
-            self._error = error
-        self._stopped.release()

@@ -18,7 +18,7 @@ that the number of ranks changes nothing either.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,19 +30,23 @@ import torch
 from quantkit.calibrate.data.samples import Samples, micro_batch
 from quantkit.calibrate.hessian import run_of
 from quantkit.calibrate.linear_stats import OF_ORIGINAL
-from quantkit.checkpoint.output.work_files import WorkFile, WorkFiles
+from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import UsageError
 from quantkit.memory import free_share, trim_cache
 from quantkit.model.blocks import Block, Decoder, set_weight
 from quantkit.model.distributed import Ranks, Record
-from quantkit.model.hidden_states import States, choose_home
+from quantkit.model.hidden_states import choose_home
+from quantkit.model.model_pass import ModelPass
 from quantkit.progress import Advance
 from quantkit.quantization.blockwise.awq import scale_features
-from quantkit.quantization.blockwise.block_tasks import BlockTasks
-from quantkit.quantization.blockwise.input_groups import Forwards, stages_of
-from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver, merged, packed_of
+from quantkit.quantization.blockwise.block_output import BlockOutput, Coverage
+from quantkit.quantization.blockwise.block_tasks import BlockTasks, weight_of
+from quantkit.quantization.blockwise.input_groups import Forwards, Stages, inputs_of_calls, stages_of
+from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver, packed_of
 from quantkit.quantization.blockwise.moe_calibration import Routed, call_tensors, coverage, quantize_experts
 from quantkit.quantization.blockwise.refine_block import learn_rounding
+from quantkit.quantization.blockwise.states import States
 from quantkit.quantization.task import Task, needs_of
 
 #: Samples that go through a block at a time at most, by device, their tokens, and the features of those where
@@ -65,17 +69,6 @@ FREE = 16
 #: Whether the weights of the next block are read while one is in work: a GPU leaves the host time for that.
 READS_AHEAD = {"cpu": False, "cuda": True}
 
-#: Said of a linear whose method scales input features, where it does not.
-NOT_SCALED = (
-    "its input features are not scaled: quantkit knows no operation of this model that only feeds linears "
-    "of this method and could take the scales"
-)
-#: Said of what is quantized by a method that learns the rounding of blocks, where that does not reach it.
-NOT_LEARNED = "its rounding is not learned: that is for the linears of a block, not for experts or a head"
-
-#: How many tokens chose each expert, and a note where those were too few.
-Coverage = tuple[list[int], str | None]
-
 
 def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """What activations are computed in: float32, or on a GPU bfloat16 for a model that is stored so."""
@@ -95,11 +88,10 @@ def quantize_blocks(
     report: Advance,
 ) -> None:
     """Fill the work files of all `blocks` that are not done; `lanes` is the number of `workers`."""
-    unfinished = (i for i, block in enumerate(blocks) if block.tasks and not output.is_done(block.filename))
-    done = next(unfinished, len(blocks))
-    for block in blocks[:done]:
+    done = [block for block in blocks if not block.tasks or output.is_done(block.filename)]
+    for block in done:
         report(sum(task.source.nbytes for task in block.tasks.values()), block.name)
-    if done == len(blocks):
+    if len(done) == len(blocks):
         return
     shapes = [task.source.shape for block in blocks if not block.is_head for task in block.tasks.values()]
     batches = _micro_batches(samples, blocks, max(map(max, shapes), default=1), decoder.device)
@@ -108,42 +100,24 @@ def quantize_blocks(
     runs = tuple(runs_of_all[at] for at in share)
     mine = [batches[at] for at in share]
     runs_original = bool(OF_ORIGINAL & needs_of(task for block in blocks for task in block.tasks.values()))
-    stored = next((i for i in reversed(range(done)) if output.is_done(blocks[i].hidden_filename)), None)
+    stored = next((block for block in blocks if output.is_done(block.hidden_filename)), None)
     # With experts all ranks have what those of all samples are called with.
     experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
     tokens = (len(mine) * batches[0].numel() + experts) * (2 if runs_original else 1)
     needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
     columns = max((columns for _, columns in shapes), default=1)
     home = choose_home(needed, columns, decoder.device, ranks, output.path)
-    # Also of a rank without samples, for the blocks.
-    hidden, modules = decoder.embed(mine if mine and stored is None else batches[:1], home)
-    if stored is None:
-        hidden = hidden[: len(mine)]
-        states = States.of(runs, home, hidden, runs_original)
-    else:
-        states = States.read(output, blocks[stored].hidden_filename, share, runs, len(batches[0]), home)
     worker = _Worker(decoder, Solver(decoder.read, decoder.device, workers, lanes, ranks), samples.digest)
-    for i in range(0 if stored is None else stored + 1, done):
-        states = worker.replay(modules[i], blocks[i], states, output)
-    kept = None if stored is None else blocks[stored].hidden_filename
-    stored_at = time.monotonic()
-    for i, block in enumerate(blocks[done:], done):
-        if block.is_head:
-            worker.quantize_head(block, mine, states, output, report)
-        elif not block.tasks:
-            states = worker.replay(modules[i], block, states, output)
-        else:
-            following = modules[i + 1 : len(blocks)]
-            if following and READS_AHEAD[decoder.device.type]:
-                decoder.read_ahead(following[0])
-            states = worker.quantize(modules[i], block, states, output, report)
-            trim_cache(decoder.device)
-            late = time.monotonic() - stored_at >= HIDDEN_SECONDS
-            if any(ranks.all_gather(late)) and block is not blocks[-1]:
-                states.write(output, block.hidden_filename, len(batches), ranks)
-                if kept is not None:
-                    output.discard(kept)
-                kept, stored_at = block.hidden_filename, time.monotonic()
+    with decoder.passes() as start:
+        states = States(
+            runs,
+            home,
+            list(workers.map(lambda tokens: start(tokens, home), mine)),
+            list(workers.map(lambda tokens: start(tokens, home), mine)) if runs_original else None,
+        )
+        if stored is not None:
+            states.read(output, stored.hidden_filename, share)
+        worker.run(blocks, states, len(batches), output, report)
 
 
 def _micro_batches(
@@ -161,37 +135,6 @@ def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> i
     return micro_batch(count, max(1, min((LEARNING_BATCH if refines else BATCH)[kind], tokens // length)))
 
 
-class _Output:
-    """The work file of a block while it is filled, and what the manifest says of its linears."""
-
-    def __init__(self, file: WorkFile, todo: BlockTasks, report: Advance) -> None:
-        self._file, self._todo, self._report = file, todo, report
-        self._details: dict[str, dict[str, dict[str, Any]]] = {}
-
-    def write(self, finished: Mapping[str, Quantized]) -> None:
-        """Write finished linears."""
-        for name, one in finished.items():
-            task = self._todo.tasks[name]
-            assert task.module is not None
-            for part, spec in task.parts:
-                found = one.part(part, task)
-                self._file.write(spec.name, found.cpu().view(spec.torch_dtype))
-            self._details.setdefault(task.module, {})[name] = one.detail
-            matrix = task.source.name.removesuffix(".weight")
-            self._report(task.source.nbytes, one.line(matrix if name in self._todo.parts else task.module))
-
-    def close(self, covered: Mapping[str, Coverage]) -> None:
-        """Put errors, notes and the tokens of experts, by module, into the work file for the manifest."""
-        notes = {module: [] if note is None else [note] for module, (_, note) in covered.items()}
-        for module, text in _not_done(self._todo):
-            if text not in notes.setdefault(module, []):
-                notes[module].append(text)
-        self._file.detail["layers"] = {
-            module: merged(matrices, notes.get(module, ()), covered[module][0] if module in covered else None)
-            for module, matrices in self._details.items()
-        }
-
-
 @dataclass(frozen=True, eq=False)
 class _Worker:
     """What working on a block takes."""
@@ -201,8 +144,41 @@ class _Worker:
     #: Of what is drawn in a block.
     seed: str
 
-    def replay(self, block: Block, todo: BlockTasks, states: States, output: WorkFiles) -> States:
-        """The states after a block that is done or has nothing to do, by its stored weights."""
+    def run(
+        self, blocks: Sequence[BlockTasks], states: States, count: int, output: WorkFiles, report: Advance
+    ) -> None:
+        """Fill the work files that are not done; `count` is the number of micro-batches of all ranks."""
+        ranks, by_name = self.solver.ranks, {block.name: block for block in blocks}
+        missing = {block.name for block in blocks if block.tasks and not output.is_done(block.filename)}
+        kept = next((one.hidden_filename for one in blocks if output.is_done(one.hidden_filename)), None)
+        stored_at = time.monotonic()
+        while missing:
+            name = ranks.broadcast(lambda: states.block)
+            if name is None:
+                raise UsageError(_never_run(by_name[min(missing)]))
+            todo = by_name.get(name, BlockTasks(name, {}))
+            block = self.decoder.block(name)
+            if name not in missing:
+                self.replay(block, todo, states, output)
+                continue
+            missing.remove(name)
+            if todo.is_head:
+                self.quantize_head(todo, states, output, report)
+                continue
+            if READS_AHEAD[self.decoder.device.type] and (following := _following(blocks, todo)):
+                self.decoder.read_ahead(self.decoder.block(following))
+            self.quantize(block, todo, states, output, report)
+            trim_cache(self.decoder.device)
+            late = time.monotonic() - stored_at >= HIDDEN_SECONDS
+            plain = ranks.broadcast(lambda: states.are_plain)
+            if any(ranks.all_gather(late)) and plain and missing:
+                states.write(output, todo.hidden_filename, count, ranks)
+                if kept is not None:
+                    output.discard(kept)
+                kept, stored_at = todo.hidden_filename, time.monotonic()
+
+    def replay(self, block: Block, todo: BlockTasks, states: States, output: WorkFiles) -> None:
+        """Take the passes past a block that is done or has nothing to do, by its stored weights."""
         given: dict[str, torch.Tensor] = {}
         if todo.tasks:
             files = Checkpoint.of_files([output.path / todo.filename])
@@ -212,32 +188,31 @@ class _Worker:
                 weight = packed_of(files, task).to(self.decoder.device).dequantize(self.decoder.dtype)
                 part = todo.parts.get(name)
                 if part is None:
-                    given[f"{name}.weight"] = weight
+                    given[weight_of(name)] = weight
                 else:
                     part.of(given[part.parameter]).copy_(weight)
             for parameter, task in todo.changed.items():
                 tensor = files.read(task.outputs[0].name)
                 given[parameter] = tensor.to(self.decoder.device, self.decoder.dtype)
-        exact = None
         if states.exact is not None:
             twin = self.decoder.duplicate(block)
             with self.decoder.loaded(twin):
-                exact = self._finished(twin, states.exact)
+                self._finish(twin, states.exact)
         with self.decoder.loaded(block, given):
-            return states.after(self._finished(block, states.hidden), exact)
+            self._finish(block, states.passes)
 
-    def _finished(self, block: Block, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
-        with Forwards(block, hidden, (), self.decoder.device, suspend=False) as forwards:
-            return list(self.solver.workers.map(forwards.finish, range(len(hidden))))
+    def _finish(self, block: Block, passes: Sequence[ModelPass]) -> None:
+        with Forwards(block, passes, (), suspend=False) as forwards:
+            list(self.solver.workers.map(forwards.finish, range(len(passes))))
 
     def quantize(
         self, block: Block, todo: BlockTasks, states: States, output: WorkFiles, report: Advance
-    ) -> States:
-        """Quantize one block into its work file; the states after it."""
+    ) -> None:
+        """Quantize one block into its work file, and take the passes past it."""
         device = self.decoder.device
         with ExitStack() as stack:
             file = stack.enter_context(output.shard(todo.filename, todo.specs, {"format": "pt"}))
-            finished = _Output(file, todo, report)
+            finished = BlockOutput(file, todo, report)
             # Made before it has weights, which would be copied.
             twin = None if states.exact is None else self.decoder.duplicate(block)
             stack.enter_context(self.decoder.cached(block))
@@ -255,12 +230,12 @@ class _Worker:
             # The original's passes first: their block takes the weights before any is replaced.
             suspend = self._suspends(block, states)
             calibrated = todo.calibrated
-            stages = self._stages(block, todo, states)
+            stages, repeated = self._stages(block, todo, states)
             stops = [stage[0] for stage in stages]
             exact: Forwards | None = None
             if states.exact is not None and twin is not None:
                 stack.enter_context(self.decoder.loaded(twin))
-                exact = stack.enter_context(Forwards(twin, states.exact, stops, device, suspend))
+                exact = stack.enter_context(Forwards(twin, states.exact, stops, suspend))
             self.solver.factors.clear()
             for parameter, tensor in scale_features(
                 block, todo, states, self.solver, self.decoder.config
@@ -269,9 +244,10 @@ class _Worker:
                 file.write(todo.changed[parameter].outputs[0].name, tensor.cpu())
             self._without_data(todo, store)
             covered: dict[str, Coverage] = {}
-            lanes, run = range(len(states.hidden)), self.solver.workers.map
-            hidden: list[torch.Tensor] | None = None
-            with Forwards(block, states.hidden, stops, device, suspend) as forwards:
+            lanes, run = range(len(states.passes)), self.solver.workers.map
+            for name in repeated:
+                store(self._repeated(block, twin, name, calibrated[name], states))
+            with Forwards(block, states.passes, stops, suspend) as forwards:
                 for stage in stages:
                     if stage[0] in todo.experts:
                         covered |= self._experts(block, twin, stage[0], todo, forwards, exact, states, store)
@@ -280,25 +256,40 @@ class _Worker:
                         share = _reading(forwards, exact, states.runs, tasks)
                         store(self.solver.solve_alike(f"{block.name}.{stage[0]}", tasks, share))
                 if not learning:
-                    hidden = list(run(forwards.finish, lanes))
+                    list(run(forwards.finish, lanes))
             original = None if exact is None else list(run(exact.finish, lanes))
-            if hidden is None:
+            if learning:
                 assert original is not None, "refinements need the original's states"
-                finished.write(self._learned(block, todo, learning, states.hidden, original, report))
-                hidden = self._finished(block, states.hidden)
+                finished.write(self._learned(block, todo, learning, states.passes, original, report))
+                self._finish(block, states.passes)
             finished.close(covered)
-            return states.after(hidden, original)
 
-    def _stages(self, block: Block, todo: BlockTasks, states: States) -> list[Sequence[str]]:
+    def _stages(self, block: Block, todo: BlockTasks, states: States) -> Stages:
         """Its linears and experts that take data, as the first rank sees them run."""
         experts = [module for module in todo.experts if todo.of_experts(module)]
         linears = [name for name in todo.calibrated if name not in todo.parts]
-        found: list[Sequence[str]] = self.solver.ranks.broadcast(
-            lambda: stages_of(
-                block, states.hidden[0].to(self.decoder.device), (*linears, *experts), alone=experts
-            )
-        )
+
+        def stages() -> Stages:
+            with states.passes[0].loaded() as call:
+                return stages_of(block, call, (*linears, *experts), alone=experts)
+
+        found: Stages = self.solver.ranks.broadcast(stages)
         return found
+
+    def _repeated(
+        self, block: Block, twin: Block | None, name: str, task: Task, states: States
+    ) -> dict[str, Quantized]:
+        """Quantize a linear that runs several times in a pass, by the inputs of all times."""
+        corrects = "input_error" in task.needs
+
+        def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+            inputs = inputs_of_calls(block, states.passes[lane], name)
+            if twin is None or states.exact is None or not corrects:
+                return inputs, None
+            return inputs, inputs_of_calls(twin, states.exact[lane], name)
+
+        share = [(run, partial(read, lane)) for lane, run in enumerate(states.runs)]
+        return self.solver.solve_alike(block.full(name), {name: task}, share)
 
     def _without_data(self, todo: BlockTasks, store: Callable[[Mapping[str, Quantized]], None]) -> None:
         """Quantize the linears whose methods take no data, some at a time."""
@@ -313,7 +304,7 @@ class _Worker:
         block: Block,
         todo: BlockTasks,
         found: Mapping[str, Quantized],
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[ModelPass],
         targets: Sequence[torch.Tensor],
         report: Advance,
     ) -> dict[str, Quantized]:
@@ -338,25 +329,27 @@ class _Worker:
     def quantize_head(
         self,
         todo: BlockTasks,
-        batches: Sequence[torch.Tensor],
         states: States,
         output: WorkFiles,
         report: Advance,
     ) -> None:
-        """Quantize the lm_head into its work file, by the states that `batches` have after the last block."""
-        inputs = self.decoder.head_inputs(batches, states.hidden)
-        exact = None if states.exact is None else self.decoder.head_inputs(batches, states.exact)
+        """Quantize the lm_head into its work file, by what passes that wait before it call it with."""
+        exact = states.exact
         (task,) = todo.tasks.values()
         assert task.method is not None
         corrects, device = "input_error" in task.needs, self.decoder.device
 
+        def inputs(one: ModelPass) -> torch.Tensor:
+            hidden = one.call.hidden.to(device)
+            return hidden.reshape(-1, hidden.shape[-1])
+
         def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-            original = None if exact is None or not corrects else exact[lane].to(device)
-            return inputs[lane].to(device), original
+            original = None if exact is None or not corrects else inputs(exact[lane])
+            return inputs(states.passes[lane]), original
 
         self.solver.factors.clear()
         with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
-            finished = _Output(file, todo, report)
+            finished = BlockOutput(file, todo, report)
             share = [(run, partial(read, lane)) for lane, run in enumerate(states.runs)]
             finished.write(self.solver.solve_alike(todo.name, todo.tasks, share))
             finished.close({})
@@ -385,7 +378,7 @@ class _Worker:
             return Record({key: one.to(home) for key, one in found.items()})
 
         # An expert has few tokens on each rank, so all of them go to the one that quantizes it.
-        calls = list(self.solver.in_order(call, range(len(states.hidden))))
+        calls = list(self.solver.in_order(call, range(len(states.passes))))
         calls = [record.tensors for record in ranks.gather_records(calls, home)]
         full = f"{block.name}.{name}"
         routed = Routed.of(
@@ -404,7 +397,7 @@ class _Worker:
         """Make `weight` that of a linear, or of a matrix of experts."""
         part = todo.parts.get(name)
         if part is None:
-            set_weight(block.module, f"{name}.weight", weight)
+            set_weight(block.module, weight_of(name), weight)
             self.decoder.drop(todo.tasks[name].source.name)
         else:
             part.of(block.module.get_parameter(part.parameter)).copy_(weight)
@@ -412,7 +405,7 @@ class _Worker:
     def _suspends(self, block: Block, states: States) -> bool:
         """Return True if free memory holds suspended passes: twice hidden state and widest input a token."""
         shapes = [tuple(p.shape) for _, p in block.module.named_parameters() if p.dim() == 2]
-        tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in states.hidden)
+        tokens = states.tokens
         widest = max((max(shape) for shape in shapes), default=0)
         passes = 1 if states.exact is None else 2
         needed = passes * tokens * 2 * (self.decoder.hidden_size + widest) * self.decoder.dtype.itemsize
@@ -420,15 +413,18 @@ class _Worker:
         return needed <= SUSPENDED_MEMORY[device.type] * free_share(device, self.solver.ranks.on_host)
 
 
-def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
-    """Modules, and what their methods do that was not done to one of their matrices."""
-    scaled = {name for fold in todo.folds for name in fold.consumers}
-    for name, task in todo.calibrated.items():
-        assert task.module is not None and task.method is not None
-        if task.method.input_scaling and name not in scaled:
-            yield task.module, NOT_SCALED
-        if task.method.refine and name not in todo.refined:
-            yield task.module, NOT_LEARNED
+def _following(blocks: Sequence[BlockTasks], todo: BlockTasks) -> str | None:
+    """Return the name of the block that probably runs after this one."""
+    names = [block.name for block in blocks if not block.is_head]
+    return next(iter(names[names.index(todo.name) + 1 :]), None)
+
+
+def _never_run(todo: BlockTasks) -> str:
+    return (
+        f"{todo.name} does not run when the model is given tokens, so methods with data have no inputs for "
+        f"it. Keep it dense with --rule '{todo.name}*=keep', or choose a method without data for it, such as "
+        f"--rule '{todo.name}*=int8::mse'."
+    )
 
 
 def _reading(

@@ -19,7 +19,9 @@ import torch
 from quantkit.calibrate.steps import Refined
 from quantkit.model.blocks import Block
 from quantkit.model.distributed import Record
+from quantkit.model.model_pass import ModelPass
 from quantkit.packing.tensor import PackedTensor
+from quantkit.quantization.blockwise.block_tasks import weight_of
 from quantkit.quantization.blockwise.layer_quantizer import Solver
 
 #: Steps of descent. The first is 1 / STEPS long and the last almost nothing, so that an offset that always
@@ -46,7 +48,7 @@ class Learned:
 def learn_rounding(
     block: Block,
     linears: Mapping[str, Refined],
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[ModelPass],
     targets: Sequence[torch.Tensor],
     solver: Solver,
     seed: str,
@@ -54,9 +56,9 @@ def learn_rounding(
 ) -> Learned:
     """Learn the rounding of the `linears` of a block, by name inside it.
 
-    `block` has all its weights, which are the learned ones afterwards. `inputs` and `targets` are the hidden
-    states [B, T, d] before and after it of this rank's micro-batches. `seed` decides the order in which
-    micro-batches are seen; `report` is called with the number of every step.
+    `block` has all its weights, which are the learned ones afterwards. `inputs` are passes of this rank's
+    micro-batches that wait before it, `targets` the hidden states [B, T, d] after it. `seed` decides the
+    order in which micro-batches are seen; `report` is called with the number of every step.
     """
     passes = _Passes(block, inputs, targets, solver, tuple(linears))
     best = {name: one.start for name, one in linears.items()}
@@ -97,13 +99,13 @@ class _Passes:
     def __init__(
         self,
         block: Block,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[ModelPass],
         targets: Sequence[torch.Tensor],
         solver: Solver,
         names: Sequence[str],
     ) -> None:
         self._block, self._inputs, self._targets, self._solver = block, inputs, targets, solver
-        self._weights = {name: block.module.get_parameter(f"{name}.weight") for name in names}
+        self._weights = {name: block.module.get_parameter(weight_of(name)) for name in names}
         for weight in self._weights.values():
             weight.requires_grad_()
         counts = solver.ranks.all_gather(len(inputs))
@@ -143,7 +145,8 @@ class _Passes:
 
     def _residual(self, lane: int) -> torch.Tensor:
         device = self._solver.device
-        output = self._block.run(self._inputs[lane].to(device))
+        with self._inputs[lane].loaded() as call:
+            output = self._block.hidden(call)
         return output.float() - self._targets[lane].to(device).float()
 
 

@@ -8,6 +8,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 from transformers.generation import MaxLengthCriteria
 
 from quantkit.runtime.cache.cache_name import CACHE, OLD_NAME
+from quantkit.runtime.cuda_graphs import refusals
 
 #: Cache lengths are multiples of this, so that texts of similar length reuse a graph.
 BUCKET = 256
@@ -89,12 +90,12 @@ def why_no_static_cache(model: Any) -> str | None:
     """Return None if a static cache fits `model`, else the reason."""
     config = model.config.get_text_config(decoder=True)
     if others := layers_without_keys(model):
-        return f"the model has layers of {others[0]}"
+        return refusals.MIXED_LAYERS.because(kind=others[0])
     # transformers marks models that run with a static cache as compilable.
     if getattr(config, "is_encoder_decoder", False) or not getattr(model, "_can_compile_fullgraph", False):
-        return "transformers does not run the model with a static cache"
+        return refusals.NO_STATIC_CACHE.because()
     # Under autocast keys and values may differ in dtype; a static layer has one dtype.
-    return "autocast is asked for" if torch.is_autocast_enabled(model.device.type) else None
+    return refusals.ASKED.because(what="autocast") if torch.is_autocast_enabled(model.device.type) else None
 
 
 def to_dynamic(cache: Cache, model: Any) -> Cache:

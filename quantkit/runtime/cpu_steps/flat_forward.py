@@ -11,6 +11,7 @@ from typing import Any
 from quantkit.model.experts import is_fused_experts
 from quantkit.runtime.cache.cache_name import renamed
 from quantkit.runtime.cpu_steps.flat_step import flat
+from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
 from quantkit.runtime.cuda_graphs.decode import Captured, GraphedForward, why_not
 from quantkit.runtime.fitness import modules_of
@@ -47,7 +48,7 @@ class FlatForward(GraphedForward):
     def cache_for(self, tokens: int) -> Any:
         modules = modules_of(self._model)
         if any(isinstance(one, PackedExperts) or is_fused_experts(one) for one in modules):
-            self._refuse("Python reads which experts are chosen")
+            self._refuse(refusals.EXPERTS.because())
             return None
         return super().cache_for(tokens)
 
@@ -63,7 +64,7 @@ class FlatForward(GraphedForward):
             run = rewritten_forward("decoding steps", flat, step, inputs, rewind)
         if run is step:
             # That would call this forward again and wait for its own lock.
-            raise NotCaptured("what a step computes is not what torch sees of it")
+            raise NotCaptured(refusals.UNSEEN.because())
         return None, run, []
 
     @contextmanager

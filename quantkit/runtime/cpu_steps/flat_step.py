@@ -20,6 +20,7 @@ from quantkit.kernels.problem import Outline, Problem
 from quantkit.kernels.registry import choose, log_choice
 from quantkit.packing.schemes import parse_token
 from quantkit.packing.tensor import PackedTensor
+from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.cuda_graphs.capture import NotCaptured
 from quantkit.runtime.passes.fold_constants import fold_constants, folded_constants, merge_counters
 from quantkit.runtime.passes.trace import META, Memory, part, trace
@@ -111,7 +112,7 @@ def _refuse_decisions(graph: Graph, memory: Memory) -> None:
             dependent.add(node)
             tags = set(getattr(node.target, "tags", ()))
             if tags & _DEPENDENT:
-                raise NotCaptured(f"Python decides by numbers of {node.target} what runs")
+                raise NotCaptured(refusals.BRANCHES.because(operation=node.target))
 
 
 def _share_constants(module: GraphModule) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from quantkit.kernels.autograd import is_transformed
 from quantkit.runtime.cache.cache_name import CACHE
+from quantkit.runtime.cuda_graphs import refusals
 
 Inputs = dict[str, Any]
 
@@ -86,7 +87,7 @@ def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None
     requests += ["a tangent or another transform"] * is_transformed(inputs["input_ids"])
     # The casted weights are freed at the end of the autocast block.
     requests += ["autocast"] * torch.is_autocast_enabled(device.type)
-    return f"{requests[0]} is asked for" if requests else None
+    return refusals.ASKED.because(what=requests[0]) if requests else None
 
 
 def check_output(output: Mapping[str, Any]) -> None:
@@ -94,7 +95,7 @@ def check_output(output: Mapping[str, Any]) -> None:
     supported = ("logits", CACHE)
     others = [name for name, value in output.items() if value is not None and name not in supported]
     if others:
-        raise NotCaptured(f"the model returns {', '.join(others)}")
+        raise NotCaptured(refusals.MORE_OUTPUTS.because(names=", ".join(others)))
 
 
 def own_output(output: Any, cache: Any) -> Any:

@@ -32,7 +32,7 @@ from quantkit.runtime.cache.static_cache import (
     to_dynamic,
     why_no_static_cache,
 )
-from quantkit.runtime.cuda_graphs import capture, prefill
+from quantkit.runtime.cuda_graphs import capture, prefill, refusals
 from quantkit.runtime.cuda_graphs.capture import (
     Inputs,
     NotCaptured,
@@ -145,7 +145,7 @@ class GraphedForward:
         self._prepare()
         call = renamed(inputs)
         may_capture = not arguments and not getattr(self._thread, "plain", False)
-        if may_capture and prefill.is_capturable(call, self._model):
+        if may_capture and prefill.why_not(call, self._model) is None:
             self.renew()
             fit = self._unfit is None and self._prompts.refused is None
             if fit and prefill.is_empty(call[CACHE]):
@@ -190,7 +190,7 @@ class GraphedForward:
             process_groups.drop_before_destroying(self)
             _tell_of_ranks()
         elif is_graph:
-            self._graphs[key] = "another rank could not record its share"
+            self._graphs[key] = refusals.OTHER_RANK.because()
 
     def drop(self) -> None:
         """Drop all graphs; later steps are captured anew."""
@@ -211,7 +211,7 @@ class GraphedForward:
                 self._ranks = ranks_of(modules)
                 never = why_no_static_cache(self._model) or prefill.why_never(self._model, self.plain)
                 if self._ranks is not None:
-                    never = "ranks share the model"
+                    never = refusals.SHARED.because()
                 self._prompts.clear(never)
                 self._fingerprint = current
         return self
@@ -327,19 +327,20 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
     """Return None if a step with these inputs can be captured, else the reason."""
     cache, ids = inputs.get(CACHE), inputs.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
-        return "it is not one token of each sequence"
+        return refusals.NOT_ONE_TOKEN.because()
     if cache is None or not all(type(layer) is StaticLayer for layer in cache.layers):
-        return "the cache is not one of static layers for all keys and values"
+        return refusals.NOT_STATIC.because()
     used = used_layers(cache)
     if not used:
-        return "the cache is empty"
+        return refusals.EMPTY_CACHE.because()
     if len({layer.keys.device for layer in used} | {ids.device}) > 1:
-        return "the model is on several devices"
+        return refusals.SEVERAL_DEVICES.because()
     reason = why_not_asked(inputs, ids.device)
     if reason is not None:
         return reason
     others = [name for name, value in inputs.items() if value is not cache and not is_plain(value)]
-    return f"{others[0]} is a {type(inputs[others[0]]).__name__}" if others else None
+    kinds = [refusals.OTHER_INPUT.because(name=name, kind=type(inputs[name]).__name__) for name in others]
+    return kinds[0] if kinds else None
 
 
 @dataclass(eq=False)
@@ -419,7 +420,7 @@ def _capture(model: Any, inputs: Inputs, capture: Callable[..., Captured]) -> _G
     host = [_host_state(layer) for layer in own.layers]
     output, run, constants = capture(step, static, rewind)
     if [_host_state(layer) for layer in own.layers] != host:
-        raise NotCaptured("the cache counts its tokens on the host")
+        raise NotCaptured(refusals.COUNTS_ON_HOST.because())
     return _Graph(static, state, output, run, constants, weakref.ref(cache))
 
 

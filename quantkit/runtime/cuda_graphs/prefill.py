@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 from quantkit.kernels.jit.compile_pool import compiled_first
 from quantkit.kernels.ops.kv_append import fill, fill_reference
 from quantkit.runtime.cache.cache_name import CACHE
-from quantkit.runtime.cuda_graphs import capture
+from quantkit.runtime.cuda_graphs import capture, refusals
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
 from quantkit.runtime.passes.fused_forward import constants_of, fused_forward, warn_unchanged
 from quantkit.runtime.passes.patterns import can_fuse
@@ -120,7 +120,7 @@ class PromptGraphs:
     def _refuse(self, error: Exception) -> None:
         """Stop capturing and free the memory of all graphs, which may be short."""
         lacking = isinstance(error, torch.OutOfMemoryError)
-        reason = "there is too little memory for graphs" if lacking else str(error)
+        reason = refusals.NO_MEMORY.because() if lacking else str(error)
         logger.warning("prompts are launched one kernel at a time: %s", reason)
         self.clear(reason)
 
@@ -128,33 +128,35 @@ class PromptGraphs:
 def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
     """Return None if prompts of `model`, whose forward is `forward`, can be padded, else the reason."""
     if model.config.get_text_config(decoder=True) is not model.config:
-        return "the model may remember where images of a prompt are"
+        return refusals.IMAGES.because()
     bidirectional = getattr(model.config, "use_bidirectional_attention", None)
     if bidirectional or not getattr(model.config, "is_causal", True):
-        return "tokens attend to those after them"
+        return refusals.BIDIRECTIONAL.because()
     parameters = inspect.signature(forward).parameters
     missing = [name for name in (*_PER_TOKEN, CACHE, "logits_to_keep") if name not in parameters]
     if missing:
-        return f"the model takes no {missing[0]}"
+        return refusals.NO_PARAMETER.because(name=missing[0])
     # An annotation of int only means that the model would take a tensor for its number.
     if "Tensor" not in str(parameters["logits_to_keep"].annotation):
-        return "the model takes logits_to_keep as a number alone"
+        return refusals.NUMBER_ONLY.because()
     return None
 
 
-def is_capturable(inputs: Mapping[str, Any], model: Any) -> bool:
-    """Return True if `inputs` of `model` are a capturable prompt, provided that its cache `is_empty`."""
-    ids = inputs.get("input_ids")
-    return (
-        torch.is_tensor(ids)
-        and capture.captures_on(ids.device)
-        and ids.device == model.device
-        and _is_prompt(ids, model.config)
-        and _is_cache(inputs.get(CACHE))
-        and _is_for_one_token(inputs, model.config)
-        and all(_can_pad(name, value, ids) for name, value in inputs.items())
-        and capture.why_not_asked(inputs, ids.device) is None
-    )
+def why_not(inputs: Mapping[str, Any], model: Any) -> str | None:
+    """Return None if `inputs` of `model` are a capturable prompt, provided that its cache `is_empty`."""
+    ids: Any = inputs.get("input_ids")
+    if not _is_prompt(ids, model.device):
+        return refusals.NOT_A_PROMPT.because()
+    if not _is_short(ids, model.config):
+        return refusals.LONG_PROMPT.because(most=PROMPT_TOKENS)
+    if not _is_cache(inputs.get(CACHE)):
+        return refusals.OTHER_CACHE.because()
+    if not _is_for_one_token(inputs, model.config):
+        return refusals.MORE_ASKED.because()
+    for name, value in inputs.items():
+        if not _can_pad(name, value, ids):
+            return refusals.NO_PADDING.because(name=name)
+    return capture.why_not_asked(inputs, ids.device)
 
 
 def is_empty(cache: Any) -> bool:
@@ -162,10 +164,19 @@ def is_empty(cache: Any) -> bool:
     return int(cache.get_seq_length()) == 0
 
 
-def _is_prompt(ids: torch.Tensor, config: Any) -> bool:
-    """Return True if `ids` [B, T] has T >= 2 and, padded, at most `PROMPT_TOKENS` tokens."""
-    if ids.dim() != 2 or ids.shape[1] < 2:
-        return False
+def _is_prompt(ids: Any, device: torch.device) -> bool:
+    """Return True for tokens [B, T], T >= 2, on a `device` that captures graphs."""
+    return (
+        torch.is_tensor(ids)
+        and capture.captures_on(ids.device)
+        and ids.device == device
+        and ids.dim() == 2
+        and ids.shape[1] >= 2
+    )
+
+
+def _is_short(ids: torch.Tensor, config: Any) -> bool:
+    """Return True if `ids` [B, T] has, padded, at most `PROMPT_TOKENS` tokens and the model's positions."""
     length = bucket(ids.shape[1])
     positions = getattr(config, "max_position_embeddings", None) or length
     return length <= positions and len(ids) * length <= PROMPT_TOKENS
@@ -266,7 +277,7 @@ def _forward(forward: Callable[..., Any], padded: Inputs) -> Any:
     output = forward(**padded, **{CACHE: cache})
     capture.check_output(output)
     if output.logits.shape[:-1] != (len(padded["input_ids"]), 1):
-        raise NotCaptured(f"the model returns logits of shape {tuple(output.logits.shape)} for one token")
+        raise NotCaptured(refusals.OTHER_LOGITS.because(shape=tuple(output.logits.shape)))
     return output
 
 

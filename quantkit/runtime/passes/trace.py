@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from quantkit.runtime.cuda_graphs import refusals
 from quantkit.runtime.cuda_graphs.capture import NotCaptured
 
 #: Key of a node's meta: a meta tensor with shape, strides and dtype of the result.
@@ -66,9 +67,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return operation.decompose(*arguments, **options)
         if operation in _READ and arguments[0].device.type != "cpu":
-            raise NotCaptured("the model asks the GPU for a number")
+            raise NotCaptured(refusals.READS_NUMBER.because())
         if operation in _UPLOAD and arguments[0].device.type != "cpu":
-            raise NotCaptured("the model gives the GPU a number of the host")
+            raise NotCaptured(refusals.SENDS_NUMBER.because())
         result = operation(*arguments, **options)
         args, kwargs = self._nodes_of(arguments), {name: self._nodes_of(options[name]) for name in options}
         node = self.graph.call_function(operation, args, kwargs)

@@ -6,14 +6,16 @@ numbers.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quantkit.checkpoint.safetensors_header import read_header
-from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError
 from quantkit.files import open_regular
 from quantkit.runtime.packed_module import PartSpec
 from quantkit.runtime.replace import packed_modules
+
+Tensor = TypeVar("Tensor", bound=TensorSpec)
 
 _AGAIN = "Download the checkpoint again, or quantize the model again."
 
@@ -24,7 +26,12 @@ def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
     `quantizer` is the active `HfQuantizer`, which affects how transformers renames tensors. Raises
     `CheckpointError` with the tensor, what was found, and what was expected.
     """
-    by_target = stored_by_entry(model, quantizer, _read_headers(files))
+    check_tensors(model, quantizer, _read_headers(files))
+
+
+def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) -> None:
+    """`check_headers` of tensors that are in files, or will be."""
+    by_target = stored_by_entry(model, quantizer, stored)
     for name, module in packed_modules(model):
         specs = {f"{name}.{entry}": spec for entry, spec in module.part_specs().items()}
         _check_complete(specs, by_target)
@@ -44,9 +51,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
     return stored
 
 
-def stored_by_entry(
-    model: Any, quantizer: Any, stored: Mapping[str, StoredTensor]
-) -> dict[str, list[StoredTensor]]:
+def stored_by_entry(model: Any, quantizer: Any, stored: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """Group stored tensors by the state-dict entry into which transformers loads them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -55,7 +60,7 @@ def stored_by_entry(
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     entries = model.state_dict()
-    targets: dict[str, list[StoredTensor]] = {}
+    targets: dict[str, list[Tensor]] = {}
     for name, tensor in stored.items():
         target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, entries)
         if target not in entries and name in entries:
@@ -64,7 +69,7 @@ def stored_by_entry(
     return targets
 
 
-def _check_complete(specs: Mapping[str, PartSpec], by_target: Mapping[str, Sequence[StoredTensor]]) -> None:
+def _check_complete(specs: Mapping[str, PartSpec], by_target: Mapping[str, Sequence[TensorSpec]]) -> None:
     """Raise `CheckpointError` if a part of a matrix is missing, or the number of matrices is wrong."""
     by_parameter: dict[str, list[tuple[str, PartSpec]]] = {}
     for target, spec in specs.items():
@@ -86,19 +91,20 @@ def _check_complete(specs: Mapping[str, PartSpec], by_target: Mapping[str, Seque
             )
 
 
-def _check_part(spec: PartSpec, tensors: Sequence[StoredTensor]) -> None:
+def _check_part(spec: PartSpec, tensors: Sequence[TensorSpec]) -> None:
     expected = spec.stored[len(tensors)]
     for tensor in tensors:
+        where = f" in {tensor.file}" if isinstance(tensor, StoredTensor) else ""
         if tensor.torch_dtype != spec.dtype or tensor.shape != expected:
             raise CheckpointError(
-                f"tensor {tensor.name!r} in {tensor.file} is {tensor.torch_dtype} {tensor.shape}; "
+                f"tensor {tensor.name!r}{where} is {tensor.torch_dtype} {tensor.shape}; "
                 f"expected {spec.dtype} {expected}. {_AGAIN}"
             )
-        if spec.part == "shape" and len(tensors) in spec.logical:
+        if spec.part == "shape" and len(tensors) in spec.logical and isinstance(tensor, StoredTensor):
             logical = _read_shape(tensor)
             if logical != spec.logical[len(tensors)]:
                 raise CheckpointError(
-                    f"tensor {tensor.name!r} in {tensor.file} says {logical}; the model expects "
+                    f"tensor {tensor.name!r}{where} says {logical}; the model expects "
                     f"{spec.logical[len(tensors)]}. {_AGAIN}"
                 )
 

@@ -17,6 +17,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.manifest import check_beside
 from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.checkpoint.safetensors_header import read_header, read_json
+from quantkit.checkpoint.source import CONFIG_NAME
+from quantkit.model.class_names import names_in_own_class
 from quantkit.packing.schemes import PARTS
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.ready import make_ready
@@ -62,14 +65,13 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._dtypes: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        swap_modules(model, self.quantization_config.parsed)
+        paths = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
+        swap_modules(model, self.quantization_config.parsed, _names_in_section(model, paths))
         loading.skip_initializing(model)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             parallel.divide_packed(model)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        files = kwargs.get("checkpoint_files")
-        if files:
-            paths = [Path(file) for file in files]
+        if paths:
             check_headers(model, self, paths)
             check_beside(paths)
         return model
@@ -128,6 +130,15 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         # Experts without grouped GEMMs route on the host.
         return not self._routes_on_host
+
+
+def _names_in_section(model: nn.Module, files: list[Path]) -> dict[str, str] | None:
+    """Return `names_in_own_class` of the checkpoint in `files`; None if it is not a finished one."""
+    if not files or not (files[0].parent / CONFIG_NAME).is_file():
+        return None
+    directory = files[0].parent
+    stored = [name for file in files for name in read_header(file)]
+    return names_in_own_class(model, read_json(directory / CONFIG_NAME), directory, stored)
 
 
 def register() -> None:

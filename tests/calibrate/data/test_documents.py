@@ -158,7 +158,7 @@ def test_a_text_of_short_lines_takes_little_more_memory_than_its_text(tmp_path: 
         *(("a.parquet.gz", None), ("a.gz", None), ("jsonl", None), ("a.csv", None), ("a.txt.zip", None)),
     ],
 )
-def test_kinds_of_files(name: str, kind: str | None) -> None:
+def test_the_kind_of_a_file_is_read_from_its_name(name: str, kind: str | None) -> None:
     assert kind_of(name) == kind
 
 

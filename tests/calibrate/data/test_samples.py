@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from quantkit.calibrate.data.samples import Samples, draw, merge, micro_batch
 from quantkit.errors import UsageError
 
+from ...support.compare import assert_equal
+
 
 def documents(*lengths: int) -> list[torch.Tensor]:
     """Documents whose tokens say where they are from: 1000 times the document plus the position."""
@@ -51,7 +53,8 @@ def test_any_documents_give_full_windows_or_an_error(
     assert found.tokens.shape == (min(count, available), length)
     assert bool(found.notes) == (available < count)
     again = draw(documents(*lengths), count, length, seed, None, "x")
-    assert torch.equal(found.tokens, again.tokens) and found.digest == again.digest
+    assert_equal(found.tokens, again.tokens)
+    assert found.digest == again.digest
 
 
 def test_seeds_draw_other_windows() -> None:

@@ -49,7 +49,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("b.txt,g,.txt,b.txt", [("b.txt,g,.txt", None), ("b.txt", None)]),
     ],
 )
-def test_files(files: Path, text: str, expected: list[tuple[str, int | None]]) -> None:
+def test_a_source_may_be_a_file_with_a_share(
+    files: Path, text: str, expected: list[tuple[str, int | None]]
+) -> None:
     assert parse_sources(text) == tuple(Source(Path(name), share) for name, share in expected)
 
 
@@ -64,7 +66,7 @@ def test_files(files: Path, text: str, expected: list[tuple[str, int | None]]) -
         ("hf:a/b/en@refs/convert/parquet", "a/b", "en", "refs/convert/parquet", None),
     ],
 )
-def test_data_sets(
+def test_a_source_may_be_a_data_set_with_part_revision_and_share(
     files: Path, text: str, repo: str, part: str | None, revision: str | None, share: int | None
 ) -> None:
     name = DataSetName(repo, part, revision)
@@ -115,7 +117,9 @@ def test_sources_that_are_refused(files: Path, text: str, message: str) -> None:
         ((1000, 1, 1), 3, (1, 1, 1)),
     ],
 )
-def test_shares(given: tuple[int | None, ...], samples: int | None, expected: tuple[int, ...]) -> None:
+def test_samples_are_divided_by_the_shares(
+    given: tuple[int | None, ...], samples: int | None, expected: tuple[int, ...]
+) -> None:
     sources = [Source(Path(f"{i}.txt"), share) for i, share in enumerate(given)]
     assert shares(sources, samples, 128) == expected
 

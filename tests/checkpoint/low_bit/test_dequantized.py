@@ -253,6 +253,25 @@ def test_the_config_decides_what_shapes_leave_open(tmp_path: Path) -> None:
         assert text in refusal(tmp_path, one.parts, {"quant_method": "mlx", **section})
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant_method": "fp8", "weight_block_size": [48, 40]},
+        {"config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": [48, 40]}}}},
+    ],
+)
+def test_blocks_are_as_large_as_the_config_says(tmp_path: Path, section: dict[str, Any]) -> None:
+    """100 rows in 3 blocks may be of 34 to 49 rows."""
+    torch.manual_seed(0)
+    codes, scale = float8(every(100, 90, 256)), torch.rand(3, 3)
+    parts = {"m.weight": codes, "m.weight_scale_inv": scale}
+    large = scale.repeat_interleave(48, 0)[:100].repeat_interleave(40, 1)[:, :90]
+    assert torch.equal(
+        opened(tmp_path, parts, section, dtype="float32").read("m.weight"), codes.float() * large
+    )
+    assert "its scales fit no blocks" in refusal(tmp_path, parts, {"quant_method": "fp8"})
+
+
 def test_two_layouts_of_as_many_words_are_refused(tmp_path: Path) -> None:
     """70 codes of 3 bits take 7 words, whether codes may straddle words or not."""
     one = pack_quantized(3, 5, 70, 70)

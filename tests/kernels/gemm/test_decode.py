@@ -30,9 +30,10 @@ from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
+from ...support.compare import assert_equal
 from .. import ptx
 from ..conftest import GLUON
-from .test_fused import CASES, DEVICE, LIMIT, RUNS, WIDELY, error, is_gated, operands
+from .test_fused import CASES, DEVICE, LIMIT, RUNS, WIDELY, assert_product, error, is_gated, operands
 
 np = pytest.importorskip("numpy")
 InterpreterError = pytest.importorskip("triton.runtime.errors").InterpreterError
@@ -110,7 +111,7 @@ SHAPES = [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7), (56, 520, 1
         for shape in (SHAPES if DEVICE == "cuda" or case in ALL_SHAPES else (SHAPES[1], SHAPES[3]))
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_products_are_those_of_the_dequantized_weight(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, n: int, k: int, m: int
 ) -> None:
@@ -120,8 +121,9 @@ def test_products_are_those_of_the_dequantized_weight(
         found = tiles(op, features)
         for tile in found if DEVICE == "cuda" else {tile.int8_mma: tile for tile in found}.values():
             y = decode_launch.run(op, tile, features)
-            assert error(y, op.x, packed, op.bias) < LIMIT[dtype], tile
-            assert DEVICE == "cpu" or torch.equal(y, decode_launch.run(op, tile, features)), tile
+            assert_product(y, op.x, packed, op.bias, LIMIT[dtype], tile)
+            if DEVICE == "cuda":
+                assert_equal(y, decode_launch.run(op, tile, features), tile)
 
 
 @needs_gluon
@@ -129,7 +131,7 @@ def test_products_are_those_of_the_dequantized_weight(
     "case", ["int8", "int5", "int4", "int3", "int2", "ternary", "binary", "int4 integer"]
 )
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 16])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_sums_of_powers_of_two_are_exact(
     make_packed: Callable[..., PackedTensor], poisoned: None, case: str, m: int
 ) -> None:
@@ -143,7 +145,7 @@ def test_sums_of_powers_of_two_are_exact(
         op = Operands(x, build(packed, dtype), None, packed.scheme, n)
         expected = (x.double() @ packed.dequantize().double().T).to(dtype)
         for tile in tiles(op, RUN[1]):
-            assert torch.equal(decode_launch.run(op, tile, RUN[1]), expected), tile
+            assert_equal(decode_launch.run(op, tile, RUN[1]), expected, tile)
 
 
 @needs_gluon
@@ -178,7 +180,7 @@ def test_what_is_no_number_stays_in_its_row(
     op.x[2, 77] = value
     y = decode_launch.run(op, tile, RUN[1])
     assert not y[2].isfinite().any()
-    assert torch.equal(y[:2], clean[:2])
+    assert_equal(y[:2], clean[:2])
 
 
 @needs_gluon
@@ -361,7 +363,7 @@ def test_x_may_begin_anywhere(make_packed: Callable[..., PackedTensor], first: i
     x = memory[first : first + 2 * 256].view(2, 256).copy_(op.x)
     for integers in (True, False):
         y = decode_launch.run(replace(op, x=x), DecodeTile(int8_mma=integers), features)
-        assert error(y, x, packed, op.bias) < LIMIT[dtype]
+        assert_product(y, x, packed, op.bias, LIMIT[dtype])
 
 
 def test_a_turn_has_whole_rings() -> None:
@@ -413,7 +415,6 @@ def test_rules_have_all_warps_where_they_fit() -> None:
         (problem(4, 128256, 4096, "nf4"), "fused-small-m"),
     ):
         assert decode_launch.TILING.why_not(asked, DecodeTile(16, 1, prefetch=1)) is not None
-        assert decode_launch.TILING.rule(asked) == DecodeTile(8, 1, prefetch=4 if asked.m == 2 else 2)
         assert choose_by_rules(asked).kernel.name == row
 
 
@@ -440,7 +441,7 @@ def test_refusals_say_what_is_in_the_way() -> None:
     said = {
         "up to 16 rows of x, not 17": problem(17),
         "values of nf4 in shared memory are for up to 8 rows of x": problem(9, name="nf4"),
-        "some begin between them": problem(k=4100),
+        "4100 columns are no multiple of 8": problem(k=4100),
         "a Triton whose Gluon compiles": replace(problem(), features=GPU_FEATURES - {"gluon"}),
         "bfloat16 or float16": replace(problem(), dtype=torch.float32),
         "x and sums take 278528 bytes of shared memory, of 232448": problem(8, k=14336),
@@ -486,10 +487,11 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
     normed = Normed("whole", kind, 1e-5, weight, other if adds else None, total if adds else None)
     tile = DecodeTile(4, 2, 2, 2, integers)
     y = decode_launch.run(replace(op, normed=normed), tile, features)
-    assert error(y, NORM_REFERENCES[kind](added, weight, 1e-5), packed, op.bias) < LIMIT[dtype]
-    assert DEVICE == "cpu" or torch.equal(y, decode_launch.run(replace(op, normed=normed), tile, features))
+    assert_product(y, NORM_REFERENCES[kind](added, weight, 1e-5), packed, op.bias, LIMIT[dtype])
+    if DEVICE == "cuda":
+        assert_equal(y, decode_launch.run(replace(op, normed=normed), tile, features))
     if adds:
-        assert torch.equal(total, added)
+        assert_equal(total, added)
 
 
 def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:

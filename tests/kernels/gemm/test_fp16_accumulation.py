@@ -18,6 +18,8 @@ from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
+from ...support.compare import assert_equal
+
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,7 +91,7 @@ def test_steps_are_added_up_in_float32(make_packed: Callable[..., PackedTensor])
     packed.words.fill_(-0x66666667)  # Code 9, value 1, in every nibble.
     packed.scale.fill_(1.0)
     y = product(torch.full((1, steps * 128), value, device=DEVICE, dtype=torch.float16), packed, True)
-    assert torch.equal(y, torch.full_like(y, steps * 129))
+    assert_equal(y, torch.full_like(y, steps * 129))
     total = torch.zeros((), dtype=torch.float16)
     for _ in range(steps):
         total += 129
@@ -117,9 +119,9 @@ def test_what_overflows_is_no_number_and_not_wrong(make_packed: Callable[..., Pa
     packed.scale.fill_(1.0)
     x = torch.ones(2, 256, device=DEVICE, dtype=torch.float16)
     x[1] = 100.0
-    assert torch.equal(product(x, packed, False), torch.zeros_like(x[:, :16]))
+    assert_equal(product(x, packed, False), torch.zeros_like(x[:, :16]))
     y = product(x, packed, True)
-    assert torch.equal(y[0], torch.zeros_like(y[0]))
+    assert_equal(y[0], torch.zeros_like(y[0]))
     assert not y[1].isfinite().any()
 
 

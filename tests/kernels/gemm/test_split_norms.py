@@ -27,7 +27,8 @@ from quantkit.kernels.registry import Chosen, kernel_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
-from .test_fused import DEVICE, LIMIT, RUNS, error, is_gated, operands
+from ...support.compare import assert_close, assert_equal
+from .test_fused import DEVICE, LIMIT, RUNS, assert_product, is_gated, operands
 from .test_small_m import H200, problem
 
 EPS = 1e-2
@@ -79,10 +80,10 @@ def test_norms_are_begun(
                 total = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
                 squares = torch.full((m, -(-n // 16)), float("nan"), device=DEVICE)
                 y = run(replace(op, normed=Normed("begin", kind, EPS, weight, other, total, squares)))
-                assert torch.equal(total, added), (run, kind)
+                assert_equal(total, added, (run, kind))
                 wide = weight.float() + NORMS[kind][1]
-                assert torch.equal(y, (added.float() * wide).to(dtype)), (run, kind)
-                torch.testing.assert_close(squares.double(), found, rtol=1e-6, atol=0)
+                assert_equal(y, (added.float() * wide).to(dtype), (run, kind))
+                assert_close(squares.double(), found, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +108,9 @@ def test_norms_are_ended(
         ended = Normed("end", eps=EPS, squares=squares)
         for run in ending(op, features):
             y = run(replace(op, x=x, normed=ended))
-            assert error(y, expected, packed, op.bias) < LIMIT[dtype], run
-            assert DEVICE == "cpu" or torch.equal(y, run(replace(op, x=x, normed=ended))), run
+            assert_product(y, expected, packed, op.bias, LIMIT[dtype], run)
+            if DEVICE == "cuda":
+                assert_equal(y, run(replace(op, x=x, normed=ended)), run)
 
 
 @pytest.mark.parametrize("m", [2, 11])
@@ -146,9 +148,9 @@ def test_a_norm_between_two_products(
     total, begun, squares = linear_fused.linear_then_norm(x, other, weight, "llama", *of[0])
     y = linear_fused.linear_of_begun(begun, squares, EPS, *of[1])
     added = linear_fused.run_linear(x, *of[0]) + other
-    assert torch.equal(total, added)
+    assert_equal(total, added)
     expected = rms_norm_reference(added.double(), weight.double(), EPS).view(m, 256)
-    assert error(y.view(m, 96), expected, packed, second.bias) < 2 * LIMIT[dtype]
+    assert_product(y.view(m, 96), expected, packed, second.bias, 2 * LIMIT[dtype])
 
 
 @pytest.mark.parametrize("m", [1, 8, 16])
@@ -163,9 +165,7 @@ def test_roots_that_are_powers_of_two_change_no_digit(
         squares = torch.full((m, 32), 16.0, device=DEVICE) * 4.0**row
         for run in ending(op, features):
             expected = run(op).double() / 2.0**row
-            assert torch.equal(run(replace(op, normed=Normed("end", squares=squares))), expected.to(dtype)), (
-                run
-            )
+            assert_equal(run(replace(op, normed=Normed("end", squares=squares))), expected.to(dtype), run)
 
 
 def test_what_does_not_begin_or_end_norms_says_why() -> None:

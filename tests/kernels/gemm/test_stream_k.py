@@ -8,12 +8,8 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quantkit.kernels.gemm.wgmma.wgmma_launch import (
-    fixups_per_tile,
-    launch_token,
-    splits_single_tiles,
-    stream_k_schedule,
-)
+from quantkit.kernels.gemm.wgmma.wgmma_launch import launch_token
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import fixups_per_tile, splits_single_tiles, stream_k_schedule
 from quantkit.kernels.gluon import stream_k as kernel
 
 #: Tiles, their steps, programs, and how many steps a part takes to be added.

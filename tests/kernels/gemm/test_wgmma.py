@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.kernels.gemm.wgmma import wgmma_launch
-from quantkit.kernels.gemm.wgmma.wgmma_launch import WgmmaTile
+from quantkit.kernels.gemm.wgmma import wgmma_launch, wgmma_tiles
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import WgmmaTile
 from quantkit.packing.tensor import PackedTensor
 
 from ..conftest import GLUON
@@ -34,7 +34,7 @@ FREED = """                    for subtile in gl.static_range(SUBTILES):
 BEGUN = """                        total = warpgroup_mma(weights[subtile], x, total, is_async=True)
 """
 WAIT = "mbarrier.wait(full.index(stage), (count + subtile) // STAGES % 2)"
-WAITED = """                    # Weights stay in their registers until the products are done.
+WAITED = """                    # Keep weights in their registers until the products are done.
 """
 #: What is said in the kernel, and what instead.
 CHANGES = {
@@ -78,7 +78,7 @@ def multiply(
     assert HOPPER is not None
     dtype, features = HOPPER
     # Half a step is left over at the end of both.
-    k = 2600 if tile.block_k == wgmma_launch.COLUMNS else 2816
+    k = 2600 if tile.block_k == wgmma_tiles.COLUMNS else 2816
     # Two tiles of rows of x, the last not whole, or a tile of which a part has no row.
     m = 70 if tile.block_m == 64 else 60
     op, packed = operands(make_packed, name, 100, k, m, dtype)

@@ -16,11 +16,12 @@ from quantkit.kernels.layouts.dequant_expressions import (
 from quantkit.kernels.layouts.dequant_ptx import LANES, expression
 from quantkit.packing.formats import FORMATS, CodebookFormat, FloatFormat, IntFormat, NumberFormat
 
+from ...support.compare import assert_equal
 from ..ptx import floats, held, run
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-decode: Any = pytest.importorskip("quantkit.kernels.layouts.dequant_blocks").decode
+dequant_codes: Any = pytest.importorskip("quantkit.kernels.layouts.dequant_blocks").dequant_codes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The lane of four e2m1 as the module draws it, from bit 15 down: plane and bit of the code.
@@ -59,7 +60,7 @@ def decoded(
     for register in tl.static_range(REGISTERS):
         # Triton knows no starred tuples.
         tiles = tiles + (tl.load(words + register * LANES + at),)  # noqa: RUF005
-    q = tl.reshape(decode(tiles, lut, None, None, None, FIELDS, PLANES, DTYPE), (LANES, PLANES))
+    q = tl.reshape(dequant_codes(tiles, lut, None, None, None, FIELDS, PLANES, DTYPE), (LANES, PLANES))
     tl.store(out + at[:, None] * PLANES + tl.arange(0, PLANES)[None, :], q)
 
 
@@ -143,7 +144,7 @@ def test_without_ptx_arithmetic_gives_the_same_bits(name: str, dtype: str) -> No
     got = in_triton(found, fmt, codes, dtype)
     integers = {2: torch.int16, 4: torch.int32}[got.itemsize]
     want = torch.tensor(fmt.values).to(got.dtype)[codes]
-    assert torch.equal(got.view(integers)[number], want.view(integers)[number])
+    assert_equal(got.view(integers)[number], want.view(integers)[number])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

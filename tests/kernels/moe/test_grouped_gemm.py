@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels.gemm import fused_kernels, support
+from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens, max_expert_blocks
@@ -41,6 +41,8 @@ from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem, device_features
 from quantkit.kernels.registry import FORCE_VARIABLE, VERBOSE_VARIABLE, quietly
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
+
+from ...support.compare import assert_close, assert_equal
 
 pytest.importorskip("triton")
 
@@ -92,7 +94,7 @@ def make_experts(make_packed: Callable[..., PackedTensor]) -> Callable[..., Expe
         tensors = stacked_weights.stacked(every, DTYPE)
         token = every[0].scheme.token
         asked = Problem.on(torch.device(DEVICE), 1, *shape, every[0].scheme, DTYPE)
-        shares = support.why_not_small_m_experts(asked, matrices) is None
+        shares = fused_kernels.why_not_shared(asked, matrices) is None
         single_row_ratio = decode_launch.single_row_ratio(asked) if shares else 0
         layout = ExpertsLayout(DTYPE, token, count, matrices, shape[0], tensors, single_row_ratio)
         return Experts(weights, layout)
@@ -195,7 +197,7 @@ def tiles(
     n, k = made.weights[0][0].shape
     shape = geometry(n, k, made.weights[0][0].scheme, DTYPE)
     asked = Problem(1, n, k, made.weights[0][0].scheme, DTYPE, "cuda", features)
-    if support.why_not_small_m_experts(asked, made.layout.matrices) is None:
+    if fused_kernels.why_not_shared(asked, made.layout.matrices) is None:
         yield 8, SmallMTile(8, 1)
         yield 16, SmallMTile(8, min(2, shape.k_steps), 4)
         yield 1, DecodeTile(4, 1, prefetch=2)
@@ -249,7 +251,8 @@ def test_kernels_multiply_each_pair_with_its_expert(
         for rows_, tile in tiles(made, features):
             y = run_with(made, x, index, rows_, features, tile)
             assert relative(y, expected) < LIMIT, tile
-            assert DEVICE == "cpu" or torch.equal(y, run_with(made, x, index, rows_, features, tile)), tile
+            if DEVICE == "cuda":
+                assert_equal(y, run_with(made, x, index, rows_, features, tile), tile)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu"])
@@ -285,7 +288,7 @@ def test_products_that_are_gated_are_those_gated_next(
     run = partial(run_with, made, x, index, 1 if streams else 8, EVERY, tile)
     expected = activation.gate(*run().chunk(2, dim=1), kind)
     y = run(gate=kind)
-    assert torch.equal(y[written], expected[written])
+    assert_equal(y[written], expected[written])
     assert y.shape == (2 * tokens, n) and y[~written].isnan().all()
 
 
@@ -306,7 +309,7 @@ def test_sums_of_powers_of_two_are_those_of_one_expert_after_the_other(
     for features in FEATURES:
         for size, tile in tiles(made, features):
             y = run_with(made, x, index, size, features, tile)
-            assert torch.equal(y[written], expected[written]), tile
+            assert_equal(y[written], expected[written], tile)
             # What no program writes is left as it was.
             assert y[~written].isnan().all(), tile
 
@@ -342,7 +345,7 @@ def test_scales_of_tensors_are_those_of_the_matrix(
     for features in FEATURES:
         for size, tile in tiles(made, features):
             y = run_with(made, x, index, size, features, tile)
-            assert torch.equal(run_with(changed, x, index, size, features, tile), y * times), tile
+            assert_equal(run_with(changed, x, index, size, features, tile), (y * times).to(y.dtype), tile)
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
@@ -409,11 +412,13 @@ def test_graphs_capture_them_and_see_later_choices(make_experts: Callable[..., E
     for chosen in (choices(tokens, 2, 8), choices(tokens, 2, 7) + 1, torch.full_like(index, 8)):
         index.copy_(chosen)
         graph.replay()
-        assert torch.equal(captured, forward())
+        assert_equal(captured, forward())
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 40])
-def test_operators(make_experts: Callable[..., Experts], poisoned: None, tokens: int) -> None:
+def test_the_operators_take_any_number_of_tokens(
+    make_experts: Callable[..., Experts], poisoned: None, tokens: int
+) -> None:
     made = make_experts("int4", 4, 2, (24, 128))
     x, index, weights = numbers(tokens, 128), choices(tokens, 2, 4) if tokens else None, numbers(tokens, 2)
     index = torch.empty(0, 2, dtype=torch.int64, device=DEVICE) if index is None else index
@@ -425,10 +430,10 @@ def test_operators(make_experts: Callable[..., Experts], poisoned: None, tokens:
         assert relative(y, expected) < LIMIT
         weighed = (expected.view(tokens, 2, 48) * weights.double()[..., None]).sum(1)
         assert relative(found, weighed) < 2 * LIMIT
-        assert torch.equal(found, combine_experts(y, index, weights, 4))
+        assert_equal(found, combine_experts(y, index, weights, 4))
 
 
-def test_opcheck(make_experts: Callable[..., Experts]) -> None:
+def test_the_operators_keep_their_contract_with_torch(make_experts: Callable[..., Experts]) -> None:
     made = make_experts("int4", 4, 2, (24, 128))
     x, index, weights = numbers(3, 128), choices(3, 2, 4), numbers(3, 2)
     layout = made.layout
@@ -468,7 +473,7 @@ def test_weights_are_added_up_in_the_order_of_slots(poisoned: None) -> None:
         for slot in range(3):
             if not none[token, slot]:
                 expected[token] += weights[token, slot] * y[3 * token + slot].float()
-    torch.testing.assert_close(found, expected.to(DTYPE), rtol=1e-2, atol=1e-6)
+    assert_close(found, expected.to(DTYPE), rtol=1e-2, atol=1e-6)
     assert not found[2].any()
 
 
@@ -478,7 +483,7 @@ def test_layouts_of_single_matrices_are_in_the_same_memory(make_experts: Callabl
     expected = fused_kernels.FRAGMENTS.build(made.weights[1][1], DTYPE)
     assert one.name == "fragments" and one.dtype == DTYPE
     for part, stack, alone in zip(one.tensors, made.layout.tensors, expected, strict=True):
-        assert torch.equal(part, alone)
+        assert_equal(part, alone)
         assert part.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()
 
 
@@ -513,7 +518,8 @@ def test_layouts_built_in_inference_mode_serve_a_backward_pass(
     x = torch.ones(2, 128, dtype=DTYPE, device=DEVICE, requires_grad=True)
     # The words are where they are when they were released: in the layout only.
     linear_parts(x, packed.tensors[1:], None, packed.scheme, 16, layout.of(0)).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad[0], packed.dequantize().sum(0).to(DTYPE))
+    assert x.grad is not None
+    assert_equal(x.grad[0], packed.dequantize().sum(0).to(DTYPE))
 
 
 # What is chosen, and what is said of it
@@ -526,7 +532,7 @@ def problem(name: str = "int4", **changes: Any) -> Problem:
     return Problem(scheme=scheme(name, **size), features=features, **asked)
 
 
-def test_why_not() -> None:
+def test_what_cannot_be_grouped_is_refused_with_the_reason() -> None:
     for name in FORMATS:
         assert why_not_grouped(problem(name)) is None
     for found, reason in (
@@ -596,28 +602,15 @@ def test_few_pairs_are_multiplied_with_one_after_the_other(monkeypatch: pytest.M
     with pytest.raises(KernelError, match=r"fused-gemv cannot run experts of .* multiples of 16 rows"):
         fused_kernels.group(replace(asked, n=4104), 128, 2, 8, 0, "fused-gemv")
     # What has no room for it is for the other, in the same segments.
-    monkeypatch.setattr(decode_launch, "experts_tile", lambda *given: None)
+    kernels = [
+        replace(kernel, grouped=kernel.grouped and replace(kernel.grouped, tile=lambda *_: None))
+        if kernel.name == "fused-gemv"
+        else kernel
+        for kernel in fused_kernels.FUSED_KERNELS
+    ]
+    monkeypatch.setattr(fused_kernels, "FUSED_KERNELS", kernels)
     found, grouping, _ = fused_kernels.group(asked, 128, 2, 8, 1)
     assert (found, grouping.rows) == ("fused-small-m", 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "n", "k", "tile"),
-    [
-        ("int4", 1536, 2048, DecodeTile(4, 4, 2, 1, True)),
-        ("int8", 2048, 768, DecodeTile(4, 4, 2, 1, True)),
-        ("int4", 28672, 4096, DecodeTile(8, 2, 2, 1, True)),
-        ("nvfp4", 2048, 768, DecodeTile(4, 4, 2, 1)),
-        ("nvfp4", 1536, 2048, DecodeTile(8, 2, 2, 1)),
-        ("fp6", 4096, 14336, DecodeTile(16, 1, 2, 1)),
-        # Codes of two row tiles would take too many registers.
-        ("int7", 2048, 768, DecodeTile(4, 4, 1, 1, True)),
-    ],
-)
-def test_tiles_of_single_pairs(name: str, n: int, k: int, tile: DecodeTile) -> None:
-    asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES)
-    for matrices in (1, 2):
-        assert decode_launch.experts_tile(asked, Grouping(8, 128, 1, matrices, 8)) == tile
 
 
 @pytest.mark.parametrize("forced", ["", "fused-gemv"])
@@ -636,16 +629,20 @@ def test_streams_of_experts_have_tiles_on_small_gpus(forced: str) -> None:
         assert memory * tile.occupancy <= gpu.shared_memory
 
 
-def test_tiles_of_single_pairs_that_take_less_memory() -> None:
+def test_single_pairs_have_a_tile_that_fits_or_none() -> None:
     small = Gpu("Test GPU 3000", (9, 0), 130, 90 << 10)
     grouping = Grouping(8, 128, 1, 2, 8)
-    for name, n, k, tile in (
-        ("int4", 4096, 24576, DecodeTile(16, 1, 2, 1)),
-        ("fp8", 1 << 20, 8192, DecodeTile(8, 1, 2, 1)),
-        ("int4", 4096, 51200, None),
+    for name, n, k, fits in (
+        ("int4", 4096, 24576, True),
+        ("fp8", 1 << 20, 8192, True),
+        ("int4", 4096, 51200, False),
     ):
         asked = problem(name, m=1, n=n, k=k, features=GPU_FEATURES, gpu=small)
-        assert decode_launch.experts_tile(asked, grouping) == tile
+        tile = decode_launch.experts_tile(asked, grouping)
+        assert (tile is not None) == fits
+        if tile is not None:
+            memory = decode_launch.shared_memory(tile, asked, grouping=grouping)
+            assert memory * tile.occupancy <= small.shared_memory
     asked = problem("int4", m=8, n=4096, k=51200, features=GPU_FEATURES, gpu=small)
     with pytest.raises(KernelError, match=r"fused-gemv cannot run experts of .*shared memory"):
         fused_kernels.group(asked, 128, 2, 8, 1, "fused-gemv")
@@ -660,7 +657,7 @@ def test_what_fused_narrow_cannot_multiply_few_pairs_with() -> None:
         ({"features": frozenset({"triton"})}, 1, "from compute capability 8.0 on"),
         ({"name": "book4"}, 1, "values of its own"),
     ):
-        found = support.why_not_small_m_experts(problem(**{"features": GPU_FEATURES} | changes), matrices)
+        found = fused_kernels.why_not_shared(problem(**{"features": GPU_FEATURES} | changes), matrices)
         assert found is None if reason is None else reason in str(found)
     asked = problem(n=4104, features=GPU_FEATURES)
     with pytest.raises(KernelError, match=r"fused-small-m cannot run experts of .* multiples of 16 rows"):
@@ -699,17 +696,8 @@ def test_layouts_say_whether_few_pairs_are_for_fused_narrow(
     assert built(24) is None and built(24, 1) is not None
 
 
-def test_tiles_of_experts() -> None:
-    """Parts where all programs run at once, and small programs where many follow each other."""
+def test_experts_get_tiles_that_can_run() -> None:
     mixtral, qwen = problem(m=8, n=28672), problem(m=8, n=1536, k=2048)
-    assert [small_m_launch.experts_tile(mixtral, weights) for weights in (2, 5)] == [
-        SmallMTile(16),
-        SmallMTile(8),
-    ]
-    assert small_m_launch.experts_tile(replace(mixtral, n=4096, k=14336), 7) == SmallMTile(8, 4)
-    assert [small_m_launch.experts_tile(qwen, weights).split_k for weights in (8, 16, 64)] == [2, 1, 1]
-    # Parts that run at once are sooner than large programs of which some run alone.
-    assert small_m_launch.experts_tile(replace(qwen, n=1536, k=4096), 8) == SmallMTile(8, 2)
     for asked in (mixtral, qwen, problem(m=8, n=4096, k=14336), problem("nf4", m=8, n=2048, k=768)):
         for weights in (1, 2, 7, 64):
             assert small_m_launch.TILING.why_not(asked, small_m_launch.experts_tile(asked, weights)) is None

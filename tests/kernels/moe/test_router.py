@@ -22,6 +22,8 @@ from quantkit.kernels.moe.router import (
 )
 from quantkit.kernels.ops.norm import NORMS, add_rms_norm
 
+from ...support.compare import assert_close, assert_equal
+
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,11 +47,10 @@ def distinct(tokens: int, experts: int, dtype: torch.dtype) -> torch.Tensor:
 
 def same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
     (weights, index), (its_weights, its_index) = found, expected
-    assert weights.dtype == its_weights.dtype and index.dtype == its_index.dtype
     assert weights.is_contiguous() and index.is_contiguous()
-    assert torch.equal(index, its_index)
+    assert_equal(index, its_index)
     step = STEP[weights.dtype]
-    torch.testing.assert_close(weights, its_weights, rtol=step, atol=1e-7, equal_nan=True)
+    assert_close(weights, its_weights, rtol=step, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,7 +69,8 @@ def test_routes_are_those_of_torch(
             same((weights, index), expected)
             size = expert_block_rows(tokens * top_k, experts, 2 * (tokens > 1))
             by_itself = sort_tokens_by_expert(index.reshape(-1), experts, size)
-            assert torch.equal(order, by_itself[0]) and torch.equal(expert_blocks, by_itself[1])
+            assert_equal(order, by_itself[0])
+            assert_equal(expert_blocks, by_itself[1])
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -89,10 +91,10 @@ def test_norms_before_products(poisoned: None, rows: int, columns: int, kind: st
             for one, its in zip(found, expected, strict=True):
                 # Of float32, GPUs round otherwise where products are not rounded before they are added.
                 assert dtype == torch.float32 or torch.equal(one, its)
-                torch.testing.assert_close(one, its)
+                assert_close(one, its)
             product = small_linear(found[1].view(rows, columns), weight, wide)
             assert y.shape == (rows, 7) and (dtype == torch.float32 or torch.equal(y, product))
-            torch.testing.assert_close(y, product)
+            assert_close(y, product)
 
 
 def test_logits_of_other_strides(poisoned: None) -> None:
@@ -115,7 +117,7 @@ def test_of_equal_logits_the_first_experts_are_taken(poisoned: None, dtype: torc
     for of_chosen in (True, False):
         weights, index = route(logits, top_k=2, of_chosen=of_chosen)
         assert index.tolist() == [[1, 3], [0, 1], [1, 2]]
-        assert torch.equal(weights[:, 0], weights[:, 1])
+        assert_equal(weights[:, 0], weights[:, 1])
     zeros = torch.tensor([[-0.0, 0.0, -0.0]], device=DEVICE, dtype=dtype)
     assert route(zeros, top_k=3)[1].tolist() == [[0, 1, 2]]
 
@@ -140,8 +142,8 @@ def test_what_is_no_number_makes_no_number(twin: Callable[..., Any], options: di
     weights, index = route(logits, top_k=3, **options)
     expected, its_index = twin(logits, 3)
     assert weights[[0, 1, 2, 4]].isnan().all()
-    assert torch.equal(weights.isnan(), expected.isnan())
-    torch.testing.assert_close(weights[[5, 6]], expected[[5, 6]], rtol=1e-6, atol=1e-7)
+    assert_equal(weights.isnan(), expected.isnan())
+    assert_close(weights[[5, 6]], expected[[5, 6]], rtol=1e-6, atol=1e-7)
     # Beyond these all have weights of 0 among all experts, so torch may take any.
     assert index[5, :2].tolist() == its_index[5, :2].tolist() == [1, 3]
     assert index[6].tolist() == [0, 2, 1] and its_index[6, 0] == 0
@@ -185,7 +187,8 @@ def test_scores_of_sigmoids_and_groups(
             same((both[0], both[1]), found)
             size = expert_block_rows(tokens * top_k, experts, 2)
             by_itself = sort_tokens_by_expert(found[1].reshape(-1), experts, size)
-            assert torch.equal(order, by_itself[0]) and torch.equal(expert_blocks, by_itself[1])
+            assert_equal(order, by_itself[0])
+            assert_equal(expert_blocks, by_itself[1])
 
 
 def test_scores_that_are_no_number_make_no_number(poisoned: None) -> None:
@@ -198,7 +201,7 @@ def test_scores_that_are_no_number_make_no_number(poisoned: None) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.data())
-def test_any_sizes(data: Any) -> None:
+def test_routers_of_any_size_choose_as_torch_does(data: Any) -> None:
     experts = data.draw(st.integers(1, 70))
     top_k = data.draw(st.integers(1, min(experts, 12)))
     tokens = data.draw(st.integers(1, 9))
@@ -226,7 +229,9 @@ def test_more_pairs_are_ordered_by_themselves() -> None:
     "shape", [(1, 1, 1), (1, 128, 100), (3, 8, 257), (4, 7, 2048), (16, 130, 33), (16, 1, 33)], ids=str
 )
 @pytest.mark.sampled(3)
-def test_small_products(poisoned: None, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_small_products_are_those_of_torch(
+    poisoned: None, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     m, n, k = shape
     x, weight = numbers(m, k, dtype=dtype), numbers(n, k, dtype=dtype, seed=1)
     expected = (x.double() @ weight.double().t()).to(dtype)
@@ -235,10 +240,11 @@ def test_small_products(poisoned: None, shape: tuple[int, int, int], dtype: torc
     for rows, of in ((x, weight), (part[:, 1 : k + 1], torch.cat([weight] * 2, 1)[:, k:])):
         y = small_linear(rows, of)
         wide = small_linear(rows, of, wide=True)
-        assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), y)
+        assert wide.dtype == torch.float32
+        assert_equal(wide.to(dtype), y)
         assert y.dtype == dtype and y.shape == (m, n) and y.is_contiguous()
-        torch.testing.assert_close(y, expected, rtol=STEP[dtype], atol=3e-5)
-        assert torch.equal(y, small_linear(rows, of))
+        assert_close(y, expected, rtol=STEP[dtype], atol=3e-5)
+        assert_equal(y, small_linear(rows, of))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -251,4 +257,5 @@ def test_small_products_of_powers_of_two_are_exact(poisoned: None, dtype: torch.
         # Sums that the dtype has room for.
         held = exact.to(dtype).double() == exact
         y = small_linear(x, weight)
-        assert held.any() and torch.equal(y.double()[held], exact[held])
+        assert held.any()
+        assert_equal(y.double()[held], exact[held])

@@ -13,6 +13,7 @@ from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
+from ...support.compare import assert_equal
 from ..gemm.test_fused import CASES as FUSED_CASES
 from ..gemm.test_fused import DEVICE
 
@@ -25,7 +26,7 @@ def assert_those_of_each(weights: list[PackedTensor], dtype: torch.dtype) -> Non
     expected = [torch.stack(parts) for parts in zip(*(build(one, dtype) for one in weights), strict=True)]
     for found, stack in zip(stacked_weights.stacked(weights, dtype), expected, strict=True):
         assert (found.shape, found.dtype) == (stack.shape, stack.dtype)
-        assert torch.equal(found.flatten().view(torch.uint8), stack.flatten().view(torch.uint8))
+        assert_equal(found.flatten().view(torch.uint8), stack.flatten().view(torch.uint8))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from quantkit.kernels.ops import argmax
 from quantkit.kernels.ops.argmax import MOST_COLUMNS, PART, argmax_reference, argmax_tokens, argmax_two_stage
 
+from ...support.compare import assert_equal
+
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,9 +31,9 @@ def check(x: torch.Tensor) -> None:
     """Places are those that torch finds, and those that are found one number after the other."""
     found = argmax_two_stage(x)
     assert found.dtype == torch.int64 and found.shape == x.shape[:1] and found.device == x.device
-    assert torch.equal(found, argmax_reference(x))
+    assert_equal(found, argmax_reference(x))
     assert found.tolist() == [first_of_largest(row) for row in x.tolist()]
-    assert torch.equal(found, argmax_two_stage(x))
+    assert_equal(found, argmax_two_stage(x))
 
 
 def first_of_largest(row: list[float]) -> int:
@@ -72,7 +74,9 @@ def test_zeros_of_both_signs_are_equal(poisoned: None, dtype: torch.dtype) -> No
     st.sampled_from(ODD),
     st.dictionaries(st.integers(0, 2 * PART + 8), st.sampled_from(ODD) | st.floats(width=32), max_size=6),
 )
-def test_of_any_numbers(dtype: torch.dtype, columns: int, rest: float, others: dict[int, float]) -> None:
+def test_the_largest_of_any_numbers_is_torchs(
+    dtype: torch.dtype, columns: int, rest: float, others: dict[int, float]
+) -> None:
     row = [rest] * columns
     for place, value in others.items():
         row[place % columns] = value
@@ -93,7 +97,7 @@ LAID: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("laid", LAID)
 @pytest.mark.parametrize("columns", [1, 7, PART + 5])
-def test_strides(poisoned: None, columns: int, laid: str) -> None:
+def test_rows_may_have_any_strides(poisoned: None, columns: int, laid: str) -> None:
     for dtype in DTYPES:
         check(LAID[laid](numbers(4, columns, dtype=dtype)))
 
@@ -129,21 +133,21 @@ def test_it_can_be_recorded() -> None:
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         graph.replay()
-        assert torch.equal(found, argmax_reference(x))
+        assert_equal(found, argmax_reference(x))
 
 
-def test_who_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_choose_where_there_are_any_else_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels where there are any, and torch where they are not made for the numbers."""
     ran: list[str] = []
     monkeypatch.setattr(
         argmax, "argmax_two_stage", lambda x: ran.append("argmax_two_stage") or argmax_reference(x)
     )
     x = numbers(2, 30)
-    assert torch.equal(argmax_tokens(x), argmax_reference(x))
+    assert_equal(argmax_tokens(x), argmax_reference(x))
     assert ran == (["argmax_two_stage"] if DEVICE == "cuda" else [])
     ran.clear()
     for other in (x.double(), x[:, :1].expand(2, MOST_COLUMNS + 1)):
-        assert torch.equal(argmax_tokens(other), argmax_reference(other))
+        assert_equal(argmax_tokens(other), argmax_reference(other))
     monkeypatch.setattr(argmax, "device_features", lambda device: frozenset())
-    assert torch.equal(argmax_tokens(x), argmax_reference(x))
+    assert_equal(argmax_tokens(x), argmax_reference(x))
     assert not ran

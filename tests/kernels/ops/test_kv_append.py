@@ -7,6 +7,8 @@ import torch
 
 from quantkit.kernels.ops import kv_append
 
+from ...support.compare import assert_close
+
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,12 +58,12 @@ def test_caches_get_all_states_and_zeros(tokens: int, clear: bool) -> None:
             expected.append((around, wanted))
     kv_append.fill(rooms, states, clear)
     for around, wanted in expected:
-        torch.testing.assert_close(around, wanted, rtol=0, atol=0, equal_nan=True)
+        assert_close(around, wanted, rtol=0, atol=0, equal_nan=True)
     for around, _ in expected:
         around[1:-1] = float("nan")
     kv_append.fill_reference(rooms, states, clear)
     for around, wanted in expected:
-        torch.testing.assert_close(around, wanted, rtol=0, atol=0, equal_nan=True)
+        assert_close(around, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_most_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

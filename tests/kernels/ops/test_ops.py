@@ -17,6 +17,8 @@ from quantkit.kernels.ops.norm import (
     rms_norm_reference,
 )
 
+from ...support.compare import assert_close, assert_equal
+
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,8 +34,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    torch.testing.assert_close(found, expected, rtol=STEP[found.dtype], atol=1e-6)
+    assert_close(found, expected, rtol=STEP[found.dtype], atol=1e-6)
 
 
 def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
@@ -50,7 +51,7 @@ def laid_out(x: torch.Tensor, how: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 1), (90, 20), (7, 1024), (3, 2500)])
-def test_rows_of_ids(poisoned: None, rows: int, columns: int) -> None:
+def test_embeddings_are_the_rows_of_the_ids(poisoned: None, rows: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(rows, (3, 8), generator=generator).to(DEVICE)
     for dtype in DTYPES:
@@ -61,8 +62,8 @@ def test_rows_of_ids(poisoned: None, rows: int, columns: int) -> None:
             for table in (weight, weight.t().contiguous().t(), wide[:, ::2]):
                 found = embed(of, table)
                 assert found.dtype == dtype and found.is_contiguous()
-                assert torch.equal(found, embed_reference(of, weight))
-        assert torch.equal(embed(ids, weight), padded_embed_reference(ids, weight, rows - 1))
+                assert_equal(found, embed_reference(of, weight))
+        assert_equal(embed(ids, weight), padded_embed_reference(ids, weight, rows - 1))
 
 
 def test_ids_of_no_row_read_nothing(poisoned: None) -> None:
@@ -71,31 +72,31 @@ def test_ids_of_no_row_read_nothing(poisoned: None) -> None:
         # The front of more memory.
         weight = numbers(10, 9, dtype=dtype)[:6]
         found = embed(ids, weight)
-        assert torch.equal(found[1:3], weight[[0, 5]])
+        assert_equal(found[1:3], weight[[0, 5]])
         assert found[[0, 3, 4, 5]].isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 64), (3, 2, 100), (1, 2, 4096), (1, 5, 257)], ids=str)
 @pytest.mark.parametrize("kind", NORM_REFERENCES)
-def test_norms(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:
+def test_norms_are_those_of_their_references(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:
     for dtype in DTYPES:
         x, other = numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1)
         weight = numbers(shape[-1], dtype=dtype, seed=2)
         close(rms_norm(x, weight, 1e-3, kind), NORM_REFERENCES[kind](x, weight, 1e-3))
         total, y = add_rms_norm(x, other, weight, 1e-3, kind)
-        assert torch.equal(total, x + other)
+        assert_equal(total, x + other)
         close(y, NORM_REFERENCES[kind](x + other, weight, 1e-3))
-        assert torch.equal(y, add_rms_norm(x, other, weight, 1e-3, kind)[1])
+        assert_equal(y, add_rms_norm(x, other, weight, 1e-3, kind)[1])
 
 
 @pytest.mark.parametrize("how", ["whole", "part", "transposed", "columns", "one for all"])
-def test_strides(poisoned: None, how: str) -> None:
+def test_norms_and_gates_take_any_strides(poisoned: None, how: str) -> None:
     whole, weight = numbers(3, 4, 20), numbers(20, seed=2)
     x, up = laid_out(whole, how), laid_out(numbers(3, 4, 20, seed=1), "part")
     close(rms_norm(x, weight, 1e-5, "llama"), rms_norm_reference(x, weight, 1e-5))
     for one, other in ((x, up), (up, x)):
         total, y = add_rms_norm(one, other, weight, 1e-5, "llama")
-        assert torch.equal(total, one + other)
+        assert_equal(total, one + other)
         close(y, rms_norm_reference(one + other, weight, 1e-5))
         close(activation.gate(one, other, "silu"), activation.silu_gate_reference(one, other))
 
@@ -116,7 +117,7 @@ def test_norms_of_heads_that_lie_within_rows(poisoned: None) -> None:
 
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 64), (1, 2, 2500)], ids=str)
-def test_gates(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:
+def test_gates_are_those_of_their_references(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:
     for dtype in DTYPES:
         # Far out, where exp is infinite, as well.
         x, up = 30 * numbers(*shape, dtype=dtype), numbers(*shape, dtype=dtype, seed=1)
@@ -127,7 +128,7 @@ def test_gates(poisoned: None, kind: str, shape: tuple[int, ...]) -> None:
 def test_gates_of_what_is_no_number(kind: str) -> None:
     x = torch.tensor([[math.nan, math.inf, -1e30, 200.0]], device=DEVICE)
     up = torch.tensor([[1.0, 2.0, 2.0, math.inf]], device=DEVICE)
-    torch.testing.assert_close(activation.gate(x, up, kind), GATES[kind](x, up), equal_nan=True)
+    assert_close(activation.gate(x, up, kind), GATES[kind](x, up), equal_nan=True)
 
 
 def angles(batch: int, tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,21 +153,23 @@ def test_angles_of_positions(poisoned: None, twin: Callable[..., Any], half: int
                 found = rope.cos_sin(of, positions, scaling, dtype)
                 for one, other, exact in zip(found, expected, (angle.cos(), angle.sin()), strict=True):
                     assert one.dtype == dtype and one.shape == other.shape and one.is_contiguous()
-                    torch.testing.assert_close(one, other, rtol=step, atol=step / 8)
-                    torch.testing.assert_close(one.double(), exact * scaling, rtol=step, atol=step / 8)
+                    assert_close(one, other, rtol=step, atol=step / 8)
+                    assert_close(one.double(), exact * scaling, rtol=step, atol=step / 8)
 
 
 @pytest.mark.parametrize(("batch", "of"), [(1, 1), (3, 3), (3, 1)])
 # Programs have up to 512 pairs: all heads, some of them, and at last one more than there are.
 @pytest.mark.parametrize(("heads", "size"), [(3, 2), (3, 10), (3, 64), (1, 256), (11, 256)])
-def test_rotary_positions(poisoned: None, batch: int, of: int, heads: int, size: int) -> None:
+def test_rotated_heads_are_those_of_the_reference(
+    poisoned: None, batch: int, of: int, heads: int, size: int
+) -> None:
     for dtype in DTYPES:
         joined = numbers(batch, 5, heads + 2, size, dtype=dtype)
         cos, sin = angles(of, 5, size, dtype)
         part = joined[:, :, 1:-1].transpose(1, 2)
         for x in (part, part.contiguous(), part.transpose(1, 2).contiguous().transpose(1, 2)):
             found, expected = rope.rotate(x, cos, sin), rope.rotate_reference(x, cos, sin)
-            assert torch.equal(found, expected)
+            assert_equal(found, expected)
             # Of one head any stride will do.
             assert found.squeeze(1).stride() == expected.squeeze(1).stride()
 
@@ -227,14 +230,13 @@ def test_a_token_without_room_is_not_written_and_is_seen(poisoned: None) -> None
     before = keys.clone(), values.clone()
     held = torch.tensor(3, device=DEVICE)
     found, *_ = rope.rotate_append(q, k, v, cos, sin, keys[:, :, :4], values[:, :, :4], held)
-    assert torch.equal(keys[:, :, 4:], before[0][:, :, 4:]) and torch.equal(
-        values[:, :, 4:], before[1][:, :, 4:]
-    )
-    assert torch.equal(values[:, :, 3], v[:, :, 0])
+    assert_equal(keys[:, :, 4:], before[0][:, :, 4:])
+    assert_equal(values[:, :, 4:], before[1][:, :, 4:])
+    assert_equal(values[:, :, 3], v[:, :, 0])
     assert found[:, :, 0].isfinite().all() and found[:, :, 1].isnan().all()
     kv_append.append(keys[:, :, :4], values[:, :, :4], held, k, v)
-    assert keys[:, :, 3].isnan().all() and torch.equal(values[:, :, 3], v[:, :, 0])
-    assert torch.equal(keys[:, :, :3], before[0][:, :, :3])
-    assert torch.equal(keys[:, :, 4:], before[0][:, :, 4:]) and torch.equal(
-        values[:, :, 4:], before[1][:, :, 4:]
-    )
+    assert keys[:, :, 3].isnan().all()
+    assert_equal(values[:, :, 3], v[:, :, 0])
+    assert_equal(keys[:, :, :3], before[0][:, :, :3])
+    assert_equal(keys[:, :, 4:], before[0][:, :, 4:])
+    assert_equal(values[:, :, 4:], before[1][:, :, 4:])

@@ -18,12 +18,15 @@ from quantkit.errors import KernelError
 from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile
 from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
 from quantkit.kernels.problem import Problem, TileError
+from quantkit.kernels.registry import kernel_named
 from quantkit.kernels.tuning import gpu_bench as gpu_module
-from quantkit.kernels.tuning.gpu_bench import CompilePool, GpuBench, _explained, _same_kernel
+from quantkit.kernels.tuning.gpu_bench import CompilePool, GpuBench, _explained
 from quantkit.kernels.tuning.search import LIMITS, Candidate, Unfit
 from quantkit.kernels.tuning.timing import REST, random_packed
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import scheme
+
+from ...support.compare import assert_equal
 
 pytest.importorskip("triton")
 
@@ -47,7 +50,7 @@ def test_random_weights_are_numbers_of_every_scheme(case: str) -> None:
     weight = packed.dequantize()
     assert bool(weight.isfinite().all())
     assert 1e-4 < float(weight.std()) < 1
-    assert torch.equal(weight, random_packed(CASES[case], 40, 96, DEVICE).dequantize())
+    assert_equal(weight, random_packed(CASES[case], 40, 96, DEVICE).dequantize())
 
 
 @pytest.mark.parametrize(
@@ -114,13 +117,15 @@ def test_lack_of_room_is_a_reason_and_other_errors_end_the_search() -> None:
 
 
 def test_problems_with_the_same_kernels_compile_once(ask: Ask) -> None:
-    skinny, tiled = (
-        Candidate("fused-portable-gemv", PortableGemvTile()),
-        Candidate("fused-portable", PortableGemmTile(4, 64)),
-    )
-    assert [_same_kernel(ask(m=m), skinny).m for m in (1, 2, 4, 8, 16, 32)] == [1, 8, 8, 8, 16, 32]
-    assert [_same_kernel(ask(m=m), tiled).m for m in (1, 8, 16, 64, 1024)] == [1, 8, 16, 16, 16]
-    assert [_same_kernel(ask(n=n), tiled).n for n in (4096, 1024, 1000)] == [16, 16, 17]
+    def asked(name: str, **changes: int) -> Problem:
+        return kernel_named(name).representative(ask(**changes))
+
+    assert [asked("fused-portable-gemv", m=m).m for m in (1, 2, 4, 8, 16, 32)] == [1, 8, 8, 8, 16, 32]
+    assert [asked("fused-small-m", m=m).m for m in (1, 5, 9, 17)] == [1, 8, 16, 32]
+    assert [asked("fused-portable", m=m).m for m in (1, 8, 16, 64, 1024)] == [1, 8, 16, 16, 16]
+    assert [asked("fused-portable", n=n).n for n in (4096, 1024, 1000)] == [16, 16, 17]
+    assert [asked("fused-gemv", m=m, n=1000).m for m in (1, 3, 9)] == [1, 4, 16]
+    assert asked("fused-wgmma", m=100, n=1000) == ask(m=100, n=1000)
 
 
 def test_candidates_compile_without_a_gpu(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +149,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from quantkit.kernels.gemm import fused_kernels
-from quantkit.kernels.gemm.wgmma.wgmma_launch import WgmmaTile
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import WgmmaTile
 from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.portable.portable_gemv_launch import PortableGemvTile
@@ -153,8 +158,7 @@ from quantkit.kernels.gemm.portable.portable_gemm_launch import PortableGemmTile
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.tuning.timing import random_packed
 from quantkit.kernels.problem import GPU_FEATURES, Problem
-from quantkit.kernels.tuning.gpu_bench import CompileOnly, _same_kernel
-from quantkit.kernels.tuning.search import Candidate
+from quantkit.kernels.tuning.gpu_bench import CompileOnly
 from quantkit.packing.schemes import scheme
 
 driver.set_active(CompileOnly(GPUTarget("cuda", 90, 32)))
@@ -185,12 +189,13 @@ for row, tile, m, n in cases[int(sys.argv[1]) :: 2]:
     problem = Problem(m, n, 1024, scheme("int4", zero_point="integer"), torch.bfloat16, "cuda", GPU_FEATURES)
     packed = random_packed(problem.scheme, n, 1024, torch.device("cpu"))
     layout = fused_kernels.FRAGMENTS.build(packed, problem.dtype)
-    fused_kernels._RUNS[row](
+    kernel = fused_kernels.fused_kernel(row)
+    kernel.run(
         Operands(torch.zeros(m, 1024).bfloat16(), layout, None, problem.scheme, n), tile, GPU_FEATURES
     )
     launched = list(hashes)
     hashes.clear()
-    fused_kernels.compile_kernels(row, _same_kernel(problem, Candidate(row, tile)), layout, tile)
+    fused_kernels.compile_kernels(row, kernel.representative(problem), layout, tile)
     assert hashes == launched, (row, hashes, launched)
 """
 

@@ -79,7 +79,7 @@ def test_every_format_can_be_in_a_table(gpu: Gpu, ask: Ask) -> None:
     assert from_json(to_json(table, KERNELS), gpu, KERNELS) == table
 
 
-def test_buckets(ask: Ask) -> None:
+def test_entries_are_for_rows_of_x_up_to_a_power_of_two(ask: Ask) -> None:
     assert [bucket(m) for m in (1, 2, 3, 4, 5, 16, 17, 1000)] == [1, 2, 4, 4, 8, 16, 32, 1024]
     assert Key.of(ask(m=9)) == Key.of(ask(m=16)) != Key.of(ask(m=8))
 
@@ -286,7 +286,7 @@ def test_other_versions_and_gpus_are_left_out_with_a_warning(
     assert "is not used" in record.getMessage()
 
 
-def test_names_of_files(gpu: Gpu) -> None:
+def test_files_of_tables_have_safe_names(gpu: Gpu) -> None:
     names = {"NVIDIA H200": "nvidia_h200.json", "../../x y": "x_y.json", "": "gpu.json", "é": "gpu.json"}
     for name, expected in names.items():
         assert file_name(replace(gpu, name=name)) == expected
@@ -374,7 +374,9 @@ def test_what_its_own_table_lacks_a_gpu_has_of_one_like_it(
     ]
 
 
-def test_tables_by_name(table: TileTable, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_found_by_the_name_of_its_gpu(
+    table: TileTable, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a GPU that is not here, the user's before the shipped one."""
     shipped = tmp_path / "shipped"
     shipped.mkdir()
@@ -508,3 +510,12 @@ def test_a_damaged_older_table_is_refused(gpu: Gpu, change: dict[str, Any]) -> N
     old = json.loads(to_json(TileTable(gpu, {}, {}), KERNELS)) | {"version": 13, "tiles": FIELDS_OF_13}
     with pytest.raises(KernelError, match=r"'(tiles|weights)'"):
         from_json(json.dumps(old | change).encode(), gpu, KERNELS)
+
+
+def test_a_table_from_before_a_kernel_was_added_is_read(table: TileTable, gpu: Gpu) -> None:
+    """A new kernel is a row of `KERNELS`, and no edit of tables."""
+    older = [kernel for kernel in KERNELS if kernel.name != "fused-wgmma"]
+    assert from_json(to_json(table, older), gpu, KERNELS) == table
+    without = damage(lambda data: data["tiles"].pop("fused-portable"))
+    with pytest.raises(KernelError, match="names the row 'fused-portable'; known are fused-gemv"):
+        from_json(without(to_json(table, KERNELS)), gpu, KERNELS)

@@ -251,7 +251,7 @@ def test_menus_are_what_methods_can_do(method: str) -> None:
     assert formats == {row.format for row in MENU if not evenly or row.format.startswith("int")}
 
 
-def test_menus_by_name() -> None:
+def test_menus_are_read_from_names() -> None:
     assert candidates("mse", ("int4:64", "nf4")) == (Choice("int4", 64), Choice("nf4"))
     assert [row.group_size for row in candidates("mse", ("int3",))] == [64, 32, 16]
     assert candidates("gptq", ("int8", "int8")) == (Choice("int8", method="gptq"),)

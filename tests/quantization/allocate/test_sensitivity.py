@@ -17,11 +17,14 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model.blocks import Decoder
 from quantkit.model.hidden_states import Home
+from quantkit.model.prefixes import read_names
+from quantkit.model.trees import hidden_in
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.quantization.allocate import sensitivity
 from quantkit.quantization.allocate.sensitivity import measure
 from quantkit.quantization.blockwise.calibration_data import read_samples
 
+from ...support.compare import assert_close
 from ...tiny.calibrated import LINEARS, write
 
 STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
@@ -53,17 +56,20 @@ def test_the_head_is_that_of_the_model(tmp_path: Path, family: str) -> None:
     source = write(tmp_path, family)
     decoder, model = decoder_of(source), model_of(source)
     tokens = torch.randint(0, 96, (2, 9))
-    states, blocks = decoder.embed([tokens], Home(CPU))
-    hidden = states[0]
+    outputs = {}
     with torch.no_grad():
-        for block in blocks:
-            with decoder.loaded(block):
-                hidden = block.run(hidden)
-        with decoder.head() as logits:
-            found = logits(hidden)
-        torch.testing.assert_close(found, model(tokens).logits)
+        with decoder.passes() as start:
+            one = start(tokens, Home(CPU))
+            while one.block != decoder.head_name:
+                block = decoder.block(one.block)
+                with decoder.loaded(block):
+                    outputs[block.name] = block.run(one.call)
+                one.advance(outputs[block.name])
+        with decoder.head(outputs) as logits:
+            found = logits(hidden_in(outputs[block.name]), tokens.shape)
+        assert_close(found, model(tokens).logits)
     assert all(parameter.is_meta for parameter in decoder._model.parameters())
-    assert len(decoder._decoder.layers) == len(blocks)
+    assert list(outputs) == list(decoder.block_names)
 
 
 def drawn(model: Any, batch: torch.Tensor, at: int) -> torch.Tensor:
@@ -76,7 +82,14 @@ def drawn(model: Any, batch: torch.Tensor, at: int) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(("family", "method"), [("llama", "mse"), ("tied", "gptq"), ("gemma2", "rtn")])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *(("llama", "mse"), ("tied", "gptq"), ("gemma2", "rtn")),
+        # What blocks leave for others, take from others and return beside hidden states has gradients too.
+        *(("gemma4", "rtn"), ("falcon_h1", "rtn"), ("gpt2", "rtn")),
+    ],
+)
 def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
@@ -85,17 +98,19 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
     decoder, model = decoder_of(source), model_of(source)
     tokens = torch.randint(0, 96, (8, 12))
     row = (scheme("int3", group_size=32), scheme("fp4"))
-    found = measure(decoder, schemes_of(decoder, row), METHODS[method], tokens, 2).losses
+    _, structure = read_names(Checkpoint.open(source))
+    names = [name for name, linear in structure.linears.items() if linear.kind == "linear"]
+    found = measure(decoder, dict.fromkeys(names, row), METHODS[method], tokens, 2).losses
 
-    names = list(found)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     slopes: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     outputs: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(_: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             inputs[name].append(given[0].detach().flatten(0, 1))
-            outputs[name] = output
+            seen[name], outputs[name] = given[0], output
 
         return hook
 
@@ -109,15 +124,12 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
     for name in names:
         x, g = torch.cat(inputs[name]).double(), torch.cat(slopes[name]).double()
         # q, k and v, and gate and up, weigh the tokens of their one input together.
-        block, *_ = name.partition("self_attn." if "self_attn" in name else "mlp.")
-        together = next((s for s in (LINEARS[:3], LINEARS[4:6]) if name.endswith(s)), None)
-        beside = (
-            [name] if together is None else [n for n in names if n.startswith(block) and n.endswith(together)]
-        )
+        beside = [other for other in names if seen[other] is seen[name]]
         sizes = sum(torch.cat(slopes[other]).double().square().sum(-1) for other in beside)
         second = sum(w * torch.outer(v, v) for w, v in zip(sizes, x, strict=True)) / sizes.sum()
         importance = g.square().mean(0)
         weight = model.get_submodule(name).weight.detach()
+        weight = weight.T.contiguous() if structure.linears[name].transposed else weight
         given = None
         if METHODS[method].needs_data:
             hessian = Hessian((x.T @ x / len(x)).float(), len(x))

@@ -9,6 +9,7 @@ import transformers
 from quantkit.model.architectures import LLAMA_LIKE
 from quantkit.quantization.blockwise.fold_scales import FOLDS, Factors, Fold, fold_into, shared_rows
 
+from ...support.compare import assert_close, assert_equal
 from ...tiny.calibrated import write
 
 #: What the folds of each family go into.
@@ -60,16 +61,17 @@ def test_what_is_folded_multiplies_out_exactly() -> None:
     stored[7] = 0
     divided, exact = fold_into(stored, scales)
     assert divided.dtype == torch.bfloat16
-    assert torch.allclose(divided.float() * exact, stored.float(), rtol=1e-6)
-    assert exact[7] == 1 and torch.allclose(exact, torch.where(stored == 0, 1.0, scales), rtol=0.01)
+    assert_close(divided.float() * exact, stored.float(), rtol=1e-6, atol=1e-8)
+    assert exact[7] == 1
+    assert_close(exact, torch.where(stored == 0, 1.0, scales), rtol=0.01, atol=1e-8)
 
 
 def test_factors_scale_columns_and_rows() -> None:
     weight = torch.randn(3, 4).to(torch.bfloat16)
     rows, columns = torch.rand(3), torch.rand(4)
     found = Factors(columns, rows).apply(weight)
-    assert torch.allclose(found, weight.float() * columns * rows[:, None])
-    assert torch.equal(Factors().apply(weight), weight.float())
+    assert_close(found, weight.float() * columns * rows[:, None], rtol=1e-5, atol=1e-8)
+    assert_equal(Factors().apply(weight), weight.float())
 
 
 def folds_of(layer: Any) -> list[Fold]:

@@ -13,7 +13,8 @@ from quantkit.model.distributed import Ranks
 from quantkit.packing.schemes import scheme
 from quantkit.quantization.blockwise.layer_quantizer import Solver
 
-from ...live_bytes import LiveBytes
+from ...support.compare import assert_equal
+from ...support.live_bytes import LiveBytes
 
 ROWS, COLUMNS, PIECES = 8, 512, 24
 
@@ -82,4 +83,4 @@ def test_targets_take_as_many_rows_at_a_time_as_there_is_memory_for(monkeypatch)
 
     monkeypatch.setattr(Method, "target", of_few)
     found = solver.solve_alike("down", {"down": task}, share)["down"].packed
-    assert torch.equal(found.dequantize(), expected.dequantize())
+    assert_equal(found.dequantize(), expected.dequantize())

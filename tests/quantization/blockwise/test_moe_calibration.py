@@ -22,6 +22,7 @@ from quantkit.quantizing import quantize
 from quantkit.runtime.load import load
 from quantkit.verification.verify import verify
 
+from ...support.compare import assert_close
 from ...tiny.calibrated import data, files_of, interrupted_at, tokens_of, write
 
 MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe")
@@ -87,10 +88,10 @@ def test_hessians_are_those_of_a_loop_over_tokens(tmp_path, text, monkeypatch, f
             for matrix, seen, wanted in (("gate", x, f), ("down", into_down, original_into_down)):
                 hessian = found[f"model.layers.{layer}.mlp.experts.{expert}.{matrix}"]
                 second, shift = loop_over_tokens(expert, chosen, seen, wanted, everyone)
-                torch.testing.assert_close(hessian.matrix, second, rtol=1e-3, atol=1e-5)
+                assert_close(hessian.matrix, second, rtol=1e-3, atol=1e-5)
                 assert (hessian.input_error is None) == (method == "gptq")
                 if hessian.input_error is not None:
-                    torch.testing.assert_close(hessian.input_error, shift, rtol=1e-3, atol=1e-4)
+                    assert_close(hessian.input_error, shift, rtol=1e-3, atol=1e-4)
 
 
 def test_corrections_are_gone_before_there_are_factors(tmp_path, text, monkeypatch):

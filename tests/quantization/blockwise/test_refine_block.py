@@ -1,7 +1,9 @@
 """Learned rounding: what a plain autograd loop learns, never worse than its start, whatever else happens."""
 
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.model.blocks import Block
 from quantkit.model.distributed import Ranks
+from quantkit.model.model_pass import Call
 from quantkit.packing.tensor import PackedTensor
 from quantkit.quantization.blockwise import calibration, pipeline, refine_block
 from quantkit.quantization.blockwise.layer_quantizer import Solver
@@ -21,7 +24,8 @@ from quantkit.quantization.blockwise.refine_block import Learned, learn_rounding
 from quantkit.quantizing import quantize
 from quantkit.verification.verify import verify
 
-from ...processes import ended
+from ...support.compare import assert_equal
+from ...support.processes import ended
 from ...tiny.calibrated import data, files_of, interrupted_at, write
 
 #: Ends of codes and zero-points of all kinds, a ragged last group, a step of two, and a factor of all scales.
@@ -64,14 +68,26 @@ def problem(options: dict[str, Any]) -> tuple[Gated, dict[str, tuple[torch.Tenso
     return module, linears, inputs, targets
 
 
+class Waiting:
+    """A pass that waits before the block with these hidden states."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+    @contextmanager
+    def loaded(self) -> Iterator[Call]:
+        yield Call((self.hidden,), {})
+
+
 def learned(module: Gated, linears: Any, inputs: Any, targets: Any, workers: int = 2) -> Learned:
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     with ThreadPoolExecutor(workers) as pool:
         solver = Solver(lambda name: torch.empty(0), torch.device("cpu"), pool, workers, Ranks())
         offsets = {name: Offsets(weight, packed) for name, (weight, packed) in linears.items()}
+        passes: Any = [Waiting(one) for one in inputs]
         return learn_rounding(
-            Block("block", module, {}), offsets, inputs, targets, solver, "seed", lambda _: None
+            Block("block", module), offsets, passes, targets, solver, "seed", lambda _: None
         )
 
 
@@ -154,8 +170,8 @@ def test_without_a_step_codes_are_those_there_were(options):
     _, linears, _, _ = problem(options)
     for weight, packed in linears.values():
         offsets = Offsets(weight, packed)
-        assert torch.equal(offsets.packed().words, packed.words)
-        assert torch.equal(offsets.values(), packed.dequantize())
+        assert_equal(offsets.packed().words, packed.words)
+        assert_equal(offsets.values(), packed.dequantize())
 
 
 def test_what_only_gets_worse_is_not_kept(monkeypatch):
@@ -166,7 +182,7 @@ def test_what_only_gets_worse_is_not_kept(monkeypatch):
     assert found.error == found.error_before
     for name, (_, packed) in linears.items():
         assert found.packed[name] is packed
-        assert torch.equal(module.get_submodule(name).weight, packed.dequantize())
+        assert_equal(module.get_submodule(name).weight, packed.dequantize())
 
 
 OPTIONS: dict[str, Any] = {

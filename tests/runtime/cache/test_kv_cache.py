@@ -14,6 +14,8 @@ from quantkit.runtime.cache.kv_cache import KV_SCHEMES, PackedCache, PackedLayer
 from quantkit.runtime.generate import generate
 from quantkit.runtime.load import load
 
+from ...support.compare import assert_close, assert_equal
+
 STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
 
 
@@ -45,12 +47,12 @@ def test_tokens_are_quantized_on_their_own(format: str, size: int) -> None:
     keys, values = states(2, 3, 7, size), states(2, 3, 7, size, seed=1)
     for start, stop in ((0, 3), (3, 4), (4, 7)):
         found = layer.update(keys[:, :, start:stop], values[:, :, start:stop])
-    torch.testing.assert_close(found[0], by_row(keys, format, rotate=True), rtol=0, atol=4e-6)
-    torch.testing.assert_close(found[1], by_row(values, format, rotate=False), rtol=0, atol=0)
+    assert_close(found[0], by_row(keys, format, rotate=True), rtol=0, atol=4e-6)
+    assert_close(found[1], by_row(values, format, rotate=False), rtol=0, atol=0)
     assert layer.get_seq_length() == 7 and layer.get_mask_sizes(2) == (9, 0)
     at_once = PackedLayer(KV_SCHEMES[format])
     for one, other in zip(found, at_once.update(keys, values), strict=True):
-        assert torch.equal(one, other)
+        assert_equal(one, other)
 
 
 @pytest.mark.parametrize(("format", "bits"), [("int8", 8.25), ("int4", 5.0)])
@@ -65,7 +67,7 @@ def test_states_come_back_in_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     keys = states(1, 2, 5, 64).to(dtype)
     found, _ = PackedLayer(KV_SCHEMES["int8"]).update(keys, keys)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.float(), keys.float(), rtol=0, atol=0.03)
+    assert_close(found.float(), keys.float(), rtol=0, atol=0.03)
 
 
 def test_what_transformers_does_with_a_cache() -> None:
@@ -81,16 +83,17 @@ def test_what_transformers_does_with_a_cache() -> None:
 
     layer, before, _ = filled()
     layer.reorder_cache(torch.tensor([2, 0, 0]))
-    assert torch.equal(held(layer), before[[2, 0, 0]])
+    assert_equal(held(layer), before[[2, 0, 0]])
     layer, before, _ = filled()
     layer.batch_repeat_interleave(2)
-    assert torch.equal(held(layer), before.repeat_interleave(2, 0))
+    assert_equal(held(layer), before.repeat_interleave(2, 0))
     layer, before, _ = filled()
     layer.batch_select_indices(torch.tensor([1]))
-    assert torch.equal(held(layer), before[1:2])
+    assert_equal(held(layer), before[1:2])
     layer, before, _ = filled()
     layer.crop(-2)
-    assert layer.get_seq_length() == 4 and torch.equal(held(layer), before[:, :, :4])
+    assert layer.get_seq_length() == 4
+    assert_equal(held(layer), before[:, :, :4])
     layer.offload(), layer.prefetch(), layer.crop(0)
     with pytest.raises(UsageError, match="negative number, got 3"):
         layer.crop(3)
@@ -107,7 +110,7 @@ def test_generation_token_by_token_is_that_of_one_pass(model, format: str) -> No
         cache = PackedCache(model.config, format)
         parts = [model(input_ids=part, past_key_values=cache).logits for part in tokens.split([30, 1, 9], 1)]
         dense = model(input_ids=tokens).logits
-    torch.testing.assert_close(torch.cat(parts, 1), once, rtol=1e-4, atol=1e-4)
+    assert_close(torch.cat(parts, 1), once, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(once, dense, atol=1e-4)
     assert (once - dense).abs().mean() < {"int8": 0.02, "int4": 0.4}[format]
     assert cache.get_seq_length() == 40 and cache.dense_layers == 0
@@ -158,7 +161,7 @@ def test_layers_with_a_sliding_window_stay_dense() -> None:
     mistral = AutoModelForCausalLM.from_config(config).eval()
     tokens = torch.arange(10)[None]
     with torch.inference_mode():
-        torch.testing.assert_close(
+        assert_close(
             mistral(input_ids=tokens, past_key_values=cache).logits, mistral(input_ids=tokens).logits
         )
 
@@ -170,6 +173,6 @@ def test_states_that_are_no_numbers_are_refused() -> None:
         PackedLayer(KV_SCHEMES["int8"]).update(keys, keys)
 
 
-def test_formats() -> None:
+def test_an_unknown_format_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(UsageError, match="unknown format of a KV cache 'int3'; use one of int8, int4"):
         PackedCache(AutoConfig.from_pretrained(STORIES), "int3")

@@ -18,6 +18,7 @@ from quantkit.runtime.decoding import graphs_of
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.transformers.patches import generation
 
+from ...support.compare import assert_close, assert_equal
 from ..graphed import SEVEN, ids, made
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="models of these tests are on the GPU then")
@@ -53,7 +54,7 @@ def test_flat_steps_give_the_logits_of_the_model(family: str, dtype: torch.dtype
                 logits.append(forward(input_ids=token, use_cache=True, **{CACHE: cache}).logits)
             found.append(torch.stack(logits))
     assert not steps.refused
-    assert torch.equal(*found)
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 40])
@@ -74,7 +75,7 @@ def test_joined_products_of_a_step_give_the_logits_of_each_alone(
         assert not steps.refused
         (graph,) = steps._graphs.values()
         products.append(sum(name.startswith("product") for name in vars(graph.run.module.args[0])))
-    assert torch.equal(*found)
+    assert_equal(*found)
     # Of two layers, and the head: q, k, v, o, gate, up and down; or qkv, o, gate-up and down.
     assert products == ([15, 9] if rows < 40 else [15, 15])
 
@@ -87,10 +88,10 @@ def test_generate_runs_flat_steps_and_makes_the_same_tokens(monkeypatch: pytest.
     expected = model.generate(ids(), **SEVEN, disable_compile=True)
     assert not calls
     for _ in range(2):
-        assert torch.equal(model.generate(ids(), **SEVEN), expected)
+        assert_equal(model.generate(ids(), **SEVEN), expected)
     assert len(calls) == 12 and len(graphs_of(model)._graphs) == 1
     # A batch of another size is another step.
-    assert torch.equal(model.generate(ids(1), **SEVEN), model.generate(ids(1), **SEVEN, disable_compile=True))
+    assert_equal(model.generate(ids(1), **SEVEN), model.generate(ids(1), **SEVEN, disable_compile=True))
     assert not graphs_of(model).refused
 
 
@@ -100,7 +101,7 @@ def test_a_weight_that_is_replaced_is_seen_by_the_next_generation() -> None:
     with torch.no_grad():
         model.model.norm.weight = torch.nn.Parameter(-model.model.norm.weight)
     expected = model.generate(ids(), **SEVEN, disable_compile=True)
-    assert torch.equal(model.generate(ids(), **SEVEN), expected)
+    assert_equal(model.generate(ids(), **SEVEN), expected)
 
 
 def test_a_hook_keeps_the_modules_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +143,7 @@ def test_what_is_computed_twice_or_of_numbers_alone_is_computed_once() -> None:
         assert names.count("cos") == 1
         assert "arange" not in names
         (found,) = run(x)
-        assert torch.equal(found, 2 * torch.cos(x) + torch.arange(3) + torch.arange(3) + 2 + 4)
+        assert_equal(found, 2 * torch.cos(x) + torch.arange(3) + torch.arange(3) + 2 + 4)
     assert (counter, other) == (2, 4)
 
 
@@ -166,7 +167,7 @@ def test_what_is_called_in_place_of_an_operation_computes_the_same(operation: An
     binary = {"aten::add", "aten::mul", "aten::le"}
     name = operation._schema.name
     given = arguments.get(name, (x, y) if name in binary else (x,))
-    torch.testing.assert_close(FASTER[operation](*given), operation(*given), rtol=0, atol=0)
+    assert_close(FASTER[operation](*given), operation(*given), rtol=0, atol=0)
 
 
 def test_experts_on_a_cpu_run_module_by_module(caplog: pytest.LogCaptureFixture) -> None:
@@ -189,5 +190,5 @@ def test_a_step_that_cannot_be_changed_runs_module_by_module(
     model = packed(dtype=torch.float32)
     expected = model.generate(ids(), **SEVEN, disable_compile=True)
     with caplog.at_level(logging.WARNING, "quantkit.model"):
-        assert torch.equal(model.generate(ids(), **SEVEN), expected)
+        assert_equal(model.generate(ids(), **SEVEN), expected)
     assert "what a step computes is not what torch sees of it" in caplog.text

@@ -50,6 +50,7 @@ from quantkit.runtime.transformers.patches import attention, generation
 from quantkit.runtime.transformers.patches.attention import decode_attention_in
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
+from ...support.compare import assert_equal
 from ..graphed import (
     DEVICE,
     SEVEN,
@@ -128,7 +129,7 @@ def test_outputs_are_the_callers_own(model: Any) -> None:
         first = graphed(input_ids=prompt[:, -1:], past_key_values=cache).logits
         kept = first.clone()
         graphed(input_ids=prompt[:, :1], past_key_values=cache)
-    assert torch.equal(first, kept)
+    assert_equal(first, kept)
 
 
 def test_two_generations_at_a_time_do_not_mix(model: Any, recorded: list[int]) -> None:
@@ -360,12 +361,12 @@ def test_generate_of_transformers_runs_on_graphs(model: Any, recorded: list[int]
     graph_decoding(model)
     for more in ({}, {"max_new_tokens": 5}, {"generation_config": GenerationConfig(max_length=16)}):
         found = model.generate(prompt, **{**SEVEN, **more} if "generation_config" not in more else more)
-        assert torch.equal(found, expected[:, : found.shape[1]])
+        assert_equal(found, expected[:, : found.shape[1]])
     # Lengths that differ a little have one graph.
     assert len(recorded) == 1
     padded = torch.nn.functional.pad(prompt, (3, 0))
     mask = (padded != 0).long()
-    assert torch.equal(model.generate(padded, attention_mask=mask, **SEVEN)[:, 3:], expected)
+    assert_equal(model.generate(padded, attention_mask=mask, **SEVEN)[:, 3:], expected)
 
 
 @pytest.mark.usefixtures("compiling")
@@ -381,9 +382,9 @@ def test_generate_takes_caches_and_ways_that_need_their_own(model: Any, recorded
         {"prompt_lookup_num_tokens": 2},
     ]
     for other in others:
-        assert torch.equal(model.generate(prompt, **SEVEN, **other), expected), other
+        assert_equal(model.generate(prompt, **SEVEN, **other), expected, other)
     assert not recorded
-    assert torch.equal(model.generate(prompt, num_beams=2, **SEVEN)[:, : prompt.shape[1]], prompt)
+    assert_equal(model.generate(prompt, num_beams=2, **SEVEN)[:, : prompt.shape[1]], prompt)
 
 
 @pytest.mark.usefixtures("compiling")
@@ -401,7 +402,7 @@ def test_the_cache_that_a_generation_returns_has_room_for_more(window: int | Non
 
     expected = turns()
     graph_decoding(model)
-    assert torch.equal(turns(), expected)
+    assert_equal(turns(), expected)
 
 
 @pytest.mark.usefixtures("compiling")
@@ -409,7 +410,7 @@ def test_generate_under_autocast_has_the_cache_of_transformers(model: Any, recor
     with torch.autocast(DEVICE, torch.bfloat16):
         expected = model.generate(ids(), **SEVEN)
         graph_decoding(model)
-        assert torch.equal(model.generate(ids(), **SEVEN), expected)
+        assert_equal(model.generate(ids(), **SEVEN), expected)
     assert not recorded and list(forward_of(model).refused) == ["autocast is asked for"]
 
 
@@ -479,7 +480,7 @@ def test_sliding_windows_come_from_masks(recorded: list[int]) -> None:
     assert len(recorded) == 1
     expected = model.generate(ids(), **SEVEN)
     graph_decoding(model)
-    assert torch.equal(model.generate(ids(), **SEVEN), expected)
+    assert_equal(model.generate(ids(), **SEVEN), expected)
     assert len(recorded) == 2
     # transformers' own cache of windows counts on the host.
     graphed = GraphedForward(model)

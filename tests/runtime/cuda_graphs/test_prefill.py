@@ -33,6 +33,7 @@ from quantkit.runtime.decoding import forward_of
 from quantkit.runtime.generate import last_logits
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
+from ...support.compare import assert_equal
 from ..graphed import (
     DEVICE,
     SEVEN,
@@ -124,7 +125,7 @@ def test_a_replay_has_the_numbers_of_the_first_run(model: Any, recorded: list[in
     found = [model(input_ids=ids(), past_key_values=static_cache(model, 9), **LAST).logits for _ in range(3)]
     # The library's products in float32 are others while they are recorded.
     close(found[1], found[0])
-    assert torch.equal(found[1], found[2])
+    assert_equal(found[1], found[2])
     assert len(recorded) == 1
 
 
@@ -182,10 +183,10 @@ def test_what_is_no_recordable_prompt_runs_as_it_did(model: Any, recorded: list[
         for _ in range(3):
             found = model(**copy.deepcopy(every))
         expected = plain(**every)
-        assert torch.equal(found[0], expected[0]), inputs
+        assert_equal(found[0], expected[0], inputs)
         assert type(found) is type(expected)
     assert model(ids()).logits.shape[1] == 9
-    assert not recorded and not prefill.is_capturable({}, model)
+    assert not recorded and prefill.why_not({}, model) is not None
 
 
 @torch.no_grad()
@@ -290,14 +291,15 @@ def test_a_padded_batch_has_the_positions_that_its_model_counts(recorded: list[i
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
-def test_padded_masks(dtype: torch.dtype) -> None:
+def test_padding_is_hidden_and_no_row_is_without_a_key(dtype: torch.dtype) -> None:
     """Padding is hidden from tokens, and no row is without a key: in some kernels that is no number."""
     shown = torch.ones(2, 1, 5, 40, dtype=torch.bool).tril()
     mask = shown if dtype == torch.bool else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, -60000)
     padded = prefill._padded_mask({"full": mask, "none": None}, 5, 32)
     assert padded["none"] is None and padded["full"].shape == (2, 1, 32, 32)
     found = padded["full"] if dtype == torch.bool else padded["full"] == 0
-    assert torch.equal(found[:, :, :5, :5], shown[..., :5]) and not found[:, :, :5, 5:].any()
+    assert_equal(found[:, :, :5, :5], shown[..., :5])
+    assert not found[:, :, :5, 5:].any()
     assert found.any(-1).all()
     assert prefill._padded_mask(torch.ones(2, 5), 5, 32).shape == (2, 32)
 
@@ -322,7 +324,7 @@ def test_generate_of_transformers_with_padding(
     graph_decoding(model)
     for prompt, mask, whole in zip(prompts, masks, expected, strict=True):
         found = model.generate(prompt, attention_mask=mask, **options)
-        assert torch.equal(found.sequences, whole.sequences)
+        assert_equal(found.sequences, whole.sequences)
         close(torch.stack(found.logits), torch.stack(whole.logits))
     assert len(recorded) == 1
 
@@ -355,7 +357,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, recorded: list[int]) -> None:
+def test_prompts_of_each_family_are_recorded_and_right(family: str, recorded: list[int]) -> None:
     sizes = SIZES if family != "gpt2" else {"vocab_size": 512}
     config = AutoConfig.for_model(family, **{**sizes, **FAMILIES[family]})
     model = made(AutoModelForCausalLM.from_config, config)
@@ -385,7 +387,7 @@ def test_random_numbers_after_a_recording_that_failed() -> None:
         torch.manual_seed(0)
         drawn = torch.rand(3, device="cuda")
         torch.manual_seed(0)
-        assert torch.equal(torch.rand(3, device="cuda"), drawn)
+        assert_equal(torch.rand(3, device="cuda"), drawn)
     output, run = capture.capture(lambda: torch.rand(3, device="cuda"), lambda: None, device)
     run()
     assert output.isfinite().all()
@@ -762,7 +764,7 @@ def test_a_compiled_model_is_traced_without_graphs(model: Any, recorded: list[in
 
 
 @torch.no_grad()
-def test_packed_models(tmp_path: Path, recorded: list[int]) -> None:
+def test_prompts_of_packed_models_are_recorded_and_right(tmp_path: Path, recorded: list[int]) -> None:
     """Kernels may lay out weights at the first prompt, after which graphs are made anew."""
     quantkit.quantize(
         Path(__file__).parents[3] / "examples" / "stories260K", tmp_path / "int4", format="int4"

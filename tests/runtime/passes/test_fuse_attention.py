@@ -18,6 +18,7 @@ from quantkit.runtime.passes.patterns import fused
 from quantkit.runtime.transformers.patches import attention
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
+from ...support.compare import assert_close, assert_equal
 from ..graphed import DEVICE, calls, count_recordings, decode, ids, keep_modules, made
 
 pytest.importorskip("triton")
@@ -61,7 +62,9 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ],
 )
 @pytest.mark.sampled(2, "taken")
-def test_families(family: str, more: dict[str, Any], taken: bool, modules: list[Any]) -> None:
+def test_steps_of_each_family_attend_in_one_launch(
+    family: str, more: dict[str, Any], taken: bool, modules: list[Any]
+) -> None:
     model = made(family, **more).half()
     expected = decode(model, model, static_cache(model, 20), ids(), STEPS)
     graph_decoding(model)
@@ -100,7 +103,7 @@ def test_reading_early_changes_no_bit(
             layer.cumulative_length = layer.cumulative_length.reshape(shape)
         made_by.append(decode(model, forward_of(model), cache, ids(), STEPS))
     assert [sum(settled(module)) for module in modules] == [LAYERS - 1, 0]
-    assert torch.equal(*made_by)
+    assert_equal(*made_by)
 
 
 def given(dtype: torch.dtype = torch.float16) -> Given:
@@ -194,9 +197,9 @@ def test_it_is_taken_where_it_computes_the_same(step: Any, taken: bool) -> None:
     assert (calls(module)[rotated_attention.__name__] == 1) is taken
     caches = given(), given()
     expected, found = step(*caches[0]), module(*caches[1])
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     for one, other in zip(*caches, strict=True):
-        torch.testing.assert_close(one, other)
+        assert_close(one, other)
 
 
 def with_norms(
@@ -268,9 +271,9 @@ def test_norms_of_heads_are_taken_where_they_are_for_nothing_else(step: Any, tak
     assert (calls(module)["rms_norm"] == 0) is taken and calls(module)["rotate_append"] == 1
     caches = (*given(), *weights), (*given(), *weights)
     expected, found = step(*caches[0]), module(*caches[1])
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     for one, other in zip(*caches, strict=True):
-        torch.testing.assert_close(one, other)
+        assert_close(one, other)
 
 
 Second = Callable[[torch.Tensor, torch.Tensor, Given, Given], Given]

@@ -18,6 +18,7 @@ from quantkit.runtime.passes import fused_forward
 from quantkit.runtime.passes.patterns import fused
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
+from ...support.compare import assert_close, assert_equal
 from ..graphed import (
     DEVICE,
     calls,
@@ -81,7 +82,9 @@ def anywhere(monkeypatch: pytest.MonkeyPatch, interpreter: bool) -> None:
     [*((family, False) for family in FAMILIES), ("Qwen3Moe", True), ("Glm4Moe", True)],
 )
 @pytest.mark.sampled(2)
-def test_families(family: str, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_each_mixture_are_routed_in_one_launch(
+    family: str, inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     modules = keep_modules(monkeypatch)
     model = made(family, **FAMILIES[family], num_hidden_layers=1)
     expected = decode_whole(model, ids(), 2)
@@ -104,8 +107,9 @@ def test_what_a_router_rounds_stays_rounded() -> None:
         # Its cast as well.
         assert calls(module)["route"] == 1 and not calls(module)["_to_copy.default"]
         (weights, index), (expected, its_index) = module(logits), twin(logits, 4)
-        assert weights.dtype == expected.dtype and torch.equal(index, its_index)
-        torch.testing.assert_close(weights, expected, rtol=2**-7, atol=1e-6)
+        assert weights.dtype == expected.dtype
+        assert_equal(index, its_index)
+        assert_close(weights, expected, rtol=2**-7, atol=1e-6)
 
 
 WEIGHTS = {columns: numbers(6, columns) for columns in (12, 24, 48)}
@@ -138,7 +142,7 @@ def test_routers_take_the_norm_before_them() -> None:
         module = fused(one, given, "steps")
         found = calls(module)
         assert (found["norm_linear"] == 1) is taken and found["add_rms_norm"] + found["norm_linear"] == 1
-        torch.testing.assert_close(module(*given), one(*given), rtol=1e-5, atol=1e-5)
+        assert_close(module(*given), one(*given), rtol=1e-5, atol=1e-5)
 
 
 Step = Callable[[torch.Tensor], Any]
@@ -149,7 +153,7 @@ def ordered(step: Step, tokens: int) -> Any:
     logits = numbers(tokens, 6)
     module = fused(step, [logits.clone()], "functions")
     found, expected = module(logits.clone()), step(logits.clone())
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
     return calls(module)
 
 
@@ -225,9 +229,10 @@ def test_routers_by_sigmoids_of_what_is_made_wide(groups: int, kept: int) -> Non
     found, expected = module(x), step(x)
     # Torch has those that were chosen in no order.
     for one, other in zip(by_expert(*found[:2]), by_expert(*expected[:2]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert_close(one, other, rtol=1e-5, atol=1e-6)
     again = SORT_OPERATOR(found[1], 16, True)
-    assert torch.equal(found[2], again[0]) and torch.equal(found[3], again[1])
+    assert_equal(found[2], again[0])
+    assert_equal(found[3], again[1])
 
 
 def by_expert(weights: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -326,7 +331,7 @@ def test_products_for_which_torch_converts_weights_may_be_larger(
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="products with experts are grouped on a GPU only")
-def test_a_packed_mixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_packed_mixture_routes_and_sorts_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     modules = keep_modules(monkeypatch)
     model = made("Qwen3Moe", **FAMILIES["Qwen3Moe"] | {"hidden_size": 64, "moe_intermediate_size": 32})
     model.save_pretrained(tmp_path / "source")

@@ -43,6 +43,7 @@ from quantkit.runtime.passes.patterns import fused
 from quantkit.runtime.passes.trace import trace
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
+from ...support.compare import assert_close, assert_equal
 from ..graphed import (
     DEVICE,
     calls,
@@ -146,7 +147,9 @@ def beside_torch(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sampled(3)
-def test_families(family: str, inference: bool, modules: list[Any], steps: list[int]) -> None:
+def test_steps_of_each_family_are_fused_and_right(
+    family: str, inference: bool, modules: list[Any], steps: list[int]
+) -> None:
     more, of_layer, others = FAMILIES[family]
     model = made(family, **more)
     expected = decode_whole(model, ids(), 6)
@@ -356,7 +359,7 @@ def test_memory_is_shared_whatever_operations_say() -> None:
 @torch.no_grad()
 def test_results_within_results_are_not_constants() -> None:
     module = trace(lambda x: torch.ops.quantkit_tests.nested(x)[1][1] + 1, [numbers(4)])
-    assert torch.equal(module(numbers(5)), numbers(5) * 3 + 1)
+    assert_equal(module(numbers(5)), numbers(5) * 3 + 1)
 
 
 def test_a_number_that_the_host_gives_a_gpu_cannot_be_traced() -> None:
@@ -764,7 +767,7 @@ def test_a_model_that_cannot_be_traced_is_recorded_as_it_is(
     monkeypatch.setattr(fused_forward, "fused", fails)
     steps_are_right(made("Llama"))
     assert len(steps) == 1
-    assert "decoding steps are recorded as they are, with more launches: no such thing" in caplog.text
+    assert "decoding steps are captured as they are, with more launches: no such thing" in caplog.text
 
 
 def test_a_step_that_cannot_be_recorded_leaves_the_cache_as_it_was(
@@ -828,7 +831,7 @@ def test_prompts_that_cannot_be_traced_are_recorded_as_they_are(
     prompts_are_right(made("Llama"), [{"tokens": ids(seed=seed)} for seed in range(3)])
     prompts_are_right(made("Llama"), [{"tokens": ids(2, seed=seed)} for seed in range(3)])
     assert len(prompts) == 2
-    assert caplog.text.count(f"prompts are recorded as they are, with more launches: {error}") == 1
+    assert caplog.text.count(f"prompts are captured as they are, with more launches: {error}") == 1
 
 
 @torch.no_grad()
@@ -852,7 +855,7 @@ def test_what_does_not_run_in_fewer_launches_is_recorded_as_it_is(
     assert len(prompts) == 1
     steps_are_right(model)
     for what in ("prompts", "decoding steps"):
-        assert f"{what} are recorded as they are, with more launches: no such kernel" in caplog.text
+        assert f"{what} are captured as they are, with more launches: no such kernel" in caplog.text
 
 
 def test_prompts_without_memory_to_trace_them_run(
@@ -875,7 +878,7 @@ def test_prompts_are_not_without_what_torch_does_not_see(
     model.model.layers[0].mlp.forward = beside_torch
     prompts_are_right(model, [{"tokens": ids(1, seed=seed)} for seed in range(3)])
     assert len(prompts) == 1
-    assert "prompts are recorded as they are, with more launches: something computes that" in caplog.text
+    assert "prompts are captured as they are, with more launches: something computes that" in caplog.text
 
 
 @pytest.mark.parametrize("never", [-math.inf, math.nan])
@@ -897,7 +900,7 @@ def test_what_is_no_number_in_both_is_no_difference(
     graph_decoding(model)
     for inputs, whole in zip(given, expected, strict=True):
         for one, other in zip(prompt(model, **inputs), whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+            assert_close(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
     assert len(prompts) == 1 and "as they are" not in caplog.text
 
 
@@ -933,7 +936,7 @@ def test_keys_are_those_of_the_tokens_and_nothing_is_kept(
     close(torch.stack([layer.keys, layer.values]), torch.stack([expected.keys, expected.values]))
 
 
-def test_a_packed_model(modules: list[Any], tmp_path: Path) -> None:
+def test_steps_of_a_packed_model_are_fused_and_right(modules: list[Any], tmp_path: Path) -> None:
     source = Path(__file__).parents[3] / "examples/stories260K"
     quantkit.quantize(source, tmp_path / "out", format="int4", method="rtn")
     model = quantkit.load(tmp_path / "out", device=DEVICE, dtype=torch.float32)

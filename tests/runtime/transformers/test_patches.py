@@ -31,6 +31,7 @@ from quantkit.runtime.transformers.patches import (
 from quantkit.runtime.transformers.patches.table import PATCHES, Patch
 from quantkit.runtime.transformers.quantizer import QuantkitConfig, register, unregister
 
+from ...support.compare import assert_close, assert_equal
 from ...tiny.packed import VERSION, Tiny, logits_of
 from ..graphed import DEVICE, SEVEN, count_recordings, ids
 
@@ -89,8 +90,9 @@ def test_a_packed_model_changes_nothing_of_a_dense_one(packed: Path, recorded: l
     assert dense.config.to_dict() == config and dense.config._attn_implementation == "sdpa"
     assert ALL_ATTENTION_FUNCTIONS["sdpa"].__module__.startswith("transformers.")
     recorded.clear()
-    assert torch.equal(logits_of(dense, ids()), logits)
-    assert torch.equal(dense.generate(ids(), **SEVEN), tokens) and not recorded
+    assert_equal(logits_of(dense, ids()), logits)
+    assert_equal(dense.generate(ids(), **SEVEN), tokens)
+    assert not recorded
     # A dense model that is loaded after it is transformers' too.
     again = from_pretrained(STORIES, dtype=torch.float32)
     assert type(again) is LlamaForCausalLM and set(vars(again)) == attributes
@@ -181,7 +183,7 @@ def test_each_patch_can_be_undone(packed: Path, patch: Patch) -> None:
     parallel.undo_styles()
     assert registries() == before
     vars(next(one for _, one in packed_modules(model))).pop("_hf_hook", None)
-    assert torch.equal(logits_of(model, ids().cpu()), expected)
+    assert_equal(logits_of(model, ids().cpu()), expected)
 
 
 def test_every_patch_has_a_test() -> None:
@@ -227,10 +229,12 @@ def test_from_pretrained_is_the_fast_path(packed: Path, recorded: list[int]) -> 
     expected = tokens_of(quantkit.load(packed, device=DEVICE, dtype=torch.float32))
     assert recorded == [1]
     model = from_pretrained(packed, dtype=torch.float32, device_map={"": DEVICE})
-    assert torch.equal(tokens_of(model), expected) and recorded == [1, 1]
+    assert_equal(tokens_of(model), expected)
+    assert recorded == [1, 1]
     assert isinstance(model, LlamaForCausalLM) and type(model).__name__ == "LlamaForCausalLM"
     # Not for who asks for no graphs.
-    assert torch.equal(tokens_of(model, disable_compile=True), expected) and recorded == [1, 1]
+    assert_equal(tokens_of(model, disable_compile=True), expected)
+    assert recorded == [1, 1]
     assert not graphs_of(model)._prompts.graphs
 
 
@@ -260,7 +264,7 @@ def test_a_model_that_changed_place_has_joined_layouts_again(packed: Path, way: 
     linears = [one for _, one in packed_modules(model)]
     assert all(one.lacks_layouts for one in linears)
     tolerance = 0.05 if way == "cast" else 1e-4
-    torch.testing.assert_close(logits_of(model, ids()).cpu(), expected, rtol=tolerance, atol=tolerance)
+    assert_close(logits_of(model, ids()).cpu(), expected, rtol=tolerance, atol=tolerance)
     assert not any(one.lacks_layouts for one in linears)
     attended = model.model.layers[0].self_attn
     shared = {id(one._shared[0]) for one in (attended.q_proj, attended.k_proj, attended.v_proj)}
@@ -311,7 +315,7 @@ def test_what_cannot_be_recorded_runs_and_is_said_once(
     caplog.clear()
     change(model)
     for _ in range(2):
-        assert torch.equal(tokens_of(model), expected)
+        assert_equal(tokens_of(model), expected)
     assert not recorded
     (told,) = [record.getMessage() for record in caplog.records if record.name == "quantkit.model"]
     assert told.startswith(f"decoding steps are launched one kernel at a time: {reason}")
@@ -325,7 +329,7 @@ def test_a_model_on_a_cpu_runs_as_transformers_runs_it(
     found = model.generate(prompt, **SEVEN, return_dict_in_generate=True)
     assert not graphs_of(model).refused and not [one for one in caplog.records if "quantkit" in one.name]
     generation.undo(model)
-    assert torch.equal(model.generate(prompt, **SEVEN), found.sequences)
+    assert_equal(model.generate(prompt, **SEVEN), found.sequences)
 
 
 def test_a_class_that_somebody_changes_later_is_taken(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +343,7 @@ def test_a_class_that_somebody_changes_later_is_taken(packed: Path, monkeypatch:
         return output
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", doubled)
-    assert torch.equal(logits_of(model, ids().cpu()), 2 * expected)
+    assert_equal(logits_of(model, ids().cpu()), 2 * expected)
 
 
 def test_quantkits_own_loop_is_quiet_on_a_cpu(packed: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -354,7 +358,7 @@ def test_a_dequantized_model_is_dense(packed: Path) -> None:
     expected = logits_of(model, ids().cpu())
     dense = model.dequantize()
     assert not any(True for _ in packed_modules(dense))
-    torch.testing.assert_close(logits_of(dense, ids().cpu()), expected, rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(dense, ids().cpu()), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_options_of_torch_compile_are_taken(packed: Path, recorded: list[int]) -> None:
@@ -369,6 +373,4 @@ def test_a_tiny_of_experts_loads_as_it_did(tiny: Callable[..., Tiny], prompt: to
     checkpoint = tiny("mixtral")
     model = from_pretrained(checkpoint.packed, dtype=torch.float32)
     assert graphs_of(model) is not None and model.config._attn_implementation == "sdpa"
-    torch.testing.assert_close(
-        logits_of(model, prompt), logits_of(checkpoint.dense_model(), prompt), rtol=1e-3, atol=1e-3
-    )
+    assert_close(logits_of(model, prompt), logits_of(checkpoint.dense_model(), prompt), rtol=1e-3, atol=1e-3)

@@ -17,6 +17,7 @@ from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.transformers.quantizer import QuantkitConfig, QuantkitQuantizer, register
 
+from ...support.compare import assert_close, assert_equal
 from ...tiny.packed import (
     FAMILIES,
     HALF_ON_DISK,
@@ -24,7 +25,6 @@ from ...tiny.packed import (
     VERSION,
     assert_same_checkpoint,
     logits_of,
-    run_python,
 )
 
 CASES = [(family, "int4") for family in FAMILIES]
@@ -60,7 +60,7 @@ def test_logits_equal_those_of_the_dequantized_model(tiny, prompt, transformers_
     assert [text for text in transformers_warnings if "rope_parameters" not in text] == []
     assert any(True for _ in packed_modules(model))
     expected = logits_of(checkpoint.dense_model(), prompt)
-    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+    assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_saving_writes_back_the_same_tensors_and_configuration(tiny, prompt, tmp
     model.save_pretrained(tmp_path / "again")
     assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    torch.testing.assert_close(logits_of(again, prompt), before, rtol=0, atol=0)
+    assert_close(logits_of(again, prompt), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shard", ["20KB", "45KB", "1GB"])
@@ -106,9 +106,9 @@ def test_saving_over_the_files_that_it_was_loaded_from(tiny, prompt, tmp_path, f
     model.save_pretrained(tmp_path / "here", max_shard_size=shard)
     assert (sorted((tmp_path / "here").glob("*.safetensors")) == files) <= (shard == "20KB")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "here")
-    torch.testing.assert_close(logits_of(again, prompt), expected)
+    assert_close(logits_of(again, prompt), expected)
     if not placement:
-        assert torch.equal(logits_of(model, prompt), expected)
+        assert_equal(logits_of(model, prompt), expected)
 
 
 @pytest.mark.parametrize("format", ["int4", "fp6"])
@@ -121,26 +121,26 @@ def test_models_that_initialize_or_read_weights_of_their_linears(tmp_path, promp
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert "in_proj" in "".join(name for name, _ in packed_modules(model))
     found = logits_of(model, prompt)
-    torch.testing.assert_close(found, logits_of(model.dequantize(), prompt), rtol=1e-5, atol=1e-5)
+    assert_close(found, logits_of(model.dequantize(), prompt), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp6"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_tied_embeddings(tiny, prompt, family, name):
+def test_tied_embeddings_stay_tied(tiny, prompt, family, name):
     checkpoint = tiny(family, name, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     expected = logits_of(checkpoint.dense_model(), prompt)
-    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+    assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp6", "fp8", "mxfp4"])
-def test_a_packed_lm_head(tiny, prompt, tmp_path, name):
+def test_a_packed_head_is_loaded_and_saved_again(tiny, prompt, tmp_path, name):
     checkpoint = tiny("llama", name, pack_head=True)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
     assert isinstance(model.lm_head, PackedLinear)
     expected = logits_of(checkpoint.dense_model(), prompt)
-    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+    assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
     model.save_pretrained(tmp_path / "again")
     assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
 
@@ -164,7 +164,7 @@ def test_scales_keep_their_dtype(tiny, prompt, dtype, name):
     expected = logits_of(checkpoint.dense_model(dtype), prompt)
     found = logits_of(model, prompt)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05 * expected.abs().max().item()
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 def test_scales_of_experts_keep_their_dtype(tiny):
@@ -177,13 +177,11 @@ def test_casting_the_loaded_model(tiny, prompt):
     model = AutoModelForCausalLM.from_pretrained(checkpoint.packed).bfloat16()
     assert model.model.layers[0].self_attn.q_proj.weight_scale.dtype == torch.bfloat16
     expected = logits_of(checkpoint.dense_model(torch.bfloat16), prompt)
-    torch.testing.assert_close(
-        logits_of(model, prompt), expected, rtol=0, atol=0.1 * expected.abs().max().item()
-    )
+    assert_close(logits_of(model, prompt), expected, rtol=0, atol=0.1 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
-def test_generate(tiny, prompt, family):
+def test_generate_gives_the_tokens_of_the_dense_model(tiny, prompt, family):
     checkpoint = tiny(family, "int4-fp32")
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     found = AutoModelForCausalLM.from_pretrained(checkpoint.packed).generate(prompt, **options)
@@ -195,7 +193,7 @@ def test_generate(tiny, prompt, family):
     [("llama", "int4-asym"), ("qwen3_moe", "int4-asym"), ("llama", "fp8"), ("llama", "nvfp4")],
 )
 @pytest.mark.parametrize("placement", ["auto", "cpu", "disk"])
-def test_device_maps(tiny, prompt, tmp_path, family, name, placement):
+def test_any_device_map_gives_the_same_logits(tiny, prompt, tmp_path, family, name, placement):
     checkpoint = tiny(family, name)
     # Which GPUs there are, accelerate sees for itself.
     options: dict[str, Any] = {"device_map": placement, "max_memory": {"cpu": 1 << 30}}
@@ -206,7 +204,7 @@ def test_device_maps(tiny, prompt, tmp_path, family, name, placement):
         assert any(parameter.is_meta for parameter in model.parameters())
     expected = logits_of(checkpoint.dense_model(), prompt)
     for _ in range(2):
-        torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+        assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
     if placement == "disk" and family != "llama" and VERSION < (5, 17):
         return  # this version cannot save offloaded experts, dense ones neither
     model.save_pretrained(tmp_path / "again")
@@ -234,12 +232,12 @@ def test_dequantize_gives_the_dense_model(tiny, prompt, tmp_path, family, name, 
     found = model.state_dict()
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=0, atol=0, msg=key)
-    assert torch.equal(logits_of(model, prompt), logits_of(reference, prompt))
+        assert_close(found[key], tensor, rtol=0, atol=0, name=key)
+    assert_equal(logits_of(model, prompt), logits_of(reference, prompt))
     model.save_pretrained(tmp_path / "dense")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     assert not hasattr(again.config, "quantization_config")
-    assert torch.equal(logits_of(again, prompt), logits_of(model, prompt))
+    assert_equal(logits_of(again, prompt), logits_of(model, prompt))
 
 
 def test_an_offloaded_model_is_not_dequantized(tiny, tmp_path):
@@ -441,7 +439,7 @@ def test_a_foreign_compressed_tensors_checkpoint_loads_as_before(tiny, prompt):
     model = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
     assert not any(True for _ in packed_modules(model))
     expected = logits_of(checkpoint.dense_model(), prompt)
-    torch.testing.assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
+    assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp6"])
@@ -455,21 +453,6 @@ def test_our_configuration_is_kept_verbatim(tiny, name):
     assert json.loads(config.to_json_string()) == found
     assert isinstance(auto.AutoHfQuantizer.from_config(config), QuantkitQuantizer)
     assert type(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[found["quant_method"]](**found)) is QuantkitConfig
-
-
-def test_without_compressed_tensors_installed(tiny, tmp_path):
-    checkpoint = tiny("llama", "int4-asym")
-    code = f"""
-import sys
-sys.modules["compressed_tensors"] = None
-import quantkit
-from importlib import metadata, util
-import transformers.utils.import_utils as iu
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(checkpoint.packed)!r})
-print(type(model.model.layers[0].self_attn.q_proj).__name__)
-"""
-    assert run_python(code).stdout.strip().endswith("PackedLinear")
 
 
 def test_experts_are_packed(tiny):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import quantkit  # noqa: F401  registers the plug-in
 from quantkit.packing.schemes import Scheme
 
+from ...support.compare import assert_close
 from ...tiny.packed import SCHEMES, VERSION, Tiny, assert_same_checkpoint, logits_of, write_tiny
 
 #: Answers with what went wrong, if anything did, for each line that it is given. Importing takes seconds.
@@ -85,7 +86,7 @@ def test_plain_transformers_reads_int4_and_int8(plain, tiny, prompt, tmp_path, f
     expected = logits_of(checkpoint.dense_model(), prompt)
     # Where transformers dequantizes while it loads, it does so in the scales' dtype, bfloat16.
     tolerance = 1e-4 if options == "{}" and family == "llama" else 0.02
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=tolerance)
+    assert_close(found, expected, rtol=1e-5, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +114,14 @@ def test_plain_transformers_reads_fp8_and_fp4(plain, tiny, prompt, tmp_path, fam
     found = logits_without_quantkit(plain, checkpoint, tmp_path, options)
     dtype = torch.bfloat16 if options == BFLOAT16 else torch.float32
     expected = logits_of(checkpoint.dense_model(dtype), prompt)
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0)
+    assert_close(found.float(), expected, rtol=0, atol=0)
     # And quantkit computes the same from the same files. In bfloat16, experts whose scores are close are
     # chosen by how products are rounded.
     for own in {torch.float32} if family == "qwen3_moe" else {torch.float32, dtype}:
         ours = AutoModelForCausalLM.from_pretrained(checkpoint.packed, dtype=own)
         expected = logits_of(checkpoint.dense_model(own), prompt)
         tolerance = 1e-4 if own == torch.float32 else 0.05 * expected.abs().max().item()
-        torch.testing.assert_close(logits_of(ours, prompt), expected, rtol=0, atol=tolerance)
+        assert_close(logits_of(ours, prompt), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("head", ["int4", "int8"])
@@ -131,7 +132,7 @@ def test_plain_transformers_reads_a_packed_head(plain, prompt, tmp_path, head):
         tmp_path / "model", "llama", lambda name: schemes.get(name, SCHEMES["int4"]), pack_head=True
     )
     found = logits_without_quantkit(plain, checkpoint, tmp_path, "{}")
-    torch.testing.assert_close(found, logits_of(checkpoint.dense_model(), prompt), rtol=1e-5, atol=1e-4)
+    assert_close(found, logits_of(checkpoint.dense_model(), prompt), rtol=1e-5, atol=1e-4)
 
 
 MIXES = {
@@ -158,10 +159,10 @@ def test_plain_transformers_reads_a_mix_of_formats(plain, prompt, tmp_path, mix)
     assert checkpoint.quantization_config["format"] == "mixed-precision"
     found = logits_without_quantkit(plain, checkpoint, tmp_path, BFLOAT16)
     expected = logits_of(checkpoint.dense_model(torch.bfloat16), prompt)
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0)
+    assert_close(found.float(), expected, rtol=0, atol=0)
     ours = AutoModelForCausalLM.from_pretrained(checkpoint.packed)
     expected = logits_of(checkpoint.dense_model(), prompt)
-    torch.testing.assert_close(logits_of(ours, prompt), expected, rtol=0, atol=1e-4)
+    assert_close(logits_of(ours, prompt), expected, rtol=0, atol=1e-4)
     ours.save_pretrained(tmp_path / "again")
     assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
 

@@ -1,4 +1,4 @@
-"""What `fused-gemv` knows at compile time. Processes that only compile import it: it has no torch."""
+"""Compile-time config of `fused-gemv`. Processes that only compile import it, so it does not import torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +11,16 @@ from quantkit.kernels.layouts.shared_memory import (
     undeclared_bytes,
 )
 
-#: Columns of operand B of a product, and the most rows of x that it multiplies with.
+#: Columns of operand B of an mma, so most rows of x of one mma.
 COLUMNS = 8
 
 
 @dataclass(frozen=True)
 class Norm:
-    """The part of a norm that is done: of a sum if it `adds`; whether numbers are rounded before they are
-    multiplied with weights, and what is added to these.
+    """The part of a norm that is done (`quantkit.kernels.problem.Normed`).
+
+    `adds`: the norm is of a sum. `rounded`: numbers are rounded before they are multiplied by weights.
+    `offset` is added to weights.
     """
 
     part: str
@@ -30,9 +32,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What the kernel knows at compile time: the weight, how codes become operands, and how work is shared.
+    """All that the kernel knows at compile time: the weight, how codes become operands, how work is divided.
 
-    Products are those of `mma_k` columns; two of them have a quad of x, a `mma_pair` of columns.
+    An mma has `mma_k` columns. Two of them are an mma pair and share a vec4 of x (16 bytes of a warp lane).
     """
 
     k: int
@@ -50,15 +52,15 @@ class DecodeConfig:
     has_factor: bool
     has_bias: bool
     norm: Norm | None
-    #: What gates the rows of the second half, of `quantkit.kernels.ops.activation.gate`; "" for nothing.
+    #: Kind of `quantkit.kernels.ops.activation.gate` by which the first half of rows gates the second, or "".
     gate: str
-    #: Matrices of an expert, and pairs of each row of x.
+    #: Matrices of an expert, and routed tokens of a token.
     matrices: int
     top_k: int
     chained: bool
     dtype_name: str
     int8_mma: bool
-    #: What a byte counts, of integers.
+    #: Worth of a signed byte, for integer products.
     byte_scale: float
     asm: str
     constraints: str
@@ -67,176 +69,179 @@ class DecodeConfig:
     warps: int
     #: Rows of x, a power of two.
     rows: int
-    #: Row tiles that there is shared memory for, a power of two.
+    #: Row tiles in shared memory, a power of two.
     padded_row_tiles: int
     k_steps_per_warp: int
     tiles_per_iter: int
-    #: Whether there is but one turn.
+    #: True if all row tiles of a program are one iteration.
     single_iter: bool
     prefetch: int
     overlap: bool
 
     def __hash__(self) -> int:
-        # Part of what Triton looks a kernel up by.
+        # A fast hash: Triton hashes it at every launch.
         return hash((self.k, self.asm, self.rows, self.padded_row_tiles))
 
     @property
     def norms_x(self) -> bool:
-        """Whether x becomes a norm."""
+        """Return True if x is normed before the product."""
         return self._does("whole")
 
     @property
     def begins_norm(self) -> bool:
-        """Whether a norm of y is begun."""
+        """Return True if a norm of y is begun."""
         return self._does("begin")
 
     @property
     def ends_norm(self) -> bool:
-        """Whether the norm that x was begun to become is ended."""
+        """Return True if the norm of x is ended."""
         return self._does("end")
 
     @property
     def as_vec4(self) -> bool:
-        """Whether x is in shared memory as quads, as words have columns that lie 16 apart."""
+        """Return True if x is stored as vec4s in shared memory, as words hold columns that are 16 apart."""
         return self.shared_table or (self.int8_mma and self.plane_distance == 1)
 
     @property
     def shared_table(self) -> bool:
-        """Whether the expression is that of `ptx.shared_table`."""
+        """Return True if values are looked up in shared memory (`dequant_ptx.shared_table`)."""
         return self.fill is not None
 
     def _does(self, part: str) -> bool:
+        """Return True if this part of a norm is done."""
         return self.norm is not None and self.norm.part == part
 
     @property
     def dtype(self) -> Any:
-        """The dtype of x."""
+        """Return Triton's dtype of x."""
         import triton.language as tl
 
         return {"bfloat16": tl.bfloat16, "float16": tl.float16}[self.dtype_name]
 
     @property
     def row_tiles_per_output(self) -> int:
-        """Row tiles that a program has one or none of."""
+        """Return the row tiles that a program has together: gate and up, or one."""
         return 2 if self.gate else 1
 
     @property
     def k_step(self) -> int:
-        """Columns of a unit."""
+        """Return the columns of a k_step."""
         return max(128, 16 * self.planes)
 
     @property
     def vec4s_per_step(self) -> int:
-        """Quads that a lane has of the codes of a unit."""
+        """Return the 16-byte words of codes that a warp lane has of a k_step."""
         return self.k_step // (16 * self.planes) * self.tiles
 
     @property
     def total_k_steps(self) -> int:
-        """Units of all warps together."""
+        """Return the k_steps of all warps together."""
         return self.spans * 16 * self.planes // self.k_step
 
     @property
     def scales_sums(self) -> bool:
-        """Whether each dot has a scale that multiplies its sums."""
+        """Return True if scales of groups multiply sums."""
         return self.groups > 1 and not self.on_weights
 
     @property
     def int32_sums(self) -> bool:
-        """Whether sums are integers to the end."""
+        """Return True if sums stay integers until the epilogue."""
         return self.int8_mma and not self.scales_sums
 
     @property
     def mma_k(self) -> int:
-        """Columns of a product."""
+        """Return the columns of an mma."""
         return 32 if self.int8_mma else 16
 
     @property
     def mma_pairs_per_step(self) -> int:
-        """Pieces of a unit."""
+        """Return the mma pairs of a k_step."""
         return self.k_step // (2 * self.mma_k)
 
     @property
     def mma_pairs(self) -> int:
-        """Pieces of each warp."""
+        """Return the mma pairs of a warp."""
         return self.k_steps_per_warp * self.mma_pairs_per_step
 
     @property
     def mma_pairs_per_pass(self) -> int:
-        """Pieces that the lanes of a warp have at a time, each four of every row of x."""
+        """Return the mma pairs that a warp stages at a time; four of its lanes have a row of x."""
         return max(1, COLUMNS // self.rows)
 
     @property
     def padded_mma_pairs(self) -> int:
-        """Pieces of each warp that there is shared memory for: whole turns of a warp, or a power of two."""
+        """Return the mma pairs of a warp in shared memory: whole passes, or a power of two."""
         turns = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
         return turns if self.int8_mma else power_of_two(turns)
 
     @property
     def columns_per_digit(self) -> int:
-        """Columns of operand B for one digit, or for the rows of x that a group of them has."""
+        """Return the columns of operand B for one digit, or for the rows of x of a group."""
         return max(2, self.rows_per_group)
 
     @property
     def rows_per_group(self) -> int:
-        """Rows of x that a group of columns of operand B has."""
+        """Return the rows of x in a group of columns of operand B."""
         return min(COLUMNS, self.rows)
 
     @property
     def has_column_weights(self) -> bool:
-        """Whether columns of operand B may count differently: as digits, or once where there are copies."""
+        """Return True if columns of operand B are weighted: digits by their place, copies of a row by 0."""
         return self.int8_mma or self.rows <= COLUMNS
 
     @property
     def column_groups(self) -> int:
-        """Groups of `COLUMNS` columns of operand B: of digits, or of rows of x."""
+        """Return the groups of `COLUMNS` columns of operand B, of digits or of rows of x."""
         return self.columns_per_digit // 2 if self.int8_mma else max(1, self.rows // COLUMNS)
 
     @property
     def stored_vec4s(self) -> int:
-        """Quads of a lane t in shared memory, for a group of columns of a piece."""
+        """Return the vec4s in shared memory per lane t, for a group of columns of an mma pair."""
         return (8 // self.columns_per_digit if self.int8_mma else 1) * self.rows_per_group
 
     @property
     def vec4_shape(self) -> tuple[int, ...]:
-        """Words in shared memory that are a quad of each lane: columns n, words and t in either order."""
+        """Return the shape of words with a vec4 per warp lane: columns n, words and t in either order."""
         return self.warps, self.stored_vec4s // self.rows_per_group, self.rows_per_group, 4, 4
 
     @property
     def x_shape(self) -> tuple[int, ...]:
-        """All of them, of floats."""
+        """Return the shape of all words of x, for floats."""
         return self.padded_mma_pairs * self.column_groups, *self.vec4_shape
 
     @property
     def float_shape(self) -> tuple[int, ...]:
-        """Those of a turn of floats."""
+        """Return the shape of the words of a pass, for floats."""
         return self.mma_pairs_per_pass, self.warps, 1, self.rows, 4, 4
 
     @property
     def digit_shape(self) -> tuple[int, ...]:
-        """Those of a turn of digits: groups of columns, and the digits of a group."""
+        """Return the shape of the words of a pass, for digits: with column groups, and digits of a group."""
         groups = self.column_groups
         return self.mma_pairs_per_pass, groups, self.warps, 2 // groups, 2, self.rows, 4, 4
 
     @property
     def smem_rows(self) -> int:
-        """Rows of `smem_row_words` that hold the quads of x."""
+        """Return the rows of `smem_row_words` words that hold x."""
         return self.padded_mma_pairs * self.column_groups
 
     @property
     def smem_row_words(self) -> int:
-        """Words of a row of shared memory: a quad of each lane of all warps."""
+        """Return the words of a row of shared memory: a vec4 for each lane of all warps."""
         return self.warps * self.stored_vec4s * 16
 
     @property
     def padding_rows(self) -> int:
-        """Dummy rows, so that Triton requests the shared memory of the table that inline PTX puts there."""
+        """Return dummy rows, so that Triton requests the shared memory of the table that inline PTX
+        allocates.
+        """
         return -(
             -undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.smem_row_words)
         )
 
     @property
     def _needed(self) -> int:
-        """Bytes of shared memory for x, what warps have of each row tile, and roots of rows of x."""
+        """Return the bytes of shared memory for x, sums of warps per row tile, and roots of rows of x."""
         x = 4 * self.smem_rows * self.smem_row_words
         return (
             x + self.warps * self.padded_row_tiles * self.rows * 64 + (4 * self.rows if self.ends_norm else 0)
@@ -244,44 +249,45 @@ class DecodeConfig:
 
     @property
     def declared_bytes(self) -> int:
-        """Bytes of shared memory that Triton counts, with those of `padding_rows`."""
+        """Return the bytes of shared memory that Triton counts, `padding_rows` included."""
         return self._needed + 4 * self.padding_rows * self.smem_row_words
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory, the table among them."""
+        """Return the bytes of shared memory, table included."""
         return self.declared_bytes + self.shared_table * shared_bytes()
 
     @property
     def plane_distance(self) -> int:
-        """How far apart planes are whose codes become bytes of one register."""
+        """Return the distance of planes whose codes become bytes of one register."""
         return planes_apart(self.planes, self.dot)
 
     @property
     def dequant_registers(self) -> int:
-        """Registers that are made of one of each part."""
+        """Return the registers of dequantized weights per register of each part."""
         return self.planes // 2 if self.int8_mma else self.planes
 
     @property
     def dequant_types(self) -> tuple[Any, ...]:
-        """Their types."""
+        """Return the types of these registers."""
         import triton.language as tl
 
         return (tl.int32,) * self.dequant_registers
 
     @property
     def mmas(self) -> tuple["Mma", ...]:
-        """The products of a unit."""
+        """Return the products of a k_step."""
         return tuple(map(self._mma_of, range(self.k_step // self.mma_k)))
 
     def _mma_of(self, number: int) -> "Mma":
-        # Of floats two products are a run of 32 columns, of integers a piece of two runs.
+        # Floats: two mmas are a run of 32 columns. Integers: two mmas are two runs.
+        """Return operand A of mma number `number` of a k_step."""
         runs = self.planes // 2
         if not self.int8_mma or self.plane_distance == 1:
             run = number if self.int8_mma else number // 2
             plane = 2 * (run % runs) + (0 if self.int8_mma else number % 2)
         else:
-            # Runs so far apart have planes that share registers.
+            # Planes of runs at this distance share registers.
             distance, mma_pair = self.plane_distance // 2, number // 2
             run = mma_pair // distance * self.plane_distance + mma_pair % distance
             plane = 2 * (run % runs) + number % 2
@@ -293,8 +299,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Mma:
-    """Where a product of a unit has its operand A, and the scale of that: the span, which of the registers
-    made of its codes, which 128 columns, and which value of their block.
+    """Location of operand A of an mma of a k_step, and of its scale.
+
+    `span` and `register` name the dequantized register, `subtile` the 128 columns of the k_step, `value` the
+    group of their block.
     """
 
     span: int

@@ -1,17 +1,19 @@
-"""y = x W^T for up to 16 rows of x: codes stream through registers past an x that stays in shared memory.
+"""Decode GEMV and GEMM for up to 16 rows of x: codes stream through registers past an x in shared memory.
 
-The warps of a program share its row tiles and divide the columns among themselves: each has the x of its own
-columns in shared memory, and loads codes some units of columns ahead, of one row tile after the other, or of
-two that are multiplied with what is loaded of x once. What warps have of a row tile goes to shared memory,
-too, and is added up once all have read their last code.
+    program      row tile 0, row tile 1, ...
+           K ->  | warp 0 | warp 1 | ... |     each warp: x of its columns, codes loaded some k_steps ahead
 
-Products are those of 16-bit floats, or of 8-bit integers and the digits of x
-(`quantkit.kernels.gluon.stage_x_per_warp`), which are exact, and for which codes take a third of the
-instructions. Written in Gluon, which says what each lane has: the tensors of the loop are quads [W warps, 32
-lanes, 4 registers], or words [W, 32].
+The warps of a program divide the columns of K (sliced-K). Each has the x of its columns in shared memory. It
+handles one row tile after the other, or two row tiles with one load of x. The sums of the warps go to shared
+memory, and are added when all warps have read their last code.
 
-`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`: all that is known at compile time.
+Products are of 16-bit floats, or of 8-bit integers and digits of x
+(`quantkit.kernels.gluon.stage_x_per_warp`). The latter are exact, and dequantizing takes a third of the
+instructions. Tensors of the loop are vec4s [W warps, 32 lanes, 4 registers], or words [W, 32].
+
+`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,7 +36,7 @@ from quantkit.kernels.gluon.scales_registers import (
 from quantkit.kernels.gluon.stage_x_per_warp import load_b_fragment, norm_weights, pack2, stage_x, vec4_layout
 from quantkit.kernels.layouts.dequant_blocks import load_expert_block, select_matrix
 
-#: Products: operand A is a quad, B a half of one.
+#: PTX of an mma: operand A is a vec4, operand B half of one.
 _MMA_INT8 = gl.constexpr("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ")
 _MMA_BF16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ")
 _MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ")
@@ -44,7 +46,7 @@ _OPERANDS = gl.constexpr(
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$10, $11}, {$12, $13, $14, $15};",
     )
 )
-#: -0 twice as 16-bit floats: adding it keeps the sign of a zero, xor flips signs.
+#: Two 16-bit floats of -0: adding it keeps the sign of a zero, XOR flips signs.
 _MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
 
 
@@ -53,16 +55,19 @@ def decode_gemm(
     x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, REMAINDER,
     order, expert_blocks, S: gl.constexpr,
 ):  # fmt: skip
-    """A program has ROW_TILES row tiles, the first REMAINDER programs have one more, and each of its warps
-    `S.k_steps_per_warp` units of their columns. With `S.gate` these are pairs of row tiles, of what gates and
-    what is gated.
+    """Write y [M, N] = x W^T for x [M, K]. Grid: (programs,), with experts (expert blocks, programs).
 
-    A turn is that of `S.tiles_per_iter` row tiles. Codes are loaded `S.prefetch` units before they are
-    multiplied; where there are several turns, those of a turn are a multiple of that: units have registers of
-    their own. `other`, `norm`, `total` and `squares` are those of the part of a norm that is done
-    (`quantkit.kernels.problem.Normed`); `norm` are its weights. With `expert_blocks`, rows of x and y are
-    those of the routed tokens of a block (`quantkit.kernels.moe.permute_kernels`), and the weight is the
-    `S.matrices` matrices of its expert, whose rows are those of one.
+    A program has ROW_TILES row tiles, the first REMAINDER programs have one more. Each warp has
+    `S.k_steps_per_warp` k_steps of their columns. With `S.gate` these numbers count pairs of gate and up.
+
+    An iteration has `S.tiles_per_iter` row tiles. Codes are loaded `S.prefetch` k_steps ahead; with several
+    iterations that divides the k_steps of each, so that each k_step has registers of its own.
+
+    `other`, `norm` (weights), `total` and `squares` belong to a norm (`quantkit.kernels.problem.Normed`).
+
+    With `expert_blocks` [P, 3], rows of x and y are the routed tokens of a block
+    (`quantkit.kernels.moe.permute_kernels`). The weight is then the `S.matrices` matrices of its expert, one
+    above the other.
     """
     PREFETCH: gl.constexpr = S.prefetch
     FILL: gl.constexpr = S.fill
@@ -71,11 +76,11 @@ def decode_gemm(
     program = gl.program_id(0)
     if expert_blocks is not None:
         if S.overlap and not S.chained:
-            # The kernel before this one may have written the segments.
+            # The kernel before this one may have written the expert blocks.
             pdl_wait()
         expert, its_first, M = load_expert_block(expert_blocks, program, S.chained)
         if S.overlap and S.chained:
-            # If no segment has pairs, some program has to have waited before all end.
+            # If no block has routed tokens, one program must wait before all end.
             if (M == 0) & (program == 0):
                 pdl_wait()
         if M == 0:
@@ -96,17 +101,17 @@ def decode_gemm(
         ring = ring + (_load_iteration(pointers, first * 0, number, S),)
     table = lut
     if S.table is not None:
-        # No tensor in truth: each lane of a warp has its own.
+        # Each warp lane holds another value, although Triton takes this for a scalar.
         table = gl.inline_asm_elementwise(S.table, "=r,l", [fill_table(lut, FILL)], gl.int32, True, 1)
     of_norm = norm_weights(norm, S)
     multiplier = ()
     if S.begins_norm:
         multiplier = (load_outputs(norm, first, count, 1, N, S),)
     if S.overlap and (expert_blocks is None or S.chained):
-        # Only x, and what norms are of, is written by kernels before this one.
+        # Kernels before this one write only x and operands of norms.
         pdl_wait()
     if S.overlap and expert_blocks is not None:
-        # A chained kernel reads the segments at once, as this one has waited.
+        # A chained kernel reads the expert blocks at once, because this one has waited.
         pdl_launch_dependents()
     rms = ()
     if S.ends_norm:
@@ -138,13 +143,15 @@ def decode_gemm(
         partials, first, count, scale, factor, bias, y, rms, added, multiplier, total, squares, M, N, order, S
     )
     if S.padding_rows:
-        # Nobody reads it, but Triton gives back what is not used to the end.
+        # Unused, but Triton would free it before the end.
         spare._keep_alive()
 
 
 @gluon.jit
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
-    """What warps have of the row tiles of a turn, to shared memory; the units that are loaded after those."""
+    """Multiply the row tiles of an iteration; store the sums of warps in shared memory; return the ring of
+    codes.
+    """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
     totals = ()
@@ -157,7 +164,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
             ring = ring + (_load_iteration(pointers, row_tile, k_step + S.prefetch, S),)
         totals = _multiply(totals, loaded, table, x_smem, k_step, scale, zero, S)
     for number in gl.static_range(TILES_PER_ITER):
-        # Beyond the last row tile nobody reads what is written.
+        # Sums of padding row tiles overwrite the last slot, which is not read then.
         partials.index(gl.minimum(row_tile + number, S.padded_row_tiles - 1)).store(
             _reduce_columns(totals[number], weights, S)
         )
@@ -166,7 +173,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
 @gluon.jit
 def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
-    """Sums of each group of columns to begin with."""
+    """Return zero sums [W, 32, 4] for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     sums = ()
     for _ in gl.static_range(GROUPS):
@@ -176,7 +183,7 @@ def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _tail(ring):
-    """The units of a ring after its first."""
+    """Return a ring without its first k_step."""
     tail = ()
     for number in gl.static_range(1, len(ring)):
         tail = tail + (ring[number],)
@@ -185,8 +192,10 @@ def _tail(ring):
 
 @gluon.jit
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
-    """Where the quads [W, 32, 4] of warps begin; scales, zero-points, and the place of their words [W, 32];
-    the first unit of each warp, how many row tiles the program has, and all rows.
+    """Return pointers and sizes for `_load_k_step`.
+
+    They are codes [W, 32, 4] of each warp lane, scales, zero-points, and the offset of their words [W, 32].
+    Then first k_step of each warp, row tiles of the program, and N.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -202,8 +211,9 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """A unit of each warp, of all row tiles of a turn that begins with `row_tile`, or of a later one, where
-    `number` is as many as a turn has or more.
+    """Load k_step `number` of each warp, for all row tiles of the iteration that begins with `row_tile`.
+
+    Numbers from the k_steps of an iteration on belong to later iterations.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -215,9 +225,9 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Quads of a unit of each warp, and for each 128 columns the words of scales and of zero-points.
+    """Load codes of a k_step of each warp, and words of scales and zero-points for each 128 columns.
 
-    What is beyond the last row tile of the program or the last column is not read.
+    Nothing is read beyond the last row tile of the program or the last column.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -241,7 +251,7 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Operand A less zero-points v, times scales v where those are on weights."""
+    """Return operand A minus zero-points v, times scales v if scales multiply weights: int32 [W, 32, 4]."""
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
     )
@@ -259,7 +269,7 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_registers(words, S: gl.constexpr):
-    """The registers that the expression makes of a register of each part."""
+    """Dequantize a register of each part to `S.dequant_registers` registers, int32 [W, 32, 4] each."""
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
     else:
@@ -269,7 +279,7 @@ def _dequant_registers(words, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """What the codes of a span become, of each row tile."""
+    """Dequantize a span of each row tile of the iteration."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     TILES: gl.constexpr = S.tiles
     dequant_registers = ()
@@ -285,7 +295,7 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
 @gluon.jit
 def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Add the products of a unit, of each row tile of a turn."""
+    """Add the products of a k_step, for each row tile of an iteration, to `totals`."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     MMAS: gl.constexpr = S.k_step // S.mma_k
     GROUPS: gl.constexpr = S.column_groups
@@ -336,7 +346,7 @@ def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, 
 
 @gluon.jit
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """`sums` plus the products of operand A with a half of the quads of x, for each group of columns."""
+    """Add the product of operand A with half HALF of the vec4s of x to `sums`, for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -346,7 +356,7 @@ def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """`total` plus the sums of a dot times the scales of rows, for each group of columns."""
+    """Add the sums of a dot times the scales of rows to `total`, for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -356,7 +366,7 @@ def _with_scales(total, sums, scales, S: gl.constexpr):
 
 @gluon.jit
 def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """`sums` plus the product of operand A with a half of the quads of x."""
+    """Add the product of operand A with half HALF of a vec4 of x to `sums` [W, 32, 4]."""
     if S.int8_mma:
         dequant_registers = gl.inline_asm_elementwise(
             _MMA_INT8 + _OPERANDS[HALF], "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, sums], gl.int32,
@@ -372,12 +382,13 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _column_weights(x_scale, S: gl.constexpr):
-    """What sums [W, 32, (row // 8, column)] of each group of columns count in y: digits, and nothing but the
-    first of what is there several times.
+    """Return the weight of each sum [W, 32, (row // 8, column)] in y, for each group of columns.
+
+    Digits weigh 65536, 256 and 1 units. Of columns with copies of the same row, only the first weighs 1.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups
-    # Of sums: r, column // bm, column % bm // 2, row // 8, column % 2.
+    # Axes of sums after the warp: r, column // bm, column % bm // 2, row // 8, column % 2.
     SUMS: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 2, 2],
         [1, 8, 8 // S.columns_per_digit, S.columns_per_digit // 2, 1, 1],
@@ -411,7 +422,7 @@ def _column_weights(x_scale, S: gl.constexpr):
 
 @gluon.jit
 def _reduce_columns(total, weights, S: gl.constexpr):
-    """Sums of each warp, row of x and row of a tile, [W * rows * 16]."""
+    """Return the sums of each warp, row of x and row of a row tile: [W * rows * 16]."""
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:
         # r, column // 2, row // 8, column % 2, and group.

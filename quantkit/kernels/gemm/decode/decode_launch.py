@@ -1,4 +1,4 @@
-"""`fused-gemv`: the rules for its tiles, those worth measuring, and its launch."""
+"""`fused-gemv`: the rules for its tiles, the tiles worth measuring, and its launch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,34 +35,34 @@ from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: The most rows of x, for which registers hold sums, and the most of which there are digits.
+#: Most rows of x, whose sums fit in registers, and most rows of x with integer products.
 MOST_ROWS, MOST_DIGITS = 16, 4
-#: Warps that a multiprocessor has at once, and at most; of its registers, each of their threads has a share.
+#: Warps of a multiprocessor as a rule, and at most; their threads share its registers.
 RESIDENT_WARPS, MOST_WARPS = 16, 32
-#: Registers of a multiprocessor, and what a thread may have at most.
+#: Registers of a multiprocessor, and most registers of a thread.
 ALL_REGISTERS, MOST_REGISTERS = 1 << 16, 128
-#: Rows with more columns than this are divided among more warps.
+#: From more columns than this on, K is divided among more warps.
 LONG_ROWS = 8192
-#: The most rows of x with which it pays that y is gated. A layer of Llama-3 8B on an H200, int4: 45.9 us
-#: instead of 46.8 with one row, 53.4 instead of 54.0 with two, 65.4 instead of 65.0 with four.
+#: Most rows of x with a gated epilogue. A layer of Llama-3 8B on an H200, int4: 45.9 us instead of 46.8 with
+#: one row, 53.4 instead of 54.0 with two, 65.4 instead of 65.0 with four.
 MOST_GATED = 2
-#: The most rows of x with which it pays to end a norm. With four a layer of Llama-3 8B takes 60.0 to 60.6 us
-#: on an H200 instead of 59.2 to 60.0.
+#: Most rows of x for which it ends a norm. With four a layer of Llama-3 8B takes 60.0 to 60.6 us on an H200
+#: instead of 59.2 to 60.0.
 MOST_ENDED = 2
-#: A norm that is ended, as far as shared memory depends on it.
+#: A norm that is ended, for sizes of shared memory.
 _ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
-#: Units of the columns of an expert up to which four programs of four warps are faster than two of eight.
+#: k_steps of an expert up to which four programs of four warps are faster than two of eight.
 SHORT_STEPS = 16
-#: Registers of a thread that are not for codes: with fewer, sums and addresses would be spilled.
+#: Registers of a thread for sums and addresses; with fewer they spill.
 OTHER_REGISTERS = 40
-#: The most rows of x with which more warps, of fewer registers, are faster. H200, 28672 x 4096: nvfp4 20.6 us
+#: Most rows of x for which more warps with fewer registers are faster. H200, 28672 x 4096: nvfp4 20.6 us
 #: instead of 22.0 with one row, within 5 % of each other with four, slower with eight.
 MOST_WITH_WARPS = 4
-#: Few rows of x. With more, a multiprocessor has two programs only if x, which both copy, has up to so many
-#: numbers, and if by `imbalance` they take up to so many times as long as one (H100, 10 weights with 4 rows:
-#: the rules take 1.03 times the best tile timed).
+#: With more rows of x than the first, a multiprocessor has two programs only under two conditions. x, which
+#: both copy, has at most `COPIED_TWICE` numbers. Their `imbalance` is at most `AS_EVEN` times that of one
+#: program (H100, 10 weights with 4 rows: the rules take 1.03 times the best tile timed).
 FEW_OF_X, COPIED_TWICE, AS_EVEN = 2, (1 << 15) - 1, 1.12
-#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
     "occupancy": (1, 2, 3, 4),
@@ -73,7 +73,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 def k_step_registers(problem: Problem) -> int:
-    """Registers that a thread has a unit of codes in, with its scales and zero-points."""
+    """Return the registers of a thread for the codes, scales and zero-points of a k_step."""
     shape = shape_of(problem)
     codes = shape.k_step // shape.span * shape.tiles * 4
     words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
@@ -81,12 +81,12 @@ def k_step_registers(problem: Problem) -> int:
 
 
 def thread_registers(tile: DecodeTile) -> int:
-    """Those that a thread has, a multiple of 8."""
+    """Return the registers of a thread, a multiple of 8."""
     return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.occupancy) // 8 * 8)
 
 
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
-    """How many units there are registers for, beside those that are made of the codes of a span."""
+    """Return the k_steps that fit in registers, beside the dequantized weights of a span."""
     planes = shape_of(problem).planes
     dequant_registers = 4 * (planes // 2 if tile.int8_mma else planes)
     return (thread_registers(tile) - OTHER_REGISTERS - dequant_registers) // k_step_registers(problem)
@@ -99,7 +99,7 @@ def shared_memory(
     norm: Norm | None = None,
     grouping: Grouping | None = None,
 ) -> int:
-    """Bytes of shared memory of a program."""
+    """Return the bytes of shared memory of a program."""
     m, n, k, scheme, dtype = problem.m, problem.n, problem.k, problem.scheme, problem.dtype
     count = processors(problem)
     return decode_config(
@@ -108,7 +108,7 @@ def shared_memory(
 
 
 def why_no_integers(problem: Problem) -> str | None:
-    """Why products cannot be those of integers."""
+    """Return why products cannot be of 8-bit integers; None if they can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
@@ -119,10 +119,11 @@ def why_no_integers(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
+    """Return the tile for a problem where none was measured."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_integers(problem) is None
-    # Codes that could be bytes leave registers for more units, whether they become bytes or not.
+    # Codes that fit bytes leave registers for more k_steps, whether products are of integers or not.
     wide = int8_mma or (not few and as_bytes(problem.scheme.format) is not None)
     one, two = DecodeTile(RESIDENT_WARPS, 1, prefetch=2), DecodeTile(prefetch=4 if wide else 2)
     many = DecodeTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, prefetch=1)
@@ -132,7 +133,7 @@ def _rule(problem: Problem) -> DecodeTile:
         tile = many
     else:
         tile = two
-    # Pairs of integers in spans of 256 columns take up to 1.3 times as long.
+    # Two row tiles per iteration take up to 1.3 times as long for integers in spans of 256 columns.
     pairs = tile is one or (tile is two and not (int8_mma and shape_of(problem).span > 128))
     if pairs and _max_row_tiles(problem, tile) == 2:
         tile = replace(tile, tiles_per_iter=2, prefetch=1 if long else 2)
@@ -141,22 +142,22 @@ def _rule(problem: Problem) -> DecodeTile:
     tile = replace(
         tile, prefetch=max(number for number in VALUES["prefetch"] if number <= min(most, tile.prefetch))
     )
-    # With less shared memory floats, which take less, and one x; half of the warps where that is too much.
+    # With less shared memory: float products, then one program per multiprocessor, then half of the warps.
     floats = replace(tile, int8_mma=False)
     smaller = floats, replace(one, prefetch=1), replace(floats, occupancy=1)
     return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """How many experts for each pair there have to be for pairs to be multiplied with one by one."""
+    """Return the least number of experts per routed token for which expert blocks have one routed token."""
     return 1 if why_no_integers(replace(problem, m=1)) is None else 4
 
 
 def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
-    """The tile for segments of the pairs of experts, each a weight `problem`; None where none fits.
+    """Return the tile for expert blocks, `problem` being one expert; None if no tile fits.
 
-    Of one pair each; others have that of a single weight. On an H100 it takes 0.895 of the time of
-    `fused-small-m` by the geometric mean of 70 products.
+    It is for blocks of one routed token; larger blocks have the tile of a single weight. H100: 0.895 of the
+    time of `fused-small-m`, geometric mean of 70 products.
     """
     int8_mma, steps = why_no_integers(problem) is None, shape_of(problem).k_steps
     if problem.m > 1:
@@ -167,7 +168,7 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
         tile = DecodeTile(4, 4, tiles_per_iter=2, prefetch=1, int8_mma=int8_mma)
     else:
         tile = DecodeTile(8, 2, tiles_per_iter=2, prefetch=1, int8_mma=int8_mma)
-    # Whether y is gated is decided later.
+    # Reserve memory for a gate, which is decided later.
     gate = "silu" if grouping.matrices == 2 else ""
     for changes in ({}, {"int8_mma": False}, {"int8_mma": False, "occupancy": 1}):
         other = replace(tile, **changes)
@@ -181,45 +182,47 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
 
 
 def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
-    """Whether a multiprocessor has two programs, which copy all of x each, rather than one."""
+    """Return True if a multiprocessor has two programs, each with a copy of x, instead of one."""
     even = imbalance(problem, two) <= AS_EVEN * imbalance(problem, one)
     return problem.m * problem.k <= COPIED_TWICE and even
 
 
 def _max_row_tiles(problem: Problem, tile: DecodeTile) -> int:
-    """The most that a program has."""
+    """Return the most row tiles of a program."""
     return schedule_row_tiles(tile, shape_of(problem), processors(problem)).row_tiles
 
 
 def columns_per_warp(problem: Problem, tile: DecodeTile) -> int:
-    """The most columns that a warp has, of all its row tiles."""
+    """Return the most columns of a warp, over all its row tiles."""
     shape = shape_of(problem)
     return _max_row_tiles(problem, tile) * k_steps_per_warp(tile, shape) * shape.k_step
 
 
 def imbalance(problem: Problem, tile: DecodeTile) -> float:
-    """How many times as many columns as the average the warp with the most has: 1 where none is ever idle."""
+    """Return the columns of the busiest warp over the average; 1 if no warp is ever idle."""
     shape = shape_of(problem)
     warps = processors(problem) * tile.occupancy * tile.warps
     return columns_per_warp(problem, tile) * warps / (shape.row_tiles * shape.k_steps * shape.k_step)
 
 
 def _is_straight(problem: Problem) -> bool:
-    """Whether products are added up to the end as they come, and little else takes registers."""
+    """Return True if one sum runs over all columns and dequantizing takes few registers."""
     shape, scheme = shape_of(problem), problem.scheme
     straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
     return straight and not scheme.has_zero_point and shape.span <= 128
 
 
 def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
-    """Why a part of a norm cannot be done: each program computes a whole one for itself."""
+    """Return why a part of a norm cannot be done; None if it can. Each program computes a whole norm for
+    itself.
+    """
     if part == "begin":
         return None
     if part == "end":
         return _why_no_end(problem, tile)
     if problem.m > COLUMNS:
         return f"norms are computed for up to {COLUMNS} rows of x, not for {problem.m}"
-    # Beside them it has as many of what is added to them, and weights.
+    # A thread also has as many numbers of the addend and of the weights.
     numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), thread_registers(tile) // 4
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
@@ -227,9 +230,10 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
 
 
 def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
+    """Return why a norm of x cannot be ended; None if it can."""
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
-    # Whether y is gated too was decided before.
+    # y may be gated as well.
     gates = ("",) if why_no_gate_up_tiles(problem) else ("", "silu")
     needed = max(shared_memory(tile, problem, gate, _ENDED) for gate in gates)
     most = program_memory(problem) // tile.occupancy
@@ -239,7 +243,7 @@ def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
-    """Why y cannot be gated, for which programs have pairs of row tiles."""
+    """Return why y cannot be gated; None if it can. Gate and up then are pairs of row tiles of a program."""
     if (reason := why_no_gate_up_tiles(problem)) is not None:
         return reason
     if problem.m > MOST_GATED:
@@ -251,11 +255,12 @@ def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Why no tile fits the GPU."""
+    """Return why no tile fits the GPU; None if one does."""
     return _why_not(problem, _rule(problem))
 
 
 def _why_not(problem: Problem, tile: DecodeTile) -> str | None:
+    """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.int8_mma and (reason := why_no_integers(problem)) is not None:
@@ -271,10 +276,12 @@ def _why_not(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def _has_table(problem: Problem, tile: DecodeTile) -> bool:
+    """Return True if values are looked up in shared memory."""
     return not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _loses(problem: Problem, tile: DecodeTile) -> str | None:
+    """Return why a tile is not worth measuring; None if it is."""
     shape = shape_of(problem)
     schedule = schedule_row_tiles(tile, shape, processors(problem))
     found, both = prefetch(tile, shape, schedule), tiles_per_iter(tile, schedule)
@@ -283,7 +290,7 @@ def _loses(problem: Problem, tile: DecodeTile) -> str | None:
         (2 * tile.warps * tile.occupancy <= RESIDENT_WARPS, "more warps keep more bytes on their way"),
         (tile.tiles_per_iter > both, "a program has no more row tiles"),
         (
-            # The count is on the safe side where threads have few: int4 was fastest with one unit more.
+            # One k_step more than the estimate: int4 was fastest with it.
             found * both > max(2 * both, prefetch_in_registers(problem, tile) + 1),
             "codes take too many registers",
         ),
@@ -311,7 +318,7 @@ def _launch(
     gate: str = "",
     grouping: Grouping | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
-    """The launch, and how row tiles are shared out."""
+    """Build the launch, and the division of row tiles among programs."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
@@ -332,7 +339,7 @@ def _launch(
 
 
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
-    """The product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs that copy asynchronously."""
+    """Return the product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs from compute capability 8.0 on."""
     m, k = op.x.shape
     n, has_bias, count, grouping = op.n, op.bias is not None, op.multiprocessors, op.grouping
     if grouping is not None:
@@ -344,10 +351,10 @@ def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset())
         m, n, k, op.scheme, op.x.dtype, has_bias, tile, features, count, norm, op.gate, grouping
     )
     sizes = m, n, schedule.per_program, schedule.remainder
-    # What there is not is neither read nor written.
+    # Placeholders of missing operands are neither read nor written.
     return bound(op, (launch, (X, *op.norm_operands(X), *op.layout, BIAS, Y, *sizes, *op.grouped)))
 
 
 def run(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """What `bind` binds, for these operands."""
+    """Return y [m, n] for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

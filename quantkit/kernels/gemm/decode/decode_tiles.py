@@ -1,4 +1,4 @@
-"""Tiles of `fused-gemv`, how row tiles are shared out, and what the kernel then knows at compile time."""
+"""Tiles of `fused-gemv`, how row tiles are divided among programs, and the `DecodeConfig` of a tile."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,15 +13,17 @@ from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
 from quantkit.kernels.layouts.shared_memory import planes_apart, power_of_two
 from quantkit.packing.schemes import Scheme
 
-#: Row tiles of a program, times rows of x, that are added up without spilling registers.
+#: Most row tiles of a program, times rows of x, whose sums do not spill registers.
 MOST_ROW_TILES = 64
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Warps of a program, programs of a multiprocessor at once, row tiles that are multiplied with what is
-    loaded of x, and how many units of columns codes are loaded ahead at most; and whether products are those
-    of integers.
+    """Launch configuration of `fused-gemv`.
+
+    `warps` per program; `occupancy`, the programs of a multiprocessor at once; `tiles_per_iter`, the row
+    tiles multiplied with one load of x; `prefetch`, the most k_steps whose codes are loaded ahead;
+    `int8_mma`, whether products are of 8-bit integers.
     """
 
     warps: int = 8
@@ -32,14 +34,16 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Units of each warp."""
+    """Return the k_steps of each warp."""
     return -(-shape.k_steps // tile.warps)
 
 
 @dataclass(frozen=True)
 class RowTileSchedule:
-    """Each of so many programs has `per_program` times `row_tiles_per_output` row tiles, and the first
-    `remainder` have `row_tiles_per_output` more."""
+    """Division of row tiles among `programs` programs, in units of `row_tiles_per_output` (2 if gated).
+
+    Each program has `per_program` units, the first `remainder` programs have one more.
+    """
 
     programs: int
     per_program: int
@@ -48,7 +52,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """The most that a program has."""
+        """Return the most row tiles of a program."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -59,10 +63,11 @@ def schedule_row_tiles(
     gated: bool = False,
     grouping: Grouping | None = None,
 ) -> RowTileSchedule:
-    """Row tiles shared out among as many programs as run at once; in pairs if they are `gated`.
+    """Divide row tiles among as many programs as run at once; in pairs if they are `gated`.
 
-    Programs i and i + `multiprocessors` have the same multiprocessor, so that the first of them have more. Of
-    a `grouping` it is those of one segment, and so many that none has more than it can add up.
+    Programs i and i + `multiprocessors` share a multiprocessor, so the first programs have the remainder.
+    With a `grouping` this is for one expert block, with enough programs that the sums of each fit in
+    registers.
     """
     row_tiles_per_output = 2 if gated else 1
     count, mma_pairs_per_pass, least = (
@@ -78,18 +83,19 @@ def schedule_row_tiles(
 
 
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
-    """Row tiles of a turn: no more than there are."""
+    """Return the row tiles of an iteration, no more than a program has."""
     return min(tile.tiles_per_iter, found.row_tiles)
 
 
 def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
-    """Whether a program has the row tiles of one turn."""
+    """Return True if a program has the row tiles of one iteration only."""
     return found.row_tiles <= tile.tiles_per_iter
 
 
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
-    """Units that codes are loaded ahead: of several turns as many as divide those of each, so that units have
-    registers of their own.
+    """Return the k_steps that codes are loaded ahead.
+
+    With several iterations it divides the k_steps of each, so that each k_step has registers of its own.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)
@@ -113,7 +119,7 @@ def decode_config(
     gate: str = "",
     grouping: Grouping | None = None,
 ) -> DecodeConfig:
-    """What the kernel knows of a product and its tile."""
+    """Return the compile-time config of `fused-gemv` for x [m, k], a weight [n, k] and a tile."""
     shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
     schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)
     carried, byte_scale = shape.carried != 1.0, 1.0
@@ -130,7 +136,7 @@ def decode_config(
     assert found is not None
     constraints = found.constraints
     if found.table is not None:
-        # Two lanes of 16 bits have two of what the lane of the warp holds, a register has one.
+        # The expression works on one register here, so it takes the value of the warp lane once, not twice.
         constraints = constraints.removesuffix(",r")
     return DecodeConfig(
         k=k,

@@ -1,4 +1,5 @@
-"""The weight itself: from the fragment layout to a row-major matrix, for a library product after it."""
+"""Dequantize a weight: from the fragment layout to a row-major matrix, for the library's GEMM after it."""
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -15,7 +16,7 @@ def dequantize(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     PLANES: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Rows from 16 * `first` on, `out` [.., K], up to row N of the weight: 16 * W of them per program."""
+    """Write rows 16 * `first` to N of the weight to `out` [.., K]. Grid: (row tiles / W, spans / C)."""
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = C * SPAN
     B: tl.constexpr = COLUMNS // 128
@@ -52,10 +53,10 @@ def dequantize(
 
 @triton.jit
 def _spread(v, W: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr):
-    """Values by lane, [4, 8, 1, W * B, V, 2], for weights [16 * W, COLUMNS]."""
+    """Broadcast values by lane, [4, 8, 1, W * B, V, 2], to weights [16 * W, COLUMNS]."""
     G: tl.constexpr = B * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, W, G, 2)), (2, 4, 1, 3, 0))
-    # Lane t has columns 2 t and 2 t + 1 of eight.
+    # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (16 * W, G, 1, 4, 1))
     v = tl.broadcast_to(v, (16 * W, G, COLUMNS // (8 * G), 4, 2))
     return tl.reshape(v, (16 * W, COLUMNS))

@@ -1,4 +1,4 @@
-"""`dequantize`: rows of a weight written in the dtype of x, and the library's product with them."""
+"""`dequantize`: write rows of a weight in the dtype of x, then call the library's GEMM."""
 
 from functools import lru_cache
 
@@ -10,7 +10,7 @@ from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.layouts.fragment_layout import ROWS, geometry
 from quantkit.packing.schemes import Scheme
 
-#: Row tiles of a program, one per warp.
+#: Row tiles per program, one per warp.
 WARPS = 4
 #: Weights dequantized at a time, 256 MiB in 16 bits.
 AT_ONCE = 1 << 27
@@ -20,6 +20,7 @@ AT_ONCE = 1 << 27
 def _launch(
     rows: int, n: int, k: int, scheme: Scheme, dtype: torch.dtype, features: frozenset[str]
 ) -> Launch:
+    """Build the launch for `rows` rows of a weight [n, k]."""
     from quantkit.kernels.gemm.dequantize.dequantize_kernel import dequantize as kernel
 
     shape = geometry(n, k, scheme, dtype)
@@ -35,7 +36,7 @@ def _launch(
 
 
 def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Rows `start` (a multiple of 16) to `stop` of the weight in x's dtype, [stop - start, k]."""
+    """Return rows `start` (a multiple of 16) to `stop` of the weight in x's dtype, [stop - start, k]."""
     k = op.x.shape[1]
     out = empty(op, stop - start, k)
     launch = _launch(stop - start, op.n, k, op.scheme, op.x.dtype, features)
@@ -44,7 +45,7 @@ def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = f
 
 
 def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """y [m, n] for any m. There are no tiles of our own."""
+    """Return y [m, n] for any m. There are no tiles."""
     x, bias, n = op.x, op.bias, op.n
     step = max(1, AT_ONCE // x.shape[1] // ROWS) * ROWS
     if step >= n:

@@ -1,16 +1,17 @@
-"""y = x W^T for tens to hundreds of rows of x: y^T = W x^T in tiles, W decoded in registers as operand A.
+"""Portable GEMM for tens to hundreds of rows of x: y^T = W x^T in tiles, W dequantized in registers as
+operand A.
 
-Scales are applied to the weights, in the dtype of x: to the sums of a product they would have to be applied
-before the next one starts. Where programs have few rows of x they are, as sums are fewer than weights then.
+Scales multiply weights, in the dtype of x. To scale sums instead, each product would have to end before the
+next starts. With few rows of x sums are scaled all the same, as they are fewer than weights.
 
-A program has one or two chains of row tiles. With two, the weights of one are decoded while the tensor cores
-multiply with those of the other. Where there are more programs than run at once, those that would run last
-and leave processors idle may be split by columns: they write float32 sums, which `reduce_splits` adds up.
+A program has one or two accumulators, each of some row tiles. With two, the weights of one are dequantized
+while the tensor cores multiply those of the other. Programs that would run last and leave multiprocessors
+idle may be split along K: they write float32 sums, which `reduce_splits` adds.
 
-With `expert_blocks`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
-`quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose outputs lie side
-by side.
+With `expert_blocks`, rows of x and y are the routed tokens of a block
+(`quantkit.kernels.moe.permute_kernels`). Outputs of the MATRICES matrices of its expert are adjacent.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -40,13 +41,14 @@ def portable_gemm(
     SYNC_MMA: tl.constexpr, WAIT_PTX: tl.constexpr, TILES_OF_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A chain has RT row tiles.
+    """Write y [M, N] = x W^T for x [M, K]. An accumulator has RT row tiles and BM rows of x.
 
-    The tiles from UNSPLIT on are divided by columns into SPLIT_K programs each, which write `sums`, float32
-    [SPLIT_K, tiles, BM, rows]; without SPLIT_LAST_WAVE, UNSPLIT is 0. Unless FP16_SCALE is None, a step is
-    summed in float16, with weights times FP16_SCALE. WAIT_PTX is PTX that waits until the registers of a
-    chain's last weights may be written again. With `expert_blocks`, M is BM * TILES_OF_SEGMENT for each of
-    them, and nothing is split.
+    Tiles from UNSPLIT on are divided among SPLIT_K programs each, which write `sums`, float32 [SPLIT_K,
+    tiles, BM, rows]. Without SPLIT_LAST_WAVE, UNSPLIT is 0.
+
+    Unless FP16_SCALE is None, a step is summed in float16, with weights times FP16_SCALE. WAIT_PTX is PTX
+    that waits until the registers of the last weights may be written again. With `expert_blocks`, M is BM *
+    TILES_OF_BLOCK for each of them, and nothing is split.
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -54,7 +56,7 @@ def portable_gemm(
     KP: tl.constexpr = SPANS * SPAN
     STEPS: tl.constexpr = KP // COLUMNS
     ROWS: tl.constexpr = 16 * RT * ACCUMULATORS
-    # Scales of whole steps multiply sums, which for few rows of x are fewer than the weights.
+    # Scales of whole steps multiply sums, if these are fewer than weights.
     ON_SUMS: tl.constexpr = (
         GROUPS > 1
         and not ON_WEIGHTS
@@ -129,7 +131,7 @@ def portable_gemm(
             else:
                 added = accs[number] + _fp16_dot(q, columns, FP16_SCALE)
             if SYNC_MMA:
-                # Whoever looks at the result waits for it.
+                # Reading the result waits for the product.
                 added = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [added], tl.float32, False, 1)
             next_accs = next_accs + (added,)
             next_at = next_at + (at[number] + C * TILES * 256,)
@@ -137,8 +139,8 @@ def portable_gemm(
         at = next_at
         xs += COLUMNS
     if PDL:
-        # What comes next may be launched. This kernel is not launched so itself: its programs would fill the
-        # processors that happen to be free, three on one and one on another.
+        # Let the next kernel start. This kernel itself is launched without PDL: its programs would fill the
+        # multiprocessors that happen to be free, three on one and one on another.
         tl.extra.cuda.gdc_launch_dependents()
     to_rows = output_rows(order, m, M)
     for number in tl.static_range(ACCUMULATORS):
@@ -155,9 +157,9 @@ def portable_gemm(
 
 @triton.jit
 def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
-    """Which rows of x and of the weight a tile has, of so many of either.
+    """Return which tile of rows of x, and which of the weight, tile number `tile` is.
 
-    Tiles with the same weights come next to each other, as many as share the rows of x in the cache.
+    GROUP_M tiles with the same weights are adjacent, so that they share rows of x and weights in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)
@@ -173,7 +175,7 @@ def _dequant(
     CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr, WAIT_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decoded and scaled, [16 * RT, C * SPAN]."""
+    """Dequantize and scale the weights of a step, DTYPE [16 * RT, C * SPAN]."""
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
     B: tl.constexpr = COLUMNS // 128
@@ -197,18 +199,18 @@ def _dequant(
 
 @triton.jit
 def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
-    """Values by lane, one for each row, for sums [16 * RT, BM]."""
+    """Broadcast values by lane, one per row, to sums [16 * RT, BM]."""
     v = tl.permute(tl.reshape(v, (4, 8, RT, 2)), (2, 3, 1, 0))
-    # Lane t has columns 2 t and 2 t + 1 of eight.
+    # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (16 * RT, 1, 4, 1))
     return tl.reshape(tl.broadcast_to(v, (16 * RT, BM // 8, 4, 2)), (16 * RT, BM))
 
 
 @triton.jit
 def _one(WAIT_PTX: tl.constexpr):
-    """1, but known only once the products are done that read the weights before those multiplied with it.
+    """Return 1, known only after the products that read the weights before those multiplied with it.
 
-    Left alone, Triton 3.6 writes weights into registers that products in flight still read.
+    Otherwise Triton 3.6 writes weights into registers that running products still read.
     """
     one = tl.full((), 1.0, tl.float32)
     if WAIT_PTX is not None:
@@ -218,6 +220,7 @@ def _one(WAIT_PTX: tl.constexpr):
 
 @triton.jit
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
+    """Return the product of weights and columns, summed in float16, as float32 [16 * RT, BM]."""
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
 
@@ -226,7 +229,7 @@ def store(
     sums, y, rows, m, to_rows, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Finish sums [rows, m] and write them to rows `to_rows` [m] of y, for m below M."""
+    """Scale sums [rows, m], add the bias, and write them to rows `to_rows` [m] of y, for m below M."""
     sums = apply_scale_and_bias(
         sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
     )
@@ -241,10 +244,10 @@ def reduce_splits(
     BM: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     REDUCE_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of y [M, N] from UNSPLIT on, from `sums` [SPLIT_K, tiles, BM, ROWS], in the order of the
-    parts.
+    """Write the tiles of y [M, N] from UNSPLIT on, from `sums` [SPLIT_K, tiles, BM, ROWS], in the order of
+    splits.
 
-    A program adds up REDUCE_M rows of x of a tile.
+    Grid: (tiles, BM / REDUCE_M).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -267,7 +270,7 @@ def _load_scales(
     values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Values of a step, of `load_by_lane`, [4, 8, RT, B, V, 2 or 1]."""
+    """Load values of a step as `load_by_lane` does: [4, 8, RT, B, V, 2 or 1]."""
     block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
     RT: tl.constexpr = row_tiles.shape[0]
     rows = tl.reshape(tl.broadcast_to(row_tiles[:, None], (RT, B)), (RT * B,))
@@ -278,7 +281,7 @@ def _load_scales(
 
 @triton.jit
 def _per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Values by lane for weights [16 * RT, COLUMNS]."""
+    """Broadcast values by lane to weights [16 * RT, COLUMNS]."""
     G: tl.constexpr = v.shape[3] * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
     v = tl.reshape(v, (16 * RT, G, 1, 4, 1))

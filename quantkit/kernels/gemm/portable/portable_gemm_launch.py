@@ -1,4 +1,4 @@
-"""`fused-portable`: its tiles, the rules for them, those worth measuring, and its launches."""
+"""`fused-portable`: its tiles, the rules for them, the tiles worth measuring, and its launches."""
 
 import math
 from collections.abc import Mapping
@@ -34,12 +34,12 @@ from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: Outputs that a program of `reduce_splits` adds up.
+#: Outputs per program of `reduce_splits`.
 REDUCED_OUTPUTS = 512
-#: PTX that waits until no more than the products of the other chain are in flight, of which there are eight
-#: or more, and seven the most that can be waited for.
+#: PTX that waits until at most seven products run. The other accumulator has eight or more, and seven is the
+#: largest number that PTX can wait for.
 WAIT_PTX = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
-#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "row_tiles": (4, 8),
     "block_m": (16, 32, 64, 128, 256),
@@ -54,12 +54,15 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class PortableGemmTile:
-    """Row tiles of a chain and rows of x of a program, parts of the columns, warps, stages of the pipeline.
+    """Launch configuration of `fused-portable`: row tiles of an accumulator, rows of x, splits of K, warps,
+    stages.
 
-    With `fp16_accumulation`, the products of a step, 128 columns or a span, are summed in float16, and added
-    up in float32. With two `accumulators`, the weights of one are decoded while those of the other are
-    multiplied. `occupancy` is how many programs a multiprocessor runs at a time: only those that do not fill
-    all of them are split by columns then. If it is 0, all are.
+    With `fp16_accumulation`, products of a step (128 columns, or a span) are summed in float16, and steps in
+    float32. With two `accumulators`, the weights of one are dequantized while those of the other are
+    multiplied.
+
+    `occupancy` is the programs of a multiprocessor at once. Only the last wave is then split along K, if it
+    does not fill all multiprocessors. 0 splits all programs.
     """
 
     row_tiles: int
@@ -73,7 +76,7 @@ class PortableGemmTile:
 
     @property
     def block_n(self) -> int:
-        """Rows of the weight that a program has."""
+        """Return the rows of the weight per program."""
         return ROWS * self.row_tiles * self.accumulators
 
 
@@ -84,9 +87,9 @@ def portable_gemm_tile(
     multiprocessors: int = H200_PROCESSORS,
     features: frozenset[str] = GPU_FEATURES,
 ) -> PortableGemmTile:
-    """The tile for m rows of x on a GPU with so many bytes of shared memory for a program.
+    """Return the tile for m rows of x on a GPU with `shared` bytes of shared memory per program.
 
-    Weights with few rows are split by columns to keep all processors busy.
+    Weights with few rows are split along K to keep all multiprocessors busy.
     """
     few = has_few_rows(shape.n, multiprocessors)
     if m <= 64:
@@ -106,7 +109,9 @@ def portable_gemm_tile(
 def _two_accumulators(
     shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """The largest of two tiles, and the fewest parts of the columns, that give most processors a program."""
+    """Return the larger of two tiles, with the fewest splits, that gives 3/4 of the multiprocessors a
+    program.
+    """
     tiles = [PortableGemmTile(warps, 128, 1, warps, 3, accumulators=2) for warps in (8, 4)]
     tiles = [_fit_memory(tile, shape, shared, features) for tile in tiles]
     splits = [splits for splits in (1, 2, 4) if shape.k_steps % splits == 0]
@@ -118,7 +123,9 @@ def _two_accumulators(
 def _fit_memory(
     tile: PortableGemmTile, shape: Geometry, shared: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """`tile` with fewer stages, and then rows of x, until it fits; of 4 row tiles where those do not help."""
+    """Return `tile` with fewer stages, then fewer rows of x, until it fits; with 4 row tiles if that is not
+    enough.
+    """
     if shared_memory(replace(tile, stages=2, block_m=16), shape, features) > shared:
         tile = replace(tile, row_tiles=4)
     while shared_memory(tile, shape, features) > shared and tile.stages > 2:
@@ -129,10 +136,10 @@ def _fit_memory(
 
 
 def shared_memory(tile: PortableGemmTile, shape: Geometry, features: frozenset[str] = GPU_FEATURES) -> int:
-    """Bytes of shared memory that a program of `fused-portable` takes at most: its operands, in every stage.
+    """Return the most bytes of shared memory of a program: its operands in every stage.
 
-    Fragments are in the order of NVIDIA's tensor cores. For others the weights of a step may pass through
-    shared memory once they are decoded, while the last stage is in registers.
+    Without PTX, dequantized weights of a step may pass through shared memory, while the last stage is in
+    registers.
     """
     columns = shape.k_step
     weights = tile.block_n * columns
@@ -142,11 +149,12 @@ def shared_memory(tile: PortableGemmTile, shape: Geometry, features: frozenset[s
 
 
 def programs(tile: PortableGemmTile, shape: Geometry, m: int) -> int:
-    """Programs of a launch of `fused-portable` for m rows of x."""
+    """Return the programs of a launch for m rows of x."""
     return -(-shape.n // tile.block_n) * -(-m // tile.block_m) * tile.split_k
 
 
 def _why_not(problem: Problem, tile: PortableGemmTile) -> str | None:
+    """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
     if tile.fp16_accumulation and not problem.fp16_accumulation:
@@ -160,6 +168,7 @@ def _why_not(problem: Problem, tile: PortableGemmTile) -> str | None:
 
 
 def _loses(problem: Problem, tile: PortableGemmTile) -> str | None:
+    """Return why a tile is not worth measuring; None if it is."""
     shape, m, split_k = shape_of(problem), problem.m, tile.split_k > 1
     sums, shared = (
         tile.block_n * tile.block_m // (32 * tile.warps),
@@ -172,7 +181,7 @@ def _loses(problem: Problem, tile: PortableGemmTile) -> str | None:
             f"{tile.block_m} rows do not suit {m} rows of x",
         ),
         (sums > SUM_REGISTERS, f"sums would take {sums} registers"),
-        # The bound is above what Triton takes.
+        # `shared_memory` is an upper bound.
         (shared > program_memory(problem) * 5 // 4, f"stages would take {shared} bytes of shared memory"),
         (tile.occupancy and not split_k, "no columns are split"),
         (occupancy and (tiles < occupancy or tiles % occupancy == 0), "no round is partly filled"),
@@ -188,10 +197,11 @@ def _loses(problem: Problem, tile: PortableGemmTile) -> str | None:
 
 
 def _rule(problem: Problem) -> PortableGemmTile:
+    """Return the tile for a problem where none was measured."""
     tile = portable_gemm_tile(
         shape_of(problem), problem.m, program_memory(problem), processors(problem), problem.features
     )
-    # AMD has a 12.0 too.
+    # AMD has a capability 12.0 too, hence the check for PTX.
     fast = "ptx" in problem.features and problem.gpu is not None and problem.gpu.capability in HALF_RATE
     return replace(tile, fp16_accumulation=problem.fp16_accumulation and fast)
 
@@ -201,10 +211,9 @@ TILING = Tiling(PortableGemmTile, VALUES, _rule, _why_not, _loses)
 
 @dataclass(frozen=True)
 class _Launches:
-    """The launches of `portable_gemm`, and the sizes of what they write; `m` is what the kernel is told of x.
+    """Launches of `portable_gemm`, with M as the kernel gets it and the number of tiles that are not split.
 
-    `reduce_splits` adds up what `rest` tiles, those split by columns, have of each part; None where none is
-    split.
+    `reduce_splits` adds the sums of `rest` split tiles; None if no tile is split.
     """
 
     kernel: Launch
@@ -216,9 +225,9 @@ class _Launches:
 
 @lru_cache(maxsize=1024)
 def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
-    """What weights are multiplied with before they are summed in float16.
+    """Return the factor of weights that are summed in float16.
 
-    Those of one scale per channel are without it then, and up to 57344: a power of two makes them 1 at most.
+    Weights of one scale per channel are up to 57344 without it; a power of two makes them at most 1.
     """
     if geometry(n, k, scheme, torch.float16).groups > 1:
         return 1.0
@@ -227,7 +236,7 @@ def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
 
 
 def unsplit_tiles(tile: PortableGemmTile, tiles: int, multiprocessors: int) -> int:
-    """How many of so many tiles are not split by columns: full rounds of all multiprocessors."""
+    """Return how many of `tiles` are not split along K: full waves of all multiprocessors."""
     if tile.split_k == 1:
         return tiles
     occupancy = tile.occupancy * multiprocessors
@@ -247,6 +256,7 @@ def _launches(
     multiprocessors: int,
     grouping: Grouping | None,
 ) -> _Launches:
+    """Build the launches for m rows of x and a weight [n, k]."""
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm as kernel
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import reduce_splits
 
@@ -299,7 +309,7 @@ def _launches(
 
 
 def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
-    """The product y [m, n] for any m; with pairs, y [P, matrices * n]."""
+    """Return the product y [m, n] for any m; with experts y [P, matrices * n]."""
     m, k = op.x.shape
     launches = _launches(
         m,
@@ -324,5 +334,5 @@ def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """What `bind` binds, for these operands."""
+    """Return y [m, n] for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

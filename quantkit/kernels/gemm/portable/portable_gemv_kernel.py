@@ -1,13 +1,13 @@
-"""y = x W^T for a few rows of x: every packed byte goes from memory to registers once, and nowhere else.
+"""Portable GEMV for a few rows of x: every packed byte goes from memory to registers once.
 
-A program computes 16 * R rows of y^T. Its W warps share them and divide the columns among themselves, through
-a batched product whose batch is groups of DOT columns, NG of them per warp and step: no two programs have
-anything to add up, and every sum has one order. Scales are applied to the float32 sums of their columns.
+A program computes 16 * R rows of y^T. Its W warps divide the columns, by a batched `tl.dot` whose batch is
+groups of DOT columns: NG of them per warp and step. Programs have nothing to add between them, and every sum
+has one order. Scales multiply the float32 sums of their columns.
 
-With `expert_blocks`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
-`quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose outputs lie side
-by side.
+With `expert_blocks`, rows of x and y are the routed tokens of a block
+(`quantkit.kernels.moe.permute_kernels`). Outputs of the MATRICES matrices of its expert are adjacent.
 """
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -37,8 +37,13 @@ def portable_gemv(
     UNROLL: tl.constexpr, PREDICATE_X: tl.constexpr, ONE_ACCUMULATOR: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Write y [M, N] = x W^T for x [M, K]. Grid: (row tiles / R,), with experts (expert blocks, programs).
+
+    UNROLL steps are unrolled. With PREFETCH, codes are loaded a step ahead. PREDICATE_X masks rows of x
+    beyond M. With ONE_ACCUMULATOR, scaled sums of all dots share registers.
+    """
     SPAN: tl.constexpr = 16 * PLANES
-    # In whole loops of UNROLL steps.
+    # Steps are padded to whole iterations of UNROLL.
     STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG * UNROLL - 1) // (W * NG * UNROLL) * UNROLL
     EVEN_K: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
     WHOLE: tl.constexpr = EVEN_K and K == SPANS * SPAN
@@ -61,7 +66,7 @@ def portable_gemv(
         program = tl.program_id(0)
     else:
         if PDL:
-            # The kernel before this one may have written the segments, which the next may read at once.
+            # The kernel before this one may have written the expert blocks, which the next may read at once.
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         expert, first, M = load_expert_block(expert_blocks, tl.program_id(0))
@@ -81,7 +86,7 @@ def portable_gemv(
     blocks = tl.arange(0, R * NG // IN_BLOCK)
     code_rows = tl.minimum(program * R + in_warp % R, last_tile)
     block_rows = tl.minimum(program * R + blocks // (NG // IN_BLOCK), last_tile)
-    # Sums that have had their scales need no registers of their own for each dot of a warp.
+    # Scaled sums of all dots of a warp can share registers.
     ACCUMULATORS: tl.constexpr = NG if ON_WEIGHTS or PER_CHANNEL or not ONE_ACCUMULATOR else 1
     acc = tl.zeros((ACCUMULATORS * W, 16 * R, BM), tl.float32)
     span = w * (B1 * C) + (in_warp // R)[None, :]
@@ -91,12 +96,12 @@ def portable_gemv(
         V, PER_CHANNEL, HAS_ZERO, ASM is not None,
     )  # fmt: skip
     if PDL and expert_blocks is None:
-        # Only x is written by the kernel before this one.
+        # The kernel before this one writes only x.
         tl.extra.cuda.gdc_wait()
     for outer in tl.range(0, STEPS // UNROLL):
         for inner in tl.static_range(UNROLL):
             step = outer * UNROLL + inner
-            # The last step of a loop loads itself again, which nobody reads.
+            # The last step of the loop loads its own codes again, which are not used.
             following = step + 1 if inner + 1 < UNROLL else tl.minimum(step + 1, STEPS - 1)
             if PREFETCH and (inner + 1 < UNROLL or UNROLL < STEPS):
                 next_tiles, next_s, next_z = _load_step(
@@ -104,12 +109,12 @@ def portable_gemv(
                     (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS, V,
                     PER_CHANNEL, HAS_ZERO, ASM is not None,
                 )  # fmt: skip
-            # Keeps the loads above together ahead of their uses, among which ptxas would spread them.
+            # Keep the loads above ahead of all uses; ptxas would spread them among the uses.
             tl.debug_barrier()
             columns = _activations(x, rows_of_x, step, M, K, WHOLE, DOT, W, NG, BM, PREDICATE_X).to(DTYPE)
             q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
             q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
-            # Columns of a run in the order (e1, t, p0, e0), so that lane t has four in a row.
+            # Columns of a run in the order (e1, t, p0, e0), so that warp lane t has four adjacent ones.
             q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 6, 5, 11, 8))
             q = tl.reshape(q, (NG * W, 16 * R, DOT))
             if HAS_ZERO:
@@ -150,7 +155,7 @@ def _load_step(
     EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Codes, scales and zero-points of a step; 0 for what there is none of."""
+    """Load codes, scales and zero-points of a step; 0 if there are none."""
     tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
     s = 0
     z = 0
@@ -163,9 +168,9 @@ def _load_step(
 
 @triton.jit
 def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG, for sums [NG * W, 16 * R, BM]."""
+    """Broadcast values by lane, [4, 8, W, L, V, 2], to sums [NG * W, 16 * R, BM]; L * V = R * NG."""
     v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, 2)), (4, 2, 3, 5, 1, 0))
-    # Lane t has columns 2 t and 2 t + 1 of eight.
+    # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (NG * W, 16 * R, 1, 4, 1))
     return tl.reshape(tl.broadcast_to(v, (NG * W, 16 * R, BM // 8, 4, 2)), (NG * W, 16 * R, BM))
 
@@ -175,10 +180,11 @@ def _per_weight(
     v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, GROUPS_PER_DOT: tl.constexpr, HALVES: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * GROUPS_PER_DOT, for weights
-    [NG * W, 16 * R, DOT].
+    """Broadcast values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * GROUPS_PER_DOT, to weights.
+
+    Weights are [NG * W, 16 * R, DOT].
     """
-    # Halves of a run alternate within a lane.
+    # Halves of a run alternate within a warp lane.
     H: tl.constexpr = 2 if HALVES else 1
     v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, GROUPS_PER_DOT // H, H, 2)), (4, 2, 3, 7, 1, 5, 0, 6))
     v = tl.reshape(v, (NG * W, 16 * R, GROUPS_PER_DOT // H, 1, 4, H, 1))
@@ -188,7 +194,7 @@ def _per_weight(
 
 @triton.jit
 def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
-    """The rows of x that M pairs have, [8, BM // 8]; those beyond repeat the last one."""
+    """Return the rows of x of M routed tokens, [8, BM // 8]; numbers from M on repeat the last one."""
     m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
     return tl.load(order + tl.minimum(m, M - 1)) // TOP_K
 
@@ -198,13 +204,13 @@ def _activations(
     x, rows, step, M, K: tl.constexpr, EVEN_K: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
     NG: tl.constexpr, BM: tl.constexpr, PREDICATE_X: tl.constexpr,
 ):  # fmt: skip
-    """x^T as operand B, [NG * W, DOT, BM], zeros beyond K; rows beyond M repeat the last one.
+    """Load x^T as operand B, [NG * W, DOT, BM]: zeros beyond K, and the last row again beyond M.
 
-    `rows` [8, BM // 8] are the rows of x, where they are not the first M.
+    For experts, `rows` [8, BM // 8] are the rows of x.
     """
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8
-    # What a lane has in a row, two columns, is last; the lanes come first.
+    # Warp lanes (t, m) are the first axes; the last axis is the two adjacent columns of a warp lane.
     t = tl.arange(0, 4)[:, None, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None, None]
     w = tl.arange(0, W)[:, None, None, None]
@@ -220,7 +226,7 @@ def _activations(
     else:
         row = tl.minimum(i % MH * 8 + m, M - 1)
     if WHERE:
-        # Of what is not loaded, anything.
+        # Rows that are not loaded may have any values.
         v = tl.load(x + row * K + k, mask=row < M)
     elif EVEN_K:
         v = tl.load(x + row * K + k)

@@ -1,4 +1,4 @@
-"""`fused-portable-gemv`: its tiles, the rules for them, those worth measuring, and its launch."""
+"""`fused-portable-gemv`: its tiles, the rules for them, the tiles worth measuring, and its launch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: Rows with more columns than this take many steps, each of which waits for its loads.
+#: From more columns than this on, a row takes many steps, each of which waits for its loads.
 LONG_ROWS = 8192
-#: And with more than this, so many that unrolled they would not fit the instruction cache.
+#: From more columns than this on, unrolled steps do not fit in the instruction cache.
 VERY_LONG_ROWS = 16384
-#: What each field of a tile may be: what the kernels were tried with. Adding a candidate is adding a number.
+#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (2, 4, 8),
     "columns": (128, 256, 512, 1024),
@@ -47,11 +47,13 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class PortableGemvTile:
-    """Warps that divide the columns, columns of each per step, row tiles, whether loads run ahead, and how
-    many steps are unrolled at most: the instruction cache holds only so many.
+    """Launch configuration of `fused-portable-gemv`.
 
-    If only rows of x that are `predicate_x` are loaded, lanes of a warp that have none load nothing. If sums
-    are added up `one_accumulator` as soon as they have had their scales, they take fewer registers.
+    `warps` divide the columns, `columns` per warp and step. `row_tiles` per program; `prefetch`, whether
+    loads run a step ahead; `unroll`, the most unrolled steps, limited by the instruction cache.
+
+    With `predicate_x` rows of x beyond M are masked, so that their warp lanes load nothing. With
+    `one_accumulator` sums are added as soon as they are scaled, which takes fewer registers.
     """
 
     warps: int = 4
@@ -64,7 +66,7 @@ class PortableGemvTile:
 
 
 def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROCESSORS) -> PortableGemvTile:
-    """The tile for m rows of x: as many bytes in flight as the registers hold."""
+    """Return the tile for m rows of x, with as many bytes in flight as registers hold."""
     if shape.k > VERY_LONG_ROWS:
         return PortableGemvTile(columns=max(256, shape.span), unroll=4)
     whole = shape.dot == 128 and shape.group >= 128
@@ -76,7 +78,7 @@ def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROC
     if shape.bits <= 4:
         prefetch = whole and (m > 8 or shape.bits == 4 or long)
     else:
-        # With more rows of x, registers would be spilled.
+        # With more rows of x registers would spill.
         prefetch = whole and m <= 8 and long and shape.bits < 8
     return PortableGemvTile(
         warps=8 if long and not whole else 4, columns=max(columns, least), prefetch=prefetch
@@ -84,12 +86,12 @@ def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROC
 
 
 def steps(tile: PortableGemvTile, shape: Geometry) -> int:
-    """Steps that a warp takes over the columns."""
+    """Return the steps of a warp over the columns."""
     return -(-shape.spans * shape.span // (tile.warps * tile.columns))
 
 
 def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
-    """How many of its steps are unrolled: all, or what leaves the fewest of the last loop without columns."""
+    """Return the unrolled steps: all, or the number that leaves the fewest steps without columns."""
     count = steps(tile, shape)
     if count <= tile.unroll:
         return count
@@ -97,11 +99,12 @@ def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
 
 
 def rows_of_x(m: int, features: frozenset[str]) -> int:
-    """Rows of x in a product of `fused-portable-gemv`, of m: NVIDIA's tensor cores take 8, others 16."""
+    """Return m rounded up to the rows of x of a product: 8 on NVIDIA's tensor cores, 16 on others, and 32."""
     return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
 
 
 def _why_not(problem: Problem, tile: PortableGemvTile) -> str | None:
+    """Return why a tile cannot run a problem; None if it can."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -111,6 +114,7 @@ def _why_not(problem: Problem, tile: PortableGemvTile) -> str | None:
 
 
 def _loses(problem: Problem, tile: PortableGemvTile) -> str | None:
+    """Return why a tile is not worth measuring; None if it is."""
     shape = shape_of(problem)
     codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.prefetch else 1)
     sums = tile.columns // shape.dot * tile.row_tiles * ROWS * rows_of_x(problem.m, problem.features) // 32
@@ -152,13 +156,14 @@ def _launch(
     features: frozenset[str],
     grouping: Grouping | None,
 ) -> Launch:
+    """Build the launch for m rows of x and a weight [n, k]."""
     from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv as kernel
 
     shape = geometry(n, k, scheme, dtype)
     programs = -(-shape.row_tiles // tile.row_tiles)
     return Launch(
         kernel,
-        # Segments of an expert run next to each other, and share its weights in the cache.
+        # Blocks of one expert run next to each other, and share its weights in L2.
         (programs,) if grouping is None else (grouping.expert_blocks, programs * grouping.matrices),
         **constants(n, k, scheme, dtype, "ptx" in features),
         HAS_BIAS=bias,
@@ -178,7 +183,7 @@ def _launch(
 
 
 def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
-    """The product y [m, n] for m up to 32; with pairs, y [P, matrices * n] for segments of up to 32."""
+    """Return the product y [m, n] for m up to 32; for experts y [P, matrices * n], in blocks of up to 32."""
     m, k = op.x.shape
     m = m if op.grouping is None else op.grouping.rows
     launch = _launch(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, op.grouping)
@@ -186,5 +191,5 @@ def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozen
 
 
 def run(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """What `bind` binds, for these operands."""
+    """Return y [m, n] for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

@@ -1,16 +1,20 @@
-"""y = x W^T for some rows of x, up to 32: warps have 16 rows of the weight each, and one x in shared memory.
+"""Small-M GEMM, up to 32 rows of x: each warp has 16 rows of W, all warps share one x in shared memory.
 
-Each warp decodes its own codes, which it loads some units of columns ahead, as operand A, and multiplies them
-with x as all warps have it. Nothing is added up between warps, and after x has come nobody waits for another,
-but for three that multiply with it. Where a weight has few rows its columns are divided into parts, whose
-sums `quantkit.kernels.gluon.split_k_reduce` adds up.
+    program    K ->  chunk 0 | chunk 1 | ...        x [M, chunk] in shared memory for all warps
+    warp 0           row tile 0, its codes loaded 2 or 4 k_steps ahead
+    warp 1           row tile 1
 
-With `expert_blocks`, it is y [pair] = x [pair // SLOTS] W^T for the pairs of a segment, which
-`quantkit.kernels.moe.permute_kernels` describes, and MATRICES matrices of its expert, whose rows are those of
-one.
+Each warp dequantizes its codes as operand A. Nothing is added between warps, and after x has come no warp
+waits for another, except the four warps of a `wgmma`. If N has few row tiles, K is divided into splits, whose
+sums `quantkit.kernels.gluon.split_k_reduce` adds.
 
-Written in Gluon, as Triton itself has no way to say that warps share operand B but no operand A.
+With `expert_blocks`, rows of x and y are the routed tokens of a block
+(`quantkit.kernels.moe.permute_kernels`). The weight is then the MATRICES matrices of its expert, one above
+the other.
+
+Written in Gluon: Triton cannot express that warps share operand B but not operand A.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -68,16 +72,22 @@ def small_m_gemm(
     ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, WGMMA: gl.constexpr, TOP_K: gl.constexpr,
     MATRICES: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A program has ROW_TILES row tiles, up to one for each of its W warps, and K_STEPS units of columns.
+    """Write y [M, N] = x W^T for x [M, K]. Grid: (row tile groups * SPLIT_K,), experts first if there are
+    any.
 
-    x comes in chunks of CHUNK units, zeros beyond K, for which shared memory has room, and for PADDING_CHUNKS
-    more. Codes are loaded PREFETCH units before they are decoded. With ROLLED chunks after the first are one
-    loop, which waits for all of x; without, there is code for each. Scales of STAGED_BLOCKS blocks come to
-    shared memory with the first chunk; if STAGED_BLOCKS is 0, each warp loads them a chunk ahead. Parts are
-    ALIGNED_SPLITS if they have as many units each, and whole blocks of scales: offsets in them are constants
-    then. With WGMMA warps decode while what they decoded before is multiplied. Where there are several
-    SPLIT_K, `sums` is float32 [SPLIT_K, row tiles, BM, 16], for each segment. With GATE row tiles are pairs
-    of what gates and what is gated. With NORM_EPS, its eps, the norm that x was begun to become is ended.
+    A program has ROW_TILES row tiles, at most one per warp (W), and K_STEPS k_steps. x comes in chunks of
+    CHUNK k_steps, zeros beyond K. Shared memory has room for all of them and PADDING_CHUNKS more. Codes are
+    loaded PREFETCH k_steps ahead.
+
+    With ROLLED, chunks after the first are one loop that waits for all of x; otherwise code is unrolled.
+
+    Scales of STAGED_BLOCKS blocks come to shared memory with the first chunk. If it is 0, each warp loads
+    scales a chunk ahead. With ALIGNED_SPLITS all splits have the same number of k_steps and whole blocks of
+    scales, so that offsets are constants.
+
+    With WGMMA, warps dequantize while the product before runs. With SPLIT_K > 1, `sums` is float32 [SPLIT_K,
+    row tiles, BM, 16] for each expert block. With GATE, row tiles are pairs of gate and up. With NORM_EPS,
+    the norm of x is ended (`quantkit.kernels.problem.Normed`).
     """
     K_STEP: gl.constexpr = k_step_columns(PLANES)
     SUBTILES: gl.constexpr = K_STEP // 128
@@ -92,11 +102,11 @@ def small_m_gemm(
     program = gl.program_id(0)
     if expert_blocks is not None:
         if PDL and not CHAINED:
-            # The kernel before this one may have written the segments.
+            # The kernel before this one may have written the expert blocks.
             pdl_wait()
         expert, its_first, M = load_expert_block(expert_blocks, program, CHAINED)
         if PDL and CHAINED:
-            # If no segment has pairs, some program has to have waited before all end.
+            # If no block has routed tokens, one program must wait before all end.
             if (M == 0) & (program == 0):
                 pdl_wait()
         if M == 0:
@@ -119,9 +129,9 @@ def small_m_gemm(
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
     words_at = codes.to(gl.pointer_type(gl.int32), bitcast=True) + lane
     words_at += (tile * SPANS + begin * C + span) * (TILES * 128)
-    # Warps without rows load nothing.
+    # Warps without a row tile load nothing.
     mask = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
-    # No part loads what another has.
+    # No split loads k_steps of another one.
     end = K_STEPS - 1 if ALIGNED_SPLITS else gl.minimum(K_STEPS - 1, LAST_UNIT - begin)
     tile = gl.arange(0, W, gl.SliceLayout(1, scale_words_layout(W, 1)))
     tile = row_tile_of_warp(tile, first, last, ROW_TILES, N, GATE != "")
@@ -161,10 +171,10 @@ def small_m_gemm(
         )
     pointers = pointers + (fill_table(lut, FILL),)
     if PDL and (expert_blocks is None or CHAINED):
-        # Only x, and sums of its squares, are written by kernels before this one.
+        # Kernels before this one write only x and the sums of its squares.
         pdl_wait()
     if PDL and expert_blocks is not None:
-        # A chained kernel, or one that adds up parts, reads the segments at once, as this one has waited.
+        # A chained kernel or split-K reduction reads the expert blocks at once, because this one has waited.
         pdl_launch_dependents()
     if NORM_EPS is not None:
         squares_x = load_squares(squares, M, K, BM, W)
@@ -223,7 +233,7 @@ def small_m_gemm(
         out = total.to(y.dtype.element_ty)
         _store_gated(out, first, last, y, M, N, ROW_TILES, order, GATE, W, BM)
     if PADDING_CHUNKS:
-        # Nobody reads it, but Triton gives back what is not used to the end.
+        # Unused, but Triton would free it before the end.
         padding._keep_alive()
 
 
@@ -231,7 +241,7 @@ def small_m_gemm(
 def _store_gated(
     out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
-    """Write y [M, N / 2] of what gates and what is gated, row tile after row tile [16 W, BM]."""
+    """Write y [M, N / 2] from gate and up: row tiles 2 i and 2 i + 1 of `out` [16 W, BM]."""
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
     x, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
@@ -249,7 +259,7 @@ def _store_gated(
 
 @gluon.constexpr_function
 def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
-    """[16 W, BM]: a thread has a row of every second row tile, and that of the next one."""
+    """Return the layout of [16 W, BM] in which a thread has the same row of both row tiles of a pair."""
     rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -259,7 +269,7 @@ def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _load_codes(pointers, k_step, TILES: gl.constexpr, C: gl.constexpr):
-    """Codes of a unit."""
+    """Load the codes of a k_step, int32 [W, C, 128] for each register."""
     words_at, mask = pointers[0], pointers[1]
     words = ()
     for t in gl.static_range(TILES):
@@ -273,7 +283,7 @@ def _load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Words of scales and zero-points for the pieces of COUNT units; 0 for what there is none of."""
+    """Load words of scales and zero-points for each 128 columns of COUNT k_steps; 0 if there are none."""
     scales_at, scales, zeros, begin, first_block = (
         pointers[2],
         pointers[3],
@@ -287,7 +297,7 @@ def _load_scales(
         if ALIGNED_SPLITS:
             block = (k_step * SUBTILES + subtile) * 128 // PER_BLOCK
         else:
-            # Beyond the last column x is zero, by whatever weights.
+            # Beyond the last column x is zero, so any weights do.
             block = gl.minimum(((begin + k_step) * SUBTILES + subtile) * 128 // PER_BLOCK, BLOCKS - 1)
             if STAGED_BLOCKS:
                 block -= first_block
@@ -303,7 +313,7 @@ def _load_scale_words(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Words of a block, from shared memory if they are STAGED_BLOCKS there."""
+    """Load the words of a block, from shared memory if scales are staged there."""
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
     else:
@@ -321,12 +331,14 @@ def _multiply(
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of the units of a chunk, from `number` on; `ring` and `values` become those after."""
+    """Add the products of CHUNK k_steps from `number` on; return total, ring of codes and values of the next
+    chunk.
+    """
     SUBTILES: gl.constexpr = k_step_columns(PLANES) // 128
     C: gl.constexpr = k_step_columns(PLANES) // (16 * PLANES)
     ACC: gl.constexpr = accumulator_layout(W, BM, WGMMA)
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    # Weights [16 W rows, V groups, their columns] where operand A has them.
+    # Layout of weights [16 W rows, V groups, columns of a group] in the registers of operand A.
     like = gl.reshape(gl.full([16 * W, 128], 0.0, DTYPE, A), (16 * W, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
     ON_SUMS: gl.constexpr = GROUPS > 1 and not ON_WEIGHTS and V == 1
@@ -390,7 +402,7 @@ def _multiply(
 
 @gluon.jit
 def _keep_order():
-    """What is loaded above is asked for before anything below: ptxas would put it off until it is needed."""
+    """Keep ptxas from moving the loads above past the code below."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,4 +1,4 @@
-"""`fused-small-m`: its tiles, the rules for them, those worth measuring, and its launches."""
+"""`fused-small-m`: its tiles, the rules for them, the tiles worth measuring, and its launches."""
 
 import math
 from collections.abc import Mapping
@@ -27,26 +27,26 @@ from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_byte
 from quantkit.kernels.problem import Problem, Tiling
 from quantkit.packing.schemes import Scheme
 
-#: The most rows of x.
+#: Most rows of x.
 MOST_ROWS = 32
-#: The fewest rows of x with which y is gated. With 16 a layer of Llama-3 8B takes 78.0 us instead of 80.0
-#: (H200, int4); 5 to 8 were not tried.
+#: Fewest rows of x with a gated epilogue. With 16 a layer of Llama-3 8B takes 78.0 us instead of 80.0 (H200,
+#: int4); 5 to 8 were not tried.
 LEAST_GATED = 9
-#: Warps that a multiprocessor has, in one program or two: each of their threads may have 128 registers.
+#: Warps of a multiprocessor, in one program or two; each thread may have 128 registers.
 RESIDENT_WARPS = 16
-#: Rows of x that a program adds up parts of, for one row tile.
+#: Rows of x per program of the split-K reduction, for one row tile.
 REDUCED_ROWS = 8
-#: Of experts: the most columns of a part, and rounds of large programs up to which those are the faster ones.
+#: For experts: most columns of a split, and waves up to which large programs are faster.
 SPLIT_COLUMNS, FEW_WAVES = 4096, 2
-#: Up to so many columns of a part there is code for all; more takes longer to come than a loop. Twice as many
-#: of those whose codes have more than so many bits in a unit: a loop has no registers for two such units.
+#: Columns of a split up to which code is unrolled; loading more code takes longer than a loop. Twice as many
+#: if a k_step has more than `LOOP_BITS` bits per row: a loop has no registers for two such k_steps.
 UNROLLED, LOOP_BITS = 1024, 1024
-#: What it takes a program to begin, and a launch to add parts up, in units of a warp.
+#: Time of a program's prologue, and of the launch of a split-K reduction, in k_steps of a warp.
 PROLOGUE_STEPS, REDUCE_STEPS = 4, 3
-#: How long a program takes alone, of two that a multiprocessor has room for. H100, 37888 x 3584, 8 rows of x:
-#: int3 takes 24.8 us in programs of 8 warps, of which some are alone, 29.9 in programs of 16.
+#: Time of a program that is alone on a multiprocessor with room for two, relative to two. H100, 37888 x 3584,
+#: 8 rows of x: int3 takes 24.8 us in programs of 8 warps, of which some are alone, 29.9 in programs of 16.
 ALONE = 2 / 3
-#: What each field of a tile may be: what the kernel was tried with. Adding a candidate is adding a number.
+#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
     "split_k": (1, 2, 4, 7, 8),
@@ -57,9 +57,10 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class SmallMTile:
-    """Warps of a program, parts that the columns are divided into, and units that codes are loaded ahead.
+    """Launch configuration of `fused-small-m`: warps of a program, splits of K, k_steps that codes are loaded
+    ahead.
 
-    With `wgmma` four warps multiply at once, which decode what comes next meanwhile.
+    With `wgmma` four warps multiply together, and dequantize the next k_step meanwhile.
     """
 
     warps: int = 16
@@ -68,38 +69,35 @@ class SmallMTile:
     wgmma: bool = False
 
 
-#: The tiles that rules choose among: fewer parts first, and larger programs.
+#: Tiles of the rules: fewest splits first, then largest programs.
 _CANDIDATES = [SmallMTile(warps, split_k) for split_k in VALUES["split_k"] for warps in (16, 8)]
-#: From so many rows of x on rules have warps multiply together. H100, 4096 x 4096, 16 rows: int4 6.0 us, not
-#: 6.7.
+#: Fewest rows of x with `wgmma` in the rules. H100, 4096 x 4096, 16 rows: int4 6.0 us instead of 6.7.
 LEAST_WGMMA = 9
 
 
 def rows_of_x(m: int) -> int:
-    """Rows of x in a product, of m there are."""
+    """Return m rounded up to the rows of x of a product: 8, 16 or 32."""
     return next(size for size in (8, 16, MOST_ROWS) if size >= m)
 
 
 def rms_bytes(m: int) -> int:
-    """Bytes of shared memory that roots of rows of x take, where a norm is ended."""
+    """Return the bytes of shared memory for roots of rows of x, if a norm is ended."""
     return 4 * rows_of_x(m)
 
 
 def has_wide_codes(shape: Geometry) -> bool:
-    """Whether a loop has no registers for the codes of two units: those of int5 and int7."""
+    """Return True if a loop has no registers for the codes of two k_steps: int5 and int7."""
     return shape.k_step * shape.bits > LOOP_BITS
 
 
 def is_rolled(tile: SmallMTile, shape: Geometry) -> bool:
-    """Whether the products of a part are a loop."""
+    """Return True if the products of a split are a loop."""
     columns = -(-shape.k_steps // tile.split_k) * shape.k_step
     return columns > (2 * UNROLLED if has_wide_codes(shape) else UNROLLED)
 
 
 def spills(tile: SmallMTile, shape: Geometry) -> bool:
-    """Whether warps that multiply together lack registers for codes: those of int7 in loops, of int5 where
-    these are of a part.
-    """
+    """Return True if `wgmma` lacks registers for codes: int7 in loops, int5 in loops of several splits."""
     return (
         tile.wgmma
         and has_wide_codes(shape)
@@ -109,10 +107,11 @@ def spills(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
-    """Units of a part, and those of a chunk of x: of 512 columns, or 256 where that makes parts shorter.
+    """Return the k_steps of a split, and those of a chunk of x: 512 columns, or 256 if that makes splits
+    shorter.
 
-    Loops of `wgmma` with two units ahead have 256 columns as well, where these are two units, so that what is
-    loaded next is in its place: with 32 rows of x registers are spilled otherwise.
+    Loops of `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes are then loaded into the
+    registers that they are used from. Otherwise 32 rows of x spill registers.
     """
     found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
     is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)
@@ -121,7 +120,7 @@ def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
 
 
 def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
-    """Whether all parts have as many units, and whole blocks of scales."""
+    """Return True if all splits have the same number of k_steps, and whole blocks of scales."""
     count, _ = k_steps(tile, shape)
     return (
         tile.split_k * count == shape.k_steps
@@ -132,13 +131,13 @@ def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def staged_scale_blocks(tile: SmallMTile, shape: Geometry) -> int:
-    """Blocks of scales that a part may have a column of."""
+    """Return the most blocks of scales that a split has columns of."""
     columns = k_steps(tile, shape)[0] * shape.k_step
     return -(-columns // shape.per_block) + (1 if tile.split_k > 1 and columns % shape.per_block else 0)
 
 
 def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int:
-    """Bytes of the scales and zero-points of a program in shared memory."""
+    """Return the bytes of scales and zero-points of a program in shared memory."""
     return (
         tile.warps
         * ROWS
@@ -150,9 +149,9 @@ def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int
 
 @dataclass(frozen=True)
 class SharedMemoryPlan:
-    """Shared memory of a program: chunks besides those of x, whether scales are there too, the bytes of all.
+    """Shared memory of a program: padding chunks, whether scales are staged there, and its bytes.
 
-    The spare chunks make up for the bytes of a table, which Triton does not count.
+    Padding chunks make Triton request the bytes of a table, which it does not count.
     """
 
     padding_chunks: int
@@ -169,9 +168,9 @@ def plan_shared_memory(
     table: int = 0,
     rms: int = 0,
 ) -> SharedMemoryPlan:
-    """That of a program, of the `memory` of its GPU, beside so many bytes of a table and of roots.
+    """Plan the shared memory of a program, within `memory` bytes of its GPU, beside `table` and `rms` bytes.
 
-    Scales are held where products are a loop: loads of them would be waited for with those of codes.
+    Scales are staged if products are a loop: a wait for loads of scales would wait for codes too.
     """
     count, chunk = k_steps(tile, shape)
     size, program_tiles = 2 * chunk * shape.k_step * rows_of_x(m), count // chunk
@@ -186,15 +185,16 @@ def plan_shared_memory(
 
 
 def _memory_budget(tile: SmallMTile, memory: int) -> int:
-    """Bytes of shared memory of a program."""
+    """Return the bytes of shared memory that a program may use."""
     return memory * tile.warps // RESIDENT_WARPS
 
 
 def row_tiles(
     tile: SmallMTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
 ) -> int:
-    """Row tiles of a program: as few as it takes for all programs of so many weights to run at once, up to
-    one for each warp; if they are `gated`, pairs.
+    """Return the row tiles of a program: the fewest with which all programs of `weights` weights run at once.
+
+    At most one per warp; pairs if they are `gated`.
     """
     resident, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
 
@@ -206,7 +206,7 @@ def row_tiles(
 
 
 def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
-    """How many times as many programs there are as run at once."""
+    """Return the programs over those that run at once."""
     programs = -(-shape.row_tiles // row_tiles(tile, shape, multiprocessors)) * tile.split_k
     return programs * tile.warps / (multiprocessors * RESIDENT_WARPS)
 
@@ -214,12 +214,12 @@ def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
 def _predicted_time(
     tile: SmallMTile, shape: Geometry, multiprocessors: int, alone: float = ALONE
 ) -> tuple[float, float]:
-    """How long programs take, in units of a warp, and what tells tiles apart that take as long.
+    """Return the predicted time in k_steps of a warp, and a tie-break between tiles.
 
-    One of two takes `alone` of it where there is no other on its multiprocessor in the last round.
+    A program takes `alone` of the time of two if it has its multiprocessor for itself in the last wave.
 
-    It is how many warps are idle; but of e2m1 with scales that are bytes two programs with idle warps take up
-    to 1.3 times as long as one on an H100, for a reason that is not known.
+    The tie-break is the number of idle warps. But for e2m1 with 8-bit scales two programs with idle warps
+    take up to 1.3 times as long as one (H100), for an unknown reason.
     """
     program_tiles = row_tiles(tile, shape, multiprocessors)
     done, last = divmod(waves(tile, shape, multiprocessors), 1.0)
@@ -231,6 +231,7 @@ def _predicted_time(
 
 
 def _rule(problem: Problem) -> SmallMTile:
+    """Return the tile for a problem where none was measured."""
     shape, count = shape_of(problem), processors(problem)
     return min(
         _valid_tiles(problem) or _CANDIDATES[-1:], key=lambda tile: _predicted_time(tile, shape, count)
@@ -238,7 +239,7 @@ def _rule(problem: Problem) -> SmallMTile:
 
 
 def _valid_tiles(problem: Problem) -> list[SmallMTile]:
-    """Those of the rules that can run a problem."""
+    """Return the tiles of the rules that can run a problem."""
     wgmma = problem.m >= LEAST_WGMMA and "wgmma" in problem.features
     candidates = [replace(tile, wgmma=wgmma) for tile in _CANDIDATES]
     valid = [tile for tile in candidates if _why_not(problem, tile) is None]
@@ -246,11 +247,11 @@ def _valid_tiles(problem: Problem) -> list[SmallMTile]:
 
 
 def experts_tile(problem: Problem, weights: int) -> SmallMTile:
-    """The tile for so many weights at once, each that of `problem`, of which some tile fits.
+    """Return the tile for `weights` weights at once, each like `problem`; some tile must fit.
 
-    Where programs run one after the other, some begin while others end: parts only cost then, and from a
-    third round on so do large programs. H100, int4: two parts of gate and up take 1.02 to 1.27 of the time of
-    one, and 8 warps 0.93 to 0.99 of that of 16 from a third round on.
+    With several waves, programs start while others end. Splits then only cost, and from a third wave on so do
+    large programs. H100, int4: two splits of gate and up take 1.02 to 1.27 of the time of one. From a third
+    wave on, 8 warps take 0.93 to 0.99 of the time of 16.
     """
     every, count = replace(problem, n=problem.n * weights), processors(problem)
     shape, valid = shape_of(every), _valid_tiles(every)
@@ -263,7 +264,7 @@ def experts_tile(problem: Problem, weights: int) -> SmallMTile:
 
 
 def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
-    """Why y cannot be gated, for which a program has whole sums of pairs of row tiles."""
+    """Return why y cannot be gated; None if it can. A program then has whole sums of gate and up."""
     if tile.split_k > 1:
         return "sums of parts are added up in a launch of their own"
     if problem.m < LEAST_GATED:
@@ -272,7 +273,7 @@ def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
-    """Why a part of a norm cannot be done: what adds up parts of sums begins it, and x is copied as it is."""
+    """Return why a part of a norm cannot be done; None if it can. The split-K reduction begins norms."""
     if part == "whole":
         return "it copies x as it is"
     if part == "begin":
@@ -281,11 +282,12 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
 
 
 def why_no_tile(problem: Problem) -> str | None:
-    """Why no tile fits the GPU."""
+    """Return why no tile fits the GPU; None if one does."""
     return _why_not(problem, _rule(problem))
 
 
 def _why_not(problem: Problem, tile: SmallMTile) -> str | None:
+    """Return why a tile cannot run a problem; None if it can."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -299,7 +301,7 @@ def _why_not(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | None:
-    """Why a program cannot have x in shared memory, besides so many bytes of roots."""
+    """Return why x does not fit in shared memory beside `rms` bytes of roots; None if it does."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
     x = plan_shared_memory(tile, shape_of(problem), problem.m, problem.scheme, memory, table, rms).nbytes
     needed, most = x + table + rms, _memory_budget(tile, memory)
@@ -310,6 +312,7 @@ def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | No
 
 
 def _loses(problem: Problem, tile: SmallMTile) -> str | None:
+    """Return why a tile is not worth measuring; None if it is."""
     shape, count = shape_of(problem), processors(problem)
     busy = row_tiles(tile, shape, count) * RESIDENT_WARPS // tile.warps
     more = row_tiles(SmallMTile(tile.warps, 1), shape, count) * RESIDENT_WARPS // tile.warps
@@ -340,7 +343,7 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """The kernel's, that which adds parts up, and the row tiles of a program."""
+    """Build the launch of the kernel, that of the split-K reduction, and the row tiles of a program."""
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
 
@@ -348,7 +351,7 @@ def _launches(
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = k_steps(tile, shape)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
-    # Where there are parts, what adds them up gates.
+    # With several splits, the split-K reduction gates.
     gates = gate if tile.split_k == 1 else ""
     program_tiles = row_tiles(
         tile, shape, multiprocessors, bool(gates), 1 if grouping is None else grouping.usual
@@ -358,7 +361,7 @@ def _launches(
     has = plan_shared_memory(tile, shape, m, scheme, memory, table_bytes(scheme, dtype), rms)
     main = Launch(
         kernel,
-        # Segments of an expert run next to each other, and share its weights in the cache.
+        # Blocks of one expert run next to each other, and share its weights in L2.
         (*expert_blocks, -(-shape.row_tiles // program_tiles) * tile.split_k),
         **{name: known[name] for name in kernel.arg_names if name in known},
         HAS_BIAS=bias,
@@ -383,7 +386,7 @@ def _launches(
     )
     if tile.split_k == 1:
         return main, None, program_tiles
-    # Parts of segments have had what comes after the last column.
+    # Sums of expert blocks were scaled before they were stored.
     after = known if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
     last = Launch(
         split_k_reduce,
@@ -403,7 +406,7 @@ def _launches(
 
 
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
-    """The product y [m, n] for m up to 32, on NVIDIA GPUs that copy to shared memory asynchronously."""
+    """Return the product y [m, n] for m up to 32, on NVIDIA GPUs from compute capability 8.0 on."""
     m, k = op.x.shape
     has_bias, count, grouping = op.bias is not None, op.multiprocessors, op.grouping
     n, expert_blocks = op.n, 1
@@ -435,5 +438,5 @@ def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset())
 
 
 def run(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """What `bind` binds, for these operands."""
+    """Return y [m, n] for these operands."""
     return bind(op, tile, features)(op.x, op.bias)

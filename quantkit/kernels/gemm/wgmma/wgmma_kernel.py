@@ -1,13 +1,15 @@
-"""y = x W^T for many rows of x on Hopper: y^T = W x^T, in programs whose warps do one thing each.
+"""Warp-specialized WGMMA GEMM for many rows of x on Hopper: y^T = W x^T, with stream-K.
 
-One warp has x copied to shared memory, by the tensor memory accelerator, as far ahead as there is room. Two
-or three groups of four warps have 64 rows of the weight each: they decode them in registers, as operand A,
-and multiply. While one of them decodes, the tensor cores have the products of another. A program takes one
-tile after the other. Tiles that are left when there are none for some programs may be shared out by columns:
-stream-K, `gluon/stream_k.py`.
+    1 warp                  TMA copies of blocks of x, as far ahead as shared memory has room
+    2 or 3 warp groups      64 rows of W each: dequantize operand A in registers, then wgmma
 
-Written in Gluon, as Triton itself cannot say which warps do what. `portable_gemm` is its portable twin.
+While one warp group dequantizes, the tensor cores run the product of another. A program does one tile after
+the other. Tiles that are left when some programs have none may be shared out along K: stream-K,
+`gluon/stream_k.py`.
+
+Written in Gluon: Triton cannot express which warps do what. `portable_gemm` computes the same in Triton.
 """
+# mypy: ignore-errors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,13 +47,14 @@ def wgmma_gemm(
     BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`x` describes [M, K] in parts of blocks [BM, 128], zeros beyond.
+    """Write y [M, N] = x W^T. `x` is a TMA descriptor of [M, K] in boxes of [up to 64, 128], zeros beyond.
 
-    A tile is BN rows of the weight times BM rows of x, a step two units, each of BLOCK_K columns, or of a
-    span where that is longer. Codes are loaded PREFETCH units before they are decoded, one or two. BLOCK_K
-    columns, 128 or 256, are decoded and multiplied at a time, with an expression for each turn of a unit. N
-    is a multiple of STORE_VECTOR, up to 8. GROUPS only says whether there are several. `sums` and the
-    integers but M, N, SPANS and BLOCKS are for stream-K (`gluon/stream_k.py`).
+    A tile is BN rows of the weight times BM rows of x. A step is two k_steps, each of BLOCK_K columns, or of
+    a span if that is longer. Codes are loaded PREFETCH k_steps ahead, one or two. BLOCK_K columns, 128 or
+    256, are dequantized and multiplied at a time, with an expression for each BLOCK_K of a k_step.
+
+    N is a multiple of STORE_VECTOR, up to 8. GROUPS is 1, or 2 for several groups. `sums`, WHOLE_TILES,
+    STEPS_PER_PROGRAM, TILE_STRIDE and TOKEN are for stream-K (`gluon/stream_k.py`).
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
@@ -64,7 +67,7 @@ def wgmma_gemm(
         x_smem, full, empty, codes, scale, zero, factor, fill_table(lut, FILL), bias, y, sums,
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
     )  # fmt: skip
-    # What is written out again could not be put together: constants stay such in the call itself only.
+    # Arguments are repeated, because constexprs stay constexprs only in the call itself.
     if BN == 128:
         gl.warp_specialize([
             (_consumer, (
@@ -112,9 +115,9 @@ def _producer(
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of x to shared memory, in the order in which `_consumer` takes them.
+    """Copy blocks of x to shared memory, in the order in which `_consumer` takes them.
 
-    Parts without a row of x are left as they are, and become no output.
+    Boxes without a row of x are not copied: their outputs are masked.
     """
     if PDL:
         pdl_launch_dependents()
@@ -152,7 +155,7 @@ def _consumer(
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of a tile, those of group number `group`."""
+    """Compute 64 rows of each tile, those of warp group `group`."""
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
@@ -164,10 +167,10 @@ def _consumer(
     SUBTILES: gl.constexpr = BLOCK_K // 128
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    # Weights [64 rows, V groups, their columns] where operand A has them.
+    # Layout of weights [64 rows, V groups, columns of a group] in the registers of operand A.
     like = gl.reshape(gl.full([64, 128], 0.0, DTYPE, OPERAND), (64, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
-    # Half a step may be left over: x is zero there, by whatever weights.
+    # The second half of the last step may be padding: x is zero there, so any weights do.
     last_k_step = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
@@ -175,7 +178,7 @@ def _consumer(
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, steps, BN, BM
     )
     tile, first, last = work_tile(0, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, steps)
-    # A program without a job loads what one would begin with all the same.
+    # A program without work items still loads the first codes of some tile.
     pm, pn = tile_coordinates(gl.minimum(tile, columns * rows - 1), columns, rows, GROUP_M)
     words_at, scales_at, ring = _prologue(
         pn * (BN // 16) + group * 4, first, codes, scale, zero, N, SPANS,
@@ -185,7 +188,7 @@ def _consumer(
     for number in range(work_items):
         total = gl.zeros([64, BM], gl.float32, ACC)
         for step in range(first, last):
-            # Two units, so that what one loads need not be copied, and so waited for, to be decoded next.
+            # Two k_steps, so that loaded codes stay in their registers: copying them would wait for them.
             for half in gl.static_range(2):
                 for block_k in gl.static_range(BLOCKS_PER_STEP):
                     weights = _dequant(
@@ -205,7 +208,7 @@ def _consumer(
                         mbarrier.wait(full.index(stage), (count + subtile) // STAGES % 2)
                         x = x_smem.index(stage).permute((1, 0))
                         total = warpgroup_mma(weights[subtile], x, total, is_async=True)
-                    # Weights stay in their registers until the products are done.
+                    # Keep weights in their registers until the products are done.
                     if SUBTILES == 1:
                         total, _ = warpgroup_mma_wait(0, [total, weights[0]])
                     else:
@@ -216,7 +219,7 @@ def _consumer(
         row, m = pn * BN + group * 64, pm * BM
         is_written, is_added = last == steps, first > 0
         before = first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE)
-        # What the next tile begins with is on its way while this one is written.
+        # Load the first codes of the next tile while this one is written.
         tile, first, last = work_tile(
             gl.minimum(number + 1, work_items - 1),
             whole,
@@ -233,7 +236,7 @@ def _consumer(
             C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
         )  # fmt: skip
         if PDL:
-            # The kernel before may still read what lies where this one writes.
+            # The kernel before this one may still read the memory that this one writes.
             pdl_wait()
         if is_written:
             if is_added:
@@ -248,6 +251,7 @@ def _consumer(
 
 @gluon.constexpr_function
 def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
+    """Return the element of block `block_k`."""
     return blocks[block_k]
 
 
@@ -259,7 +263,7 @@ def _dequant(
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Operand A for each 128 columns of a turn of a unit, of what `_load_k_step` gave."""
+    """Dequantize block `block_k` of a k_step: operand A [64, 128] for each 128 columns, scaled."""
     words, s, z = k_step
     BLOCK_ASM: gl.constexpr = _of_block(ASM, block_k)
     BLOCK_CONSTRAINTS: gl.constexpr = _of_block(CONSTRAINTS, block_k)
@@ -300,7 +304,7 @@ def _prologue(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """The addresses of four row tiles, and what `_load_k_step` gives for the two units of a step."""
+    """Return pointers to four row tiles, and the two k_steps of `step` loaded."""
     words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
     ring = ()
     for half in gl.static_range(2):
@@ -318,7 +322,9 @@ def _prologue(
 def _pointers(
     first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS,
 ):  # fmt: skip
-    """Where the codes of four row tiles from `first` on begin, and the words of their scales."""
+    """Return pointers to codes int32 [4, C, 128] of four row tiles from `first` on, and offsets [4, 8] of
+    scales.
+    """
     CODES: gl.constexpr = codes_layout(4, C)
     last = (N + 15) // 16 - 1
     tile = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, CODES))), last)
@@ -341,7 +347,7 @@ def _load_k_step(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Codes of a unit, scales and zero-points of its pieces of 128 columns; 0 for what there is none of."""
+    """Load the codes of a k_step, and scales and zero-points for each 128 columns; 0 if there are none."""
     words = ()
     for t in gl.static_range(TILES):
         words = words + (gl.load(words_at + (k_step * (C * TILES) + t) * 128),)
@@ -359,13 +365,13 @@ def _store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
     HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, STORE_VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Finish sums of 64 rows from `row` on and write them to columns of y, for rows of x from `m` on."""
+    """Scale sums of 64 rows from `row` on, add the bias, and write y for BM rows of x from `m` on."""
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
     out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-    # A thread writes STORE_VECTOR rows at once, threads side by side those beside them.
+    # A thread writes STORE_VECTOR adjacent outputs, adjacent threads write adjacent vectors.
     THREADS_N: gl.constexpr = min(64 // STORE_VECTOR, 32)
     STORED: gl.constexpr = gl.BlockedLayout([STORE_VECTOR, 1], [THREADS_N, 32 // THREADS_N], [1, 4], [0, 1])
-    # Of N itself Triton knows whether it is a multiple of 16, and of no other number.
+    # Tell Triton that N is a multiple of STORE_VECTOR: it only specializes for multiples of 16.
     N = N // STORE_VECTOR * STORE_VECTOR
     out = gl.convert_layout(out.to(y.dtype.element_ty), STORED)
     n = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, STORED)), 1)

@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
 
 from quantkit.model.experts import MATRICES
 from quantkit.model.names import own_name
-from quantkit.model.structure import reads_weight
+from quantkit.model.weight_reads import reads_weight
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.replace import packed_modules
 

@@ -50,7 +50,7 @@ PATCHES = (
     Patch(
         name="attention",
         changes=f'"{attention.NAME}" in AttentionInterface and AttentionMaskInterface',
-        reason="one launch attends to all keys of a static cache; recorded steps of packed models ask for it",
+        reason="one launch attends to all keys of a static cache; captured steps of packed models ask for it",
         versions=">=5.12,<6",
         **_process(attention.undo, attention.is_applied),
     ),
@@ -64,7 +64,7 @@ PATCHES = (
     Patch(
         name="process groups",
         changes="torch.distributed.destroy_process_group, to one that drops graphs of quantkit first",
-        reason="NCCL waits for graphs that sum over ranks, for ever; only once such a graph is recorded",
+        reason="NCCL waits for graphs that sum over ranks, for ever; only once such a graph is captured",
         versions=">=5.17,<6",
         **_process(process_groups.undo, process_groups.is_applied),
     ),
@@ -72,7 +72,7 @@ PATCHES = (
         name="generation",
         of="model",
         changes="the class of the model, to one with its own forward, generate and get_compiled_call",
-        reason="on one GPU a step of decoding is a recorded graph with a static cache, without another call",
+        reason="on one GPU a step of decoding is a CUDA graph with a static cache, without another call",
         versions=">=5.12,<6",
         undo=generation.undo,
         is_applied=generation.is_applied,

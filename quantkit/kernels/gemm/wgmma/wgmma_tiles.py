@@ -1,0 +1,191 @@
+"""Tiles of `fused-wgmma`: what fits a multiprocessor, the stream-K schedule, and the predicted time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
+from quantkit.kernels.layouts.fragment_layout import Geometry
+from quantkit.kernels.layouts.shared_memory import COPIES, undeclared_bytes
+
+#: Bytes of shared memory beside blocks of x: barriers, and outputs that threads exchange.
+SCRATCH = 8 << 10
+#: Columns of a block of x, and the two values of `block_k`.
+COLUMNS, TWO_BLOCKS = 128, 256
+#: Most blocks of x in shared memory; a block has all rows of a tile.
+STAGES = 8
+#: Bytes of shared memory that a multiprocessor keeps for each program.
+RESERVED = 1 << 10
+#: Most rows of x with registers for two programs on a multiprocessor (128 rows of the weight, 128 columns),
+#: or for codes that are loaded two steps ahead.
+FEW_OF_X = 32
+#: Rows of x and of the weight of the tiles of the rules; microseconds for 256 columns on an H100.
+STEP_US: Mapping[tuple[int, int], float] = {
+    (32, 128): 1.1,
+    (64, 128): 1.1,
+    (128, 128): 1.6,
+    (128, 192): 2.15,
+    (256, 128): 2.6,
+}
+#: Microseconds to add the partial sums of another program (fix-up), by tile. With these, tiles of the rules
+#: take 1.010 of the time of the best of eight (H100, 81 problems).
+FIXUP_US = dict(zip(STEP_US, (0.2, 0.3, 1.5, 3.5, 4.0), strict=True))
+#: Microseconds of a launch beside its steps.
+OVERHEAD_US = 3.0
+#: Registers of a thread that `registers` does not count. 14 suffice for Triton 3.6. Triton 3.9 then spills up
+#: to 514 in a loop: int7 with 1024 rows of x takes 1.47 times as long as with 24 (H100).
+REGISTER_MARGIN = 24
+
+
+@dataclass(frozen=True)
+class WgmmaTile:
+    """Launch configuration of `fused-wgmma`: `block_m` rows of x and `block_n` rows of the weight per
+    program.
+
+    Codes are loaded `prefetch` steps ahead. With `stream_k`, programs that would be idle at the end share the
+    k_steps of the last tiles. `block_k` columns are dequantized and multiplied at a time: fewer take fewer
+    registers, more keep the tensor cores busy with few rows of x.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    prefetch: int = 1
+    stream_k: bool = False
+    block_k: int = COLUMNS
+
+
+@dataclass(frozen=True)
+class LaunchBounds:
+    """Programs of a multiprocessor at once, and registers of their threads.
+
+    Threads start with up to `max_registers`, None for no limit. Threads that multiply then get
+    `mma_registers`, and threads that copy keep 24.
+    """
+
+    occupancy: int
+    max_registers: int | None
+    mma_registers: int
+
+
+def launch_bounds(tile: WgmmaTile) -> LaunchBounds:
+    """Return the launch bounds of a tile."""
+    if tile.block_m <= FEW_OF_X and tile.block_n == 128 and tile.block_k == COLUMNS:
+        return LaunchBounds(2, 80, 104)
+    return LaunchBounds(1, None, 240 if tile.block_n == 128 else 160)
+
+
+def stages(tile: WgmmaTile, table: int = 0) -> int:
+    """Return the blocks of x in shared memory: as many as fit beside a `table` of these bytes, up to
+    `STAGES`.
+
+    With a table there are enough blocks that Triton requests memory for it too.
+    """
+    mine = (HOPPER_SHARED + RESERVED) // launch_bounds(tile).occupancy - RESERVED
+    block = 2 * tile.block_m * COLUMNS
+    found = min(STAGES, (mine - table - SCRATCH) // block)
+    return found + -(-undeclared_bytes(found * block, table) // block)
+
+
+def copies(tile: WgmmaTile) -> int:
+    """Return the copies of a table in shared memory: as many as leave room for a third block of x.
+
+    None for two programs, whose threads lack the registers for lookups.
+    """
+    return 0 if launch_bounds(tile).occupancy > 1 else 16 if tile.block_m == 256 else COPIES
+
+
+def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
+    """Return the columns of a step of `wgmma_gemm`: twice what it loads at a time."""
+    return 2 * max(tile.block_k, shape.span)
+
+
+def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float) -> tuple[int, int, int]:
+    """Return the tiles done whole, and for the others the steps per program, and the steps from tile to tile.
+
+    Each shared tile is divided among the same number of programs, or all programs get the same number of
+    steps, whichever is faster. In the second case some programs have parts of two tiles. A fix-up takes as
+    long as `part_steps` steps, so that fewer programs may share a tile than could.
+    """
+    others = tiles % programs
+    if others == 0:
+        return tiles, 0, steps
+
+    lengths = [-(-steps // count) for count in range(1, programs // others + 1)]
+    apart = [(each, -(-steps // each) * each) for each in lengths]
+    even = (-(-others * steps // programs), steps)
+
+    def length(schedule: tuple[int, int]) -> float:
+        return schedule[0] + fixup_steps * fixups_per_tile(steps, *schedule)
+
+    steps_per_program, tile_stride = min([*apart, even], key=length)
+    if steps_per_program == steps:
+        return tiles, 0, steps
+    return tiles - others, steps_per_program, tile_stride
+
+
+def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
+    """Return True if each program has steps of one shared tile only."""
+    return steps_per_program > 0 and tile_stride % steps_per_program == 0
+
+
+def fixups_per_tile(steps: int, steps_per_program: int, tile_stride: int) -> float:
+    """Return the average number of fix-ups of a shared tile.
+
+    If programs have parts of two tiles, about half of the tiles need one more.
+    """
+    single = splits_single_tiles(steps_per_program, tile_stride)
+    return -(-steps // steps_per_program) - (1.0 if single else 0.5)
+
+
+def step_us(shape: Geometry, tile: WgmmaTile) -> float:
+    """Return the microseconds of a step."""
+    return _of_tile(STEP_US, tile) * step_columns(shape, tile) / 256
+
+
+def fixup_us(tile: WgmmaTile) -> float:
+    """Return the microseconds of a fix-up."""
+    return _of_tile(FIXUP_US, tile)
+
+
+def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
+    """Look a tile up in `us`; sizes that are missing scale from 128 rows of the weight, or 32 rows of x."""
+    found = us.get((tile.block_m, tile.block_n))
+    return us[max(tile.block_m, FEW_OF_X), 128] * tile.block_n / 128 if found is None else found
+
+
+def tile_schedule(
+    shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int
+) -> tuple[int, int, int, int]:
+    """Return the steps of a tile, and `stream_k_schedule` for m rows of x; all whole without `stream_k`."""
+    columns = shape.spans * shape.span
+    tiles = -(-shape.n // tile.block_n) * -(-m // tile.block_m)
+    steps = -(-columns // step_columns(shape, tile))
+    if not tile.stream_k:
+        return steps, tiles, 0, steps
+    programs = multiprocessors * launch_bounds(tile).occupancy
+    return steps, *stream_k_schedule(tiles, steps, programs, fixup_us(tile) / step_us(shape, tile))
+
+
+def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H200_PROCESSORS) -> float:
+    """Return the predicted microseconds for m rows of x, from the measured times `STEP_US`."""
+    steps, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
+    resident = launch_bounds(tile).occupancy
+    mine = -(-whole_tiles // (multiprocessors * resident)) * steps + steps_per_program
+    fixups = fixups_per_tile(steps, steps_per_program, tile_stride) if steps_per_program else 0.0
+    return mine * resident * step_us(shape, tile) + OVERHEAD_US + fixup_us(tile) * fixups
+
+
+def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
+    """Return the estimated registers of a thread that multiplies, for sums, weights, codes, scales and
+    zero-points.
+
+    Scales and zero-points in use take two registers each, for two rows.
+    """
+    unit, values = max(tile.block_k, shape.span), (shape.groups > 1) + zeros
+    loaded = unit * shape.bits // 64 + values * max(1, unit // shape.group)
+    used = tile.block_k // 4 + 2 * values * max(1, tile.block_k // shape.group)
+    return tile.block_m // 2 + used + tile.prefetch * loaded
+
+
+def has_registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> bool:
+    """Return True if a thread has that many registers."""
+    return registers(shape, tile, zeros) + REGISTER_MARGIN <= launch_bounds(tile).mma_registers

@@ -1,0 +1,99 @@
+"""Modules that compute y = x W^T + b: `nn.Linear`, its subclasses, and `Conv1D`, which stores W^T.
+
+What a module computes decides, not its class: it is tried on a tiny weight.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+#: By class and whether the weight is square: whether W is stored transposed; None for another function.
+_tried: dict[tuple[type, bool], bool | None] = {}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `module` computes y = x W^T + b of a weight W [N, K], or [K, N] if `is_transposed`."""
+    return _orientation(module) is not None
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether `module` is a linear whose weight is stored as [K, N]."""
+    return _orientation(module) is True
+
+
+def matrix_shape(module: nn.Module) -> tuple[int, int]:
+    """Return [N, K] of a linear."""
+    weight: Any = module.weight
+    rows, columns = weight.shape
+    return (columns, rows) if is_transposed(module) else (rows, columns)
+
+
+def transposed_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the linears in `model` whose weight is stored as [K, N], with their names."""
+    for name, module in model.named_modules():
+        if is_transposed(module):
+            yield name, module
+
+
+def plain_linear(module: nn.Module) -> nn.Linear:
+    """Return an `nn.Linear` on the meta device in place of a linear of another class."""
+    rows, columns = matrix_shape(module)
+    dtype = module.get_parameter("weight").dtype
+    has_bias = module._parameters.get("bias") is not None
+    return nn.Linear(columns, rows, bias=has_bias, device="meta", dtype=dtype)
+
+
+def _orientation(module: nn.Module) -> bool | None:
+    if type(module) is nn.Linear:
+        return False
+    weight = module._parameters.get("weight")
+    others = {name for name, one in module._parameters.items() if one is not None} - {"weight", "bias"}
+    if weight is None or weight.dim() != 2 or others or module._buffers or module._modules:
+        return None
+    key = type(module), weight.shape[0] == weight.shape[1]
+    if key not in _tried:
+        _tried[key] = _try(module, weight)
+    return _tried[key]
+
+
+def _try(module: nn.Module, weight: torch.Tensor) -> bool | None:
+    """Compute with a tiny weight what `module` makes of inputs, and compare."""
+    first, second = weight.shape
+    sizes = {first: 5, second: 5 if first == second else 3}
+    # Loading runs under `torch.device("meta")`, but this needs numbers, from a generator of its own.
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float32)
+
+        tiny = numbers(sizes[first], sizes[second])
+        for transposed in (False, True):
+            matrix = tiny.T if transposed else tiny
+            rows, columns = matrix.shape
+            has_bias = module._parameters.get("bias") is not None
+            bias = numbers(rows) if has_bias else None
+            one = copy.copy(module)
+            # Sizes that the module keeps, such as `in_features`, are those of the tiny weight.
+            one.__dict__ = {
+                name: sizes.get(value, value) if type(value) is int else value
+                for name, value in module.__dict__.items()
+            }
+            one._parameters = {
+                "weight": nn.Parameter(tiny),
+                "bias": None if bias is None else nn.Parameter(bias),
+            }
+            x = numbers(2, 4, columns)
+            try:
+                y: Any = type(module).forward(one, x)
+            except Exception:  # Another model's code, called with guessed sizes, may fail in any way.
+                continue
+            expected = F.linear(x, matrix, bias)
+            same = isinstance(y, torch.Tensor) and y.shape == expected.shape
+            if same and torch.allclose(y, expected, rtol=1e-4, atol=1e-4):
+                return transposed
+    return None

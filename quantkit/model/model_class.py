@@ -1,0 +1,167 @@
+"""Find the class of a checkpoint, and build it without weights.
+
+`architectures` of config.json names the class that the files are of. What AutoModelForCausalLM makes of the
+config may be a part of it only: the text of a vision-language model, the decoder of a speech model.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Mappings of transformers from a config to a class that generates text, in the order in which they are tried
+#: where `architectures` does not help; then all others.
+GENERATIVE = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+)
+ORDER = (*GENERATIVE, "MODEL_FOR_MASKED_LM_MAPPING", "MODEL_MAPPING")
+
+#: Tag with which transformers writes floats that JSON cannot express.
+_FLOAT_TAG = "__float__"
+_TAGGED_FLOATS = {name: float(name) for name in ("NaN", "Infinity", "-Infinity")}
+
+#: Characters of an error of transformers that are shown: some list every class that there is.
+_SHOWN = 200
+
+
+def model_config(config: Mapping[str, Any], directory: Path) -> Any:
+    """Return transformers' config for a config.json, with defaults filled in.
+
+    Raises `CheckpointError` for an unknown model type, or values that it does not take.
+    """
+    from transformers import __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    path, kind = directory / "config.json", config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{path}: 'model_type' is {kind!r}; expected an architecture of transformers {__version__}. "
+            "Check it, or install a transformers that knows the architecture."
+        )
+    fields = {k: _with_floats(v) for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    try:
+        return CONFIG_MAPPING[kind].from_dict(fields)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: transformers cannot read it as the config of a {kind!r} ({_short(error)}). Restore the "
+            "config.json of the original model."
+        ) from error
+
+
+def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
+    """Return the class of the model that a config.json describes, and the config that it is built from.
+
+    The class is the first of `architectures` that transformers has for this config, else one for the same
+    purpose, else the first that one of the mappings `ORDER` has. Raises `CheckpointError` if there is none.
+    """
+    parsed = model_config(config, directory)
+    for cls in (_named(name) for name in named_classes(config)):
+        fitting = None if cls is None else _config_for(cls, parsed)
+        if fitting is not None:
+            return cls, fitting
+    for mapping in (*_mappings_of(named_classes(config)), *ORDER):
+        found = of_mapping(mapping, parsed)
+        if found is not None:
+            return found
+    raise CheckpointError(
+        f"{directory / 'config.json'}: 'architectures' is {config.get('architectures')!r}, and transformers "
+        f"has no such class of model for {config.get('model_type')!r}. Name one that it has."
+    )
+
+
+def named_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names in `architectures` of a config.json; none for anything but a list of names."""
+    named = config.get("architectures")
+    return tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else ()
+
+
+def _mappings_of(names: tuple[str, ...]) -> list[str]:
+    """Return the mappings that have one of the classes `names`, for whatever config."""
+    from transformers.models.auto import modeling_auto
+
+    suffix = "_NAMES"
+    tables = {key: value for key, value in vars(modeling_auto).items() if key.endswith(f"_MAPPING{suffix}")}
+    return [
+        key.removesuffix(suffix)
+        for key, table in tables.items()
+        if hasattr(modeling_auto, key.removesuffix(suffix)) and any(name in table.values() for name in names)
+    ]
+
+
+def of_mapping(mapping: str, parsed: Any) -> tuple[Any, Any] | None:
+    """Return the class that a mapping of transformers, by name, has for a config, and its config."""
+    from transformers.models.auto import modeling_auto
+
+    try:
+        found = getattr(modeling_auto, mapping)[type(parsed)]
+    except KeyError:
+        return None
+    # For some architectures a mapping lists several.
+    cls = found[0] if isinstance(found, tuple) else found
+    return cls, _config_for(cls, parsed) or parsed
+
+
+def meta_model(config: Mapping[str, Any], directory: Path, *, buffers: bool = False) -> "nn.Module":
+    """Build the model of a config without weights; raise `CheckpointError` if transformers cannot.
+
+    With `buffers`, buffers are real, on the CPU: values that a model computes once, such as rope frequencies.
+    """
+    cls, parsed = model_class(config, directory)
+    return build(cls, parsed, directory, buffers=buffers)
+
+
+def build(cls: Any, parsed: Any, directory: Path, *, buffers: bool = False) -> "nn.Module":
+    """Build a model of class `cls` without weights; see `meta_model`."""
+    import torch
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
+            return cls._from_config(parsed)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: transformers cannot build a {cls.__name__} from it "
+            f"({_short(error)}). Check its sizes, or restore the config.json of the original model."
+        ) from error
+
+
+def _named(name: str) -> Any:
+    """Return transformers' own model class of this name; None if there is none."""
+    import transformers
+
+    found = getattr(transformers, name, None) if name.isidentifier() else None
+    own = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if own and getattr(found, "config_class", None) is not None else None
+
+
+def _config_for(cls: Any, parsed: Any) -> Any:
+    """Return `parsed`, or its text config, whichever `cls` is built from; None if neither is."""
+    if isinstance(parsed, cls.config_class):
+        return parsed
+    text = getattr(parsed, "text_config", None)
+    return text if isinstance(text, cls.config_class) else None
+
+
+def _with_floats(value: Any) -> Any:
+    """Return `value` of a config.json with tags such as `{"__float__": "Infinity"}` replaced by floats."""
+    if isinstance(value, list):
+        return [_with_floats(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get(_FLOAT_TAG)
+    if len(value) == 1 and isinstance(name, str) and name in _TAGGED_FLOATS:
+        return _TAGGED_FLOATS[name]
+    return {key: _with_floats(one) for key, one in value.items()}
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,206 @@
+"""Run the forward of a model up to each of its blocks in turn; someone else computes the block.
+
+The model's own forward says what a block is called with and what becomes of its output, so no convention is
+assumed: what goes from block to block beside hidden states stays where the forward keeps it.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.model.hidden_states import Home
+from quantkit.model.suspended import Suspended
+from quantkit.model.trees import hidden_in, tensors_in
+
+_here = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Arguments that a block is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """All arguments."""
+        return (*self.args, *self.kwargs.values())
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The hidden states: the first tensor of the arguments."""
+        found = hidden_in(self.values)
+        assert found is not None
+        return found
+
+
+class ModelPass:
+    """Forward pass of a model on one micro-batch of tokens [B, T], which waits before each block.
+
+    `block` is the name of the block that it waits for and `call` what that is called with. At the end `block`
+    is None and `output` is the output of the model. `forward` runs the model, in `waiting_at` its blocks.
+    While the pass waits, hidden states are stored at `home`; with `grad`, what is computed between blocks has
+    gradients.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[torch.Tensor], Any],
+        tokens: torch.Tensor,
+        home: Home,
+        device: torch.device,
+        *,
+        grad: bool = False,
+    ) -> None:
+        self.tokens = tokens
+        self.block: str | None = None
+        self.output: Any = None
+        #: Whether nothing but hidden states has gone from block to block, each the output of the one before.
+        self.plain = True
+        #: Of each block so far, the length of the tuple that it returned; 0 for a tensor.
+        self.lengths: list[int] = []
+        self._home, self._device, self._grad = home, device, grad
+        self._call: Call | None = None
+        #: Tensors that wait at `home`, with what is stored there.
+        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def run(suspended: Suspended) -> Any:
+            _here.suspended = suspended
+            with torch.set_grad_enabled(grad):
+                return forward(tokens)
+
+        self._suspended = Suspended(run)
+        self._proceed(None)
+
+    @property
+    def call(self) -> Call:
+        """What the block is called with; its hidden states are at `home` outside of `loaded`."""
+        assert self._call is not None
+        return self._call
+
+    def advance(self, output: Any) -> torch.Tensor:
+        """Go on with the output of the block to the next one; return the hidden states in `output`."""
+        hidden = hidden_in(output)
+        assert hidden is not None
+        before, self._stored = self._stored, []
+        for tensor, stored in before:
+            tensor.data = stored.to(self._device, non_blocking=True)
+        # Also the length of a tuple that has other tensors: the pass is not plain then.
+        self.lengths.append(len(output) if isinstance(output, tuple) else 0)
+        is_plain = isinstance(output, tuple | torch.Tensor) and len(list(tensors_in(output))) == 1
+        self._proceed(output)
+        if self._grad:
+            # Who asks for gradients keeps what blocks were called with.
+            for tensor, stored in before:
+                tensor.data = stored
+        if self._call is not None:
+            self.plain = self.plain and is_plain and self._call.hidden is hidden and _is_plain(self._call)
+            self._store(hidden)
+        return hidden
+
+    def take_output(self) -> Any:
+        """Return the output of the model, and keep it no longer."""
+        output, self.output, self._suspended.output = self.output, None, None
+        return output
+
+    def skip(self, lengths: Sequence[int], hidden: torch.Tensor) -> None:
+        """Go on, as a plain pass, by blocks with these `lengths`; `hidden` are the states after the last."""
+        for at, length in enumerate(lengths, 1):
+            states = hidden.to(self._device) if at == len(lengths) else self.call.hidden
+            self.advance((states, *[None] * (length - 1)) if length else states)
+
+    @contextmanager
+    def loaded(self) -> Iterator[Call]:
+        """Have the hidden states on the device, for the block to run."""
+        for tensor, stored in self._stored:
+            tensor.data = stored.to(self._device, non_blocking=True)
+        try:
+            yield self.call
+        finally:
+            for tensor, stored in self._stored:
+                tensor.data = stored
+
+    def abandon(self) -> None:
+        """End the pass."""
+        self._suspended.abandon()
+        self._call = None
+        self._stored.clear()
+
+    def _proceed(self, value: Any) -> None:
+        self._call = None
+        found = self._suspended.resume(value)
+        if self._suspended.ended:
+            self.block, self.output = None, self._suspended.output
+            return
+        self.block, self._call = found
+        self._store(self.call.hidden)
+
+    def _store(self, tensor: torch.Tensor) -> None:
+        at_home = self._home.directory is None and not self._home.locked
+        if at_home and tensor.device == self._home.device:
+            return
+        if all(tensor is not one for one, _ in self._stored):
+            stored = self._home.store(tensor.detach())
+            self._stored.append((tensor, stored))
+            tensor.data = stored
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether a block can change nothing that it is called with."""
+    return all(map(_is_constant, call.values))
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_constant(one) for one in value)
+    return value is None or isinstance(value, torch.Tensor | bool | int | float | str)
+
+
+@contextmanager
+def waiting_at(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Make every `ModelPass` wait before `blocks`, by name; other threads run them."""
+
+    def waiting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def pause(*args: Any, **kwargs: Any) -> Any:
+            suspended = getattr(_here, "suspended", None)
+            if suspended is None:
+                return forward(*args, **kwargs)
+            return suspended.pause((name, Call(args, kwargs)))
+
+        return pause
+
+    with _forwards({block: waiting(name, block.forward) for name, block in blocks.items()}):
+        yield
+
+
+@contextmanager
+def returning(blocks: Mapping[str, nn.Module], output: Callable[[str], Any]) -> Iterator[None]:
+    """Make `blocks`, by name, return `output(name)`."""
+
+    def fixed(name: str) -> Callable[..., Any]:
+        return lambda *_, **__: output(name)
+
+    with _forwards({block: fixed(name) for name, block in blocks.items()}):
+        yield
+
+
+@contextmanager
+def _forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules other forwards."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, earlier in before.items():
+            if earlier is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = earlier

@@ -1,0 +1,62 @@
+"""The work file of a block while it is filled."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quantkit.checkpoint.output.work_files import WorkFile
+from quantkit.progress import Advance
+from quantkit.quantization.blockwise.block_tasks import BlockTasks
+from quantkit.quantization.blockwise.layer_quantizer import Quantized, merged
+
+#: Said of a linear whose method scales input features, where it does not.
+NOT_SCALED = (
+    "its input features are not scaled: quantkit knows no operation of this model that only feeds linears "
+    "of this method and could take the scales"
+)
+#: Said of what is quantized by a method that learns the rounding of blocks, where that does not reach it.
+NOT_LEARNED = "its rounding is not learned: that is for the linears of a block, not for experts or a head"
+
+#: How many tokens chose each expert, and a note where those were too few.
+Coverage = tuple[list[int], str | None]
+
+
+class BlockOutput:
+    """The work file of a block while it is filled, and what the manifest says of its linears."""
+
+    def __init__(self, file: WorkFile, todo: BlockTasks, report: Advance) -> None:
+        self._file, self._todo, self._report = file, todo, report
+        self._details: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def write(self, finished: Mapping[str, Quantized]) -> None:
+        """Write finished linears."""
+        for name, one in finished.items():
+            task = self._todo.tasks[name]
+            assert task.module is not None
+            for part, spec in task.parts:
+                found = one.part(part, task)
+                self._file.write(spec.name, found.cpu().view(spec.torch_dtype))
+            self._details.setdefault(task.module, {})[name] = one.detail
+            matrix = task.source.name.removesuffix(".weight")
+            self._report(task.source.nbytes, one.line(matrix if name in self._todo.parts else task.module))
+
+    def close(self, covered: Mapping[str, Coverage]) -> None:
+        """Put errors, notes and the tokens of experts, by module, into the work file for the manifest."""
+        notes = {module: [] if note is None else [note] for module, (_, note) in covered.items()}
+        for module, text in _not_done(self._todo):
+            if text not in notes.setdefault(module, []):
+                notes[module].append(text)
+        self._file.detail["layers"] = {
+            module: merged(matrices, notes.get(module, ()), covered[module][0] if module in covered else None)
+            for module, matrices in self._details.items()
+        }
+
+
+def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
+    """Modules, and what their methods do that was not done to one of their matrices."""
+    scaled = {name for fold in todo.folds for name in fold.consumers}
+    for name, task in todo.calibrated.items():
+        assert task.module is not None and task.method is not None
+        if task.method.input_scaling and name not in scaled:
+            yield task.module, NOT_SCALED
+        if task.method.refine and name not in todo.refined:
+            yield task.module, NOT_LEARNED

@@ -1,0 +1,142 @@
+"""Say who can load a packed checkpoint, from config.json and the names and shapes of its tensors alone.
+
+The class of the checkpoint must load it with quantkit. transformers without quantkit leaves it to
+compressed-tensors which modules are packed: those of a class that it targets, less those that it ignores. So
+a dense linear that is not declared there would be made up, which is only a warning when a model loads.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.errors import CheckpointError
+from quantkit.model.class_names import PART
+from quantkit.model.completeness import missing_parameters
+from quantkit.model.model_class import build, meta_model, model_class, model_config, of_mapping
+from quantkit.model.names import model_names
+from quantkit.model.structure import REARRANGED
+from quantkit.quantization.plan import READERS, Plan
+from quantkit.runtime.replace import swap_modules
+from quantkit.runtime.transformers.headers import check_tensors, stored_by_entry
+from quantkit.runtime.transformers.registration import register_plugin
+
+
+def with_readers(planned: Plan, directory: Path) -> Plan:
+    """Return `planned` with only those readers that load what it writes; `directory` is the source.
+
+    Raises `CheckpointError` if its own class does not load it with quantkit.
+    """
+    if not planned.quantized_weights:
+        return planned
+    tensors = {spec.name: spec for shard in planned.shards for spec in shard.specs}
+    check_own_class(planned.model_config, directory, tensors, planned.dense)
+    if "transformers" not in planned.readers:
+        return planned
+    reason = _why_none(planned.model_config, directory, tensors)
+    return planned if reason is None else replace(planned, readers=(), notes=(*planned.notes, reason))
+
+
+def readers_of(checkpoint: Checkpoint) -> tuple[tuple[str, ...], str | None]:
+    """Return who reads a packed checkpoint without quantkit, or why nobody does."""
+    readers = READERS[QuantizationConfig.from_dict(checkpoint.config["quantization_config"]).container]
+    if not readers:
+        return (), None
+    reason = _why_none(checkpoint.config, checkpoint.directory, checkpoint.tensors)
+    return (readers, None) if reason is None else ((), reason)
+
+
+def _why_none(config: Mapping[str, Any], directory: Path, tensors: Mapping[str, TensorSpec]) -> str | None:
+    reason = why_not_transformers(config, directory, tensors)
+    return None if reason is None else f"only quantkit reads this: {reason}."
+
+
+def check_own_class(
+    config: Mapping[str, Any], directory: Path, tensors: Mapping[str, TensorSpec], dense: Mapping[str, str]
+) -> None:
+    """Raise `CheckpointError` unless the class of `config` finds each of its parameters in `tensors`.
+
+    Nothing may be missing, of another shape or unexpected, but for what is no parameter in the source either:
+    `dense` are its dense tensors and why they are.
+    """
+    register_plugin()
+    from quantkit.runtime.transformers.quantizer import QuantkitConfig, QuantkitQuantizer
+
+    section = config["quantization_config"]
+    model = meta_model(config, directory)
+    swap_modules(model, QuantizationConfig.from_dict(section))
+    quantizer = QuantkitQuantizer(QuantkitConfig(**section))
+    check_tensors(model, quantizer, tensors)
+    by_entry = stored_by_entry(model, quantizer, tensors)
+    entries = model.state_dict()
+    unexpected = [
+        one.name
+        for target, several in by_entry.items()
+        for one in several
+        if target not in entries and one.name not in dense
+    ]
+    # Of one tensor transformers may make several parameters.
+    missing = [] if REARRANGED in dense.values() else missing_parameters(model, by_entry)
+    if missing or unexpected:
+        what = f"no tensor for {missing[0]!r}" if missing else f"no place for tensor {unexpected[0]!r}"
+        raise CheckpointError(
+            f"{directory}: a {type(model).__name__} has {what} of the packed checkpoint. That is a fault of "
+            "quantkit: please report it with config.json, and leave the linear dense with --rule 'NAME=keep'."
+        )
+
+
+def why_not_transformers(
+    config: Mapping[str, Any], directory: Path, tensors: Mapping[str, TensorSpec]
+) -> str | None:
+    """Return why transformers without quantkit would misread a checkpoint; None if it reads it.
+
+    Looks at the class that config.json names and at what AutoModelForCausalLM makes of it.
+    """
+    own = model_class(config, directory)
+    causal = of_mapping("MODEL_FOR_CAUSAL_LM_MAPPING", model_config(config, directory))
+    for cls, parsed in dict([own] if causal is None else [own, causal]).items():
+        model = build(cls, parsed, directory)
+        for problem in _misread(model, config["quantization_config"], tensors):
+            return f"{cls.__name__} {problem}"
+    return None
+
+
+def taken_as_packed(model: nn.Module, section: Mapping[str, Any]) -> set[str]:
+    """Return the names of linears and embeddings that compressed-tensors replaces for a config."""
+    targets = {target for group in section["config_groups"].values() for target in group["targets"]}
+    ignored = set(section["ignore"])
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+        and _matches(name, module, targets)
+        and not _matches(name, module, ignored)
+    }
+
+
+def _matches(name: str, module: nn.Module, patterns: Collection[str]) -> bool:
+    """Return True if one of `patterns`, names of modules or classes, is that of `module`."""
+    return name in patterns or any(cls.__name__ in patterns for cls in type(module).__mro__)
+
+
+def _misread(
+    model: nn.Module, section: Mapping[str, Any], tensors: Mapping[str, TensorSpec]
+) -> Iterator[str]:
+    packed = {PART.sub(".weight", name) for name in tensors if name.endswith(".weight_scale")}
+    weights = dict.fromkeys(PART.sub(".weight", name) for name in tensors)
+    stored = {
+        parameter.removesuffix(".weight"): name in packed
+        for name, (parameter, _) in model_names(model, weights).items()
+    }
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    taken = taken_as_packed(model, section)
+    for name, _ in model.named_modules():
+        # What is tied has no tensor. What is neither is new in this class, in a dense checkpoint too.
+        is_packed = stored.get(name, False if f"{name}.weight" in ties else None)
+        if is_packed is not None and is_packed != (name in taken):
+            yield f"would take {name!r} to be {'dense' if is_packed else 'packed'}, which it is not"

@@ -1,0 +1,96 @@
+"""Calibration of every kind of block: what linears see is what hooks on the whole model see."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quantkit.calibrate.hessian import Hessian
+from quantkit.quantization.blockwise import pipeline
+from quantkit.quantization.blockwise.layer_quantizer import Solver
+from quantkit.quantizing import quantize
+
+from ...tiny.calibrated import data, tokens_of, write
+
+#: What blocks of these do beside taking and returning hidden states.
+FAMILIES = (
+    "gemma4",  # a positional argument, and keys and values that blocks leave in a dictionary for later ones
+    "gemma3n",  # states [4, B, T, d], and a linear that runs twice
+    "glm_moe_dsa",  # pairs, of which both go to the next block
+    "falcon_h1",  # tuples
+    "gpt2",  # weights [K, N], blocks called `h`
+    "bloom",  # ALiBi for all heads of all samples in one axis
+    "mpt",  # blocks called `blocks`
+    "gptj",
+    "falcon",  # a subclass of Linear
+    "opt",  # linears before and after the blocks
+    "rwkv",  # a state
+    "t5",  # two lists of blocks, and a bias that the first of each computes for all
+    "bart",
+    "bert",  # a linear between the blocks and the head
+    "embedding",  # no head
+    "vision",  # a text decoder inside, and blocks that text does not run
+)
+
+
+#: Those whose head can be packed apart from the embedding and is called lm_head.
+WITH_HEAD = FAMILIES[: FAMILIES.index("rwkv")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hessians_are_those_of_hooks_on_the_whole_model(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """With weights that stay what they were, so that every linear sees what it does in the original."""
+    source = write(tmp_path, family, torch.float32)
+    found: dict[str, Hessian] = {}
+    solve_alike, hessians_of_all = Solver.solve_alike, Solver.hessians_of_all
+    names: list[str] = []
+
+    def solving(self: Solver, name: str, tasks: Any, share: Any) -> Any:
+        names[:] = [task.module for task in tasks.values()]
+        return solve_alike(self, name, tasks, share)
+
+    def gathering(self: Solver, function: Any, items: Any) -> dict[str, Hessian]:
+        result = hessians_of_all(self, function, items)
+        found.update({name: hessian for name in names for hessian in result.values()})
+        return {name: Hessian(one.matrix.clone(), one.tokens) for name, one in result.items()}
+
+    monkeypatch.setattr(Solver, "solve_alike", solving)
+    monkeypatch.setattr(Solver, "hessians_of_all", gathering)
+    monkeypatch.setattr(pipeline._Worker, "_set", lambda *_: None)
+    made = quantize(
+        source,
+        tmp_path / "out",
+        format="int8",
+        method="gptq",
+        lm_head="int8" if family in WITH_HEAD else None,
+        calibration=data(text),
+    )
+    linears = [
+        one.linear for one in made.plan.layers if one.scheme is not None and one.linear.kind != "experts"
+    ]
+    assert set(found) == {linear.module for linear in linears} != set()
+
+    (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
+    model = getattr(transformers, architecture).from_pretrained(source, dtype=torch.float32).eval()
+    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in found}
+
+    def keep(name: str) -> Any:
+        return lambda _, given: inputs[name].append(given[0].flatten(0, -2).double())
+
+    for name in found:
+        model.get_submodule(name).register_forward_pre_hook(keep(name))
+    model.set_experts_implementation("eager")
+    tokens = {"input_ids": tokens_of(source, text)}
+    if model.config.is_encoder_decoder:
+        tokens["decoder_input_ids"] = tokens["input_ids"]
+    with torch.no_grad():
+        model(**tokens)
+    for name, hessian in found.items():
+        x = torch.cat(inputs[name])
+        assert hessian.tokens == len(x)
+        torch.testing.assert_close(hessian.matrix.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-3, msg=name)

@@ -1,0 +1,276 @@
+"""Tiny random models of transformers' classes, and what quantkit makes of each.
+
+    python -m tests.quantization.matrix table.md [CLASS ...]
+
+quantizes each class of `names()`, loads the result as that class, and compares its outputs with those of the
+dense model that has what `unpacked` reads from the file, without quantkit, for each packed matrix. The
+table has a line per class: right, or refused and why. Nothing else may happen.
+"""
+
+import contextlib
+import copy
+import inspect
+import io
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+import quantkit
+from quantkit.errors import QuantkitError
+
+#: Mappings whose classes are tried, and of how many inputs the tasks are.
+MAPPINGS = (
+    *(
+        "CAUSAL_LM",
+        "IMAGE_TEXT_TO_TEXT",
+        "MULTIMODAL_LM",
+        "SEQ_TO_SEQ_CAUSAL_LM",
+        "SPEECH_SEQ_2_SEQ",
+        "MASKED_LM",
+    ),
+    *(
+        "SEQUENCE_CLASSIFICATION",
+        "TEXT_ENCODING",
+        "RETRIEVAL",
+        "CTC",
+        "AUDIO_CLASSIFICATION",
+        "IMAGE_CLASSIFICATION",
+    ),
+)
+
+VOCAB = 272
+#: Sizes of every config that has a field of the name. Heads are 4 of 16.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), VOCAB),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "emb_dim"), 64
+    ),
+    **dict.fromkeys(
+        ("word_embed_proj_dim", "attention_hidden_size", "out_hidden_size", "projection_dim"), 64
+    ),
+    **dict.fromkeys(("projector_hidden_size", "output_dim", "vision_output_dim", "d_embed", "out_dim"), 64),
+    **dict.fromkeys(("n_layer", "num_hidden_layers", "n_layers", "num_layers", "depth", "encoder_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "num_decoder_layers", "num_encoder_layers", "vision_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "attention_heads", "mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"), 2),
+    **dict.fromkeys(
+        ("head_dim", "d_kv", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "kv_channels"), 16
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 96
+    ),
+    **dict.fromkeys(("ffn_hidden_size", "hidden_dim", "d_inner", "shared_expert_intermediate_size"), 96),
+    **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "dim_ff", "mlp_hidden_size"), 96),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 48
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token"), 2
+    ),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "n_groups"), 1),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "context_length", "max_seq_len"), 128
+    ),
+    **dict.fromkeys(("max_source_positions", "max_target_positions", "max_sequence_length"), 64),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("image_size",), 28),
+    **dict.fromkeys(("patch_size", "spatial_patch_size"), 14),
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16),
+    **dict.fromkeys(("sliding_window", "attention_window_size"), 16),
+    "num_mel_bins": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+LARGEST = 20_000_000
+#: What some config classes need besides, by the name of the config class.
+MORE: dict[str, dict[str, Any]] = {}
+
+
+def names() -> list[str]:
+    """The classes of `MAPPINGS`, each once, without those of the encoders of timm."""
+    found: dict[str, None] = {}
+    for mapping in MAPPINGS:
+        table = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
+        for value in table.values():
+            found.update(dict.fromkeys([value] if isinstance(value, str) else value))
+    return [name for name in found if hasattr(transformers, name)]
+
+
+def tiny_config(cls: Any) -> Any:
+    """A small config of class `cls`, and of each of its parts."""
+    fields = inspect.signature(cls.__init__).parameters
+    keywords = {name: value for name, value in SIZES.items() if name in fields}
+    parts = getattr(cls, "sub_configs", {})
+    default = cls() if parts else None
+    for name in parts:
+        part = getattr(default, name, None)
+        if isinstance(part, transformers.PreTrainedConfig):
+            keywords[name] = tiny_config(type(part)).to_dict()
+    keywords.update(MORE.get(cls.__name__, {}))
+    return cls(**keywords)
+
+
+def tiny_model(name: str) -> Any:
+    """A random model of class `name` whose outputs differ from token to token."""
+    cls = getattr(transformers, name)
+    config = tiny_config(cls.config_class)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size} weights; SIZES does not know what makes it large")
+    torch.manual_seed(0)
+    model = cls(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2 and parameter.std() < 0.1:
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+                )
+    return model
+
+
+def inputs_of(model: Any) -> dict[str, torch.Tensor]:
+    """Tokens, sounds or images that a model takes: its main input, and tokens for a decoder."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 200, (1, 12), generator=generator)
+    takes, config = inspect.signature(model.forward).parameters, model.config
+    main = model.main_input_name
+    inputs = {}
+    if main == "pixel_values":
+        inputs[main] = torch.randn(1, getattr(config, "num_channels", 3), 28, 28, generator=generator)
+    elif main == "input_features":
+        inputs[main] = torch.randn(1, getattr(config, "num_mel_bins", 16), 128, generator=generator)
+    elif main == "input_values":
+        inputs[main] = torch.randn(1, 4000, generator=generator)
+    else:
+        inputs["input_ids"] = ids
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
+        inputs["decoder_input_ids"] = ids[:, :8]
+    return inputs
+
+
+def outputs(model: Any) -> torch.Tensor:
+    """The first output of a model for `inputs_of` it."""
+    with torch.no_grad():
+        return model(**inputs_of(model))[0].float()
+
+
+def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The matrices of a pack-quantized checkpoint of symmetric integers, read by the published format.
+
+    Codes of b bits are stored with 2^(b - 1) added, the first in the lowest bits of an int32.
+    """
+    for name, scale in tensors.items():
+        if not name.endswith(".weight_scale"):
+            continue
+        stem = name.removesuffix("_scale")
+        words, (_, columns) = tensors[f"{stem}_packed"], tensors[f"{stem}_shape"].tolist()
+        bits = next(b for b in (4, 8) if words.shape[1] == -(-columns * b // 32))
+        fields = torch.arange(0, 32, bits)
+        codes = (words.to(torch.int64)[..., None] >> fields) & (2**bits - 1)
+        codes = codes.flatten(1)[:, :columns] - 2 ** (bits - 1)
+        size = columns // scale.shape[1]
+        yield stem, codes.float() * scale.float().repeat_interleave(size, 1)
+
+
+def rounded(source: Path, packed: Path, to: Path) -> int:
+    """Write `source` with the matrices of `packed`, each near the original; how many there are."""
+    to.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (to / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    count = 0
+    for name, matrix in unpacked(load_file(packed / "model.safetensors")):
+        original = tensors.get(name)
+        if original is None:  # a head that was tied
+            continue
+        assert matrix.shape == original.shape
+        assert (matrix - original.float()).norm() < 0.2 * original.float().norm(), name
+        tensors[name] = matrix.to(original.dtype)
+        count += 1
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return count
+
+
+def check(name: str, directory: Path, **options: Any) -> str:
+    """Quantize a model of class `name` in `directory`, and compare; returns a line, "right" or "refused"."""
+    source, out, dense = directory / "source", directory / "out", directory / "rounded"
+    if not source.exists():
+        tiny_model(name).save_pretrained(source)
+    cls = getattr(transformers, name)
+    try:
+        result = quantkit.quantize(source, out, device="cpu", check=True, **options)
+    except QuantkitError as error:
+        return f"refused: {error}"
+    count = rounded(source, out, dense)
+    model, info = cls.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"], info["missing_keys"]
+    found, expected = outputs(model.eval()), outputs(cls.from_pretrained(dense).eval())
+    assert bool(torch.isfinite(expected).all())
+    error = float((found - expected).norm() / expected.norm())
+    assert error < 1e-3, f"outputs differ by {error:.2e}"
+    linears = sum(isinstance(module, nn.Linear) for module in cls.from_pretrained(source).modules())
+    assert count
+    unread = "" if result.plan.readers else "; only quantkit reads it"
+    return f"right: {count} matrices packed of {linears} linears, error {error:.0e}{unread}"
+
+
+def attempt(name: str, directory: Path, **options: Any) -> str:
+    """`check`, or why a tiny model of the class could not be made, or the error that should not have been."""
+    try:
+        if not (directory / "source").exists():
+            tiny_model(name).save_pretrained(directory / "source")
+            load = getattr(transformers, name).from_pretrained
+            model, info = load(directory / "source", output_loading_info=True)
+            outputs(model.eval())
+            if info["missing_keys"]:
+                raise ValueError(f"transformers cannot read what it wrote: no {min(info['missing_keys'])!r}")
+    except Exception as error:
+        return f"not made: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    try:
+        return check(name, directory, **options)
+    except Exception as error:
+        frames = "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
+        return f"WRONG: {type(error).__name__}: {' '.join(str(error).split())[:300]} {frames!r}"
+
+
+def main(table: Path, chosen: list[str]) -> None:
+    """Write the table of all classes, or the chosen ones, and count."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    lines: dict[str, str] = {}
+    for name in chosen or names():
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stderr(io.StringIO()):
+            lines[name] = attempt(name, Path(directory), format="int8")
+        print(f"{name}: {lines[name]} ({time.perf_counter() - start:.1f} s)", flush=True)
+    kinds = [line.partition(":")[0] for line in lines.values()]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    rows = "".join(f"| {name} | {line} |\n" for name, line in lines.items())
+    table.write_text(
+        f"transformers {transformers.__version__}: {counts}\n\n| class | int8 |\n|---|---|\n{rows}"
+    )
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

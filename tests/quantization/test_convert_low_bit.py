@@ -1,0 +1,83 @@
+"""Converting models that other tools packed: every value stays, in files, in a module and in its logits."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.errors import CheckpointError
+from quantkit.verification.against_source import compare_with_source
+
+from ..checkpoint.low_bit.makers import Made, awq, gptq, mlx, nvfp4, pack_quantized
+from ..tiny.calibrated import write
+from .test_low_bit_sources import fp8_source, gpt_oss_source
+
+
+def source_of(directory: Path, make: Callable[[int, int], Made]) -> Path:
+    """A llama whose linears are random in the format of a maker."""
+    source = write(directory, intermediate_size=96)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            torch.manual_seed(len(tensors))
+            made = make(*tensor.shape)
+            tensors |= {name.removesuffix("weight") + part[2:]: value for part, value in made.parts.items()}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": made.section}))
+    return source
+
+
+MAKERS = {
+    "int4 g32 asym float16": lambda rows, columns: gptq(4, rows, columns, 32),
+    "int4 g16 asym float16": lambda rows, columns: awq(rows, columns, 16),
+    "int4 g32 asym bfloat16": lambda rows, columns: pack_quantized(4, rows, columns, 32),
+    "fp4-e2m1 g16 e4m3": nvfp4,
+    "int4 g32 asym-min float16": lambda rows, columns: mlx(4, rows, columns, 32),
+}
+
+
+@pytest.mark.parametrize("scheme", MAKERS)
+def test_models_of_other_tools_keep_their_values(scheme: str, tmp_path: Path) -> None:
+    source = source_of(tmp_path, MAKERS[scheme])
+    result = quantkit.convert(source, tmp_path / "out")
+    assert {str(layer.scheme) for layer in result.plan.layers if layer.scheme} == {scheme}
+    compared = compare_with_source(tmp_path / "out", source)
+    assert (compared.packed, compared.problems) == (21, ())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_fp8_blocks_become_groups_of_rows(family: str, tmp_path: Path) -> None:
+    source = fp8_source(tmp_path, family)
+    result = quantkit.convert(source, tmp_path / "out")
+    assert {layer.scheme.format.name for layer in result.plan.layers if layer.scheme} == {"fp8-e4m3"}
+    compared = compare_with_source(tmp_path / "out", source)
+    assert compared.packed == sum(len(one.linear.stored) for one in result.plan.layers if one.scheme)
+    assert compared.problems == ()
+
+
+def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
+    """They are in one tensor for all, with rows of gate and up in turn."""
+    source = gpt_oss_source(tmp_path / "source")
+    result = quantkit.convert(source, tmp_path / "out")
+    schemes = {str(layer.scheme) for layer in result.plan.layers if layer.linear.kind == "experts"}
+    assert schemes == {"fp4-e2m1 g32 e8m0"}
+    compared = compare_with_source(tmp_path / "out", source)
+    assert compared.problems == ()
+    assert compared.packed == 2 * 4 * 3
+
+
+def test_what_has_no_scheme_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = source_of(tmp_path, lambda rows, columns: gptq(4, rows, columns, 32, permuted=True))
+    with pytest.raises(
+        CheckpointError, match=r"and 20 more cannot be converted exactly: tensor '.*' is GPTQ: its"
+    ):
+        quantkit.convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    quantkit.quantize(source, tmp_path / "out", format="int8", method="rtn")

@@ -26,7 +26,7 @@ from quantkit.eval.models import dtype_named, language_limits
 from quantkit.eval.sizes import measure
 from quantkit.progress import Progress
 from quantkit.runtime.cache.static_cache import layers_without_keys
-from quantkit.runtime.load import load
+from quantkit.runtime.load import load_language_model
 
 #: Tokens of a page of the cache in transformers.
 _PAGE = 256
@@ -111,7 +111,7 @@ def measure_serving(source: str, options: ServeOptions, *, progress: Progress | 
         )
     trace = make_trace(options.requests, prompt_tokens, new_tokens, vocabulary, options.seed)
     dtype = None if options.dtype == "auto" else dtype_named(options.dtype)
-    model = load(checkpoint.directory, device=device, dtype=dtype)
+    model = load_language_model(checkpoint.directory, device=device, dtype=dtype)
     if others := layers_without_keys(model):
         raise UsageError(
             f"{source} has layers of {others[0]}, for which continuous batching of transformers has no "

@@ -32,7 +32,7 @@ from quantkit.runtime.cpu_steps.flat_forward import FlatForward
 from quantkit.runtime.cuda_graphs.decode import GraphedForward, plain_forward
 from quantkit.runtime.generate import cache_name, last_logits
 from quantkit.runtime.host_copy import HostCopy
-from quantkit.runtime.load import load
+from quantkit.runtime.load import load_language_model
 from quantkit.runtime.unpacked import unpacked
 
 #: A decoding step: the tokens int64 [B, 1] that follow those given.
@@ -81,7 +81,7 @@ def measure_speed(
     before = used_bytes(device)
     started = time.perf_counter()
     dtype = None if options.dtype == "auto" else dtype_named(options.dtype)
-    model = load(directory, device=device, dtype=dtype)
+    model = load_language_model(directory, device=device, dtype=dtype)
     _wait(device)
     load_seconds = time.perf_counter() - started
     read = weight_bytes(model)

@@ -10,11 +10,11 @@ def open_model(source: str, device: str, dtype: str) -> tuple[Any, Any]:
     """The model and tokenizer of `source`; arguments as for `load`."""
     from quantkit.eval.models import dtype_named
     from quantkit.model.tokenizer import tokenizer
-    from quantkit.runtime.load import load
+    from quantkit.runtime.load import load_language_model
 
     named = None if dtype == "auto" else dtype_named(dtype)
     with using_transformers(source):
-        return load(source, device=device, dtype=named), tokenizer(source)
+        return load_language_model(source, device=device, dtype=named), tokenizer(source)
 
 
 def log_kernels() -> None:

@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 
 from quantkit.eval.models import dtype_named
 from quantkit.model.tokenizer import tokenizer
-from quantkit.runtime.load import load
+from quantkit.runtime.load import load_language_model
 
 #: Called with requests answered and requests in all.
 Report = Callable[[int, int], None]
@@ -32,7 +32,7 @@ class QuantkitLM(HFLM):  # type: ignore[misc]
     ) -> None:
         """Load `pretrained`, a directory or hub id, as `quantkit.load` does; `options` are those of HFLM."""
         named = dtype_named(dtype) if isinstance(dtype, str) else dtype
-        model = load(pretrained, device=device or "auto", dtype=named)
+        model = load_language_model(pretrained, device=device or "auto", dtype=named)
         super().__init__(pretrained=model, tokenizer=tokenizer(pretrained), batch_size=batch_size, **options)
         #: Takes the place of lm-eval's own bars where there is one.
         self.report: Report | None = None

@@ -18,10 +18,10 @@ from quantkit.errors import CheckpointError
 from quantkit.eval.metrics import score
 from quantkit.eval.runner import predictions
 from quantkit.model.blocks import Block, Decoder
+from quantkit.model.forward.model_pass import ModelPass
+from quantkit.model.forward.trees import hidden_in, with_hidden
 from quantkit.model.hidden_states import Home
-from quantkit.model.model_pass import ModelPass
 from quantkit.model.structure import read_structure
-from quantkit.model.trees import hidden_in, with_hidden
 from quantkit.progress import Progress, counting
 from quantkit.runtime.load import load
 

@@ -20,10 +20,10 @@ from quantkit.eval.models import dtype_name, release
 from quantkit.files import size_text
 from quantkit.memory import free_memory
 from quantkit.model.blocks import Decoder
+from quantkit.model.forward.model_pass import ModelPass
 from quantkit.model.hidden_states import Home
-from quantkit.model.model_pass import ModelPass
 from quantkit.runtime.generate import cache_name
-from quantkit.runtime.load import load
+from quantkit.runtime.load import load_language_model
 
 #: Tokens whose hidden states wait between two blocks, and passes, each of which has a thread.
 WAITING_TOKENS = 1 << 17
@@ -72,7 +72,7 @@ class _Whole(Passes):
     ) -> None:
         super().__init__(directory, device)
         self._kv_cache = kv_cache
-        self._model: Any = load(directory, device=device, dtype=dtype)
+        self._model: Any = load_language_model(directory, device=device, dtype=dtype)
         self._model.eval()
 
     @property

@@ -1,8 +1,8 @@
 """Run a model block by block, with the weights of only one block in memory.
 
 The model is built on the meta device from the classes of transformers. Real weights replace its parameters
-while a block runs. The model's own forward calls the blocks (`model/model_pass.py`), so neither architectures
-nor what blocks take and return are named here.
+while a block runs. The model's own forward calls the blocks (`model/forward/model_pass.py`), so neither
+architectures nor what blocks take and return are named here.
 """
 
 import copy
@@ -20,14 +20,14 @@ from torch import nn
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.model.experts import is_fused_experts
+from quantkit.model.forward.lazy_weights import LazyWeights
+from quantkit.model.forward.model_pass import Call, ModelPass, returning, waiting_at
+from quantkit.model.forward.trees import hidden_in, with_hidden
 from quantkit.model.hidden_states import Home
-from quantkit.model.lazy_weights import LazyWeights
 from quantkit.model.linears import is_linear, plain_linear, transposed_linears
-from quantkit.model.model_pass import Call, ModelPass, returning, waiting_at
 from quantkit.model.names import ExpertPart, as_matrices, expert_parts, model_names
 from quantkit.model.parts import embeddings
 from quantkit.model.structure import stored_model
-from quantkit.model.trees import hidden_in, with_hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +215,10 @@ class Decoder:
         except (QuantkitError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # Models raise what they like.
-            reason = f"it does not run on tokens alone ({type(error).__name__}: {error})"
+            main = getattr(self._model, "main_input_name", "input_ids")
+            alone = main == "input_ids"
+            what = "it does not run on tokens alone" if alone else f"it runs on {main}, not on tokens"
+            reason = f"{what} ({type(error).__name__}: {error})"
             raise self._refusal(reason) from error
 
     @contextmanager

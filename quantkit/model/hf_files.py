@@ -82,8 +82,12 @@ def _of_the_disk(error: BaseException) -> str:
     return "" if cause is None else f" ({cause})"
 
 
-def read_generation_config(path: Path) -> Any:
-    """Read generation_config.json; None without one. transformers would ignore an unreadable one."""
+def read_generation_config(path: Path, cls: Any = None) -> Any:
+    """Read generation_config.json; None without one. transformers would ignore an unreadable one.
+
+    A model class `cls` may have a kind of its own.
+    """
     from transformers import GenerationConfig
 
-    return GenerationConfig.from_dict(read_json(path)) if path.is_file() else None
+    kind = getattr(cls, "generation_config_class", GenerationConfig)
+    return kind.from_dict(read_json(path)) if path.is_file() else None

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.model.class_names import other_names
 from quantkit.model.completeness import has_base_names, is_only_head, lacks, missing_parameters
 from quantkit.model.model_class import meta_model
-from quantkit.model.names import Renamed, renamed
+from quantkit.model.names import Renamed, other_names, renamed
 from quantkit.model.parts import Parts, embeddings, packed_parts
 from quantkit.model.split_experts import CutTensor, cuts_of
 
@@ -33,6 +32,7 @@ ONE_OUTPUT = "it has one output: packing it saves next to nothing"
 
 EMBEDDING = "an embedding"
 TIED = "its weights are the embedding's, and it cannot be packed apart from that"
+SHARED = "another module has the same weights"
 READ = "the model reads its weight itself, which a packed linear does not have"
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
 
@@ -130,20 +130,27 @@ def _names(places: Places) -> Names:
     return {stored: (place.parameter, place.is_fused) for stored, place in places.items()}
 
 
+def _special_linears(model: "nn.Module") -> dict[str, str]:
+    """Return the linears that stay dense by what they are for, with the reason."""
+    from quantkit.model.routers import choosing_linears
+    from quantkit.model.weight_reads import linears_that_are_read
+
+    return {
+        **dict.fromkeys(choosing_linears(model), ROUTER),
+        **dict.fromkeys(linears_that_are_read(model), READ),
+    }
+
+
 def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint) -> Structure:
     from quantkit.model.experts import spec_of
     from quantkit.model.linears import transposed_linears
-    from quantkit.model.routers import choosing_linears
-    from quantkit.model.weight_reads import linears_that_are_read
 
     modules = dict(model.named_modules())
     head = _head_name(model, modules)
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     tied = f"{head}.weight" in {*ties, *ties.values()}
-    special = {
-        **dict.fromkeys(choosing_linears(model), ROUTER),
-        **dict.fromkeys(linears_that_are_read(model), READ),
-    }
+    shared = {name.rpartition(".")[0] for name in (*ties, *ties.values())} - {head}
+    special = {**_special_linears(model), **dict.fromkeys(shared, SHARED)}
     tied_otherwise = tied and set(ties) != {f"{head}.weight"}
     why_head = special.get(head or "") or _why_dense_head(head, modules, tied_otherwise)
     transposed = {name for name, _ in transposed_linears(model)}
@@ -153,7 +160,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
     gathered: dict[str, list[str]] = {}
     dense: dict[str, str] = {}
     names = _names(places)
-    inside = {name: module for name, module in modules.items() if name in parts}
+    inside = {name: module for name, module in modules.items() if name in parts and name not in shared}
     cuts = cuts_of(inside, checkpoint.tensors, places)
     whole = {cut.source.name for cut in cuts.values()}
     for stored, (parameter, fused) in names.items():
@@ -165,7 +172,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         if parameter not in parameters and not fused:
             dense[stored] = NOT_A_PARAMETER
         elif fused:
-            reason = _why_dense_experts(module, leaf, parts, owner)
+            reason = SHARED if owner in shared else _why_dense_experts(module, leaf, parts, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and module is not None and _may_be_linear(module):
             why = special.get(owner) or _why_dense_linear(module, owner, parts)

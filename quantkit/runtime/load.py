@@ -71,6 +71,18 @@ def load(
         )
 
 
+def load_language_model(path: str | Path, **options: Any) -> Any:
+    """`load` for what takes the next token of a text; `UsageError` for a model that predicts none."""
+    model = load(path, **options)
+    seq2seq = getattr(model.config, "is_encoder_decoder", False)
+    if model.can_generate() and model.main_input_name == "input_ids" and not seq2seq:
+        return model
+    raise UsageError(
+        f"{path} is a {type(model).__name__}, which does not continue a text: there are no next tokens to "
+        "generate or to score. Run it in Python: quantkit.load gives the model of transformers."
+    )
+
+
 def load_unfinished(directory: Path, config: Mapping[str, Any], device: torch.device) -> Any:
     """Load the model in `directory` in float32, with `config` in place of a config.json not yet written.
 
@@ -89,7 +101,7 @@ def _from_pretrained(directory: Path, config: Mapping[str, Any], **options: Any)
     model, info = cls.from_pretrained(
         directory,
         config=parsed,
-        generation_config=read_generation_config(directory / GENERATION_CONFIG_NAME),
+        generation_config=read_generation_config(directory / GENERATION_CONFIG_NAME, cls),
         use_safetensors=True,
         output_loading_info=True,
         **options,

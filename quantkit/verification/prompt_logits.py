@@ -189,8 +189,10 @@ def _prompt(model: Any) -> tuple[int, ...]:
         config = model.config.get_text_config()
     except ValueError:  # for a model of several texts
         config = model.config
-    positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS
-    return tuple((1 + 7919 * i) % rows for i in range(min(PROMPT_TOKENS, positions)))
+    # None, or for XLNet -1, where there is no limit.
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    length = min(PROMPT_TOKENS, positions) if positions > 0 else PROMPT_TOKENS
+    return tuple((1 + 7919 * i) % rows for i in range(length))
 
 
 @torch.inference_mode()

@@ -16,10 +16,9 @@ from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError
-from quantkit.model.class_names import PART
 from quantkit.model.completeness import missing_parameters
 from quantkit.model.model_class import build, meta_model, model_class, model_config, of_mapping
-from quantkit.model.names import model_names
+from quantkit.model.names import PART, model_names
 from quantkit.model.structure import REARRANGED
 from quantkit.quantization.plan import READERS, Plan
 from quantkit.runtime.replace import swap_modules

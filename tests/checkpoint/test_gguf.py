@@ -18,6 +18,7 @@ from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.model.prefixes import read_names
 
+from ..support.compare import assert_equal
 from .gguf_files import (
     BY_NAME,
     CHAT_TEMPLATE,
@@ -72,7 +73,7 @@ def test_blocks_without_a_grid_have_the_values_of_transformers() -> None:
             tensor, read, _ = rows_of(kind, 3, 2)
             data = torch.from_numpy(random_blocks(kind, 3, 2))
             expected = dequant.dequantize(data.flatten(), kind.number).view(3, -1)
-            assert torch.equal(tensor.values(read, 0, 3), expected), kind.name
+            assert_equal(tensor.values(read, 0, 3), expected, kind.name)
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(1, 2), (3, 24), (2, 64)])
@@ -114,7 +115,7 @@ def test_a_file_has_the_weights_of_the_model_that_it_was_made_of(arch: str, tmp_
                 wanted = wanted.chunk(2)[which == "up_proj"]
         else:
             wanted = expected[name]
-        assert torch.equal(found, wanted), name
+        assert_equal(found, wanted, name)
 
 
 def test_metadata_become_the_files_of_a_checkpoint(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from quantkit.checkpoint.manifest import read_manifest
 
 from ..checkpoint.gguf_files import CHAT_TEMPLATE, tiny_model, tokenizer_metadata, write_gguf
 from ..conftest import Run
+from ..support.compare import assert_equal
 
 #: What llama.cpp's Q4_1 files have: linears in Q4_1, the embedding in Q8_0.
 Q4_1 = {"token_embd.weight": "Q8_0"}
@@ -85,7 +86,7 @@ def test_a_converted_model_computes_what_the_file_does(model: Any, source: Path,
     assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-5
     for name, module in packed.named_modules():
         if hasattr(module, "packed"):
-            assert torch.equal(module.packed.dequantize(), state[f"{name}.weight"]), name
+            assert_equal(module.packed.dequantize(), state[f"{name}.weight"], name)
 
 
 def test_what_is_written_is_said(run: Run, source: Path, tmp_path: Path) -> None:

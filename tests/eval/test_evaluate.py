@@ -122,13 +122,13 @@ def test_figures_are_those_of_the_whole_logits_in_float64(stories, perturbed, te
 def counted(monkeypatch) -> list[Path]:
     """The models opened from here on, in order."""
     opened: list[Path] = []
-    original = runner.load
+    original = runner.load_language_model
 
     def load(path, **options):
         opened.append(Path(path))
         return original(path, **options)
 
-    monkeypatch.setattr(runner, "load", load)
+    monkeypatch.setattr(runner, "load_language_model", load)
     return opened
 
 
@@ -136,7 +136,9 @@ def test_models_that_do_not_fit_run_block_by_block_to_the_same_bits(stories, per
     options = {"against": stories, "texts": texts, "window": 32, "device": "cpu", "batch": 2, "stride": 20}
     whole = evaluate(perturbed, **options, noise_floor=True)
     monkeypatch.setattr(runner, "free_memory", lambda device: 100_000)
-    monkeypatch.setattr(runner, "load", lambda *_, **__: pytest.fail("a whole model was loaded"))
+    monkeypatch.setattr(
+        runner, "load_language_model", lambda *_, **__: pytest.fail("a whole model was loaded")
+    )
     monkeypatch.setattr(runner, "WAITING_TOKENS", 200)
     by_block = evaluate(perturbed, **options, noise_floor=True)
     assert by_block.texts == whole.texts and by_block.noise_floor.texts == whole.noise_floor.texts

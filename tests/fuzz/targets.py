@@ -40,6 +40,7 @@ from quantkit.verification.prompt_logits import TOLERANCE, PromptLogits, differe
 
 from .decode import decode, largest_term
 from .files import packed_parts, write_items
+from .gguf_headers import check_gguf, gguf_headers, mutate_gguf
 from .hub import check_hub, hub_cases, mutate_hub
 from .low_bit import check_low_bit, low_bit_checkpoints, mutate_low_bit
 from .models import (
@@ -571,6 +572,7 @@ TARGETS: dict[str, Target] = {
         Target("json", lambda: _JSON, mutate_json, _check_json, 0.2),
         Target("checkpoint", _checkpoints, mutate_directory, _check_checkpoint, 0.1),
         Target("low bit", low_bit_checkpoints, mutate_low_bit, check_low_bit, 0.06),
+        Target("gguf", gguf_headers, mutate_gguf, check_gguf, 0.05, 5.0),
         Target("config", _configs, mutate_json, _check_config, 0.1),
         Target("manifest", _manifests, mutate_directory, _check_manifest, 0.1),
         Target("journal", journals, mutate_directory, check_journal, 0.03),

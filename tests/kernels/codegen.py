@@ -88,7 +88,7 @@ class Source(NamedTuple):
 #: How experts of DeepSeek-V3 are chosen.
 GROUPED = router.Routing(8, factor=2.5, groups=8, kept=4)
 #: Tensors of `ops` that are int64.
-INTEGERS = ("held", "table", "ids", "positions", "partial", "tokens", "index")
+INTEGERS = ("cache_length", "table", "ids", "positions", "partial", "tokens", "index")
 #: Kernels that work on pairs, which know no weights, with two slots of 8 experts.
 PAIRS = {
     "count": (count_tokens, {"CHUNK": 512}),
@@ -240,7 +240,7 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         ),
         **dict.fromkeys(("sums", "stats"), "*fp32"),
         "mask": "*u8" if mask == "bool" else "*bf16",
-        "held": "*i64",
+        "cache_length": "*i64",
         **dict.fromkeys(known, "constexpr"),
     }
     # Pointers, and strides of q, k and v.

@@ -12,6 +12,8 @@ from torch import nn
 from quantkit.model.architectures import why_not_packable
 from quantkit.model.experts import GATE_UP, UP, Activation, ExpertsSpec, find_spec, spec_of
 
+from ..support.compare import assert_equal
+
 CLAMPED = "act(min(gate, limit)) * clamp(up, limit)"
 SWIGLU = "(clamp(up, limit) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)"
 SIZES = {
@@ -179,14 +181,15 @@ def test_matrices_are_cut_and_joined_again(transposed, interleaved):
     gate, up = torch.randn(2, 3, 5)
     rows = [row for pair in zip(gate, up, strict=True) for row in pair] if interleaved else [*gate, *up]
     stored = torch.stack(rows, 1 if transposed else 0)
-    assert torch.equal(spec.joined([gate, up]), stored)
-    assert torch.equal(spec.matrix(stored, GATE_UP, 0), gate)
-    assert torch.equal(spec.matrix(stored, GATE_UP, 1), up)
+    assert_equal(spec.joined([gate, up]), stored)
+    assert_equal(spec.matrix(stored, GATE_UP, 0), gate)
+    assert_equal(spec.matrix(stored, GATE_UP, 1), up)
 
 
 def test_rows_of_experts_are_routed_by_what_is_not_zero():
     spec = ExpertsSpec(routed=False)
     rows = torch.tensor([[1.0, 0], [0, 0], [0, 0], [0, 2], [3, 3], [0, 0]])
     x, index, weights = spec.as_routed((rows,), 3)
-    assert torch.equal(x, rows) and index.tolist() == [[0], [3], [3], [1], [2], [3]]
-    assert torch.equal(weights, torch.ones(6, 1))
+    assert_equal(x, rows)
+    assert index.tolist() == [[0], [3], [3], [1], [2], [3]]
+    assert_equal(weights, torch.ones(6, 1))

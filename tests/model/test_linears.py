@@ -14,6 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from quantkit.model.linears import is_linear, is_transposed, matrix_shape, plain_linear
 from quantkit.model.weight_reads import linears_that_are_read
 
+from ..support.compare import assert_close
+
 SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1}
 
 
@@ -56,7 +58,7 @@ def test_a_plain_linear_computes_the_same() -> None:
     plain = plain_linear(module)
     assert plain.weight.is_meta and (plain.in_features, plain.out_features) == (6, 4)
     x = torch.randn(3, 6)
-    torch.testing.assert_close(F.linear(x, module.weight.T, module.bias), module(x))
+    assert_close(F.linear(x, module.weight.T, module.bias), module(x))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from quantkit.model.names import Renamed
 from quantkit.model.split_experts import CutTensor, cuts_of, split_experts
 from quantkit.quantization.nesting import nested_scheme, why_not_nested
 
+from ..support.compare import assert_equal
 from .test_experts_spec import Toy
 
 #: Gate and up [E, I, H], and down [E, H, I].
@@ -64,10 +65,10 @@ def test_matrices_are_those_of_the_model_however_they_are_stored(tmp_path, kind)
     for name, tensor in read.items():
         matrix = wanted[".".join(name.split(".")[-3:-1])]
         assert checkpoint.tensors[name].shape == matrix.shape
-        assert torch.equal(tensor, matrix)
-        assert torch.equal(checkpoint.read(name, 1, 3), matrix[1:3])
+        assert_equal(tensor, matrix)
+        assert_equal(checkpoint.read(name, 1, 3), matrix[1:3])
         assert tensor.is_contiguous()
-    assert torch.equal(checkpoint.read("other"), torch.arange(3.0))
+    assert_equal(checkpoint.read("other"), torch.arange(3.0))
 
 
 _PARTS = {"gate_proj": GATE, "up_proj": UP, "down_proj": DOWN}
@@ -86,7 +87,7 @@ def test_names_are_those_of_the_file_where_it_has_the_name_of_the_parameter(tmp_
     named = split(tmp_path, *STORED["as it is"])
     assert "moe.1.up_proj.weight" in named.tensors and "moe.gate_up_proj" not in named.tensors
     # The tensors of the file can still be read, for experts that stay dense.
-    assert torch.equal(named.read("moe.gate_up_proj", 1, 2), GATE_UP[1:])
+    assert_equal(named.read("moe.gate_up_proj", 1, 2), GATE_UP[1:])
     renamed = split(tmp_path, *STORED["interleaved"])
     assert "layers.0.moe.1.up_proj.weight" in renamed.tensors
 
@@ -107,13 +108,13 @@ def test_matrices_of_a_low_bit_source_have_its_codes_and_scales(tmp_path, rows):
         for index, matrix in enumerate(spec.split(whole[expert].T, "gate_up_proj", 0)):
             cut = CutTensor.from_source("one", source, spec, expert, index, 2)
             assert (cut.shape, cut.whole, cut.stored_as) == ((4, 64), False, source.stored_as)
-            assert torch.equal(cut.values(stored.read_stored, 1, 3), matrix[1:3])
+            assert_equal(cut.values(stored.read_stored, 1, 3), matrix[1:3])
             grid = cut.grid(stored.read_stored, 0, 4)
             assert (
                 why_not_nested(cut.grid_spec) is None
                 and nested_scheme(cut.grid_spec).format.name == "fp4-e2m1"
             )
-            assert torch.equal(grid.values().bfloat16(), matrix)
+            assert_equal(grid.values().bfloat16(), matrix)
 
 
 @pytest.mark.parametrize(

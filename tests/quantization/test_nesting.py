@@ -16,6 +16,7 @@ from quantkit.quantization.nesting import kept_rows, nested_rows, nested_scheme,
 
 from ..checkpoint.low_bit.makers import CASES, opened
 from ..checkpoint.test_gguf import rows_of
+from ..support.compare import assert_equal
 
 GRIDS = [kind for kind in BLOCK_TYPES.values() if kind.grid is not None]
 INT4 = GridSpec(FORMATS["int4"], (6, 70), 32, scale_dtype=torch.float16)
@@ -55,7 +56,7 @@ def test_a_block_type_nests_in_a_scheme_with_its_values(kind: Any) -> None:
     assert grid is not None
     chosen = nested_scheme(spec)
     packed = nested_rows(grid, chosen)
-    assert torch.equal(packed.dequantize(), torch.from_numpy(expected))
+    assert_equal(packed.dequantize(), torch.from_numpy(expected))
     # No bit more than the file has, but for the shape.
     assert packed.nbytes - 16 == 33 * tensor.row_bytes
 
@@ -83,7 +84,7 @@ def test_a_grid_nests_in_the_scheme_of_its_granularity(spec: GridSpec, scheme: s
     assert str(chosen) == scheme
     packed = nested_rows(grid, chosen)
     assert packed.shape == spec.shape
-    assert torch.equal(packed.dequantize(), grid.values())
+    assert_equal(packed.dequantize(), grid.values())
 
 
 #: The scheme of a weight of each format, or why it has none.
@@ -142,7 +143,7 @@ def test_a_stored_format_keeps_its_values_or_has_a_reason(name: str, tmp_path: P
     assert str(chosen) == OF_FORMATS[name]
     packed, norm = kept_rows(checkpoint, tensor, chosen, 0, spec.shape[0])
     expected = made.expected()
-    assert torch.equal(packed.dequantize(), expected)
+    assert_equal(packed.dequantize(), expected)
     assert norm == pytest.approx(float(expected.double().square().sum()))
 
 
@@ -186,7 +187,7 @@ def test_constant_groups_of_a_grid_with_biases_keep_their_value() -> None:
     grid.scales[2, 1:] = 0
     packed = nested_rows(grid, nested_scheme(spec))
     assert packed.dequantize()[2, 32:].unique().numel() == 2
-    assert torch.equal(packed.dequantize(), grid.values())
+    assert_equal(packed.dequantize(), grid.values())
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_tie_of_other_names(tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     options = {"format": "int8", "lm_head": "int8", "group_size": "channel"}
     found, _ = written(tmp_path / "source", tmp_path / "out", **options)
-    assert found["transformer.wte.weight"].shape == (96, 64) and "lm_head.weight_packed" in found
+    assert found["transformer.wte.weight"].shape == (96, 64) and "lm_head.weight_scale" in found
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -13,6 +13,7 @@ from quantkit.runtime.load import load
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.replace import unpack_modules
 
+from ..support.compare import assert_close
 from ..tiny.calibrated import write
 
 TOKENS = torch.arange(20)[None]
@@ -30,7 +31,7 @@ def test_gpt2_is_what_it_is_with_rounded_weights(tmp_path: Path) -> None:
     dense = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     packed = load(out, device="cpu", dtype=torch.float32)
     stored = load_file(out / "model.safetensors")
-    torch.testing.assert_close(stored[f"{kept}.weight"], dense.get_submodule(kept).weight, rtol=0, atol=0)
+    assert_close(stored[f"{kept}.weight"], dense.get_submodule(kept).weight, rtol=0, atol=0)
     names = [name for name, module in packed.named_modules() if isinstance(module, PackedLinear)]
     assert len(names) == 11 and kept not in names
     for name in names:
@@ -38,10 +39,10 @@ def test_gpt2_is_what_it_is_with_rounded_weights(tmp_path: Path) -> None:
         rounded = quantize_tensor(weight.T.contiguous(), format="int4", group_size=16, method="mse")
         weight.copy_(rounded.dequantize().T)
     expected = dense(TOKENS).logits
-    torch.testing.assert_close(packed(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert_close(packed(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
     unpack_modules(packed, torch.float32)
     assert type(packed.get_submodule(names[0])) is type(dense.get_submodule(names[0]))
-    torch.testing.assert_close(packed(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert_close(packed(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

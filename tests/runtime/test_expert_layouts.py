@@ -17,6 +17,7 @@ from quantkit.converting import convert
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.saved_model import read_record
 
+from ..support.compare import assert_close, assert_equal
 from ..tiny.sizes import SIZES
 
 FEW = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -107,7 +108,7 @@ def test_logits_are_those_of_the_dense_model_rounded_by_hand(packed):
     name, source, out = packed
     model = quantkit.load(out, device="cpu", dtype=torch.float32)
     expected = logits_of(rounded(source, model, name))
-    torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_are_stored_one_by_one_and_only_quantkit_finds_them(packed):
@@ -131,15 +132,13 @@ def test_saved_again_and_dequantized_it_is_the_same_model(packed, tmp_path):
     before, after = (load_file(path / "model.safetensors") for path in (out, tmp_path / "saved"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].float(), after[name].float()) for name in before)
-    assert torch.equal(
-        logits_of(quantkit.load(tmp_path / "saved", device="cpu", dtype=torch.float32)), expected
-    )
+    assert_equal(logits_of(quantkit.load(tmp_path / "saved", device="cpu", dtype=torch.float32)), expected)
     dense = model.dequantize(torch.float32)
     dense.save_pretrained(tmp_path / "dense")
     assert {n: t.shape for n, t in load_file(tmp_path / "dense" / "model.safetensors").items()} == {
         n: t.shape for n, t in load_file(source / "model.safetensors").items()
     }
-    torch.testing.assert_close(logits_of(dense_of(tmp_path / "dense")), expected, rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(dense_of(tmp_path / "dense")), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -86,6 +86,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "stablelm": Architecture(_DENSE),
     "nemotron": Architecture({**_ATTENTION, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}, added=1.0),
 }
+MAX_EXPERTS = 4096
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 #: Constants of rotary embeddings, which transformers computes.
 ROTARY = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_(long|short))\.weight")
@@ -147,7 +148,7 @@ def _named(header: GgufHeader, arch: Architecture, tensor: GgufTensor) -> Iterat
         heads = _heads(header, tensor, arch.permuted[within]) if within in arch.permuted else None
         is_row = within in arch.column and len(tensor.shape) == 1
         yield Named(f"{prefix}{arch.layer[within]}.{leaf}", tensor, None, heads, added, is_row)
-    elif within in arch.experts and len(tensor.shape) == 3:
+    elif within in arch.experts and len(tensor.shape) == 3 and tensor.shape[0] <= MAX_EXPERTS:
         for expert in range(tensor.shape[0]):
             yield Named(f"{prefix}{arch.experts[within].format(expert)}.{leaf}", tensor, expert)
     else:

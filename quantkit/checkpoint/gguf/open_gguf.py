@@ -13,17 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
-from quantkit.checkpoint.gguf.header import GgufHeader, read_gguf_header
+from quantkit.checkpoint.gguf.header import ALIGNMENT_KEY, GgufHeader, read_gguf_header
 from quantkit.checkpoint.gguf.names import ARCHITECTURE_KEY, ROTARY, Named, architecture, named
 from quantkit.checkpoint.gguf.rows import GgufRows, gguf_package
 from quantkit.checkpoint.manifest import pretty_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.checkpoint.stamp import FileStamp
-from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, QuantkitError
 
 SUFFIX = ".gguf"
+#: Values of the arrays that a config may need, such as heads by layer; vocabularies have more.
+_OUTLINED = 1024
 _GENERATION_CONFIG = "generation_config.json"
 #: Tokens that end an answer, by their metadata.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -61,7 +64,7 @@ def open_gguf(path: Path) -> Checkpoint:
     stamp = FileStamp.of(path)
     header = read_gguf_header(path)
     _check_not_split(header)
-    tensors = [_stored(path, one) for one in named(header)]
+    tensors = gguf_tensors(header)
     directory = Path(tempfile.mkdtemp(prefix="quantkit-gguf-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     _write_files(header, directory)
@@ -70,7 +73,7 @@ def open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(
         directory=directory,
         config=json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")),
-        tensors={tensor.name: tensor for tensor in tensors},
+        tensors=dict(tensors),
         shards=(path,),
         side_files=side_files,
         warnings=_warnings(header),
@@ -78,6 +81,11 @@ def open_gguf(path: Path) -> Checkpoint:
         notes=(_note(header),),
         derived=frozenset(files),
     )
+
+
+def gguf_tensors(header: GgufHeader) -> dict[str, GgufRows]:
+    """The tensors of the model in a file, by transformers' names; `CheckpointError` for what has no place."""
+    return {one.name: _stored(header.path, one) for one in named(header)}
 
 
 def _check_not_split(header: GgufHeader) -> None:
@@ -89,7 +97,7 @@ def _check_not_split(header: GgufHeader) -> None:
         )
 
 
-def _stored(path: Path, one: Named) -> StoredTensor:
+def _stored(path: Path, one: Named) -> GgufRows:
     tensor = one.tensor
     shape = tensor.shape if one.part is None else tensor.shape[1:]
     if one.is_row:
@@ -123,22 +131,56 @@ def _stored(path: Path, one: Named) -> StoredTensor:
 
 def _write_files(header: GgufHeader, directory: Path) -> None:
     """config.json, the tokenizer with its chat template, and generation_config.json."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, PreTrainedTokenizerFast
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    of_file: dict[str, Any] = {"gguf_file": header.path.name, "trust_remote_code": False}
-    with _explained(header.path, "config.json"):
-        config = AutoConfig.from_pretrained(header.path.parent, **of_file)
+    # In a directory of its own: transformers also reads what lies beside a file.
+    with tempfile.TemporaryDirectory(prefix="quantkit-gguf-") as view:
+        outline, file = Path(view, "outline.gguf"), Path(view, "model.gguf")
+        with _explained(header.path, "config.json"):
+            write_outline(header, outline)
+            config = AutoConfig.from_pretrained(view, gguf_file=outline.name, trust_remote_code=False)
+        if header.get("tokenizer.ggml.model", str) is not None:
+            file.symlink_to(header.path)
+            with _explained(header.path, "tokenizer"):
+                words = PreTrainedTokenizerFast.from_pretrained(view, gguf_file=file.name)
+                words.save_pretrained(directory)
     values = {key: value for key, value in config.to_dict().items() if key not in _KEPT_OUT}
     values.update(_left_out(header))
     # Blocks give float32 numbers, which fewer digits do not hold.
     values["dtype"] = "float32"
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     (directory / CONFIG_NAME).write_bytes(pretty_json(values))
-    if header.get("tokenizer.ggml.model", str) is not None:
-        with _explained(header.path, "tokenizer"):
-            AutoTokenizer.from_pretrained(header.path.parent, **of_file).save_pretrained(directory)
     (directory / _GENERATION_CONFIG).write_bytes(pretty_json(_generation_config(header)))
+
+
+def write_outline(header: GgufHeader, path: Path) -> None:
+    """A file with the names of all tensors and the metadata of `header`, without vocabularies.
+
+    transformers reads metadata with a reader that takes a second for ten thousand tokens.
+    """
+    gguf = gguf_package()
+    writer = gguf.GGUFWriter(path, header.get(ARCHITECTURE_KEY, str))
+    for key, value in header.metadata.items():
+        if key in (ARCHITECTURE_KEY, ALIGNMENT_KEY) or (isinstance(value, tuple) and len(value) > _OUTLINED):
+            continue
+        match value:
+            case tuple():
+                writer.add_array(key, list(value))
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                (writer.add_int64 if value < 0 else writer.add_uint64)(key, value)
+            case float():
+                writer.add_float64(key, value)
+            case str():
+                writer.add_string(key, value)
+    for name in header.tensors:
+        writer.add_tensor(name, np.zeros(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _left_out(header: GgufHeader) -> dict[str, int]:

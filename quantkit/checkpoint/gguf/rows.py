@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from quantkit.checkpoint.gguf.block_types import BlockType
@@ -92,7 +93,9 @@ def _dequantized(rows: torch.Tensor, block_type: BlockType) -> torch.Tensor:
     """Rows of blocks (uint8 [R, row_bytes]) as float32 [R, K], by the package gguf."""
     quants = gguf_package()
     kind = quants.GGMLQuantizationType(block_type.number)
-    return torch.from_numpy(quants.dequantize(rows.numpy(), kind))
+    # Scales of damaged files overflow, which what reads them finds.
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(quants.dequantize(rows.numpy(), kind))
 
 
 def gguf_package() -> Any:

@@ -210,10 +210,11 @@ def group(
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
-    """Return the kernel's name that multiplies m routed tokens with their experts, the grouping and the tile.
+    """Return the name of the kernel that multiplies m routed tokens with their experts, the grouping and the
+    tile.
 
     `problem` is that of one matrix; `single_row_ratio` is that of `usual_block_rows`. Tiles are those of the
-    rules: tile tables were measured with one weight. Raises `KernelError` where no kernel runs it.
+    rules, as tile tables were measured with one weight. Raises `KernelError` if no kernel runs it.
     """
     rows = expert_block_rows(problem.m, experts, single_row_ratio, forced)
     grouping = Grouping(problem.m, experts, rows, matrices, top_k, chained)

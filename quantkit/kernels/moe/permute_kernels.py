@@ -31,20 +31,20 @@ def sort_few_tokens(
 
 
 @triton.jit
-def write_sorted(expert, routed, there, order, expert_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Write `order` and `expert_blocks` of routed tokens `routed` [P], of `expert` [P] int32.
 
-    `there` [P] is False for padding; where it is True, `routed` rises. `expert` is EXPERTS for routed tokens
+    `valid` [P] is False for padding; where it is True, `routed` rises. `expert` is EXPERTS for routed tokens
     that have none.
     """
-    expert = tl.where(there, expert, EXPERTS + 1)
+    expert = tl.where(valid, expert, EXPERTS + 1)
     # Sums over the other routed tokens go along axis 0, which lies within a thread.
     earlier = routed[:, None] < routed[None, :]
     same = expert[:, None] == expert[None, :]
     place = tl.sum(((expert[:, None] < expert[None, :]) | (same & earlier)).to(tl.int32), axis=0)
     rank = tl.sum((same & earlier).to(tl.int32), axis=0)
     its = tl.sum(same.to(tl.int32), axis=0)
-    tl.store(order + place, routed, mask=there)
+    tl.store(order + place, routed, mask=valid)
     begins = (rank % ROWS == 0) & (expert < EXPERTS)
     # A routed token that begins no block gets a place after all others.
     begun = tl.where(begins, place, expert.shape[0])
@@ -53,7 +53,7 @@ def write_sorted(expert, routed, there, order, expert_blocks, EXPERTS: tl.conste
     tl.store(to, expert, mask=begins)
     tl.store(to + 1, place, mask=begins)
     tl.store(to + 2, tl.minimum(its - rank, ROWS), mask=begins)
-    rest = there & (routed >= tl.sum(begins.to(tl.int32)))
+    rest = valid & (routed >= tl.sum(begins.to(tl.int32)))
     to = expert_blocks + routed * 3
     tl.store(to, EXPERTS, mask=rest)
     tl.store(to + 1, 0, mask=rest)
@@ -89,7 +89,7 @@ def sort_tokens_by_expert(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    mine = tl.program_id(0)
+    own_expert = tl.program_id(0)
     bucket = tl.arange(0, BUCKETS)
     routed = tl.arange(0, CHUNK)
     chosen = _chosen(index, routed, P, EXPERTS)
@@ -102,24 +102,24 @@ def sort_tokens_by_expert(
             found = tl.load(counts + chunk * BUCKETS + bucket[None, :], mask=chunk < CHUNKS, other=0)
             total += tl.sum(found, axis=0)
     needed = tl.where(bucket < EXPERTS, (total + (ROWS - 1)) // ROWS, 0)
-    start = tl.sum(tl.where(bucket < mine, total, 0))
-    number = tl.sum(tl.where(bucket < mine, needed, 0))
-    its = tl.sum(tl.where(bucket == mine, total, 0))
+    start = tl.sum(tl.where(bucket < own_expert, total, 0))
+    number = tl.sum(tl.where(bucket < own_expert, needed, 0))
+    its = tl.sum(tl.where(bucket == own_expert, total, 0))
     place = start
     for first in tl.range(0, P, CHUNK):
-        is_its = ((chosen == mine) & (first + routed < P)).to(tl.int32)
+        is_its = ((chosen == own_expert) & (first + routed < P)).to(tl.int32)
         # The next load is in flight while places are counted.
         chosen = _chosen(index, first + CHUNK + routed, P, EXPERTS)
         tl.store(order + place + tl.cumsum(is_its) - 1, first + routed, mask=is_its != 0)
         place += tl.sum(is_its)
     # The blocks of this expert; the last program has all that are left.
-    is_last = mine == EXPERTS
+    is_last = own_expert == EXPERTS
     end = tl.where(is_last, P, number + (its + (ROWS - 1)) // ROWS)
     for first in tl.range(number, end, CHUNK):
         at = first + routed
         within = (at - number) * ROWS
         to = expert_blocks + at.to(tl.int64) * 3
-        tl.store(to, tl.zeros_like(at) + mine, mask=at < end)
+        tl.store(to, tl.zeros_like(at) + own_expert, mask=at < end)
         tl.store(to + 1, start + within, mask=at < end)
         tl.store(to + 2, tl.where(is_last, 0, tl.minimum(its - within, ROWS)), mask=at < end)
 

@@ -77,33 +77,33 @@ def route(
     if SIGMOID:
         scores = _sigmoid(numbers)
         scores += tl.load(bias + column, mask=column < EXPERTS, other=0.0).to(tl.float32)
-    left = tl.where(column < EXPERTS, float_to_ordered(scores), LOWEST_ORDERED)
+    candidates = tl.where(column < EXPERTS, float_to_ordered(scores), LOWEST_ORDERED)
     if GROUPS > 1:
-        left = _of_groups(left, GROUPS, KEPT)
+        candidates = _of_groups(candidates, GROUPS, KEPT)
     # Column s holds the s-th of the top-k.
     experts = tl.zeros((TOKENS, PADDED), tl.int32)
     found = tl.zeros((TOKENS, PADDED), tl.int32)
-    largest = ordered_to_float(tl.max(left, axis=1))[:, None]
+    largest = ordered_to_float(tl.max(candidates, axis=1))[:, None]
     for slot in range(TOP_K):
-        best, expert = _largest(left, column, 1)
+        best, expert = _largest(candidates, column, 1)
         experts = tl.where(column == slot, expert, experts)
         found = tl.where(column == slot, best, found)
-        left = tl.where(column == expert, LOWEST_ORDERED, left)
+        candidates = tl.where(column == expert, LOWEST_ORDERED, candidates)
     is_slot = column < TOP_K
     if SIGMOID:
         # `found` includes the bias.
         chosen = tl.load(of_token + experts, mask=is_token & is_slot, other=0.0).to(tl.float32)
-        shares = tl.where(is_slot, _sigmoid(chosen), 0.0)
-        shares = shares / (tl.sum(shares, axis=1) + 1e-20)[:, None] * FACTOR
+        probs = tl.where(is_slot, _sigmoid(chosen), 0.0)
+        probs = probs / (tl.sum(probs, axis=1) + 1e-20)[:, None] * FACTOR
     else:
-        shares = tl.where(is_slot, tl.exp(ordered_to_float(found) - largest), 0.0)
+        probs = tl.where(is_slot, tl.exp(ordered_to_float(found) - largest), 0.0)
         if OF_CHOSEN:
-            whole = tl.sum(shares, axis=1)
+            whole = tl.sum(probs, axis=1)
         else:
             whole = tl.sum(tl.where(column < EXPERTS, tl.exp(numbers - largest), 0.0), axis=1)
-        shares = shares / whole[:, None]
+        probs = probs / whole[:, None]
     to = token.to(tl.int64)[:, None] * TOP_K + column
-    tl.store(weights + to, shares.to(weights.dtype.element_ty), mask=is_token & is_slot)
+    tl.store(weights + to, probs.to(weights.dtype.element_ty), mask=is_token & is_slot)
     tl.store(index + to, experts, mask=is_token & is_slot)
     if order is not None:
         chosen_experts = tl.where(is_slot, experts, 0)
@@ -112,10 +112,10 @@ def route(
         )
         slot = tl.arange(0, PADDED_TOP_K)
         routed = token[:, None] * TOP_K + slot[None, :]
-        there = is_token & (slot < TOP_K)[None, :]
+        valid = is_token & (slot < TOP_K)[None, :]
         flat: tl.constexpr = TOKENS * PADDED_TOP_K
         write_sorted(
-            tl.reshape(chosen_experts, (flat,)), tl.reshape(routed, (flat,)), tl.reshape(there, (flat,)),
+            tl.reshape(chosen_experts, (flat,)), tl.reshape(routed, (flat,)), tl.reshape(valid, (flat,)),
             order, expert_blocks, EXPERTS, ROWS,
         )  # fmt: skip
 
@@ -136,15 +136,15 @@ def _largest(orders, place, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _of_groups(left, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """Mask `left` [tokens, experts], ordered scores, outside the best KEPT of GROUPS groups.
+def _of_groups(candidates, GROUPS: tl.constexpr, KEPT: tl.constexpr):
+    """Mask `candidates` [tokens, experts], ordered scores, outside the best KEPT of GROUPS groups.
 
     A group counts as the sum of its two largest scores. Masked scores become LOWEST_ORDERED.
     """
-    TOKENS: tl.constexpr = left.shape[0]
-    EACH: tl.constexpr = left.shape[1] // GROUPS
-    grouped = tl.reshape(left, (TOKENS, GROUPS, EACH))
-    place = tl.broadcast_to(tl.arange(0, EACH)[None, None, :], (TOKENS, GROUPS, EACH))
+    TOKENS: tl.constexpr = candidates.shape[0]
+    GROUP_SIZE: tl.constexpr = candidates.shape[1] // GROUPS
+    grouped = tl.reshape(candidates, (TOKENS, GROUPS, GROUP_SIZE))
+    place = tl.broadcast_to(tl.arange(0, GROUP_SIZE)[None, None, :], (TOKENS, GROUPS, GROUP_SIZE))
     first, its = _largest(grouped, place, 2)
     second = tl.max(tl.where(place == its, LOWEST_ORDERED, grouped), axis=2, keep_dims=True)
     sums = float_to_ordered(tl.reshape(ordered_to_float(first) + ordered_to_float(second), (TOKENS, GROUPS)))
@@ -154,4 +154,4 @@ def _of_groups(left, GROUPS: tl.constexpr, KEPT: tl.constexpr):
         _, which = _largest(sums, group, 1)
         is_kept = is_kept | (group == which)
         sums = tl.where(group == which, LOWEST_ORDERED, sums)
-    return tl.reshape(tl.where(is_kept[:, :, None], grouped, LOWEST_ORDERED), left.shape)
+    return tl.reshape(tl.where(is_kept[:, :, None], grouped, LOWEST_ORDERED), candidates.shape)

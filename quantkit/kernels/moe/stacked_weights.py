@@ -24,10 +24,10 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
     Each tensor of the layout gets a first dimension, `len(weights)`.
     """
     first, count = weights[0], len(weights)
-    together = max(1, BYTES_AT_ONCE // first.words.nbytes) if can_be_one(first) else 1
+    per_build = max(1, BYTES_AT_ONCE // first.words.nbytes) if can_be_one(first) else 1
     tensors: tuple[torch.Tensor, ...] = ()
-    for start in range(0, count, together):
-        some = weights[start : start + together]
+    for start in range(0, count, per_build):
+        some = weights[start : start + per_build]
         layouts = _as_one(some, dtype)
         tensors = tensors or tuple(part.new_empty(count, *part.shape[1:]) for part in layouts)
         for tensor, part in zip(tensors, layouts, strict=True):

@@ -17,8 +17,8 @@ from quantkit.kernels.problem import device_features, gpu_of
 DTYPES = (torch.bfloat16, torch.float16)
 #: Most features of a head.
 MOST_FEATURES = 256
-#: Most pieces per head that `gather` adds up.
-MOST_PIECES = 64
+#: Most splits of the keys of a head that `combine_splits` adds up.
+MAX_SPLITS = 64
 #: Bytes of a key or value, and query heads per program, that `PLANS` are for. With more of either, a program
 #: takes fewer keys per step.
 KEY_BYTES, FEW_HEADS = 256, 8
@@ -39,7 +39,7 @@ class Plan:
     keys: int
     programs: int
 
-    def at_once(self, programs: int) -> int:
+    def keys_per_pass(self, programs: int) -> int:
         """Return the keys that `programs` programs attend to in one step."""
         return programs * self.warps * self.keys
 
@@ -159,9 +159,9 @@ def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device:
     if gpu is None or sizes.heads > FEW_HEADS or sizes.key_bytes > KEY_BYTES:
         return False
     plan, chunks = _plan(sizes, length, gpu.multiprocessors)
-    heads = sizes.parts * sizes.blocks / gpu.multiprocessors
-    is_once = heads <= PLANS[0].most and plan.at_once(chunks) >= length
-    return "overlap" in device_features(device) and (is_once or (chunks == 1 and heads <= 1))
+    heads = sizes.kv_heads * sizes.blocks / gpu.multiprocessors
+    single_pass = heads <= PLANS[0].most and plan.keys_per_pass(chunks) >= length
+    return "overlap" in device_features(device) and (single_pass or (chunks == 1 and heads <= 1))
 
 
 def rotated_attention(
@@ -172,7 +172,7 @@ def rotated_attention(
     sin: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    held: torch.Tensor,
+    cache_length: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
     norms: HeadNorms | None = None,
@@ -181,16 +181,17 @@ def rotated_attention(
     """Compute `decode_attention` of the result of `rotate_append` for one token, T = 1, in one launch less.
 
     Results are equal to the bit, except that squares in `norms` are summed in another order. Shapes are those
-    of `rotate_append`; `mask` is [B or 1, 1, 1, L]. All tensors but `held` have the dtype of `q`. The last
-    strides of `keys` and `values` are 1.
+    of `rotate_append`; `mask` is [B or 1, 1, 1, L]. All tensors but `cache_length` have the dtype of `q`. The
+    last strides of `keys` and `values` are 1.
 
-    With `settled`, `keys`, `values`, `held` and `mask` are read before PDL's wait. No kernel since the start
-    of the last such attention may then write them. Each kernel with PDL must wait for the one before it.
+    With `settled`, `keys`, `values`, `cache_length` and `mask` are read before PDL's wait. No kernel since the
+    start of the last such attention may then write them. Each kernel with PDL must wait for the one before
+    it.
     """
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, _ = angles(cos, sin)
     strides = (*k.stride()[:2], *v.stride()[:2], c_b)
-    return _attention(q, keys, values, mask, scaling, (k, v, cos, sin, held), strides, norms, settled)
+    return _attention(q, keys, values, mask, scaling, (k, v, cos, sin, cache_length), strides, norms, settled)
 
 
 def _attention(
@@ -204,10 +205,10 @@ def _attention(
     norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """Launch `attend`, and `gather` where several programs share a head: [B, 1, H, V].
+    """Launch `attend`, and `combine_splits` where several programs share a head: [B, 1, H, V].
 
-    `query`, `key`, `value` and `mask` are those of `decode_attention`. `new` has k, v, cos, sin and held of a
-    new token, and `strides` the strides of the first four.
+    `query`, `key`, `value` and `mask` are those of `decode_attention`. `new` has k, v, cos, sin and
+    cache_length of a new token, and `strides` the strides of the first four.
     """
     batch, heads, _, _ = query.shape
     key_heads, length = key.shape[1], key.shape[2]
@@ -215,15 +216,17 @@ def _attention(
     sizes = _Sizes.of(query, key, value)
     group, width = sizes.group, sizes.width
     plan, chunks = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
-    parts, pieces = sizes.parts, chunks * plan.warps
-    sums = torch.empty(parts, pieces, group, width, dtype=torch.float32, device=query.device)
-    stats = torch.empty(parts, pieces, 2, group, dtype=torch.float32, device=query.device)
+    kv_heads, splits = sizes.kv_heads, chunks * plan.warps
+    sums = torch.empty(kv_heads, splits, group, width, dtype=torch.float32, device=query.device)
+    stats = torch.empty(kv_heads, splits, 2, group, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
-    once = plan.at_once(chunks) >= length
+    single_pass = plan.keys_per_pass(chunks) >= length
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
     features = launch_features(query.device)
     weights, how = ((query, query), None) if norms is None else ((norms.q, norms.k), norms.how)
-    attend, gather = _launches(sizes, plan, chunks, scaling, kind, once, bool(new), how, settled, features)
+    attend, combine_splits = _launches(
+        sizes, plan, chunks, scaling, kind, single_pass, bool(new), how, settled, features
+    )
     seen = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
     with launching_on(query.device):
         attend(
@@ -245,19 +248,19 @@ def _attention(
             seen.stride(-1),
             *strides,
         )
-        if gather is not None:
-            gather(sums, stats, out, pieces)
+        if combine_splits is not None:
+            combine_splits(sums, stats, out, splits)
     return out
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a problem: `parts` key heads of all sequences, and `group` query heads per key head.
+    """Sizes of a problem: `kv_heads` key heads of all sequences, and `group` query heads per key head.
 
     `size` and `width` are the features of keys and of values, `itemsize` the bytes of a feature.
     """
 
-    parts: int
+    kv_heads: int
     group: int
     size: int
     width: int
@@ -288,7 +291,7 @@ class _Sizes:
 @lru_cache(maxsize=1024)
 def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
     """Return the plan for `length` keys of such sizes, and the programs that share those of a head."""
-    heads = sizes.parts * sizes.blocks
+    heads = sizes.kv_heads * sizes.blocks
     plan = next(one for one in PLANS if heads <= one.most * multiprocessors)
     is_long = sizes.key_bytes > KEY_BYTES
     if plan.keys > LEAST_KEYS and (is_long or sizes.heads > FEW_HEADS):
@@ -296,7 +299,7 @@ def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
     elif is_long:
         plan = replace(plan, warps=max(2, plan.warps // 2))
     steps = -(-length // (plan.warps * plan.keys))
-    most = max(1, min(plan.programs * multiprocessors // heads, MOST_PIECES // plan.warps))
+    most = max(1, min(plan.programs * multiprocessors // heads, MAX_SPLITS // plan.warps))
     # The fewest programs with which the longest takes no more steps.
     longest = -(-steps // most)
     return plan, -(-steps // longest)
@@ -309,20 +312,20 @@ def _launches(
     chunks: int,
     scaling: float,
     mask: str,
-    once: bool,
+    single_pass: bool,
     new: bool,
     norms: tuple[float, str] | None,
     settled: bool,
     features: frozenset[str],
 ) -> tuple[Launch, Launch | None]:
-    """Build the launch of `attend`, and of `gather` where several programs share the keys of a head."""
-    from quantkit.kernels.ops.attention_kernels import attend, gather
+    """Build the launches of `attend`, and of `combine_splits` where several programs share a head."""
+    from quantkit.kernels.ops.attention_kernels import attend, combine_splits
 
     width = max(64, power_of_two(sizes.width))
     known = {"GROUP": sizes.group, "V": sizes.width, "VP": width, **overlap(features)}
     first = Launch(
         attend,
-        (sizes.parts, chunks, sizes.blocks),
+        (sizes.kv_heads, chunks, sizes.blocks),
         SCALE=scaling,
         G=sizes.heads,
         D=sizes.size,
@@ -331,7 +334,7 @@ def _launches(
         KEYS=plan.keys,
         WHOLE=chunks == 1,
         MASK=mask,
-        ONCE=once,
+        SINGLE_PASS=single_pass,
         NEW=new,
         **norm_options(norms),
         SETTLED=settled and "overlap" in features,
@@ -344,5 +347,5 @@ def _launches(
     )
     if chunks == 1:
         return first, None
-    pieces = power_of_two(chunks * plan.warps)
-    return first, Launch(gather, (sizes.parts, sizes.group), S=pieces, **known, num_warps=4)
+    splits = power_of_two(chunks * plan.warps)
+    return first, Launch(combine_splits, (sizes.kv_heads, sizes.group), S=splits, **known, num_warps=4)

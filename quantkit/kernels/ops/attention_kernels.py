@@ -32,17 +32,17 @@ _AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
 
 @triton.jit
 def attend(
-    q, k, v, mask, sums, stats, out, new_k, new_v, cos, sin, held, q_weight, k_weight, LENGTH, HEADS,
+    q, k, v, mask, sums, stats, out, new_k, new_v, cos, sin, cache_length, q_weight, k_weight, LENGTH, HEADS,
     q_b, q_h, k_b, k_h, k_l, v_b, v_h, v_l, m_b, m_l, new_k_b, new_k_h, new_v_b, new_v_h, c_b,
     SCALE: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
-    MASK: tl.constexpr, ONCE: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr,
+    MASK: tl.constexpr, SINGLE_PASS: tl.constexpr, NEW: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr,
     OFFSET: tl.constexpr, SETTLED: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of each warp over its keys. Grid: (B * HEADS, programs per head, GROUP / G), G 8 or 16.
 
-        q     [B, HEADS * GROUP, D]         sums   [B * HEADS, pieces, GROUP, V] float32
-        k     [B, HEADS, LENGTH, D]         stats  [B * HEADS, pieces, 2, GROUP] float32
+        q     [B, HEADS * GROUP, D]         sums   [B * HEADS, splits, GROUP, V] float32
+        k     [B, HEADS, LENGTH, D]         stats  [B * HEADS, splits, 2, GROUP] float32
         v     [B, HEADS, LENGTH, V]         out    [B, HEADS * GROUP, V]
         mask  [B, LENGTH]
 
@@ -51,12 +51,12 @@ def attend(
     writes `out`.
 
     With NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
-    key and `new_v` [B, HEADS, V] are written after the `held` tokens, by the programs that attend to them.
-    Without room queries become NaN.
+    key and `new_v` [B, HEADS, V] are written after `cache_length` tokens, by the programs that attend to
+    them. Without room queries become NaN.
 
     With EPS, heads are normed before rotation, with weights `q_weight` and `k_weight` [D], as `rms_norm`
-    does. SETTLED says that no kernel that may still run writes `k`, `v`, `mask` or `held`. ONCE says that
-    each program attends to all its keys in one step.
+    does. With SETTLED, no kernel that may still run writes `k`, `v`, `mask` or `cache_length`. With
+    SINGLE_PASS, each program attends to all its keys in one step.
     """
     # Rows of an `mma`.
     ROWS: tl.constexpr = 16
@@ -68,7 +68,7 @@ def attend(
     mask += b * m_b
     q += b * q_b + (h * GROUP + block * G) * q_h
     first, stride = chunk * STEP, tl.num_programs(1) * STEP
-    if PDL and not (ONCE and SETTLED):
+    if PDL and not (SINGLE_PASS and SETTLED):
         ahead = tl.minimum(first + tl.arange(0, STEP), LENGTH - 1).to(tl.int64)[:, None]
         prefetch_l2(k + ahead * k_l + tl.minimum(cache_line_offsets(k, DP), D - 1)[None, :])
         prefetch_l2(v + ahead * v_l + tl.minimum(cache_line_offsets(v, VP), V - 1)[None, :])
@@ -81,8 +81,8 @@ def attend(
     if first < LENGTH:
         # In a branch, always taken: Triton then does not lay operands out for 8-bit masks.
         seen_k, seen_v, added = _seen(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
-    place = tl.minimum(tl.load(held), LENGTH) if NEW else LENGTH
-    if ONCE:
+    place = tl.minimum(tl.load(cache_length), LENGTH) if NEW else LENGTH
+    if SINGLE_PASS:
         values = _load_columns(v, v_l, first, seen_v, W, KEYS, V, VP)
         keys = _load_rows(k, k_l, first, KEYS, seen_k, W, KEYS, D, DP)
     every = tl.full((4, 8, W, 1, 1), True, tl.int1)
@@ -114,7 +114,7 @@ def attend(
             )  # fmt: skip
             # Only this program reads them.
             tl.debug_barrier()
-            if ONCE:
+            if SINGLE_PASS:
                 row, column = _numbers(first, W, KEYS)
                 values = _load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
                 keys = _load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
@@ -129,7 +129,7 @@ def attend(
     largest = tl.full((W, G), -float("inf"), tl.float32)
     total = tl.zeros((W, G), tl.float32)
     acc = tl.zeros((W, VP, G), tl.float32)
-    if ONCE:
+    if SINGLE_PASS:
         largest, total, acc = _add(
             query, keys, values, added, largest, total, acc, SCALE, W, KEYS, G, DP, VP
         )  # fmt: skip
@@ -147,8 +147,8 @@ def attend(
                 query, keys, values, added, largest, total, acc, SCALE, W, KEYS, G, DP, VP
             )  # fmt: skip
             added = added_next
-    piece = (head * tl.num_programs(1) + chunk).to(tl.int64) * W
-    _store(sums, stats, piece, block, acc, largest, total, W, G, GROUP, V, VP)
+    split = (head * tl.num_programs(1) + chunk).to(tl.int64) * W
+    _store(sums, stats, split, block, acc, largest, total, W, G, GROUP, V, VP)
     if WHOLE:
         tl.debug_barrier()
         _finish(sums, stats, out, head.to(tl.int64), block, W, G, GROUP, V, VP)
@@ -179,23 +179,23 @@ def _add(
 
 
 @triton.jit
-def gather(
-    sums, stats, out, PIECES, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
+def combine_splits(
+    sums, stats, out, SPLITS, GROUP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [B * HEADS, GROUP, V] from all pieces; 0 without keys. Grid: (B * HEADS, GROUP)."""
+    """Write `out` [B * HEADS, GROUP, V] from all splits; 0 without keys. Grid: (B * HEADS, GROUP)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         # After the wait: programs of the next kernel would take room from `attend`.
         tl.extra.cuda.gdc_launch_dependents()
     head, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    piece, e = tl.arange(0, S), tl.arange(0, VP)
-    part = head * PIECES + piece
-    largest = tl.load(stats + part * 2 * GROUP + g, mask=piece < PIECES, other=-float("inf"))
-    total = tl.load(stats + (part * 2 + 1) * GROUP + g, mask=piece < PIECES, other=0.0)
+    split, e = tl.arange(0, S), tl.arange(0, VP)
+    part = head * SPLITS + split
+    largest = tl.load(stats + part * 2 * GROUP + g, mask=split < SPLITS, other=-float("inf"))
+    total = tl.load(stats + (part * 2 + 1) * GROUP + g, mask=split < SPLITS, other=0.0)
     acc = tl.load(
         sums + (part[:, None] * GROUP + g) * V + e[None, :],
-        mask=(piece < PIECES)[:, None] & (e < V)[None, :], other=0.0,
+        mask=(split < SPLITS)[:, None] & (e < V)[None, :], other=0.0,
     )  # fmt: skip
     scale = _relative(largest, tl.max(largest, 0))
     y = _divided(tl.sum(acc * scale[:, None], 0), tl.sum(total * scale, 0))
@@ -207,30 +207,28 @@ def _finish(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [B * HEADS, GROUP, V] from the pieces of this program's warps, added in order, as `gather`
-    does.
-    """
+    """Write `out` [B * HEADS, GROUP, V] as `combine_splits`, from splits of this program's warps, in order."""
     # Only existing heads, not all rows of an `mma`.
     HEADS: tl.constexpr = G if GROUP > G else GROUP
     HP: tl.constexpr = triton.next_power_of_2(HEADS)
     o = tl.arange(0, HP * VP)
     g, e = block * G + o // VP, o % VP
-    there = (o // VP < HEADS) & (g < GROUP) & (e < V)
+    valid = (o // VP < HEADS) & (g < GROUP) & (e < V)
     top = tl.full((HP * VP,), -float("inf"), tl.float32)
     total = tl.zeros((HP * VP,), tl.float32)
     acc = tl.zeros((HP * VP,), tl.float32)
     for w in tl.static_range(W):
-        piece = head * W + w
-        largest = tl.load(stats + piece * 2 * GROUP + g, mask=there, other=-float("inf"))
-        found = tl.load(stats + (piece * 2 + 1) * GROUP + g, mask=there, other=0.0)
-        value = tl.load(sums + (piece * GROUP + g) * V + e, mask=there, other=0.0)
+        split = head * W + w
+        largest = tl.load(stats + split * 2 * GROUP + g, mask=valid, other=-float("inf"))
+        found = tl.load(stats + (split * 2 + 1) * GROUP + g, mask=valid, other=0.0)
+        value = tl.load(sums + (split * GROUP + g) * V + e, mask=valid, other=0.0)
         new = tl.maximum(top, largest)
         before, scale = _relative(top, new), _relative(largest, new)
         total = total * before + found * scale
         acc = acc * before + value * scale
         top = new
     y = _divided(acc, total)
-    tl.store(out + (head * GROUP + g) * V + e, y.to(out.dtype.element_ty), mask=there)
+    tl.store(out + (head * GROUP + g) * V + e, y.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -247,10 +245,10 @@ def _divided(acc, total):
 
 @triton.jit
 def _store(
-    sums, stats, piece, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    sums, stats, split, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Store `acc` [W, VP, G] to `sums`, and `largest` and `total` [W, G] to `stats`, for piece `piece` and
+    """Store `acc` [W, VP, G] to `sums`, and `largest` and `total` [W, G] to `stats`, for split `split` and
     on.
     """
     S: tl.constexpr = VP // 64
@@ -258,19 +256,19 @@ def _store(
     m = tl.arange(0, 8)[:, None, None]
     w = tl.arange(0, W)[:, None]
     g = block * G + tl.arange(0, G // 8) * 8 + m
-    there = (t == 0) & (g < GROUP)
-    at = stats + (piece + w) * (2 * GROUP) + g + t * 0
+    valid = (t == 0) & (g < GROUP)
+    at = stats + (split + w) * (2 * GROUP) + g + t * 0
     largest = tl.permute(tl.reshape(largest, (W, G // 8, 8)), (2, 0, 1))
     total = tl.permute(tl.reshape(total, (W, G // 8, 8)), (2, 0, 1))
-    tl.store(at, tl.broadcast_to(largest[None], (4, 8, W, G // 8)), mask=there)
-    tl.store(at + GROUP, tl.broadcast_to(total[None], (4, 8, W, G // 8)), mask=there)
+    tl.store(at, tl.broadcast_to(largest[None], (4, 8, W, G // 8)), mask=valid)
+    tl.store(at + GROUP, tl.broadcast_to(total[None], (4, 8, W, G // 8)), mask=valid)
     # s, 8 features, m, 8 heads, t, c
     acc = tl.reshape(acc, (W, S, 8, 8, G // 8, 4, 2))
     acc = tl.reshape(tl.permute(acc, (5, 3, 0, 4, 6, 1, 2)), (4, 8, W, G // 4 * S, 8))
     i = tl.arange(0, G // 4 * S)[:, None]
     g = block * G + i // (2 * S) * 8 + t[:, :, :, :, None] * 2 + i // S % 2
     e = (i % S * 8 + m[:, :, :, None]) * 8 + tl.arange(0, 8)
-    at = sums + ((piece + w[:, :, None]) * GROUP + g) * V + e
+    at = sums + ((split + w[:, :, None]) * GROUP + g) * V + e
     tl.store(at, acc, mask=(g < GROUP) & (e < V))
 
 
@@ -301,9 +299,9 @@ def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _other_half(at, d, there, D: tl.constexpr):
+def _other_half(at, d, valid, D: tl.constexpr):
     """Load the partner of each feature `d` [any shape] under rotation, from the other half of a head."""
-    return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=there, other=0.0)
+    return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=valid, other=0.0)
 
 
 @triton.jit
@@ -334,13 +332,13 @@ def _rotated(x, other, cos, sin, is_low):
 
 @triton.jit
 def _load_rows(
-    at, stride, first, WARP: tl.constexpr, there, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    at, stride, first, WARP: tl.constexpr, valid, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, others=0.0, OTHER: tl.constexpr = False,
 ):  # fmt: skip
     """Load R rows of D features per warp, WARP rows apart: [4, 8, W, R / 8 * runs, 8].
 
     Dimensions are t, m, warp, every eighth row times runs of 32 features, and 8 features. Rows that are not
-    `there` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads `_other_half` instead.
+    `valid` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads `_other_half` instead.
     """
     RUNS: tl.constexpr = DP // 32
     m = tl.arange(0, 8)[:, None, None, None]
@@ -348,11 +346,11 @@ def _load_rows(
     i = tl.arange(0, R // 8 * RUNS)[:, None]
     row = first + w * WARP + i // RUNS * 8 + m
     d = _features(R, DP)
-    there = tl.reshape(tl.broadcast_to(there, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
+    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
     at += row.to(tl.int64) * stride
     if OTHER:
-        return _other_half(at, d, there & (d < D), D)
-    return tl.load(at + d, mask=there & (d < D), other=others)
+        return _other_half(at, d, valid & (d < D), D)
+    return tl.load(at + d, mask=valid & (d < D), other=others)
 
 
 @triton.jit
@@ -381,7 +379,7 @@ def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _load_columns(
-    at, stride, first, there, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
+    at, stride, first, valid, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
 ):
     """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8]; S is runs of 64
     features.
@@ -393,8 +391,8 @@ def _load_columns(
     i = tl.arange(0, R // 4 * S)[:, None]
     row = first + w * R + i // (2 * S) * 8 + t * 2 + i // S % 2
     e = (i % S * 8 + m) * 8 + tl.arange(0, 8)
-    there = tl.reshape(tl.broadcast_to(there, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
-    return tl.load(at + row.to(tl.int64) * stride + e, mask=there & (e < V), other=others)
+    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
+    return tl.load(at + row.to(tl.int64) * stride + e, mask=valid & (e < V), other=others)
 
 
 @triton.jit
@@ -434,12 +432,12 @@ def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
     """Return what is added to the scores of keys `at` [any shape], float32: -inf for hidden keys."""
     if PTX:
         at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
-    there = at < LENGTH
+    valid = at < LENGTH
     if MASK == "":
-        return tl.where(there, 0.0, -float("inf"))
+        return tl.where(valid, 0.0, -float("inf"))
     at = mask + at.to(tl.int64) * m_l
     if MASK == "bool":
-        return tl.where(tl.load(at, mask=there, other=0) != 0, 0.0, -float("inf"))
-    added = tl.load(at, mask=there, other=-float("inf")).to(tl.float32)
+        return tl.where(tl.load(at, mask=valid, other=0) != 0, 0.0, -float("inf"))
+    added = tl.load(at, mask=valid, other=-float("inf")).to(tl.float32)
     # A mask of the lowest float32 hides a key, unless all keys are hidden.
     return tl.where(added > -float("inf"), tl.maximum(added * LOG2E, LOWEST), added)

@@ -15,19 +15,19 @@ TOKENS = 32
 
 
 def append_reference(
-    keys: torch.Tensor, values: torch.Tensor, held: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    keys: torch.Tensor, values: torch.Tensor, cache_length: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append `k`, `v` [B, H, T, ...] to `keys`, `values` [B, H, L, ...] by torch; there must be room."""
-    positions = torch.arange(k.shape[2], device=k.device) + held
+    positions = torch.arange(k.shape[2], device=k.device) + cache_length
     return keys.index_copy_(2, positions, k), values.index_copy_(2, positions, v)
 
 
 def append(
-    keys: torch.Tensor, values: torch.Tensor, held: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    keys: torch.Tensor, values: torch.Tensor, cache_length: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append `k` [B, H, T, D] and `v` [B, H, T, V] to the cache, after the `held` tokens. Returns the cache.
+    """Append `k` [B, H, T, D] and `v` [B, H, T, V] to the cache, after `cache_length` tokens. Returns it.
 
-    `keys` is [B, H, L, D], `values` [B, H, L, V], `held` [] or [1] int64. A token without room is not
+    `keys` is [B, H, L, D], `values` [B, H, L, V], `cache_length` [] or [1] int64. A token without room is not
     written. The last key then becomes NaN, so that attention to it is NaN.
     """
     batch, heads, tokens, size = k.shape
@@ -35,20 +35,20 @@ def append(
     launch = _append_launch(batch * tokens, heads, size, v.shape[-1], launch_features(k.device))
     strides = [stride for part in (k, v, keys, values) for stride in part.stride()[:3]]
     with launching_on(k.device):
-        launch(k, v, held, keys, values, tokens, keys.shape[2], *strides)
+        launch(k, v, cache_length, keys, values, tokens, keys.shape[2], *strides)
     return keys, values
 
 
-def fill_reference(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to `rooms` [B, H, L, D] by torch."""
+def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
+    """Write `states` [B, H, T, D] to `caches` [B, H, L, D] by torch."""
     if clear:
-        torch._foreach_zero_(rooms)
+        torch._foreach_zero_(caches)
     tokens = states[0].shape[2]
-    torch._foreach_copy_([room[:, :, :tokens] for room in rooms], states)
+    torch._foreach_copy_([cache[:, :, :tokens] for cache in caches], states)
 
 
-def fill(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to the first T tokens of `rooms` [B, H, L, D]; with `clear` the others
+def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
+    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D]; with `clear` the others
     become 0.
 
     A pair has one dtype and device; T is the same for all. One launch serves all rooms of a shape. Pairs that
@@ -56,34 +56,34 @@ def fill(rooms: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> 
     """
     launches: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for room, part in zip(rooms, states, strict=True):
-        batch, heads, length, size = room.shape
-        key = room.device, batch, heads, length, size * room.itemsize
-        (launches.setdefault(key, []) if _is_of_words(room, part) else others).append((room, part))
+    for cache, part in zip(caches, states, strict=True):
+        batch, heads, length, size = cache.shape
+        key = cache.device, batch, heads, length, size * cache.itemsize
+        (launches.setdefault(key, []) if _is_of_words(cache, part) else others).append((cache, part))
     for (device, batch, heads, length, row), pairs in launches.items():
         tokens = pairs[0][1].shape[2]
         end = length if clear else tokens
         launch = _fill_launch(len(pairs), batch * heads, -(-end // TOKENS), row // WORD)
-        entries = [_entry(room, part) for room, part in pairs]
+        entries = [_entry(cache, part) for cache, part in pairs]
         # Pinned: the host would wait for a copy from pageable memory.
         table = torch.tensor(entries, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         with launching_on(device):
             launch(table, tokens, length, end, heads)
     if others:
-        fill_reference([room for room, _ in others], [part for _, part in others], clear)
+        fill_reference([cache for cache, _ in others], [part for _, part in others], clear)
 
 
-def _is_of_words(room: torch.Tensor, states: torch.Tensor) -> bool:
-    """Return True if `room` [B, H, L, D] is contiguous, and rows of both are aligned 8-byte words."""
-    lies = room.data_ptr(), states.data_ptr(), *(states.itemsize * stride for stride in states.stride()[:3])
+def _is_of_words(cache: torch.Tensor, states: torch.Tensor) -> bool:
+    """Return True if `cache` [B, H, L, D] is contiguous, and rows of both are aligned 8-byte words."""
+    lies = cache.data_ptr(), states.data_ptr(), *(states.itemsize * stride for stride in states.stride()[:3])
     row = states.shape[3] * states.itemsize
-    return room.is_contiguous() and states.stride(3) == 1 and not any(at % WORD for at in (row, *lies))
+    return cache.is_contiguous() and states.stride(3) == 1 and not any(at % WORD for at in (row, *lies))
 
 
-def _entry(room: torch.Tensor, states: torch.Tensor) -> tuple[int, ...]:
-    """Return the row of `table` [N, 5]: addresses of `room` and `states`, strides of `states` in words."""
+def _entry(cache: torch.Tensor, states: torch.Tensor) -> tuple[int, ...]:
+    """Return the row of `table` [N, 5]: addresses of `cache` and `states`, strides of `states` in words."""
     strides = (stride * states.itemsize // WORD for stride in states.stride()[:3])
-    return room.data_ptr(), states.data_ptr(), *strides
+    return cache.data_ptr(), states.data_ptr(), *strides
 
 
 @lru_cache(maxsize=256)

@@ -7,21 +7,21 @@ import triton.language as tl
 
 @triton.jit
 def append(
-    k, v, held, keys, values, T, LENGTH,
+    k, v, cache_length, keys, values, T, LENGTH,
     k_b, k_h, k_t, v_b, v_h, v_t, keys_b, keys_h, keys_l, values_b, values_h, values_l,
     D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Append `k` [B, H, T, D] and `v` [B, H, T, V] to `keys` and `values` [B, H, LENGTH, ...].
 
-    `held` [] int64 is the tokens in the cache. Grid: (B * T, H). A token without room is not written, and the
-    last key becomes NaN.
+    `cache_length` [] int64 is the tokens in the cache. Grid: (B * T, H). A token without room is not written,
+    and the last key becomes NaN.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    first = tl.load(held).to(tl.int64)
+    first = tl.load(cache_length).to(tl.int64)
     at = tl.minimum(first + t, LENGTH - 1)
     lost = (first + T > LENGTH) & (at == LENGTH - 1)
     d, e = tl.arange(0, DP), tl.arange(0, VP)
@@ -43,11 +43,11 @@ def fill(table, T, LENGTH, END, HEADS, W: tl.constexpr, WP: tl.constexpr, BT: tl
     from T to END become 0.
     """
     entry = table + tl.program_id(0) * 5
-    room = tl.load(entry).to(table.dtype)
+    cache = tl.load(entry).to(table.dtype)
     states = tl.load(entry + 1).to(table.dtype)
     head = tl.program_id(1).to(tl.int64)
     at = (tl.program_id(2) * BT + tl.arange(0, BT)).to(tl.int64)[:, None]
     w = tl.arange(0, WP)[None, :]
     states += (head // HEADS) * tl.load(entry + 2) + (head % HEADS) * tl.load(entry + 3)
     words = tl.load(states + at * tl.load(entry + 4) + w, mask=(at < T) & (w < W), other=0)
-    tl.store(room + (head * LENGTH + at) * W + w, words, mask=(at < END) & (w < W))
+    tl.store(cache + (head * LENGTH + at) * W + w, words, mask=(at < END) & (w < W))

@@ -88,11 +88,11 @@ def rotate_append_reference(
     sin: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    held: torch.Tensor,
+    cache_length: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `rotate_append` without norms by torch: [B, H, T, D] and the cache."""
     rotated = rotate_reference(q, cos, sin)
-    return rotated, *append_reference(keys, values, held, rotate_reference(k, cos, sin), v)
+    return rotated, *append_reference(keys, values, cache_length, rotate_reference(k, cos, sin), v)
 
 
 def rotate_append(
@@ -103,7 +103,7 @@ def rotate_append(
     sin: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    held: torch.Tensor,
+    cache_length: torch.Tensor,
     norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate `q` and `k`, and append `k` and `v` to the KV cache. Returns q rotated, `keys` and `values`.
@@ -130,7 +130,7 @@ def rotate_append(
     )
     with launching_on(q.device):
         launch(
-            *(q, k, v, cos, sin, held, y, keys, values, q_weight, k_weight, tokens, keys.shape[2]),
+            *(q, k, v, cos, sin, cache_length, y, keys, values, q_weight, k_weight, tokens, keys.shape[2]),
             *(*strides, c_b, c_t, *cached),
         )
     return y, keys, values

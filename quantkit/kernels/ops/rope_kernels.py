@@ -63,7 +63,7 @@ def rotate(
 
 @triton.jit
 def rotate_append(
-    q, k, v, cos, sin, held, y, keys, values, q_weight, k_weight, T, LENGTH,
+    q, k, v, cos, sin, cache_length, y, keys, values, q_weight, k_weight, T, LENGTH,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, c_b, c_t,
     keys_b, keys_h, keys_l, values_b, values_h, values_l,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, V: tl.constexpr,
@@ -96,14 +96,14 @@ def rotate_append(
         # After the wait: an attention kernel that starts earlier would slow the linear before this kernel.
         tl.extra.cuda.gdc_launch_dependents()
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    at = tl.load(held).to(tl.int64) + t
+    at = tl.load(cache_length).to(tl.int64) + t
     if head < QUERIES + HEADS:
         own = head - QUERIES
         base = k + b * k_b + own * k_h + t * k_t
         out = keys + b * keys_b + own * keys_h + at * keys_l
-        room = inside & (at < LENGTH)
+        in_cache = inside & (at < LENGTH)
         if head < QUERIES:
-            room = inside
+            in_cache = inside
             base = q + b * q_b + head * q_h + t * q_t
             out = y + ((b * QUERIES + head) * T + t) * (2 * H)
         low = tl.load(base + d, mask=inside, other=0.0)
@@ -115,8 +115,8 @@ def rotate_append(
             low = normed(wide_low, root, weight_low, dtype, ROUND, OFFSET)
             high = normed(wide_high, root, weight_high, dtype, ROUND, OFFSET)
         low, high = _rotated(low, high, cos, sin, b * c_b + t * c_t, d, inside, H)
-        tl.store(out + d, tl.where(at < LENGTH, low, float("nan")), mask=room)
-        tl.store(out + H + d, tl.where(at < LENGTH, high, float("nan")), mask=room)
+        tl.store(out + d, tl.where(at < LENGTH, low, float("nan")), mask=in_cache)
+        tl.store(out + H + d, tl.where(at < LENGTH, high, float("nan")), mask=in_cache)
     else:
         e = tl.arange(0, VP)
         own = head - QUERIES - HEADS

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from quantkit.model.blocks import Block
-from quantkit.model.model_pass import Call, ModelPass
-from quantkit.model.trees import hidden_in, mapped, mutable_in, tensors_in
+from quantkit.model.forward.model_pass import Call, ModelPass
+from quantkit.model.forward.trees import hidden_in, mapped, mutable_in, tensors_in
 
 
 @dataclass(frozen=True, eq=False)

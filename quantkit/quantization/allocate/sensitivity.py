@@ -40,9 +40,9 @@ from quantkit.errors import FormatError, UsageError
 from quantkit.memory import trim_cache
 from quantkit.model.blocks import Block, Decoder, Logits
 from quantkit.model.experts import chosen_rows, is_fused_experts
+from quantkit.model.forward.model_pass import ModelPass
+from quantkit.model.forward.trees import mapped
 from quantkit.model.hidden_states import Home
-from quantkit.model.model_pass import ModelPass
-from quantkit.model.trees import mapped
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Progress, counting
 from quantkit.quantization.allocate.fisher import ExpertCall, RoutedGradients, Seen

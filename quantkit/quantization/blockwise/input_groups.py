@@ -14,8 +14,8 @@ from torch import nn
 
 from quantkit.errors import CheckpointError
 from quantkit.model.blocks import Block, Stopped
-from quantkit.model.model_pass import Call, ModelPass
-from quantkit.model.suspended import Abandoned, Suspended
+from quantkit.model.forward.model_pass import Call, ModelPass
+from quantkit.model.forward.suspended import Abandoned, Suspended
 
 #: Stages in the order they run, and the linears that run several times.
 Stages = tuple[list[tuple[str, ...]], list[str]]

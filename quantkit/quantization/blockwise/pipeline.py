@@ -36,8 +36,8 @@ from quantkit.errors import UsageError
 from quantkit.memory import free_share, trim_cache
 from quantkit.model.blocks import Block, Decoder, set_weight
 from quantkit.model.distributed import Ranks, Record
+from quantkit.model.forward.model_pass import ModelPass
 from quantkit.model.hidden_states import choose_home
-from quantkit.model.model_pass import ModelPass
 from quantkit.progress import Advance
 from quantkit.quantization.blockwise.awq import scale_features
 from quantkit.quantization.blockwise.block_output import BlockOutput, Coverage

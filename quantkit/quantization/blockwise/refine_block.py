@@ -19,7 +19,7 @@ import torch
 from quantkit.calibrate.steps import Refined
 from quantkit.model.blocks import Block
 from quantkit.model.distributed import Record
-from quantkit.model.model_pass import ModelPass
+from quantkit.model.forward.model_pass import ModelPass
 from quantkit.packing.tensor import PackedTensor
 from quantkit.quantization.blockwise.block_tasks import weight_of
 from quantkit.quantization.blockwise.layer_quantizer import Solver

@@ -9,8 +9,8 @@ from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.distributed import Ranks, Record
+from quantkit.model.forward.model_pass import ModelPass
 from quantkit.model.hidden_states import Home
-from quantkit.model.model_pass import ModelPass
 
 FORMAT = {"format": "pt"}
 

@@ -120,7 +120,7 @@ def _supports_keys(inputs: Shapes, numbers: Mapping[str, float]) -> bool:
         and keys.shape[:2] == k.shape[:2]
         and (keys.shape[3], values.shape[3]) == (k.shape[3], v.shape[3])
         # Shape [1] in transformers 5.12.1, [] from 5.17 on.
-        and inputs["held"].shape in ((), (1,))
+        and inputs["cache_length"].shape in ((), (1,))
         and len({part.dtype for part in (k, v, keys, values)}) == 1
         and all(part.stride(-1) == 1 for part in (keys, values))
     )
@@ -218,17 +218,21 @@ def _fusions() -> Iterator[Fusion]:
     tokens, size = ANY.tokens, 2 * ANY.half
     angles: _Sizes = {"cos": (2, 1, tokens, size), "sin": (2, 1, tokens, size)}
     heads: _Sizes = {"q": (2, 4, tokens, size), "k": (2, 2, tokens, size), "v": (2, 2, tokens, 9)}
-    cache: _Sizes = {"keys": (2, 2, 50, size), "values": (2, 2, 50, 9), "held": ()}
+    cache: _Sizes = {"keys": (2, 2, 50, size), "values": (2, 2, 50, 9), "cache_length": ()}
     yield Fusion(
         rope.rotate_append_reference,
         rope.rotate_append,
         heads | angles | cache,
         _supports_rotated_keys,
-        dtypes={"held": torch.int64},
+        dtypes={"cache_length": torch.int64},
     )
     written = cache | {name: heads[name] for name in ("k", "v")}
     yield Fusion(
-        kv_append.append_reference, kv_append.append, written, _supports_keys, dtypes={"held": torch.int64}
+        kv_append.append_reference,
+        kv_append.append,
+        written,
+        _supports_keys,
+        dtypes={"cache_length": torch.int64},
     )
     yield Fusion(
         rope.rotate_reference,

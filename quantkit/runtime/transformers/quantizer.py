@@ -19,7 +19,7 @@ from quantkit.checkpoint.manifest import check_beside
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.safetensors_header import read_header, read_json
 from quantkit.checkpoint.source import CONFIG_NAME
-from quantkit.model.class_names import names_in_own_class
+from quantkit.model.names import names_in_own_class
 from quantkit.packing.schemes import PARTS
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.ready import make_ready

@@ -13,6 +13,7 @@ from quantkit.checkpoint.low_bit.formats import FORMATS
 from quantkit.checkpoint.source import HEADERS_ONLY_NAME, Checkpoint
 from quantkit.errors import CheckpointError
 
+from ...support.compare import assert_equal
 from .makers import CASES, FP8_CONFIG, Made, every, float8, fp8_blocks, gptq, opened, pack_quantized, write
 
 ONES = torch.ones(3)
@@ -74,14 +75,14 @@ def test_files_of_other_tools_are_not_copied(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     checkpoint = dequantized(Checkpoint.open(tmp_path))
     assert [path.name for path in checkpoint.side_files] == ["tokenizer.json"]
-    assert torch.equal(checkpoint.read("m.weight"), one.expected())
+    assert_equal(checkpoint.read("m.weight"), one.expected())
 
 
 def test_renamed_weights_are_read_as_before(tmp_path: Path) -> None:
     one = made("fp8 blocks")
     checkpoint = opened(tmp_path, one.parts, one.section, dtype="float32")
     renamed = replace(checkpoint, tensors={"x": replace(checkpoint.tensors["m.weight"], name="x")})
-    assert torch.equal(renamed.read("x", 1, 9), one.expected()[1:9])
+    assert_equal(renamed.read("x", 1, 9), one.expected()[1:9])
 
 
 def test_rows_outside_are_an_index_error(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_the_config_decides_what_shapes_leave_open(tmp_path: Path) -> None:
     one = made("gptq 4")
     assert one.section is not None
     other = {key: value for key, value in one.section.items() if key != "checkpoint_format"}
-    assert torch.equal(opened(tmp_path, one.parts, other, dtype="float32").read("m.weight"), one.expected())
+    assert_equal(opened(tmp_path, one.parts, other, dtype="float32").read("m.weight"), one.expected())
     for section, text in (
         (
             None,
@@ -237,7 +238,7 @@ def test_the_config_decides_what_shapes_leave_open(tmp_path: Path) -> None:
     ):
         assert text in refusal(tmp_path, one.parts, section)
     auto = {**other, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
-    assert torch.equal(opened(tmp_path, one.parts, auto, dtype="float32").read("m.weight"), one.expected())
+    assert_equal(opened(tmp_path, one.parts, auto, dtype="float32").read("m.weight"), one.expected())
     one = made("awq")
     for change in ({"version": "gemv"}, {"bits": 8}):
         assert "quantkit reads AWQ of version 'gemm'" in refusal(
@@ -291,7 +292,7 @@ def test_a_fused_global_scale_is_that_of_each_matrix(tmp_path: Path) -> None:
     for i in range(3):
         each = {"e.up_packed": packed[i], "e.up_scale": scale[i], "e.up_global_scale": divisors[i : i + 1]}
         one = opened(tmp_path / str(i), each, FP8_CONFIG, dtype="float32").read("e.up")
-        assert torch.equal(whole[i], one)
+        assert_equal(whole[i], one)
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "mxfp4", "gptq 4", "awq"])

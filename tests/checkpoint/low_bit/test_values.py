@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quantkit.checkpoint.low_bit.weight import LowBitTensor
 
+from ...support.compare import assert_equal
 from .makers import CASES, bitnet, every, float8, opened
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "low_bit.safetensors"
@@ -30,12 +31,12 @@ def test_values_are_those_of_the_slow_reading(tmp_path: Path, name: str) -> None
     assert isinstance(tensor, LowBitTensor)
     assert (tensor.dtype, tensor.shape) == ("F32", made.shape)
     expected = made.expected()
-    assert torch.equal(checkpoint.read("m.weight"), expected)
+    assert_equal(checkpoint.read("m.weight"), expected)
     rows = made.shape[0]
     for start, stop in ((rows // 3, rows - 1), (rows - 1, rows), (0, 1), (2, 2)):
-        assert torch.equal(checkpoint.read("m.weight", start, stop), expected[start:stop])
+        assert_equal(checkpoint.read("m.weight", start, stop), expected[start:stop])
     grid = tensor.weight.grid(checkpoint.read_stored, 1, rows)
-    assert torch.equal(grid.values(), expected[1:])
+    assert_equal(grid.values(), expected[1:])
     assert int(grid.codes.max()) < 1 << grid.spec.format.bits
 
 
@@ -44,9 +45,9 @@ def test_values_are_rounded_once_to_the_dtype_of_the_model(tmp_path: Path, name:
     torch.manual_seed(0)
     made = CASES[name]()
     checkpoint = opened(tmp_path, made.parts, made.section, torch_dtype="float16")
-    assert torch.equal(checkpoint.read("m.weight"), made.expected().half())
+    assert_equal(checkpoint.read("m.weight"), made.expected().half())
     plain = opened(tmp_path, made.parts, made.section)
-    assert torch.equal(plain.read("m.weight"), made.expected().bfloat16())
+    assert_equal(plain.read("m.weight"), made.expected().bfloat16())
 
 
 def test_pieces_give_the_same_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +58,7 @@ def test_pieces_give_the_same_values(tmp_path: Path, monkeypatch: pytest.MonkeyP
         whole = checkpoint.read("m.weight")
         with monkeypatch.context() as patch:
             patch.setattr("quantkit.checkpoint.low_bit.weight._PIECE", 3 * made.shape[1])
-            assert torch.equal(checkpoint.read("m.weight"), whole), name
+            assert_equal(checkpoint.read("m.weight"), whole, name)
 
 
 def _compressed(name: str, weights: dict[str, Any], state: dict[str, torch.Tensor]) -> Any:
@@ -103,7 +104,7 @@ def test_values_are_those_of_compressed_tensors(tmp_path: Path, name: str) -> No
     parts, expected = _compressed(name, weights, state)
     section = {"quant_method": "compressed-tensors", "format": name}
     checkpoint = opened(tmp_path, {f"m.{part}": tensor for part, tensor in parts.items()}, section)
-    assert torch.equal(checkpoint.read("m.weight"), expected.bfloat16())
+    assert_equal(checkpoint.read("m.weight"), expected.bfloat16())
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -123,8 +124,8 @@ def test_packed_integers_are_those_of_compressed_tensors(tmp_path: Path, bits: i
         section = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
         named = {f"m.{part}": tensor for part, tensor in parts.items()}
         checkpoint = opened(tmp_path / str(i), named, section)
-        assert torch.equal(checkpoint.read("m.weight"), expected)
-        assert torch.equal(checkpoint.read("m.weight", 5, 33), expected[5:33])
+        assert_equal(checkpoint.read("m.weight"), expected)
+        assert_equal(checkpoint.read("m.weight", 5, 33), expected[5:33])
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
@@ -137,8 +138,8 @@ def test_blocks_are_those_of_transformers(tmp_path: Path, scale_dtype: torch.dty
         scale = torch.randint(100, 130, (2, 3), dtype=torch.uint8).view(scale_dtype)
     expected = Fp8Dequantize(None)._dequantize_one(codes, scale, torch.bfloat16)
     checkpoint = opened(tmp_path, {"m.weight": codes, "m.weight_scale_inv": scale}, {"quant_method": "fp8"})
-    assert torch.equal(checkpoint.read("m.weight"), expected)
-    assert torch.equal(checkpoint.read("m.weight", 100, 201), expected[100:201])
+    assert_equal(checkpoint.read("m.weight"), expected)
+    assert_equal(checkpoint.read("m.weight", 100, 201), expected[100:201])
 
 
 def test_blocks_of_fused_experts_are_those_of_each_expert(tmp_path: Path) -> None:
@@ -147,8 +148,8 @@ def test_blocks_of_fused_experts_are_those_of_each_expert(tmp_path: Path) -> Non
     parts = {"experts.gate_up_proj": codes, "experts.gate_up_proj_scale_inv": scale}
     checkpoint = opened(tmp_path, parts, {"quant_method": "fp8"}, dtype="float32")
     large = scale.repeat_interleave(128, 1)[:, :192].repeat_interleave(128, 2)
-    assert torch.equal(checkpoint.read("experts.gate_up_proj"), codes.float() * large)
-    assert torch.equal(checkpoint.read("experts.gate_up_proj", 1, 2), (codes.float() * large)[1:2])
+    assert_equal(checkpoint.read("experts.gate_up_proj"), codes.float() * large)
+    assert_equal(checkpoint.read("experts.gate_up_proj", 1, 2), (codes.float() * large)[1:2])
 
 
 def test_experts_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None:
@@ -161,8 +162,8 @@ def test_experts_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, parts, {"quant_method": "mxfp4"})
     expected = convert_moe_packed_tensors(blocks, scales)
     assert checkpoint.tensors[name].shape == tuple(expected.shape) == (3, 160, 40)
-    assert torch.equal(checkpoint.read(name), expected)
-    assert torch.equal(checkpoint.read(name, 1, 3), expected[1:])
+    assert_equal(checkpoint.read(name), expected)
+    assert_equal(checkpoint.read(name, 1, 3), expected[1:])
     weight = checkpoint.tensors[name].weight  # type: ignore[attr-defined]
     assert (weight.spec.matrices, weight.spec.shape, weight.spec.transposed) == (3, (40, 160), True)
 
@@ -173,7 +174,7 @@ def test_ternary_codes_are_those_of_transformers(tmp_path: Path) -> None:
     # The function below the one that torch compiles.
     codes = unpack_weights._torchdynamo_orig_callable(made.parts["m.weight"], torch.float32)
     checkpoint = opened(tmp_path, made.parts, made.section, dtype="float32")
-    assert torch.equal(checkpoint.read("m.weight"), codes * made.parts["m.weight_scale"].float())
+    assert_equal(checkpoint.read("m.weight"), codes * made.parts["m.weight_scale"].float())
 
 
 def _golden_names() -> list[str]:
@@ -193,4 +194,4 @@ def test_values_are_those_that_the_libraries_gave(tmp_path: Path, name: str) -> 
     expected = parts.pop("expected")
     dtype = str(expected.dtype).removeprefix("torch.")
     checkpoint = opened(tmp_path, parts, section, dtype=dtype)
-    assert torch.equal(checkpoint.read("m.weight"), expected)
+    assert_equal(checkpoint.read("m.weight"), expected)

@@ -389,7 +389,7 @@ SHARED_OUT = (
 @pytest.fixture
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles are divided among as many programs as there are, as if it took no time to add parts up."""
-    monkeypatch.setattr(wgmma_launch, "FIXUP_US", dict.fromkeys(wgmma_tiles.FIXUP_US, 0.0))
+    monkeypatch.setattr(wgmma_tiles, "FIXUP_US", dict.fromkeys(wgmma_tiles.FIXUP_US, 0.0))
     wgmma_launch._launches.cache_clear()
     yield
     wgmma_launch._launches.cache_clear()

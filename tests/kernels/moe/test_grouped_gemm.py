@@ -203,17 +203,13 @@ def tiles(
         yield 1, DecodeTile(4, 1, prefetch=2)
         yield (
             2,
-            DecodeTile(
-                4, 1, tiles_per_iter=2, prefetch=1, int8_mma=decode_launch.why_no_integers(asked) is None
-            ),
+            DecodeTile(4, 1, tiles_per_iter=2, prefetch=1, int8_mma=decode_launch.why_no_int8(asked) is None),
         )
         # The interpreter takes long.
         if DEVICE == "cuda" or shape.bits == 4:
             yield (
                 4,
-                DecodeTile(
-                    8, 2, prefetch=2, int8_mma=decode_launch.why_no_integers(replace(asked, m=4)) is None
-                ),
+                DecodeTile(8, 2, prefetch=2, int8_mma=decode_launch.why_no_int8(replace(asked, m=4)) is None),
             )
     yield 8, portable_gemv_tile(shape, 8)
     # Several tiles of a segment.

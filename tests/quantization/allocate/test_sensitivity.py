@@ -16,9 +16,9 @@ from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import FormatError
 from quantkit.model.blocks import Decoder
+from quantkit.model.forward.trees import hidden_in
 from quantkit.model.hidden_states import Home
 from quantkit.model.prefixes import read_names
-from quantkit.model.trees import hidden_in
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.quantization.allocate import sensitivity
 from quantkit.quantization.allocate.sensitivity import measure

@@ -9,10 +9,13 @@ import torch
 import transformers
 
 from quantkit.calibrate.hessian import Hessian
+from quantkit.model import hidden_states
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.blockwise import pipeline
 from quantkit.quantization.blockwise.layer_quantizer import Solver
 from quantkit.quantizing import quantize
 
+from ...support.compare import assert_close
 from ...tiny.calibrated import data, tokens_of, write
 
 #: What blocks of these do beside taking and returning hidden states.
@@ -36,6 +39,7 @@ FAMILIES = (
 )
 
 
+BUDGET = Budget(BitsPerWeight(5.0), ("int4:32", "int8"))
 #: Those whose head can be packed apart from the embedding and is called lm_head.
 WITH_HEAD = FAMILIES[: FAMILIES.index("rwkv")]
 
@@ -93,4 +97,22 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
     for name, hessian in found.items():
         x = torch.cat(inputs[name])
         assert hessian.tokens == len(x)
-        torch.testing.assert_close(hessian.matrix.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-3, msg=name)
+        assert_close(hessian.matrix.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-3, name=name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["llama", "gemma4", "falcon_h1", "t5"])
+@pytest.mark.parametrize("asked", [{"method": "best"}, {"method": "gptq", "budget": BUDGET}], ids=str)
+def test_a_gpu_writes_the_same_wherever_hidden_states_wait(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, family: str, asked: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write(tmp_path, family)
+    default = hidden_states.HIDDEN_BYTES, hidden_states.HOST_MEMORY
+    written = []
+    for at, (on_gpu, on_host) in enumerate((default, (0, default[1]), (0, 0.0))):
+        monkeypatch.setattr(hidden_states, "HIDDEN_BYTES", on_gpu)
+        monkeypatch.setattr(hidden_states, "HOST_MEMORY", on_host)
+        quantize(source, tmp_path / f"{at}", device="cuda", calibration=data(text), **asked)
+        written.append((tmp_path / f"{at}" / "model.safetensors").read_bytes())
+    assert written[0] == written[1] == written[2]

@@ -16,7 +16,7 @@ from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.model.blocks import Block
 from quantkit.model.distributed import Ranks
-from quantkit.model.model_pass import Call
+from quantkit.model.forward.model_pass import Call
 from quantkit.packing.tensor import PackedTensor
 from quantkit.quantization.blockwise import calibration, pipeline, refine_block
 from quantkit.quantization.blockwise.layer_quantizer import Solver

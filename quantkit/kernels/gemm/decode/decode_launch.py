@@ -107,7 +107,7 @@ def shared_memory(
     ).shared_memory
 
 
-def why_no_integers(problem: Problem) -> str | None:
+def why_no_int8(problem: Problem) -> str | None:
     """Return why products cannot be of 8-bit integers; None if they can."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
@@ -122,7 +122,7 @@ def _rule(problem: Problem) -> DecodeTile:
     """Return the tile for a problem where none was measured."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
-    int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_integers(problem) is None
+    int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None
     # Codes that fit bytes leave registers for more k_steps, whether products are of integers or not.
     wide = int8_mma or (not few and as_bytes(problem.scheme.format) is not None)
     one, two = DecodeTile(RESIDENT_WARPS, 1, prefetch=2), DecodeTile(prefetch=4 if wide else 2)
@@ -150,7 +150,7 @@ def _rule(problem: Problem) -> DecodeTile:
 
 def single_row_ratio(problem: Problem) -> int:
     """Return the least number of experts per routed token for which expert blocks have one routed token."""
-    return 1 if why_no_integers(replace(problem, m=1)) is None else 4
+    return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
 
 def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
@@ -159,7 +159,7 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
     It is for blocks of one routed token; larger blocks have the tile of a single weight. H100: 0.895 of the
     time of `fused-small-m`, geometric mean of 70 products.
     """
-    int8_mma, steps = why_no_integers(problem) is None, shape_of(problem).k_steps
+    int8_mma, steps = why_no_int8(problem) is None, shape_of(problem).k_steps
     if problem.m > 1:
         tile = _rule(problem)
     elif problem.k > LONG_ROWS:
@@ -263,7 +263,7 @@ def _why_not(problem: Problem, tile: DecodeTile) -> str | None:
     """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if tile.int8_mma and (reason := why_no_integers(problem)) is not None:
+    if tile.int8_mma and (reason := why_no_int8(problem)) is not None:
         return reason
     if problem.m > COLUMNS and _has_table(problem, tile):
         return f"values of {problem.scheme.format.name} in shared memory are for up to {COLUMNS} rows of x"

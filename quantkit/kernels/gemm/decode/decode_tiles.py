@@ -70,15 +70,12 @@ def schedule_row_tiles(
     registers.
     """
     row_tiles_per_output = 2 if gated else 1
-    count, mma_pairs_per_pass, least = (
-        shape.row_tiles // row_tiles_per_output,
-        multiprocessors * tile.occupancy,
-        1,
-    )
+    count, least = shape.row_tiles // row_tiles_per_output, 1
+    resident = multiprocessors * tile.occupancy
     if grouping is not None:
-        mma_pairs_per_pass //= grouping.usual
+        resident //= grouping.usual
         least = -(-shape.row_tiles * grouping.rows // MOST_ROW_TILES)
-    programs = min(count, max(least, mma_pairs_per_pass))
+    programs = min(count, max(least, resident))
     return RowTileSchedule(programs, *divmod(count, programs), row_tiles_per_output)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantkit.model.forward.suspended import Suspended
+from quantkit.model.forward.trees import hidden_in, tensors_in
 from quantkit.model.hidden_states import Home
-from quantkit.model.suspended import Suspended
-from quantkit.model.trees import hidden_in, tensors_in
 
 _here = threading.local()
 
@@ -26,6 +26,16 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Call":
+        """Return a call without caches: a block runs several times, and would find its own tokens there."""
+        from transformers import Cache
+
+        def without(value: Any) -> Any:
+            return None if isinstance(value, Cache) else value
+
+        return cls(tuple(map(without, args)), {name: without(value) for name, value in kwargs.items()})
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -171,7 +181,7 @@ def waiting_at(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
             suspended = getattr(_here, "suspended", None)
             if suspended is None:
                 return forward(*args, **kwargs)
-            return suspended.pause((name, Call(args, kwargs)))
+            return suspended.pause((name, Call.of(args, kwargs)))
 
         return pause
 

@@ -32,7 +32,8 @@ def compare(source: Path, out: Path) -> dict[str, Any]:
         source.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **of_file
     ).eval()
     ours = quantkit.load(out, device="cpu", dtype=torch.float32)
-    words, other_words = AutoTokenizer.from_pretrained(source.parent, **of_file), AutoTokenizer.from_pretrained(out)
+    words = AutoTokenizer.from_pretrained(source.parent, **of_file)
+    other_words = AutoTokenizer.from_pretrained(out)
     ids = words.apply_chat_template(CHAT, return_tensors="pt", return_dict=True)["input_ids"]
     other_ids = other_words.apply_chat_template(CHAT, return_tensors="pt", return_dict=True)["input_ids"]
     with torch.no_grad():
@@ -44,7 +45,9 @@ def compare(source: Path, out: Path) -> dict[str, Any]:
             unequal[name] = int((module.packed.dequantize() != weights[f"{name}.weight"]).sum())
     return {
         "tokens": ids.shape[1],
-        "largest difference of logits, relative": float((expected - found).abs().max() / expected.abs().max()),
+        "largest difference of logits, relative": float(
+            (expected - found).abs().max() / expected.abs().max()
+        ),
         "packed linears": len(unequal),
         "weights that differ": sum(unequal.values()),
         "same tokens": torch.equal(ids, other_ids),

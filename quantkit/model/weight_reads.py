@@ -7,6 +7,7 @@ in training only, or to initialize, does not count.
 import ast
 import inspect
 import operator
+import re
 import textwrap
 from collections.abc import Iterator
 from functools import cache, reduce
@@ -50,6 +51,12 @@ def reads_weight(function: Any, leaf: str) -> bool:
 #: A condition of a branch, and the value of it with which the branch runs.
 _Conditions = tuple[tuple[ast.expr, bool], ...]
 _Read = tuple[tuple[str, ...], _Conditions]
+
+
+def passes_on(function: Any, leaf: str) -> bool:
+    """Whether the source of `function` gives a module called `leaf` to another function."""
+    name = re.escape(leaf.rpartition(".")[2])
+    return re.search(rf"\(\s*\w+\.{name}\s*[,)]", _source(function)) is not None
 
 
 @cache

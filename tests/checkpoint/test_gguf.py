@@ -188,10 +188,24 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
 
 def test_constants_of_rotary_embeddings_are_left_out_with_a_warning(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    model.register_parameter("rope_freqs", torch.nn.Parameter(torch.ones(8)))
+    model.register_parameter("rope_freqs", torch.nn.Parameter(torch.linspace(1, 3, 8)))
     path = write_gguf(tmp_path / "a.gguf", "llama", model, general__name="a")
     checkpoint = open_gguf(path)
     assert len(checkpoint.tensors) == 21
     assert [warning.partition(": ")[2][:50] for warning in checkpoint.warnings] == [
         "rope_freqs.weight scales rotary embeddings, and th"
     ]
+
+
+def test_factors_of_llama_3_are_recognized(tmp_path: Path) -> None:
+    """llama.cpp divides frequencies by the factors, where transformers scales by the rule."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=131072)
+    plain = 500000.0 ** -(torch.arange(8) / 8)
+    factors = plain / model.model.rotary_emb.inv_freq
+    assert len(factors.unique()) > 2
+    model.register_parameter("rope_freqs", torch.nn.Parameter(factors))
+    checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", "llama", model, general__name="a"))
+    assert checkpoint.config["rope_parameters"] == rope
+    assert not checkpoint.warnings

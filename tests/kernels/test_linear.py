@@ -18,6 +18,7 @@ from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, explain
 from quantkit.packing.formats import CodebookFormat, IntFormat, number_format
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, parse_token, scheme
+from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.zero_points import searched
 
 from ..support.compare import assert_close, assert_equal
@@ -348,3 +349,29 @@ def test_explain_agrees_with_computes(make_packed):
     verdicts = dict(explain(problem))
     assert verdicts["unpack"] is None
     assert "bfloat16" in verdicts["torch-int4"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 5])
+def test_minimums_of_q4_1_are_zero_points_to_kernels(bits, dtype, device, monkeypatch):
+    """Every kernel that takes float zero-points takes -minimum / scale; also where a group has scale 0."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    generator = torch.Generator().manual_seed(bits)
+    chosen = Scheme(number_format(f"int{bits}"), 32, "minimum", torch.float16)
+    scale = torch.rand(96, 8, generator=generator) / 64
+    minimum = -scale * 2**bits * torch.rand(96, 8, generator=generator)
+    scale[3, 2] = 0
+    codes = torch.randint(0, 2**bits, (96, 256), generator=generator, dtype=torch.uint8)
+    packed = PackedTensor.from_codes(codes, scale, minimum.half(), chosen).to(device)
+    for m in (1, 3, 16, 65):
+        x = torch.randn(m, 256, generator=generator).to(dtype).to(device)
+        expected = x.double() @ packed.dequantize().double().T
+        monkeypatch.delenv(FORCE_VARIABLE, raising=False)
+        assert_close(linear(x, packed).double(), expected, norm=ERROR[dtype])
+        for row in KERNELS:
+            problem = Problem(m, 96, 256, chosen, dtype, device, device_features(device))
+            if device in row.devices and row.supports(problem) is None:
+                monkeypatch.setenv(FORCE_VARIABLE, row.name)
+                assert_close(linear(x, packed).double(), expected, norm=ERROR[dtype])

@@ -12,7 +12,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4Router
 from transformers.pytorch_utils import Conv1D
 
 from quantkit.model.linears import is_linear, is_transposed, matrix_shape, plain_linear
-from quantkit.model.weight_reads import linears_that_are_read
+from quantkit.model.weight_reads import linears_that_are_read, passes_on
 
 from ..support.compare import assert_close
 
@@ -88,3 +88,9 @@ def test_weights_that_code_reads_are_found_in_its_source(config: Any, expected: 
     modules = dict(model.named_modules())
     found = {name for name in linears_that_are_read(model) if is_linear(modules[name])}
     assert found == expected
+
+
+def test_modules_that_a_function_gives_to_another_are_found_in_its_source() -> None:
+    setup = transformers.ModernBertForMaskedLM._init_weights
+    assert passes_on(setup, "model.layers.0.mlp.Wi") and not passes_on(setup, "W")
+    assert not passes_on(transformers.LlamaForCausalLM._init_weights, "model.layers.0.self_attn.q_proj")

@@ -63,12 +63,18 @@ def mxfp4_parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"_blocks": blocks.to(torch.uint8), "_scales": scales.to(torch.uint8)}
 
 
+def fused_fp8_parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`fp8_parts` of each expert."""
+    parts = [fp8_parts(one) for one in weight]
+    return {suffix: torch.stack([one[suffix] for one in parts]) for suffix in parts[0]}
+
+
 def fp8_source(directory: Path, family: str = "llama", **changes: Any) -> Path:
     return rewritten(write(directory, family, **changes), ("_proj.weight",), fp8_parts, FP8)
 
 
-def gpt_oss_source(directory: Path) -> Path:
-    """gpt-oss as it is released: its experts in MXFP4."""
+def gpt_oss_source(directory: Path, parts: Any = mxfp4_parts, section: Any = None) -> Path:
+    """gpt-oss, by default as it is released: its experts in MXFP4."""
     directory.mkdir()
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
@@ -85,7 +91,7 @@ def gpt_oss_source(directory: Path) -> Path:
     )
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(directory)
-    return rewritten(directory, ("experts.gate_up_proj", "experts.down_proj"), mxfp4_parts, MXFP4)
+    return rewritten(directory, ("experts.gate_up_proj", "experts.down_proj"), parts, section or MXFP4)
 
 
 def dense(source: Path, directory: Path) -> Path:
@@ -178,12 +184,14 @@ def test_experts_of_a_low_bit_source_are_packed(tmp_path: Path, family: str) -> 
     assert torch.isfinite(load(tmp_path / "one")(torch.tensor([[1, 2, 3]])).logits).all()
 
 
-def test_experts_in_mxfp4_are_read(tmp_path: Path) -> None:
-    source = gpt_oss_source(tmp_path / "source")
+@pytest.mark.parametrize(("parts", "section"), [(mxfp4_parts, MXFP4), (fused_fp8_parts, FP8)])
+def test_experts_of_one_tensor_are_packed(tmp_path: Path, parts: Any, section: dict[str, Any]) -> None:
+    source = gpt_oss_source(tmp_path / "source", parts, section)
     plain = dense(source, tmp_path / "dense")
-    quantize(source, tmp_path / "one", format="int8", method="rtn", check=False)
-    quantize(plain, tmp_path / "other", format="int8", method="rtn", check=False)
+    quantize(source, tmp_path / "one", format="int4", method="rtn")
+    quantize(plain, tmp_path / "other", format="int4", method="rtn")
     assert_same(tmp_path / "one", tmp_path / "other")
+    assert "model.layers.0.mlp.experts.3.up_proj.weight_scale" in weights(tmp_path / "one")
     assert torch.isfinite(load(tmp_path / "one")(torch.tensor([[1, 2, 3]])).logits).all()
 
 

@@ -18,10 +18,12 @@ import numpy as np
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
 from quantkit.checkpoint.gguf.header import ALIGNMENT_KEY, GgufHeader, read_gguf_header
 from quantkit.checkpoint.gguf.names import ARCHITECTURE_KEY, ROTARY, Named, architecture, named
+from quantkit.checkpoint.gguf.rotary import llama3_parameters
 from quantkit.checkpoint.gguf.rows import GgufRows, gguf_package
 from quantkit.checkpoint.manifest import pretty_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.checkpoint.stamp import FileStamp
+from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, QuantkitError
 
 SUFFIX = ".gguf"
@@ -67,7 +69,8 @@ def open_gguf(path: Path) -> Checkpoint:
     tensors = gguf_tensors(header)
     directory = Path(tempfile.mkdtemp(prefix="quantkit-gguf-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    _write_files(header, directory)
+    rotary = _rotary(header, stamp)
+    _write_files(header, directory, rotary)
     files = sorted(directory.iterdir())
     side_files = tuple(file for file in files if file.name != CONFIG_NAME)
     return Checkpoint(
@@ -76,7 +79,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors=dict(tensors),
         shards=(path,),
         side_files=side_files,
-        warnings=_warnings(header),
+        warnings=_warnings(header) if rotary is None else (),
         stamps={path: stamp, **{file: FileStamp.of(file) for file in files}},
         notes=(_note(header),),
         derived=frozenset(files),
@@ -129,7 +132,19 @@ def _stored(path: Path, one: Named) -> GgufRows:
     )
 
 
-def _write_files(header: GgufHeader, directory: Path) -> None:
+def _rotary(header: GgufHeader, stamp: FileStamp) -> dict[str, Any] | None:
+    """The `rope_parameters` of a file that has factors of Llama 3; None for any other."""
+    found = header.tensors.get("rope_freqs.weight")
+    if found is None or len(found.shape) != 1 or found.shape[0] > _OUTLINED or found.block_type.dtype is None:
+        return None
+    file = Checkpoint(header.path.parent, {}, {}, (header.path,), (), (), {header.path: stamp})
+    dtype = SAFETENSORS_DTYPES[found.block_type.dtype]
+    stored = StoredTensor(found.name, dtype, found.shape, header.path, found.offset)
+    base = header.get(f"{header.get(ARCHITECTURE_KEY, str)}.rope.freq_base", float, 10000.0)
+    return llama3_parameters(file.read_stored(stored).float().tolist(), base)
+
+
+def _write_files(header: GgufHeader, directory: Path, rotary: dict[str, Any] | None) -> None:
     """config.json, the tokenizer with its chat template, and generation_config.json."""
     from transformers import AutoConfig, PreTrainedTokenizerFast
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -147,6 +162,8 @@ def _write_files(header: GgufHeader, directory: Path) -> None:
                 words.save_pretrained(directory)
     values = {key: value for key, value in config.to_dict().items() if key not in _KEPT_OUT}
     values.update(_left_out(header))
+    if rotary is not None:
+        values["rope_parameters"] = rotary
     # Blocks give float32 numbers, which fewer digits do not hold.
     values["dtype"] = "float32"
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]

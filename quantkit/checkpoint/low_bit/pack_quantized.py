@@ -56,7 +56,7 @@ class PackQuantized(LowBitWeight):
         codes, scale = parts["codes"], parts["scale"]
         if len(codes.shape) != 2:
             wrong(codes, "expected a matrix of words")
-        shape = _shape(parts, read)
+        shape = _shape_from_headers(parts, settings) if read is None else _shape(parts, read)
         widths = _widths(settings) or range(1, 9)
         fits = [
             (bits, words, unpack)
@@ -117,17 +117,30 @@ class PackQuantized(LowBitWeight):
         return codes.T[start - low : stop - low].float()
 
 
-def _shape(parts: Parts, read: Read | None) -> tuple[int, int]:
-    """[N, K], which is stored as data; from the shapes of words and scales where no data is at hand."""
+def _shape_from_headers(parts: Parts, settings: Settings) -> tuple[int, int]:
+    """[N, K] where no data is at hand: as many columns as groups have, or as fill the words."""
+    codes, scale = parts["codes"], parts["scale"]
+    for weights in weight_arguments(settings):
+        bits, size = weights.get("num_bits"), weights.get("group_size")
+        if type(bits) is int and 1 <= bits <= 8:
+            columns = codes.shape[1] * 32 // bits
+            if type(size) is int and 0 < size < 1 << 20 and len(scale.shape) == 2:
+                columns = scale.shape[1] * size
+            if any(words(columns, bits) == codes.shape[1] for words, _ in _LAYOUTS):
+                return codes.shape[0], columns
+    wrong(
+        codes,
+        f"{settings.where} does not tell its columns, which {parts['shape'].name!r} has as data, and only "
+        "headers were downloaded",
+        "Download the whole checkpoint with `hf download`",
+    )
+
+
+def _shape(parts: Parts, read: Read) -> tuple[int, int]:
+    """[N, K], which is stored as data."""
     codes, scale, shape = parts["codes"], parts["scale"], parts["shape"]
     if shape.elements != 2:
         wrong(shape, "expected the two sizes of a matrix")
-    if read is None:
-        wrong(
-            shape,
-            "the columns of a packed weight are data, and only headers were downloaded",
-            "Download the whole checkpoint with `hf download`",
-        )
     rows, columns = read(shape).flatten().tolist()
     # A word has at most 32 codes.
     if rows != codes.shape[0] or not 0 < columns <= 32 * codes.shape[1]:

@@ -184,9 +184,9 @@ def rotated_attention(
     of `rotate_append`; `mask` is [B or 1, 1, 1, L]. All tensors but `cache_length` have the dtype of `q`. The
     last strides of `keys` and `values` are 1.
 
-    With `settled`, `keys`, `values`, `cache_length` and `mask` are read before PDL's wait. No kernel since the
-    start of the last such attention may then write them. Each kernel with PDL must wait for the one before
-    it.
+    With `settled`, `keys`, `values`, `cache_length` and `mask` are read before PDL's wait. No kernel since
+    the start of the last such attention may then write them. Each kernel with PDL must wait for the one
+    before it.
     """
     q, k, v, cos, sin = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v, cos, sin))
     cos, sin, c_b, _ = angles(cos, sin)

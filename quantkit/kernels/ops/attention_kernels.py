@@ -207,7 +207,8 @@ def _finish(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [B * HEADS, GROUP, V] as `combine_splits`, from splits of this program's warps, in order."""
+    """Write `out` [B * HEADS, GROUP, V] as `combine_splits`, from splits of this program's warps."""
+
     # Only existing heads, not all rows of an `mma`.
     HEADS: tl.constexpr = G if GROUP > G else GROUP
     HP: tl.constexpr = triton.next_power_of_2(HEADS)

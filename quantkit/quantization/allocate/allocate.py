@@ -214,6 +214,11 @@ def _losses(
     """What each scheme costs each linear: from the cache, or measured and put there; and notes."""
     # float32 whatever the model is in: what is measured are small differences.
     decoder = Decoder(checkpoint, device, torch.float32)
+    if decoder.head_name is None:
+        raise UsageError(
+            f"{checkpoint.directory}: the model has no head that predicts tokens, by which sensitivities are "
+            "measured. Leave the budget out, and choose formats with --format and --rule."
+        )
     for name in schemes:
         if not any(f"{name}.".startswith(f"{block}.") for block in decoder.block_names):
             raise UsageError(

@@ -76,7 +76,8 @@ class Step:
         arguments = (one for mapping in mutable_in(call.values) for one in tensors_in(dict(mapping)))
         again = (*tensors_in(output), *(one for one in arguments if id(one) not in known))
         both = zip(again, self.leaves, strict=True)
-        pairs = [(one, leaf.grad) for one, leaf in both if leaf.grad is not None]
+        # Some of it depends on weights alone.
+        pairs = [(one, leaf.grad) for one, leaf in both if leaf.grad is not None and one.requires_grad]
         inputs = [(tensor, found) for tensor, found in moved.values() if found.requires_grad]
         wanted = [*(found for _, found in inputs), *outputs.values()]
         if not pairs:

@@ -136,11 +136,11 @@ class _Measurement:
                 with self._decoder.loaded(block):
                     seen, routed = self._backward(block, steps_of, earlier, wanted[name])
                     for stage, sums in seen.items():
-                        losses |= self._linears(block, stage, sums, wanted[name], tokens.numel())
+                        _add(losses, self._linears(block, stage, sums, wanted[name], tokens.numel()))
                     for module, calls in routed.items():
                         experts: Any = block.module.get_submodule(module)
                         found = RoutedGradients.of(experts, block.full(module), calls)
-                        losses |= self._experts(block, module, found, wanted[name], tokens.numel())
+                        _add(losses, self._experts(block, module, found, wanted[name], tokens.numel()))
                         counts[found.name] = found.counts
         for name in schemes:
             if name not in losses:
@@ -386,6 +386,13 @@ class _Wanted:
                 linears[name] = row
                 trials += len(row)
         return cls(linears, experts, trials)
+
+
+def _add(losses: dict[str, tuple[float, ...]], more: Losses) -> None:
+    """Add losses of linears, those of the same one for a block that runs several times."""
+    for name, row in more.items():
+        known = losses.get(name, (0.0,) * len(row))
+        losses[name] = tuple(a + b for a, b in zip(known, row, strict=True))
 
 
 def _not_once(name: str) -> str:

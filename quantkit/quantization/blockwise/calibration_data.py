@@ -87,4 +87,5 @@ def _positions(checkpoint: Checkpoint) -> int | None:
     """Return how many positions the text model has, under whatever name its config keeps that."""
     config = model_config(checkpoint.config, checkpoint.directory)
     found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
+    # XLNet, which has no limit, says -1.
+    return found if isinstance(found, int) and found > 0 else None

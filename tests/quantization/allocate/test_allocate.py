@@ -263,3 +263,9 @@ def test_menus_are_read_from_names() -> None:
     }.items():
         with pytest.raises(UsageError, match=why):
             candidates("gptq", formats)
+
+
+def test_a_model_without_a_head_has_no_sensitivities(tmp_path: Path) -> None:
+    source = write(tmp_path, "embedding")
+    with pytest.raises(UsageError, match=r"has no head that predicts tokens.*--format and --rule"):
+        plan(source, QuantizeOptions(budget=Budget(BitsPerWeight(5.0)), device="cpu"))

@@ -1,5 +1,6 @@
 """Sensitivities: what a slow twin finds with the whole model in memory, and what models really lose."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,15 @@ def decoder_of(source: Path) -> Decoder:
 
 
 def model_of(source: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    (name,) = json.loads((source / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(source, dtype=torch.float32).eval()
+
+
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """An encoder-decoder has the same tokens for both."""
+    decoded = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    logits: torch.Tensor = model(input_ids=tokens, **decoded).logits
+    return logits
 
 
 def schemes_of(decoder: Decoder, row: Sequence[Scheme]) -> dict[str, Sequence[Scheme]]:
@@ -76,7 +85,7 @@ def drawn(model: Any, batch: torch.Tensor, at: int) -> torch.Tensor:
     """The sum of the log probabilities of tokens that the model draws after each of a micro-batch."""
     generator = torch.Generator().manual_seed(at)
     found = torch.zeros(())
-    for token in model(batch).logits.log_softmax(-1).flatten(0, 1):
+    for token in logits_of(model, batch).log_softmax(-1).flatten(0, 1):
         bounds = token.detach().exp().cumsum(-1)
         found = found + token[int((bounds < torch.rand(1, generator=generator) * bounds[-1]).sum())]
     return found
@@ -87,7 +96,7 @@ def drawn(model: Any, batch: torch.Tensor, at: int) -> torch.Tensor:
     [
         *(("llama", "mse"), ("tied", "gptq"), ("gemma2", "rtn")),
         # What blocks leave for others, take from others and return beside hidden states has gradients too.
-        *(("gemma4", "rtn"), ("falcon_h1", "rtn"), ("gpt2", "rtn")),
+        *(("gemma4", "rtn"), ("falcon_h1", "rtn"), ("gpt2", "rtn"), ("t5", "rtn")),
     ],
 )
 def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
@@ -123,8 +132,9 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
         hook.remove()
     for name in names:
         x, g = torch.cat(inputs[name]).double(), torch.cat(slopes[name]).double()
-        # q, k and v, and gate and up, weigh the tokens of their one input together.
-        beside = [other for other in names if seen[other] is seen[name]]
+        # q, k and v, and gate and up, weigh the tokens of their one input together, in a block.
+        (block,) = (one for one in decoder.block_names if f"{name}.".startswith(f"{one}."))
+        beside = [other for other in names if seen[other] is seen[name] and other.startswith(block)]
         sizes = sum(torch.cat(slopes[other]).double().square().sum(-1) for other in beside)
         second = sum(w * torch.outer(v, v) for w, v in zip(sizes, x, strict=True)) / sizes.sum()
         importance = g.square().mean(0)

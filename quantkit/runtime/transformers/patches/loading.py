@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
 
 from quantkit.model.experts import MATRICES
 from quantkit.model.names import own_name
-from quantkit.model.weight_reads import reads_weight
+from quantkit.model.weight_reads import passes_on, reads_weight
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.replace import packed_modules
 
@@ -29,13 +29,14 @@ _MARKED = "_quantkit_marked_initialized"
 def skip_initializing(model: nn.Module) -> None:
     """Skip the initialization of modules that would read the weight of a packed child.
 
-    Mamba models initialize a projection by its weight, even after loading; a packed one has none. Modules
-    with buffers are still initialized, as that computes the buffers.
+    Mamba and ModernBERT initialize projections by their weights, even after loading; packed ones have none.
+    Modules with buffers are still initialized, as that computes the buffers.
     """
     for name, _ in packed_modules(model):
         parent, _, leaf = name.rpartition(".")
         owner: Any = model.get_submodule(parent)
-        if not owner._buffers and reads_weight(type(model)._init_weights, leaf):  # type: ignore[attr-defined]
+        setup: Any = type(model)._init_weights  # type: ignore[attr-defined]
+        if not owner._buffers and (reads_weight(setup, leaf) or passes_on(setup, leaf)):
             owner._is_hf_initialized = True
             setattr(owner, _MARKED, True)
 

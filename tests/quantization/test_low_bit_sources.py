@@ -254,7 +254,7 @@ def test_every_format_is_kept_exactly_or_refused_with_the_reason(tmp_path: Path,
         assert NOT_NESTED[name] in str(why_not_nested(source.grid_spec))
         return
     packed, _ = kept_rows(checkpoint, source, nested_scheme(source.grid_spec), 0, made.shape[0])
-    assert torch.equal(packed.dequantize(), made.expected())
+    assert_equal(packed.dequantize(), made.expected())
 
 
 def test_float8_that_lost_its_scales_writes_nothing(tmp_path: Path) -> None:

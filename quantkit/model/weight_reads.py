@@ -43,9 +43,9 @@ def linears_that_are_read(model: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def reads_weight(function: Any, leaf: str) -> bool:
-    """Whether the source of `function` reads the weight of a module called `leaf`."""
-    return f".{leaf.rpartition('.')[2]}.weight" in _source(function)
+def reads_weight(function: Any, leaf: str, parameter: str = "weight") -> bool:
+    """Whether the source of `function` reads a parameter, such as the weight, of a module called `leaf`."""
+    return f".{leaf.rpartition('.')[2]}.{parameter}" in _source(function)
 
 
 #: A condition of a branch, and the value of it with which the branch runs.

@@ -29,14 +29,17 @@ _MARKED = "_quantkit_marked_initialized"
 def skip_initializing(model: nn.Module) -> None:
     """Skip the initialization of modules that would read the weight of a packed child.
 
-    Mamba and ModernBERT initialize projections by their weights, even after loading; packed ones have none.
+    Mamba and ModernBERT initialize projections by their weights, even after loading, and Qwen3-Omni its
+    experts; packed ones have none.
     Modules with buffers are still initialized, as that computes the buffers.
     """
-    for name, _ in packed_modules(model):
+    for name, module in packed_modules(model):
+        parameters = module.spec.parameters if isinstance(module, PackedExperts) else ("weight",)
         parent, _, leaf = name.rpartition(".")
         owner: Any = model.get_submodule(parent)
         setup: Any = type(model)._init_weights  # type: ignore[attr-defined]
-        if not owner._buffers and (reads_weight(setup, leaf) or passes_on(setup, leaf)):
+        read = any(reads_weight(setup, leaf, parameter) for parameter in parameters)
+        if not owner._buffers and (read or passes_on(setup, leaf)):
             owner._is_hf_initialized = True
             setattr(owner, _MARKED, True)
 

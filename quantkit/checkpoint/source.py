@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,7 +53,8 @@ class Checkpoint:
     a copy of the checkpoint carries unchanged: tokenizer, generation config, license. `stamps` hold
     all of these, config, index and shards as they were when the checkpoint was opened. `headers_only` marks a
     download without tensor data: everything works but `read`. `notes` are what a plan says of how the
-    tensors are read. `derived` are files that were made of the shards when the checkpoint was opened.
+    tensors are read. `derived` are files that were made of the shards when the checkpoint was opened. `uncut`
+    are tensors that can be read although `tensors` has parts of them instead.
     """
 
     directory: Path
@@ -66,6 +67,7 @@ class Checkpoint:
     headers_only: bool = False
     notes: tuple[str, ...] = ()
     derived: frozenset[Path] = frozenset()
+    uncut: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: Path, *, strict: bool = False, allow_auto_map: bool = False) -> "Checkpoint":
@@ -176,10 +178,10 @@ class Checkpoint:
         return data.flatten().view(tensor.torch_dtype).reshape((stop - start, *inner) if tensor.shape else ())
 
     def _tensor(self, name: str) -> StoredTensor:
-        if name not in self.tensors:
+        if name not in self.tensors and name not in self.uncut:
             problem = f"there is no tensor {shown(name)} among its {len(self.tensors)} tensors"
             _fail(self.directory, problem, f"Check the name, or the architecture in {CONFIG_NAME}")
-        return self.tensors[name]
+        return self.tensors.get(name) or self.uncut[name]
 
     def fingerprint(self, *, of_copies: bool = False) -> str:
         """Hex SHA-256 over names, sizes and times of config, index and shards.

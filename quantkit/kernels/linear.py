@@ -340,7 +340,9 @@ def run_linear(
     options |= {"gate": gate} if gate else {}
     given = tuple(layout) if chosen.kernel.layout is not None else ()
     y = chosen.launch(flat, weight, given, bias, **options)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    # Not a view for autograd: models may change it in place, as Llama 4 adds its experts to a shared one.
+    shaped: torch.Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+    return shaped
 
 
 torch.library.impl("quantkit::linear", "default", run_linear)

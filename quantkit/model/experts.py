@@ -64,6 +64,8 @@ class Formula:
     act: bool = True
     limit: bool = False
     alpha: bool = False
+    #: Kind of `kernels/moe/expert_activation.py`, "act" for that of act, None without one.
+    kernel: str | None = None
 
 
 def _clamped(of: Activation, up: torch.Tensor) -> torch.Tensor:
@@ -77,15 +79,15 @@ def _swiglu(of: Activation, act: Any, gate: torch.Tensor, up: torch.Tensor) -> t
 
 #: Activations by formula, in the order in which they are tried.
 ACTIVATIONS: Mapping[str, Formula] = {
-    "act(gate) * up": Formula(lambda of, act, gate, up: act(gate) * up),
+    "act(gate) * up": Formula(lambda of, act, gate, up: act(gate) * up, kernel="act"),
     "act(min(gate, limit)) * clamp(up, limit)": Formula(
-        lambda of, act, gate, up: act(gate.clamp(max=of.limit)) * _clamped(of, up), limit=True
+        lambda of, act, gate, up: act(gate.clamp(max=of.limit)) * _clamped(of, up), limit=True, kernel="act"
     ),
     "min(act(gate), limit) * clamp(up, limit)": Formula(
         lambda of, act, gate, up: act(gate).clamp(max=of.limit) * _clamped(of, up), limit=True
     ),
     "(clamp(up, limit) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)": Formula(
-        _swiglu, act=False, limit=True, alpha=True
+        _swiglu, act=False, limit=True, alpha=True, kernel="swiglu"
     ),
     "act(gate, up)": Formula(lambda of, act, gate, up: act(gate, up)),
     "act(up)": Formula(lambda of, act, up: act(up), products=1),

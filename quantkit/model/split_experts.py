@@ -4,16 +4,15 @@
     mlp.experts.gate_up_proj [E, H, 2I]       mlp.experts.0.gate_proj.weight [I, H], ...0.up_proj.weight, ...
     mlp.experts.down_proj [E, I, H]           mlp.experts.0.down_proj.weight [H, I], ...
 
-So plan, stream and calibration see what other checkpoints store. `SplitCheckpoint` reads no more than it is
-asked for where a matrix is a range of the file, and what the tensor has of one expert otherwise.
+So plan, stream and calibration see what other checkpoints store.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import Read, StoredTensor
 
@@ -21,175 +20,112 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
     from quantkit.model.experts import ExpertsSpec
     from quantkit.model.names import Renamed
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridRows(StoredTensor):
-    """A matrix of experts on a grid: rows `first`, `first + step`, ... of all rows of `source`.
+class CutTensor(StoredTensor):
+    """Matrix `index` of `expert` in `source`, of `parts` matrices an expert; `spec` is how the file has them.
 
-    `whole` if the rows of the grid are not those of the matrix, which is then read with all of its expert.
-    """
-
-    source: StoredTensor
-    first: int
-    step: int
-
-    @property
-    def stored_bytes(self) -> int:
-        """Its share of the bytes of `source`."""
-        return self.source.stored_bytes * self.elements // self.source.elements
-
-    @property
-    def stored_as(self) -> str | None:
-        """The format of `source`."""
-        return self.source.stored_as
-
-    @property
-    def grid_spec(self) -> "GridSpec | None":
-        """The grid of `source`, of this matrix alone; None if its rows are not those of the matrix."""
-        spec = self.source.grid_spec
-        if spec is None or self.whole:
-            return None
-        return replace(spec, shape=(self.shape[0], self.shape[1]), matrices=None, transposed=False)
-
-    @property
-    def location(self) -> tuple[Path, int, int]:
-        """Where the bytes of `source` are, and which of its rows this has."""
-        return self.file, self.offset + self.first, self.stored_bytes
-
-    def grid(self, read: Read, start: int, stop: int) -> "StoredGrid | None":
-        """Codes and scales of rows `[start, stop)`."""
-        spec = self.grid_spec
-        first = self.first + start * self.step
-        found = self.source.grid(read, first, self.first + (stop - 1) * self.step + 1)
-        if spec is None or found is None:
-            return None
-
-        def every(part: "torch.Tensor | None") -> "torch.Tensor | None":
-            return None if part is None else part[:: self.step]
-
-        return replace(
-            found,
-            spec=spec,
-            codes=found.codes[:: self.step],
-            scales=found.scales[:: self.step],
-            zeros=every(found.zeros),
-            biases=every(found.biases),
-            global_scale=every(found.global_scale),
-        )
-
-    def values(self, read: Read, start: int, stop: int) -> "torch.Tensor":
-        """Rows `[start, stop)`, rounded once, from float32."""
-        found = self.grid(read, start, stop)
-        assert found is not None, "a matrix without rows of its own is read whole"
-        return found.values().to(self.torch_dtype)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Matrix `index` of `expert` in a stored tensor: `spec` says how the file has it.
-
-    A tensor with one matrix of each expert has `index` None.
+    Its offset is right if it is a range of the file. Rows that are none are read with the whole expert,
+    unless the source is low-bit and has codes and scales of each row.
     """
 
     source: StoredTensor
     spec: "ExpertsSpec"
-    parameter: str
     expert: int
-    index: int | None
+    index: int
+    parts: int
 
-    def of(self, whole: "torch.Tensor") -> "torch.Tensor":
-        """Return the view of the matrix [N, K] in what the file has of its expert."""
-        if self.index is None:
-            return self.spec.rows(whole)
-        return self.spec.matrix(whole, self.parameter, self.index)
-
-    def tensor(self, name: str) -> StoredTensor:
-        """Return the matrix as a tensor called `name`; its offset counts if it is a range of the file."""
-        from quantkit.model.experts import MATRICES
-
-        if self.source.grid_spec is not None:
-            return self._on_grid(name, self.source.grid_spec)
-        _, *sizes = self.source.shape
-        rows, columns = reversed(sizes) if self.spec.transposed else sizes
-        count = 1 if self.index is None else len(MATRICES[self.parameter])
-        found = replace(self.source, name=name, shape=(rows // count, columns))
-        place = self.expert * count + (self.index or 0)
-        is_range = not self.spec.transposed and (count == 1 or not self.spec.interleaved)
-        return replace(found, offset=self.source.offset + place * found.nbytes, whole=not is_range)
-
-    def _on_grid(self, name: str, spec: "GridSpec") -> "GridRows":
-        from quantkit.model.experts import MATRICES
-
-        count = 1 if self.index is None else len(MATRICES[self.parameter])
-        # Of a grid, rows are outputs or, where only the file is turned, inputs.
-        turned = self.spec.transposed != spec.transposed
-        total, columns = spec.shape[::-1] if turned else spec.shape
-        rows, index = total // count, self.index or 0
-        interleaved = self.spec.interleaved and count > 1
-        first = self.expert * spec.shape[0] + (index if interleaved else index * rows)
-        return GridRows(
-            name,
-            self.source.dtype,
-            (rows, columns),
-            self.source.file,
-            self.source.offset,
-            whole=turned,
-            source=self.source,
-            first=first,
-            step=count if interleaved else 1,
+    @classmethod
+    def from_source(
+        cls, name: str, source: StoredTensor, spec: "ExpertsSpec", expert: int, index: int, parts: int
+    ) -> "CutTensor":
+        """Return matrix `index` of the `parts` that `source` has of `expert`, called `name`."""
+        _, *sizes = source.shape
+        rows, columns = reversed(sizes) if spec.transposed else sizes
+        found = cls(
+            *(name, source.dtype, (rows // parts, columns), source.file, source.offset),
+            source=source,
+            spec=spec,
+            expert=expert,
+            index=index,
+            parts=parts,
         )
+        is_range = type(source) is StoredTensor and not spec.transposed and not found._alternates
+        offset = source.offset + (expert * parts + index) * found.stored_bytes
+        return replace(found, offset=offset, whole=not is_range and found.grid_spec is None)
+
+    @property
+    def _alternates(self) -> bool:
+        """Whether its rows alternate with those of the other matrices."""
+        return self.spec.interleaved and self.parts > 1
+
+    @property
+    def stored_bytes(self) -> int:
+        """Its part of the bytes of the source."""
+        return self.source.stored_bytes // (self.source.shape[0] * self.parts)
+
+    @property
+    def stored_as(self) -> str | None:
+        """The low-bit format of the source."""
+        return self.source.stored_as
+
+    def values(self, read: Read, start: int, stop: int) -> "torch.Tensor":
+        """Rows `[start, stop)`."""
+        grid = self.grid(read, start, stop)
+        if grid is not None:
+            return grid.values().to(self.torch_dtype)
+        if not self.whole:
+            return read(self, start, stop)
+        (expert,) = self.source.values(read, self.expert, self.expert + 1)
+        rows = self.spec.rows(expert)
+        own = rows[self.index :: self.parts] if self._alternates else rows.chunk(self.parts)[self.index]
+        return own[start:stop].contiguous()
+
+    @property
+    def grid_spec(self) -> GridSpec | None:
+        """The grid of the source, if its rows are those of the matrices."""
+        found = self.source.grid_spec
+        if found is None or found.matrices is None or found.transposed != self.spec.transposed:
+            return None
+        rows, columns = self.shape
+        return replace(found, shape=(rows, columns), matrices=None, transposed=False)
+
+    def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
+        """Codes and scales of rows `[start, stop)`."""
+        spec, step = self.grid_spec, self.parts if self._alternates else 1
+        if spec is None:
+            return None
+        rows = self.shape[0]
+        first = self.expert * self.parts * rows + (0 if step > 1 else self.index * rows)
+        found = self.source.grid(read, first + start * step, first + stop * step)
+        assert found is not None
+        own = slice(self.index if step > 1 else 0, None, step)
+        zeros, biases, divisor = (
+            None if one is None else one[own] for one in (found.zeros, found.biases, found.global_scale)
+        )
+        return StoredGrid(spec, found.codes[own], found.scales[own], zeros, biases, divisor, found.groups)
 
 
-@dataclass(frozen=True)
-class SplitCheckpoint(Checkpoint):
-    """Checkpoint `inner` in which matrices of experts have names of their own.
+def split_experts(checkpoint: Checkpoint, cuts: Mapping[str, CutTensor]) -> Checkpoint:
+    """Return `checkpoint` with `cuts`, by name, in place of the tensors that they are of.
 
-    Tensors of `inner` can still be read by their names there.
+    These can still be read, for experts that stay dense.
     """
-
-    inner: Checkpoint | None = None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> "torch.Tensor":
-        assert self.inner is not None
-        cut = self.cuts.get(name)
-        if cut is None:
-            return self.inner.read(name, start, stop)
-        if not self.tensors[name].whole:
-            return super().read(name, start, stop)
-        (expert,) = self.inner.read(cut.source.name, cut.expert, cut.expert + 1)
-        return cut.of(expert)[start:stop].contiguous()
-
-    def fingerprint(self, *, of_copies: bool = False) -> str:
-        """That of `inner`."""
-        assert self.inner is not None
-        return self.inner.fingerprint(of_copies=of_copies)
-
-
-def split_experts(checkpoint: Checkpoint, cuts: Mapping[str, Cut]) -> SplitCheckpoint:
-    """Return `checkpoint` with the matrices of `cuts`, by their new names, in place of their sources."""
-    by_source: dict[str, list[str]] = {}
+    by_source: dict[str, dict[str, StoredTensor]] = {}
     for name, cut in cuts.items():
-        by_source.setdefault(cut.source.name, []).append(name)
-    # A checkpoint of another kind makes tensors as they are read: a matrix is no range of its files.
-    is_plain = type(checkpoint) is Checkpoint
+        by_source.setdefault(cut.source.name, {})[name] = cut
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
-        found = {one: cuts[one].tensor(one) for one in by_source.get(name, ())}
-        tensors |= {one: replace(cut, whole=cut.whole or not is_plain) for one, cut in found.items()}
-        if not found:
-            tensors[name] = tensor
-    fields = {name: getattr(checkpoint, name) for name in Checkpoint.__dataclass_fields__}
-    return SplitCheckpoint(**{**fields, "tensors": tensors, "inner": checkpoint, "cuts": dict(cuts)})
+        tensors |= by_source.get(name, {name: tensor})
+    return replace(checkpoint, tensors=tensors, uncut={cut.source.name: cut.source for cut in cuts.values()})
 
 
 def cuts_of(
     modules: "Mapping[str, nn.Module]", tensors: Mapping[str, StoredTensor], places: "Mapping[str, Renamed]"
-) -> dict[str, Cut]:
+) -> dict[str, CutTensor]:
     """Return the cuts of all experts of `modules` that are stored in one tensor for all, by their new names.
 
     `places` are those of the stored tensors in the model. Experts that cannot be packed, or of which
@@ -200,12 +136,12 @@ def cuts_of(
     of_parameter: dict[str, list[StoredTensor]] = {}
     for stored, place in places.items():
         of_parameter.setdefault(place.parameter, []).append(tensors[stored])
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, CutTensor] = {}
     for name, module in modules.items():
         spec = find_spec(module) if is_fused_experts(module) else None
         if not isinstance(spec, ExpertsSpec):
             continue
-        found: dict[str, Cut] | None = {}
+        found: dict[str, CutTensor] | None = {}
         for leaf in spec.parameters:
             shape = tuple(module._parameters[leaf].shape)  # type: ignore[union-attr]
             parts = of_parameter.get(f"{name}.{leaf}", [])
@@ -221,7 +157,7 @@ def _cuts_of_parameter(
     shape: tuple[int, ...],
     stored: Sequence[StoredTensor],
     places: "Mapping[str, Renamed]",
-) -> dict[str, Cut] | None:
+) -> dict[str, CutTensor] | None:
     """Return the cuts of a parameter of this shape that is made of `stored`; None if that cannot be cut."""
     from quantkit.model.experts import MATRICES
     from quantkit.model.names import own_name
@@ -233,12 +169,11 @@ def _cuts_of_parameter(
         if as_stored is None:
             return None
         stem, _, last = tensor.name.rpartition(".")
-        alone = len(stored) > 1
-        for expert, part in itertools.product(range(shape[0]), range(1 if alone else len(MATRICES[leaf]))):
-            name = own_name(
-                stem if last == leaf else owner, expert, leaf, places[tensor.name].part if alone else part
-            )
-            cuts[name] = Cut(tensor, as_stored, leaf, expert, None if alone else part)
+        parts = len(MATRICES[leaf]) if len(stored) == 1 else 1
+        for expert, index in itertools.product(range(shape[0]), range(parts)):
+            place = index if parts > 1 else places[tensor.name].part
+            name = own_name(stem if last == leaf else owner, expert, leaf, place)
+            cuts[name] = CutTensor.from_source(name, tensor, as_stored, expert, index, parts)
     return cuts or None
 
 

@@ -16,7 +16,7 @@ from quantkit.model.completeness import has_base_names, is_only_head, lacks, mis
 from quantkit.model.model_class import meta_model
 from quantkit.model.names import Renamed, other_names, renamed
 from quantkit.model.parts import Parts, embeddings, packed_parts
-from quantkit.model.split_experts import Cut, cuts_of
+from quantkit.model.split_experts import CutTensor, cuts_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,7 +77,7 @@ class Structure:
     tied_head: tuple[str, str] | None = None
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     model_class: str = ""
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    cuts: Mapping[str, CutTensor] = field(default_factory=dict)
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:

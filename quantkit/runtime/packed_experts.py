@@ -1,5 +1,6 @@
 """Packed replacements for the fused experts modules of transformers."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from quantkit.kernels.autograd import is_transformed
 from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.linear import autocast
+from quantkit.kernels.moe.expert_activation import activate_experts
 from quantkit.kernels.moe.grouped_gemm import (
     ExpertsLayout,
     build_experts_layout,
@@ -18,12 +20,14 @@ from quantkit.kernels.moe.grouped_gemm import (
 )
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.registry import warn_looped
-from quantkit.model.experts import DOWN, MATRICES, ExpertsSpec, spec_of
+from quantkit.model.experts import ACTIVATIONS, DOWN, MATRICES, Activation, ExpertsSpec, spec_of
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec
 
+#: Kinds of `activate_experts` for functions and modules.
+_KINDS: dict[Any, str] = {"silu": "silu", "gelu_tanh": "gelu", nn.SiLU: "silu"}
 #: Key of the layout of all matrices of a parameter together; single matrices have keys from 0 on.
 _ALL = -1
 
@@ -156,20 +160,36 @@ class PackedExperts(PackedModule):
         if first is None or down is None or self._is_trained(hidden_states, top_k_weights):
             return self._one_by_one(hidden_states, top_k_index, top_k_weights)
         pairs = sort_tokens_by_expert(top_k_index, first, down)
-        products = self._biased(self.spec.first, experts_linear(x, pairs, first), top_k_index)
-        between = self.spec.activation(self.act_fn, *products)
-        (y,) = self._biased(DOWN, experts_linear(autocast(between), pairs, down, chained=True), top_k_index)
-        return combine_experts(y, top_k_index, top_k_weights, first.experts).to(hidden_states.dtype)
+        between = self._activated(experts_linear(x, pairs, first), top_k_index)
+        y = experts_linear(autocast(between), pairs, down, chained=True)
+        bias = self._bias(DOWN) if self.spec.biased else None
+        return combine_experts(y, top_k_index, top_k_weights, first.experts, bias).to(hidden_states.dtype)
 
-    def _biased(self, parameter: str, y: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
-        """Return the products in y [P, N'] of each matrix, [P, N], with the biases of `index` [T, k]."""
-        products = list(y.chunk(len(MATRICES[parameter]), -1))
-        if not self.spec.biased:
-            return products
-        # Rows without an expert are undefined, with any bias.
-        rows = self._bias(parameter)[index.flatten().clamp(0, self.num_experts - 1)].to(y.dtype)
-        biases = self.spec.split(rows, parameter)
-        return [product + bias for product, bias in zip(products, biases, strict=True)]
+    def _activated(self, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return what down_proj sees, [P, I], from the products y [P, N'] for the experts `index` [T, k]."""
+        spec, of = self.spec, self.spec.activation
+        bias = self._bias(spec.first) if spec.biased else None
+        kind = self._kind()
+        if kind is not None:
+            limit = None if math.isinf(of.limit) else of.limit
+            return activate_experts(y, index, bias, kind, limit, of.alpha, spec.interleaved)
+        products = y.chunk(len(MATRICES[spec.first]), -1)
+        if bias is not None:
+            # Rows without an expert are undefined, with any bias.
+            rows = bias[index.flatten().clamp(0, self.num_experts - 1)].to(y.dtype)
+            biases = spec.split(rows, spec.first)
+            products = tuple(product + one for product, one in zip(products, biases, strict=True))
+        return of(self.act_fn, *products)
+
+    def _kind(self) -> str | None:
+        """Return the kind of `activate_experts` that computes the activation; None for torch."""
+        of, kernel = self.spec.activation, ACTIVATIONS[self.spec.activation.formula].kernel
+        if kernel != "act":
+            return kernel
+        if of == Activation(act=of.act) and not self.spec.biased:
+            # Traced steps fuse it into the product.
+            return None
+        return _KINDS.get(of.act or "") or _KINDS.get(type(self.act_fn))
 
     def _bias(self, parameter: str) -> torch.Tensor:
         bias: torch.Tensor = self._local(f"{parameter}_bias")

@@ -19,18 +19,20 @@ class Cut:
     """Matrix that ranks divide along `axis`: `length` rows or columns.
 
     A share must hold whole units. `units` maps the name of a unit, such as a group or a head, to its size.
+    `refusal` is the reason if ranks cannot divide the matrix at all.
     """
 
     name: str
     axis: Axis
     length: int
     units: Mapping[str, int]
+    refusal: str | None = None
 
     def why_not(self, ranks: int) -> str | None:
         """Return None if `ranks` ranks can have equal shares of whole units, else the reason."""
         share, rest = divmod(self.length, ranks)
-        if ranks == 1:
-            return None
+        if ranks == 1 or self.refusal is not None:
+            return None if ranks == 1 else self.refusal
         if rest:
             return f"the {self.length} {self.axis} of {self.name!r} have no equal shares for {ranks} ranks"
         for what, size in self.units.items():

@@ -15,6 +15,7 @@ from torch import nn
 from quantkit.errors import UsageError
 from quantkit.packing.schemes import Scheme
 from quantkit.runtime.cuda_graphs import refusals
+from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.parallel_plan import Axis, Cut, TensorParallelPlan
 
@@ -52,7 +53,10 @@ def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
             for parameter, (scheme, shape, halves) in module.logical().items():
                 key = name if parameter == "weight" else f"{name}.{parameter}"
                 axis, pieces = division(styles(key))
-                if axis is not None:
+                refusal = _why_undivided(key, module)
+                if axis is not None and refusal is not None:
+                    cuts.append(Cut(key, axis, shape[0], {}, refusal))
+                elif axis is not None:
                     cuts.append(
                         cut_of(key, axis, scheme, shape, pieces // halves, _heads(modules, name, shape[0]))
                     )
@@ -62,6 +66,14 @@ def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
             if heads and division(styles(name))[0] == "rows":
                 cuts.append(Cut(name, "rows", module.out_features, heads))
     return TensorParallelPlan(type(model).__name__, tuple(cuts))
+
+
+def _why_undivided(name: str, module: PackedModule) -> str | None:
+    """Return None if the styles of transformers fit a packed module, else the reason."""
+    if isinstance(module, PackedExperts) and (module.spec.transposed or module.spec.biased):
+        kind = "transposed" if module.spec.transposed else "with biases"
+        return f"ranks cannot divide {name!r}: the model has these experts {kind}"
+    return None
 
 
 def _heads(modules: Mapping[str, nn.Module], name: str, rows: int) -> dict[str, int]:

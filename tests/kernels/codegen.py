@@ -43,7 +43,7 @@ from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS,
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, WgmmaTile, copies, launch_bounds, stages
 from quantkit.kernels.layouts.fragment_layout import ROWS, geometry, repack_constants
 from quantkit.kernels.layouts.repack_kernel import repack_codes
-from quantkit.kernels.moe import router
+from quantkit.kernels.moe import expert_activation, router
 from quantkit.kernels.moe.permute_kernels import (
     combine_experts,
     count_tokens,
@@ -94,8 +94,12 @@ PAIRS = {
     "count": (count_tokens, {"CHUNK": 512}),
     "sort": (sort_tokens_by_expert, {"CHUNK": 2048, "ROWS": 8}),
     "sort few": (sort_few_tokens, {"PADDED": 128, "ROWS": 8}),
-    "weigh": (combine_experts, {"TOP_K": 2, "BLOCK": 1024}),
+    "weigh": (combine_experts, {"TOP_K": 2, "BLOCK": 1024, "bias": None}),
 }
+
+
+#: The activation of gpt-oss.
+EXPERTS_SWIGLU = (("KIND", "swiglu"), ("LIMIT", 7.0), ("ALPHA", 1.702), ("INTERLEAVED", True))
 
 
 def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
@@ -163,6 +167,9 @@ def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "embed": lambda: embedding._embed_launch(1, 1, features),
         "norm": lambda: norm._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, features),
         "gate": lambda: activation._gate_launch(1, 1, "silu", features),
+        "activate": lambda: expert_activation._launch(
+            *(1, case.m, 32, EXPERTS_SWIGLU, (torch.bfloat16, torch.int64, torch.bfloat16)), features
+        ),
         "cos_sin": lambda: rope._cos_sin_launch(1, case.m // 2, 1.0, features),
         "rotate": lambda: rope._rotate_launch(1, 8, case.m // 2, features),
         "rotate_append": lambda: rope._rotate_append_launch(1, 8, 2, case.m // 2, case.m, None, features),

@@ -81,3 +81,14 @@ def test_gradients_of_gradients_are_refused(make_packed):
     with pytest.raises(KernelError, match=r"no gradients of gradients\. Leave out create_graph=True"):
         # The rest of the graph would give a number.
         torch.autograd.grad((grad**2).sum() + (x**3).sum(), x)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (1, 3, 64)])
+def test_a_product_may_be_changed_in_place_before_the_backward_pass(make_packed, shape):
+    packed = make_packed("int4", (16, 64))
+    gradients = []
+    for change in (torch.Tensor.add_, torch.Tensor.add):
+        x = X.clone().view(shape).requires_grad_()
+        change(linear(x, packed), 1.0).square().sum().backward()
+        gradients.append(x.grad)
+    assert_equal(*gradients)

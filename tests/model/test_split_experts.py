@@ -7,9 +7,13 @@ import torch
 from safetensors.torch import save_file
 from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose
 
+from quantkit.checkpoint.low_bit.fp4 import Fp4
+from quantkit.checkpoint.low_bit.weight import LowBitTensor, Settings
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.model.experts import ExpertsSpec
 from quantkit.model.names import Renamed
-from quantkit.model.split_experts import SplitCheckpoint, cuts_of, split_experts
+from quantkit.model.split_experts import CutTensor, cuts_of, split_experts
+from quantkit.quantization.nesting import nested_scheme, why_not_nested
 
 from ..support.compare import assert_equal
 from .test_experts_spec import Toy
@@ -37,9 +41,7 @@ def opened(directory: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
     return Checkpoint.of_files([directory / "model.safetensors"])
 
 
-def split(
-    directory: Path, operations: tuple, gate_up: dict[str, torch.Tensor], **more
-) -> SplitCheckpoint | None:
+def split(directory: Path, operations: tuple, gate_up: dict[str, torch.Tensor], **more) -> Checkpoint | None:
     tensors = {**{f"moe.{name}": one for name, one in gate_up.items()}, "moe.down_proj": DOWN, **more}
     checkpoint = opened(directory, tensors)
     places = {
@@ -86,19 +88,33 @@ def test_names_are_those_of_the_file_where_it_has_the_name_of_the_parameter(tmp_
     assert "moe.1.up_proj.weight" in named.tensors and "moe.gate_up_proj" not in named.tensors
     # The tensors of the file can still be read, for experts that stay dense.
     assert_equal(named.read("moe.gate_up_proj", 1, 2), GATE_UP[1:])
-    assert named.fingerprint() == named.inner.fingerprint()
     renamed = split(tmp_path, *STORED["interleaved"])
     assert "layers.0.moe.1.up_proj.weight" in renamed.tensors
 
 
-def test_a_matrix_of_a_checkpoint_that_makes_its_tensors_is_read_through_it(tmp_path):
-    class Negated(Checkpoint):
-        def read(self, name, start=0, stop=None):
-            return -super().read(name, start, stop)
-
-    plain = split(tmp_path, *STORED["as it is"])
-    negated = split_experts(Negated(**vars(plain.inner)), plain.cuts)
-    assert_equal(negated.read("moe.1.up_proj.weight", 1, 3), -UP[1, 1:3])
+@pytest.mark.parametrize("rows", ["gate then up", "alternating"])
+def test_matrices_of_a_low_bit_source_have_its_codes_and_scales(tmp_path, rows):
+    """MXFP4 blocks [E, N, G, B], as gpt-oss has them: the parameter is [E, K, N]."""
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 256, (2, 8, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (2, 8, 2), generator=generator, dtype=torch.uint8)
+    stored = opened(tmp_path, {"codes": codes, "scale": scales})
+    weight = Fp4.of_blocks(stored.tensors, Settings())
+    file, offset = stored.tensors["codes"].file, stored.tensors["codes"].offset
+    source = LowBitTensor("moe.gate_up_proj", "BF16", (2, 64, 8), file, offset, weight=weight)
+    whole = source.values(stored.read_stored, 0, 2)
+    spec = ExpertsSpec(transposed=True, interleaved=rows == "alternating")
+    for expert in range(2):
+        for index, matrix in enumerate(spec.split(whole[expert].T, "gate_up_proj", 0)):
+            cut = CutTensor.from_source("one", source, spec, expert, index, 2)
+            assert (cut.shape, cut.whole, cut.stored_as) == ((4, 64), False, source.stored_as)
+            assert_equal(cut.values(stored.read_stored, 1, 3), matrix[1:3])
+            grid = cut.grid(stored.read_stored, 0, 4)
+            assert (
+                why_not_nested(cut.grid_spec) is None
+                and nested_scheme(cut.grid_spec).format.name == "fp4-e2m1"
+            )
+            assert_equal(grid.values().bfloat16(), matrix)
 
 
 @pytest.mark.parametrize(

@@ -232,10 +232,6 @@ def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
         yield stem, codes.float() * scale.float().repeat_interleave(size, 1)
 
 
-def _near(matrix: torch.Tensor, original: torch.Tensor) -> bool:
-    return bool((matrix - original.float()).norm() < 0.2 * original.float().norm())
-
-
 def rounded(source: Path, packed: Path, to: Path) -> tuple[int, bool]:
     """Write `source` with the matrices of `packed`, each near the original.
 
@@ -253,12 +249,11 @@ def rounded(source: Path, packed: Path, to: Path) -> tuple[int, bool]:
         if original is None:
             known = False
             continue
-        # Conv1D has its weight as [K, N] in the original.
-        turned = matrix.shape == original.T.shape and _near(matrix.T, original)
-        weight = matrix.T.contiguous() if turned else matrix
-        assert weight.shape == original.shape
-        assert _near(weight, original), name
-        tensors[name] = weight.to(original.dtype)
+        # Some models store [K, N]; of square ones, the nearer is meant.
+        near = [one for one in (matrix, matrix.T) if one.shape == original.shape]
+        errors = {float((one - original.float()).norm()): one for one in near}
+        assert min(errors) < 0.2 * original.float().norm(), name
+        tensors[name] = errors[min(errors)].to(original.dtype).contiguous()
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
     return count, known
 

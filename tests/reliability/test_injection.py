@@ -184,6 +184,7 @@ def test_short_reads_are_continued(places: Path, tmp_path: Path) -> None:
 OPENERS = {
     "about.py": "how pip says that quantkit was installed",
     "calibrate/data/documents.py": "texts, read line by line",
+    "checkpoint/gguf/open_gguf.py": "the configs that stand for its header, in a temporary directory",
     "checkpoint/hub/repository.py": "the headers of a repository, in a temporary directory",
     "checkpoint/output/journal.py": "appends to the journal, and reads it",
     "checkpoint/output/lock.py": "the lock",

@@ -9,10 +9,11 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quantkit
+from quantkit.converting import convert
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.saved_model import read_record
 
@@ -166,3 +167,26 @@ def test_words_of_three_numbers_and_biases_in_half_precision(tmp_path):
     expected = model.model.layers[0].mlp.experts(x, index, weights)
     actual = experts(x.bfloat16(), index, weights.bfloat16()).float()
     assert (actual - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_mxfp4_experts_of_gpt_oss_are_converted_exactly(tmp_path):
+    source = write(tmp_path / "source", "gpt_oss", intermediate_size=64)
+    tensors = load_file(source / "model.safetensors")
+    for name in [one for one in tensors if one.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(
+            0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.randint(119, 124, (experts, rows, columns // 32), dtype=torch.uint8)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "lm_head"]}
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    convert(source, tmp_path / "out")
+    model = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float32)
+    assert str(model.model.layers[0].mlp.experts.first_scheme).startswith("fp4-e2m1 g32")
+    dequantized = transformers.Mxfp4Config(dequantize=True, **dict(list(section.items())[1:]))
+    dense = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, quantization_config=dequantized
+    ).eval()
+    torch.testing.assert_close(logits_of(model), logits_of(dense), rtol=1e-5, atol=1e-5)

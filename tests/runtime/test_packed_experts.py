@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -176,6 +177,51 @@ def test_grouped_experts_compute_what_the_loop_does(grouped, scheme):
     assert found[0].any() and not found[1].any()
     empty = tuple(operand[:0] for operand in operands)
     assert packed(*empty).shape == (0, 32)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_grouped_experts_with_biases_and_with_rows_by_expert(grouped, family):
+    name, config, fields, count = {
+        "gpt_oss": ("GptOssExperts", "GptOssConfig", {"swiglu_limit": 0.5}, 2),
+        "llama4": ("Llama4TextExperts", "Llama4TextConfig", {}, 12),
+    }[family]
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    parsed = getattr(transformers, config)(**SMALL, num_local_experts=4, **fields)
+    parsed._experts_implementation = "eager"
+    dense = getattr(module, name)(parsed)
+    torch.manual_seed(0)
+    for parameter in dense.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    packed = PackedExperts.replacing(dense, SCHEMES["int4"], SCHEMES["int4-asym"], "quantkit")
+    for parameter in packed.spec.parameters:
+        weight = getattr(dense, parameter).data
+        scheme = SCHEMES["int4" if parameter == GATE_UP else "int4-asym"]
+        parts: dict[str, list[torch.Tensor]] = {}
+        for of_expert in weight:
+            halves = [
+                absmax_pack(one.contiguous(), scheme) for one in packed.spec.split(of_expert.T, parameter, 0)
+            ]
+            of_expert.copy_(packed.spec.joined([one.dequantize() for one in halves]))
+            for part, _ in halves[0].parts():
+                parts.setdefault(part, []).append(torch.cat([dict(half.parts())[part] for half in halves]))
+        for part, tensors in parts.items():
+            stored = stored_format(scheme, weight.shape[1], packed.container)
+            tensor = stored.to_file(part, torch.stack(tensors))
+            setattr(packed, stored.part_name(parameter, part), nn.Parameter(tensor, requires_grad=False))
+        if packed.spec.biased:
+            setattr(packed, f"{parameter}_bias", getattr(dense, f"{parameter}_bias"))
+    packed, dense = packed.requires_grad_(False).to(DEVICE), dense.requires_grad_(False).to(DEVICE, DTYPE)
+    packed.to(DTYPE)
+    operands = inputs([[1, 0], [0, 3], [2, 3]])
+    if family == "llama4":
+        # Three tokens for each expert, most of which did not choose it.
+        rows = torch.zeros(count, 32, dtype=DTYPE, device=DEVICE)
+        rows[[0, 4, 5, 11]] = torch.randn(4, 32).to(DEVICE, DTYPE)
+        operands = (rows,)
+    assert packed.is_grouped(DTYPE)
+    found = packed(*operands)
+    assert_close(found, dense(*operands))
+    assert_close(found, packed._one_by_one(*packed.spec.as_routed(operands, 4)))
 
 
 def test_grouped_experts_never_ask_the_device(grouped):

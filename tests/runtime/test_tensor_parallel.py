@@ -7,20 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
+from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
 from quantkit.runtime import tensor_parallel
 from quantkit.runtime.cuda_graphs import capture, decode
 from quantkit.runtime.decoding import graphs_of
 from quantkit.runtime.parallel_plan import Cut, TensorParallelPlan
+from quantkit.runtime.replace import swap_modules
 from quantkit.runtime.tensor_parallel import plan_of_checkpoint
 from quantkit.runtime.transformers.patches.parallel import ShareForward, divide_packed
 
 from ..support.compare import assert_close, assert_equal
 from ..support.processes import ended
 from ..tiny.packed import SCHEMES, VERSION, VOCAB, Tiny, assert_same_checkpoint, logits_of, write_tiny
+from ..tiny.sizes import SIZES
 from .graphed import count_recordings
 
 pytestmark = [
@@ -292,3 +296,16 @@ def test_experts_are_not_divided_by_expert(models):
     model.config.distributed_config = SimpleNamespace(ep_size=2)
     with pytest.raises(UsageError, match=r"'model\.layers\.0\.mlp\.experts': packed experts are divided by"):
         divide_packed(model)
+
+
+def test_experts_of_another_layout_are_not_divided():
+    parsed = transformers.Llama4TextConfig(**SIZES, num_local_experts=4, interleave_moe_layer_step=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(parsed)
+    swap_modules(model, QuantizationConfig("quantkit", SCHEMES["int4"], {"lm_head": None}))
+    plan = tensor_parallel.tensor_parallel_plan(model)
+    assert plan.sizes == (1,)
+    with pytest.raises(
+        UsageError, match=r"cannot divide .*experts\.\w+': the model has these experts transp"
+    ):
+        plan.check(2)

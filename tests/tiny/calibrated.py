@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "deepseek_v3": (
         "DeepseekV3Config",
         {

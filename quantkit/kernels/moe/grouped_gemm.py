@@ -148,13 +148,18 @@ def experts_linear(
 
 
 def combine_experts(
-    y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int
+    y: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [T, H], the sum over top-k of `y` [T * top_k, H] times `weights` [T, top_k], in y's dtype.
 
-    Sums are float32, in the order of top-k. Routed tokens whose `index` [T, top_k] is no expert add nothing.
+    `bias` [experts, H] is added to the rows of `y`. Sums are float32, in the order of top-k. Routed tokens
+    whose `index` [T, top_k] is no expert add nothing.
     """
-    out: torch.Tensor = torch.ops.quantkit.combine_experts(y, index, weights, experts)
+    out: torch.Tensor = torch.ops.quantkit.combine_experts(y, index, weights, experts, bias)
     return out
 
 
@@ -167,7 +172,8 @@ torch.library.define(
     "int out_features, int single_row_ratio, bool chained) -> Tensor",
 )
 torch.library.define(
-    "quantkit::combine_experts", "(Tensor y, Tensor index, Tensor weights, int experts) -> Tensor"
+    "quantkit::combine_experts",
+    "(Tensor y, Tensor index, Tensor weights, int experts, Tensor? bias=None) -> Tensor",
 )
 
 
@@ -277,7 +283,7 @@ def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
     if row in {kernel.name for kernel in sharing}:
         return ""
     if grouping.rows > SMALL_BLOCK_ROWS:
-        reason: str | None = f"tiles are faster for segments of up to {grouping.rows} pairs"
+        reason: str | None = f"tiles are faster for blocks of up to {grouping.rows} routed tokens"
     else:
         reason = fused_kernels.why_not_shared(problem, grouping.matrices)
         if reason is None and not forced_kernel():
@@ -289,8 +295,8 @@ def _check(x: torch.Tensor, order: torch.Tensor) -> None:
     """Raise `KernelError` unless `x` [T or P, K] and `order` [P] fit."""
     if x.dim() != 2 or order.shape[0] % max(x.shape[0], 1):
         raise KernelError(
-            f"x has shape {tuple(x.shape)} for {order.shape[0]} pairs; it must be [T, K], with a row per "
-            "token or per pair."
+            f"x has shape {tuple(x.shape)} for {order.shape[0]} routed tokens; it must be [T, K], with a row "
+            "per token or per routed token."
         )
     if x.dtype not in ACTIVATION_DTYPES:
         raise KernelError(f"x is {x.dtype}; cast it to bfloat16 or float16.")
@@ -313,17 +319,28 @@ def _experts_linear_fake(
 
 @torch.library.impl("quantkit::combine_experts", "default")
 def _combine_experts(
-    y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int
+    y: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the operator: `y` [P, H] -> [T, H]."""
     if index.numel() == 0:
         return y.new_zeros(index.shape[0], y.shape[1])
     operands = (y.contiguous(), index.contiguous(), weights.contiguous(), experts)
-    return fused_kernels.on_device(y.device, lambda features: permute.combine_experts(*operands, features))
+    bias = None if bias is None else bias.contiguous()
+    return fused_kernels.on_device(
+        y.device, lambda features: permute.combine_experts(*operands, features, bias)
+    )
 
 
 def _combine_experts_fake(
-    y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: int
+    y: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return an empty [T, H], for tracing."""
     return y.new_empty(index.shape[0], y.shape[1])

@@ -107,14 +107,15 @@ def _weigh(
     top_k: int,
     n: int,
     experts: int,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple[torch.dtype | None, ...],
     features: frozenset[str],
 ) -> Launch:
     """Build the launch of `combine_experts`. `dtypes` are those of its tensors, for which it is compiled."""
     from quantkit.kernels.moe.permute_kernels import combine_experts as kernel
 
     grid = (tokens, -(-n // WEIGHED))
-    return Launch(kernel, grid, EXPERTS=experts, TOP_K=top_k, BLOCK=WEIGHED, **overlap(features))
+    known = {"EXPERTS": experts, "TOP_K": top_k, "BLOCK": WEIGHED, **overlap(features)}
+    return Launch(kernel, grid, **known, **({"bias": None} if dtypes[-1] is None else {}))
 
 
 def combine_experts(
@@ -123,14 +124,15 @@ def combine_experts(
     weights: torch.Tensor,
     experts: int,
     features: frozenset[str] = frozenset(),
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [T, n], the sum over top-k of `y` [T * top_k, n] times `weights` [T, top_k].
 
-    Sums are float32, the result has the dtype of `y`. Rows of `y` whose `index` [T, top_k] names no expert
-    are not read. All tensors are contiguous.
+    `bias` [experts, n] is added to the rows. Sums are float32, the result has the dtype of `y`. Rows of `y`
+    whose `index` [T, top_k] names no expert are not read. All tensors are contiguous.
     """
     out = y.new_empty(index.shape[0], y.shape[1])
-    dtypes = (y.dtype, index.dtype, weights.dtype)
+    dtypes = (y.dtype, index.dtype, weights.dtype, None if bias is None else bias.dtype)
     launch = _weigh(*index.shape, y.shape[1], experts, dtypes, features)
-    launch(y, index, weights, out, y.shape[1])
+    launch(y, index, weights, out, y.shape[1], *(() if bias is None else (bias,)))
     return out

@@ -133,12 +133,13 @@ def _chosen(index, routed, P, EXPERTS: tl.constexpr):
 
 @triton.jit
 def combine_experts(
-    y, index, weights, out, N, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    y, index, weights, out, N, bias, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Write `out` [T, N], the sum of rows of `y` [T * TOP_K, N] times `weights` [T, TOP_K].
 
-    Sums are float32, in the order of top-k. Routed tokens whose `index` [T, TOP_K] is no expert add nothing.
+    `bias` [EXPERTS, N] or None is added to the rows. Sums are float32, in the order of top-k. Routed tokens
+    whose `index` [T, TOP_K] is no expert add nothing.
     Grid: (T, N / BLOCK).
     """
     if PDL:
@@ -152,7 +153,11 @@ def combine_experts(
         is_one = (expert >= 0) & (expert < EXPERTS)
         weight = tl.load(weights + first + slot, mask=is_one, other=0.0).to(tl.float32)
         value = tl.load(y + (first + slot) * N + column, mask=(column < N) & is_one, other=0.0)
-        total += weight * value.to(tl.float32)
+        value = value.to(tl.float32)
+        if bias is not None:
+            of_expert = bias + expert.to(tl.int64) * N + column
+            value += tl.load(of_expert, mask=(column < N) & is_one, other=0.0).to(tl.float32)
+        total += weight * value
     tl.store(
         out + tl.program_id(0).to(tl.int64) * N + column, total.to(out.dtype.element_ty), mask=column < N
     )

@@ -63,6 +63,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.serialized_names = {"weight": list(dict.fromkeys(names))}
         self._routes_on_host = False
         self._dtypes: dict[str, torch.dtype] = {}
+        self._experts: dict[str, tuple[str, ...]] = {}
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         paths = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
@@ -71,6 +72,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             parallel.divide_packed(model)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._experts = loading.parameters_of_experts(model)
         if paths:
             check_headers(model, self, paths)
             check_beside(paths)
@@ -92,10 +94,13 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         generation.apply(model)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> Any:
-        """Add the merging of experts to which quantkit gave names, before what transformers has."""
-        own = loading.merge_experts(model, weight_conversions)
-        return super().update_weight_conversions([*own, *weight_conversions], model)
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
+        """Add the merging of experts to which quantkit gave names, before what transformers has.
+
+        transformers passes the model from some version between 5.17 and 5.24 on.
+        """
+        own = loading.merge_experts(self._experts, weight_conversions)
+        return super().update_weight_conversions([*own, *weight_conversions], *model)
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
         # For compressed-tensors, transformers would unfuse some experts here and rename their layers.

@@ -263,9 +263,7 @@ def test_blocks_are_as_large_as_the_config_says(tmp_path: Path, section: dict[st
     codes, scale = float8(every(100, 90, 256)), torch.rand(3, 3)
     parts = {"m.weight": codes, "m.weight_scale_inv": scale}
     large = scale.repeat_interleave(48, 0)[:100].repeat_interleave(40, 1)[:, :90]
-    assert torch.equal(
-        opened(tmp_path, parts, section, dtype="float32").read("m.weight"), codes.float() * large
-    )
+    assert_equal(opened(tmp_path, parts, section, dtype="float32").read("m.weight"), codes.float() * large)
     assert "its scales fit no blocks" in refusal(tmp_path, parts, {"quant_method": "fp8"})
 
 

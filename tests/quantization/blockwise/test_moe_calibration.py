@@ -122,7 +122,7 @@ def loop_over_tokens(expert: int, chosen: Any, seen: Any, wanted: Any, everyone:
     return second / weights, shift / weights
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", (*MIXTURES, "gpt_oss"))
 def test_outputs_of_experts_are_closer_than_without_data(tmp_path, text, family):
     source = write(tmp_path, family)
     exact = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -145,7 +145,8 @@ def test_outputs_of_experts_are_closer_than_without_data(tmp_path, text, family)
     counts = torch.bincount(calls[0][1].flatten(), minlength=4).tolist()
     for leaf in ("gate_up_proj", "down_proj"):
         name = f"model.layers.0.mlp.experts.{leaf}"
-        assert layers[name]["expert_tokens"] == counts and layers[name]["note"] is None
+        assert layers[name]["expert_tokens"] == counts
+        assert (layers[name]["note"] is None) == (min(counts) >= layers[name]["shape"][1])
         assert result.measured[name].expert_tokens == tuple(counts)
         assert 0 < layers[name]["output_error"] < 0.05 and layers[name]["damping"] == 0.01
     shared = [layer for name, layer in layers.items() if "shared_expert." in name]

@@ -1,7 +1,7 @@
 """Fix faults of transformers and accelerate when one packed model is loaded or saved."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,10 +53,20 @@ def skips_initializing(model: nn.Module) -> bool:
     return any(_MARKED in vars(module) for module in model.modules())
 
 
-def merge_experts(model: nn.Module, conversions: Iterable[Any]) -> list[Any]:
+def parameters_of_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the fused parameters of each module of packed experts, by its name."""
+    return {
+        name: tuple(module.spec.parameters)
+        for name, module in packed_modules(model)
+        if isinstance(module, PackedExperts)
+    }
+
+
+def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[Any]) -> list[Any]:
     """Return conversions for matrices of packed experts that transformers reads from one tensor for all.
 
-    quantkit stores them by expert (`model/split_experts.py`). `conversions` are those of the model's class.
+    quantkit stores them by expert (`model/split_experts.py`). `experts` are the fused parameters of each
+    module, `conversions` those of the model's class.
     """
     merged = [
         pattern
@@ -65,12 +75,10 @@ def merge_experts(model: nn.Module, conversions: Iterable[Any]) -> list[Any]:
         for pattern in one._original_target_patterns
     ]
     found: dict[str, Any] = {}
-    for name, module in packed_modules(model):
-        if not isinstance(module, PackedExperts):
-            continue
+    for name, parameters in experts.items():
         # As the name ends in many layers.
         owner = rf"\.{name.rpartition('.')[2]}"
-        for parameter in module.spec.parameters:
+        for parameter in parameters:
             if any(re.search(f"{pattern}$", f"{name}.{parameter}") for pattern in merged):
                 continue
             parts = range(len(MATRICES[parameter]))

@@ -1,0 +1,115 @@
+"""Biases and activation of experts between their two products, in one launch, and its torch operator."""
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.kernels.gemm import fused_kernels
+from quantkit.kernels.jit.launcher import Launch, overlap
+
+#: Columns per program.
+ACTIVATED = 1024
+#: Kinds of activation: "swiglu" is (up + 1) * gate * sigmoid(alpha * gate), others are act(gate) * up.
+KINDS = ("swiglu", "silu", "gelu")
+
+
+def activate_experts(
+    y: torch.Tensor,
+    index: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    limit: float | None,
+    alpha: float = 1.0,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Return [P, N] from gate and up side by side, `y` [P, 2 N], in y's dtype.
+
+    `bias` [E, 2 N] has that of each expert, gate and up in turns if `interleaved`, else one after the other;
+    `index` [T, top_k] says whose a row is. Rows of no expert are undefined. `limit` bounds gate from above
+    and up from both sides. Sums are float32.
+    """
+    out: torch.Tensor = torch.ops.quantkit.activate_experts(y, index, bias, kind, limit, alpha, interleaved)
+    return out
+
+
+def activate_experts_reference(
+    y: torch.Tensor,
+    index: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    limit: float | None,
+    alpha: float = 1.0,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Compute `activate_experts` by torch, row by row."""
+    rows = []
+    for row, expert in zip(y.float(), index.flatten().tolist(), strict=True):
+        gate, up = row.chunk(2)
+        if bias is not None and 0 <= expert < len(bias):
+            pairs = bias[expert].float().view(-1, 2).T if interleaved else bias[expert].float().chunk(2)
+            gate, up = gate + pairs[0], up + pairs[1]
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        act = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh")}.get(kind)
+        rows.append((up + 1) * gate * torch.sigmoid(alpha * gate) if act is None else act(gate) * up)
+    return torch.stack(rows).to(y.dtype) if rows else y.chunk(2, -1)[0]
+
+
+@lru_cache(maxsize=256)
+def _launch(
+    rows: int,
+    n: int,
+    experts: int,
+    options: tuple[tuple[str, object], ...],
+    dtypes: tuple[torch.dtype | None, ...],
+    features: frozenset[str],
+) -> Launch:
+    """Build the launch for `rows` rows. `dtypes` are those of its tensors, for which it is compiled."""
+    from quantkit.kernels.moe.expert_activation_kernel import activate_experts as kernel
+
+    without = {"bias": None} if dtypes[-1] is None else {}
+    grid = (rows, -(-n // ACTIVATED))
+    known = {"EXPERTS": experts, "BLOCK": ACTIVATED, **dict(options), **without, **overlap(features)}
+    return Launch(kernel, grid, **known, num_warps=4)
+
+
+torch.library.define(
+    "quantkit::activate_experts",
+    "(Tensor y, Tensor index, Tensor? bias, str kind, float? limit, float alpha, bool interleaved) -> Tensor",
+)
+
+
+@torch.library.impl("quantkit::activate_experts", "default")
+def _activate_experts(
+    y: torch.Tensor,
+    index: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    limit: float | None,
+    alpha: float,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Compute the operator: `y` [P, 2 N] -> [P, N]."""
+    out = _activate_experts_fake(y)
+    if not len(y):
+        return out
+    options = (("KIND", kind), ("LIMIT", limit), ("ALPHA", alpha), ("INTERLEAVED", interleaved))
+    dtypes = (y.dtype, index.dtype, None if bias is None else bias.dtype)
+    experts = 0 if bias is None else len(bias)
+    biases = () if bias is None else (bias.contiguous(),)
+    operands = (y.contiguous(), index.contiguous(), out, out.shape[1], *biases)
+
+    def run(features: frozenset[str]) -> torch.Tensor:
+        _launch(len(y), out.shape[1], experts, options, dtypes, features)(*operands)
+        return out
+
+    return fused_kernels.on_device(y.device, run)
+
+
+def _activate_experts_fake(y: torch.Tensor, *_: object) -> torch.Tensor:
+    """Return an empty [P, N], for tracing."""
+    return y.new_empty(y.shape[0], y.shape[1] // 2)
+
+
+torch.library.register_fake("quantkit::activate_experts", _activate_experts_fake)

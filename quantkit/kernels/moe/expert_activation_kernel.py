@@ -1,0 +1,46 @@
+"""What experts compute between their products, with the biases of the first, in one launch."""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from quantkit.kernels.ops.activation_kernel import gated
+
+
+@triton.jit
+def activate_experts(
+    y, index, out, N, bias, EXPERTS: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write `out` [P, N] from gate and up side by side, `y` [P, 2 N], of routed tokens.
+
+    `index` [P] has their experts. `bias` [EXPERTS, 2 N] or None has gate then up, or both in turns if
+    INTERLEAVED. LIMIT bounds gate from above and up from both sides; None for no bound. KIND is "swiglu",
+    (up + 1) * gate * sigmoid(ALPHA * gate), or one of `gated`. Sums are float32. Rows of no expert are
+    undefined. Grid: (P, N / BLOCK).
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < N
+    gate = tl.load(y + row * 2 * N + n, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(y + row * 2 * N + N + n, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        expert = tl.load(index + row).to(tl.int64)
+        has_one = inside & (expert >= 0) & (expert < EXPERTS)
+        of_expert = bias + expert * 2 * N
+        to_gate = of_expert + (2 * n if INTERLEAVED else n)
+        to_up = of_expert + (2 * n + 1 if INTERLEAVED else N + n)
+        gate += tl.load(to_gate, mask=has_one, other=0.0).to(tl.float32)
+        up += tl.load(to_up, mask=has_one, other=0.0).to(tl.float32)
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if KIND == "swiglu":
+        found = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+    else:
+        found = gated(gate, up, KIND)
+    tl.store(out + row * N + n, found.to(out.dtype.element_ty), mask=inside)

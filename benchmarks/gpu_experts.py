@@ -26,7 +26,7 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from quantkit.kernels.tuning.timing import graph_time, random_packed, read_time
-from quantkit.model.architectures import DOWN, GATE_UP
+from quantkit.model.experts import DOWN, GATE_UP
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.passes.patterns import fused

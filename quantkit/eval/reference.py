@@ -18,6 +18,8 @@ from types import TracebackType
 
 import torch
 
+from quantkit.checkpoint.low_bit.dequantized import dequantized
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, OutputError, UsageError
 from quantkit.eval.eval_model import Batch, Settings, Subject
@@ -59,6 +61,17 @@ def plan_blocks(
     return (*blocks, tuple(block))
 
 
+def _with_numbers(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` as `quantize` reads it, low-bit weights as numbers.
+
+    What has no reader stays as it is: quantkit's own packed directories, and what transformers may load.
+    """
+    try:
+        return dequantized(checkpoint)
+    except CheckpointError:
+        return checkpoint
+
+
 class Reference:
     """A reference model's logits, computed block by block and reused by every model compared with it.
 
@@ -75,7 +88,8 @@ class Reference:
         """
         dtype = dtype_for(options.dtype, options.device, source)
         self.settings = Settings.of(replace(options, dtype=dtype, kv_cache=None))
-        self.subject = Subject.open(source, self.settings)
+        opened = Subject.open(source, self.settings)
+        self.subject = replace(opened, checkpoint=_with_numbers(opened.checkpoint))
         self.directory = self.subject.checkpoint.directory
         #: Seconds spent so far on running the reference model, and what was unusual about it.
         self.seconds = 0.0

@@ -163,21 +163,27 @@ def open_passes(
 ) -> Passes:
     """`checkpoint` with activations in `dtype`, whole unless it is dense and larger than the free memory.
 
+    Low-bit weights that are read as numbers are in no file, so that transformers could load them: they run
+    block by block.
+
     With `kv_cache`, a format of `KV_SCHEMES`, it has to be whole: else `EnvironmentProblem`.
     """
     where = pick_device(device)
     needed = sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
     free = free_memory(where)
-    if checkpoint.is_quantized or needed <= free:
+    low_bit = any(tensor.stored_as is not None for tensor in checkpoint.tensors.values())
+    if checkpoint.is_quantized or (needed <= free and not low_bit):
         return _Whole(checkpoint.directory, dtype, where, kv_cache)
     if kv_cache is not None:
         raise EnvironmentProblem(
             f"{checkpoint.directory} takes {size_text(needed)}, {size_text(free)} are free on {device}: it "
             "can only run block by block, which has no KV cache. Evaluate it without --kv-cache."
         )
+    why = f"takes {size_text(needed)} in {dtype_name(dtype)} and {size_text(free)} are free on {device}"
+    if low_bit:
+        why = "is low-bit already, and its weights are dequantized as they are read"
     note = (
-        f"{checkpoint.directory.name} takes {size_text(needed)} in {dtype_name(dtype)} and "
-        f"{size_text(free)} are free on {device}: it ran block by block, which reads its weights once for "
-        f"every {WAITING_TOKENS} tokens"
+        f"{checkpoint.directory.name} {why}: it ran block by block, which reads its weights once for every "
+        f"{WAITING_TOKENS} tokens"
     )
     return _BlockByBlock(Decoder(checkpoint, where, dtype), checkpoint.directory, note)

@@ -24,7 +24,7 @@ class Sizes:
     model        8 x the bytes of all tensors over all logical parameters, as the manifest says it if there is
                  one: an lm_head that was tied to the embedding has no parameters of its own
     file_bytes   the weight files, headers included
-    format       the schemes of the linears, `dense` for a checkpoint that is not packed
+    format       the schemes of the linears, or the formats of another tool; `dense` where none is packed
     method       the methods that chose their codes, None if no manifest tells
     """
 
@@ -42,7 +42,8 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     """
     section = checkpoint.config.get("quantization_config")
     packed_bytes, packed_weights, packed_elements = 0, 0, 0
-    described = "dense"
+    low_bit = dict.fromkeys(tensor.stored_as for tensor in checkpoint.tensors.values() if tensor.stored_as)
+    described = " + ".join(filter(None, low_bit)) or "dense"
     if isinstance(section, dict) and SECTION in section:
         config = QuantizationConfig.from_dict(section)
         described = describe(config)

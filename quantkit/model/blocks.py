@@ -23,6 +23,7 @@ from quantkit.model.experts import is_fused_experts
 from quantkit.model.forward.lazy_weights import LazyWeights
 from quantkit.model.forward.model_pass import Call, ModelPass, returning, waiting_at
 from quantkit.model.forward.trees import hidden_in, with_hidden
+from quantkit.model.forward.weight_changes import Change, WeightChanges, apply_changes
 from quantkit.model.hidden_states import Home
 from quantkit.model.linears import is_linear, plain_linear, transposed_linears
 from quantkit.model.names import ExpertPart, as_matrices, expert_parts, model_names
@@ -104,6 +105,7 @@ class Decoder:
         if not self.block_names:
             raise self._refusal("it has no list of modules that hold linears")
         self._outer: LazyWeights | None = None
+        self._changes: Mapping[str, Sequence[Change]] = {}
         self._take_no_cache()
 
     def _take_no_cache(self) -> None:
@@ -193,9 +195,19 @@ class Decoder:
                 self._outer = None
 
     def check_runs(self, tokens: torch.Tensor) -> None:
-        """Raise `CheckpointError` if the model does not run on `tokens` [B, T] up to its first block."""
-        with self.passes() as start:
-            start(tokens, Home(self.device))
+        """Raise `CheckpointError` if the model does not run on `tokens` [B, T] up to its first block.
+
+        What it does to the weights of its blocks before, such as RWKV's scaling, is done to what is read.
+        """
+        changes = WeightChanges(dict(self._model.named_parameters()))
+
+        def forward(tokens: torch.Tensor) -> Any:
+            with changes:
+                return self._forward(tokens)
+
+        with self.passes():
+            ModelPass(forward, tokens, Home(self.device), self.device).abandon()
+        self._changes = changes.found
 
     def _outside(self, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
         """Modules outside of `blocks`, by name."""
@@ -276,7 +288,9 @@ class Decoder:
     def _read(self, parameter: str) -> torch.Tensor:
         stored = self._stored.get(parameter) or self._tied.get(parameter)
         if stored is not None:
-            return self.read(stored).to(self.dtype)
+            weight = self.read(stored).to(self.dtype)
+            changes = self._changes.get(parameter, ())
+            return apply_changes(weight, changes) if changes else weight
         parts = {name: part for name, part in self._parts.items() if part.parameter == parameter}
         if not parts:
             raise self._refusal(

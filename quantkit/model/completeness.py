@@ -49,9 +49,11 @@ def has_base_names(model: "nn.Module", stored: Collection[str]) -> bool:
 def lacks(model: "nn.Module", missing: Sequence[str], checkpoint: Checkpoint) -> CheckpointError:
     """Return the error of a checkpoint that has no tensors for the `missing` parameters of `model`.
 
-    Three causes have a text each: there is no head, some tensors are missing, or the names are of another
-    model.
+    Each cause has a text: there is no head, transformers renames a tensor, some are missing, or the names are
+    of another model.
     """
+    from transformers import __version__
+
     first, kind = missing[0], type(model).__name__
     more = f" and {len(missing) - 1} more parameters" if len(missing) > 1 else ""
     shape = list(model.get_parameter(first).shape)
@@ -62,6 +64,11 @@ def lacks(model: "nn.Module", missing: Sequence[str], checkpoint: Checkpoint) ->
             f"{text}, its head, and all of {base} without. If the model has no head, name {base} in "
             "'architectures' of config.json. If it is the embedding, set \"tie_word_embeddings\": true. "
             "Otherwise download the checkpoint again: the files are not whole."
+        )
+    if first in checkpoint.tensors:
+        return CheckpointError(
+            f"{text}: transformers {__version__} gives its tensor of that name another one as it loads. The "
+            "files have the names of another version of transformers. Take those of the original model."
         )
     pattern = _NUMBER.sub("*", first)
     others = [name for name in checkpoint.tensors if _NUMBER.sub("*", name) == pattern]

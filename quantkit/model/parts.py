@@ -31,9 +31,13 @@ class Parts:
 
 def packed_parts(model: Any) -> Parts:
     """Return the parts of a transformers model that are packed by default."""
+    from torch import nn
+
     modules = dict(model.named_modules())
     names = {module: name for name, module in modules.items()}
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if isinstance(decoder, nn.Linear):  # that of ModernBERT makes the logits
+        decoder = model.base_model
     if decoder is model or decoder not in names or not _generates(model.config):
         return Parts(_block_lists(model, names), (), OUTSIDE_BLOCKS)
     chosen = [decoder]

@@ -12,6 +12,7 @@ from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.memory import enough_memory
+from quantkit.model.completeness import lacks
 from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config, whole_directory
 from quantkit.model.model_class import model_class
 from quantkit.model.prefixes import wrapper
@@ -106,7 +107,7 @@ def _from_pretrained(directory: Path, config: Mapping[str, Any], **options: Any)
         output_loading_info=True,
         **options,
     )
-    _refuse_incomplete(directory, info)
+    _refuse_incomplete(directory, model, info)
     model.eval()
     from quantkit.runtime.transformers.patches import generation
 
@@ -126,7 +127,7 @@ def _activation_dtype(requested: torch.dtype | str | None) -> torch.dtype | None
     return names[requested]
 
 
-def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:
+def _refuse_incomplete(directory: Path, model: Any, info: Mapping[str, Any]) -> None:
     """Raise `CheckpointError` if tensors are missing: transformers only warns and fills in random numbers."""
     missing = sorted(info["missing_keys"])
     if not missing:
@@ -140,6 +141,9 @@ def _refuse_incomplete(directory: Path, info: Mapping[str, Any]) -> None:
             "quantize` takes it off. Write a dense copy without: AutoModelForCausalLM.from_pretrained("
             f"{str(directory)!r}, key_mapping={dict.fromkeys(hidden, '')}).save_pretrained(NEW_DIR)."
         )
+    parameters = dict(model.named_parameters())
+    if checkpoint is not None and not checkpoint.is_quantized and missing[0] in parameters:
+        raise lacks(model, [name for name in missing if name in parameters], checkpoint)
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise CheckpointError(
         f"{directory}: the checkpoint has no tensor for {missing[0]!r}{more}. Download it again, or "

@@ -95,6 +95,12 @@ def test_a_refusal_names_one_cause_and_no_list_of_classes(made, text):
             OUTSIDE_BLOCKS,
         ),
         (
+            config("ModernBertDecoderConfig", "ModernBertDecoderForCausalLM"),
+            ["model.layers.0.mlp.Wo"],
+            ["decoder", "lm_head.dense"],
+            OUTSIDE_DECODER,
+        ),
+        (
             config("GitConfig", "GitForCausalLM"),
             ["git.encoder.layer.0.output.dense"],
             ["git.image_encoder.vision_model.encoder.layers.0.mlp.fc1"],

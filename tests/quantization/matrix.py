@@ -249,9 +249,11 @@ def rounded(source: Path, packed: Path, to: Path) -> tuple[int, bool]:
         if original is None:
             known = False
             continue
-        assert matrix.shape == original.shape
-        assert (matrix - original.float()).norm() < 0.2 * original.float().norm(), name
-        tensors[name] = matrix.to(original.dtype)
+        # Some models store [K, N]; of square ones, the nearer is meant.
+        near = [one for one in (matrix, matrix.T) if one.shape == original.shape]
+        errors = {float((one - original.float()).norm()): one for one in near}
+        assert min(errors) < 0.2 * original.float().norm(), name
+        tensors[name] = errors[min(errors)].to(original.dtype).contiguous()
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
     return count, known
 

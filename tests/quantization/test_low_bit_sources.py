@@ -13,6 +13,7 @@ from quantkit.checkpoint.low_bit.dequantized import dequantized
 from quantkit.checkpoint.open_source import exactly
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.eval.evaluate import evaluate
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.nesting import kept_rows, nested_scheme, why_not_nested
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -193,6 +194,23 @@ def test_experts_of_one_tensor_are_packed(tmp_path: Path, parts: Any, section: d
     assert_same(tmp_path / "one", tmp_path / "other")
     assert "model.layers.0.mlp.experts.3.up_proj.weight_scale" in weights(tmp_path / "one")
     assert torch.isfinite(load(tmp_path / "one")(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_a_low_bit_source_is_a_reference_of_eval(tmp_path: Path, text: Path) -> None:
+    """Its blocks have 32 rows and 84 columns end within one, which transformers refuses to dequantize."""
+    source = fp8_source(tmp_path)
+    plain = dense(source, tmp_path / "dense")
+    quantize(source, tmp_path / "out", format="int8", method="rtn")
+    texts = (tmp_path / "text.txt",)
+    texts[0].write_text(text.read_text()[:600])
+    found, expected = (
+        evaluate(tmp_path / "out", against=directory, texts=texts, window=32, max_windows=2, device="cpu")
+        for directory in (source, plain)
+    )
+    assert found.texts == expected.texts
+    assert found.reference_sizes is not None and found.reference_sizes.model < 16
+    assert found.reference_sizes.format == "FP8 with block scales"
+    assert any("is low-bit already, and its weights are dequantized" in note for note in found.notes)
 
 
 def test_weights_that_stay_dense_have_the_dtype_of_the_model(tmp_path: Path) -> None:

@@ -78,3 +78,17 @@ def test_a_model_without_next_tokens_is_refused_by_what_needs_them(tmp_path: Pat
     matrix.tiny_model("BertForMaskedLM").save_pretrained(tmp_path)
     with pytest.raises(QuantkitError, match="BertForMaskedLM, which does not continue a text"):
         load_language_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "LlavaForConditionalGeneration"])
+def test_classes_with_more_than_a_decoder_generate(name: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    matrix.tiny_model(name).save_pretrained(source)
+    quantkit.quantize(source, out, format="int8")
+    ours = quantkit.load(out, dtype="float32")
+    matrix.rounded(source, out, tmp_path / "dense")
+    theirs = getattr(transformers, name).from_pretrained(tmp_path / "dense").to(ours.device).eval()
+    prompt = torch.randint(3, 200, (1, 9), generator=torch.Generator().manual_seed(2)).to(ours.device)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 1}
+    found, expected = (model.generate(prompt, **options) for model in (ours, theirs))
+    assert torch.equal(found, expected)

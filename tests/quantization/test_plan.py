@@ -236,19 +236,15 @@ def test_the_halves_of_experts_may_have_different_formats(tmp_path):
     assert down is not None and up is not None and (down.format.name, up.format.name) == ("int8", "int4")
 
 
-def test_float8_weights_are_refused_unless_they_are_kept(tmp_path):
+def test_float8_weights_without_scales_are_refused_by_every_rule(tmp_path):
     source = write(tmp_path)
     name = "model.layers.0.mlp.up_proj.weight"
     tensors = load_file(source / "model.safetensors")
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=f"'{name}' is F8_E4M3; .*--rule 'model.layers.0.mlp.up_proj=keep'"
-    ):
-        planned(source)
-    kept = planned(source, rules=("model.layers.0.mlp.up_proj=keep",))
-    dtypes = {spec.name: spec.dtype for shard in kept.shards for spec in shard.specs}
-    assert dtypes[name] == "F8_E4M3"
+    for rules in ((), ("model.layers.0.mlp.up_proj=keep",)):
+        with pytest.raises(CheckpointError, match=f"'{name}' is F8_E4M3 and has no scales"):
+            planned(source, rules=rules)
 
 
 def test_a_plan_reads_no_weights(tmp_path, monkeypatch):

@@ -64,7 +64,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJConfig", {"n_layer": 2, "n_head": 4, "n_embd": 64, "rotary_dim": 8}),
     # None leaves a size out: this config computes that one.
     "falcon": ("FalconConfig", {"head_dim": None}),
-    "rwkv": ("RwkvConfig", {"attention_hidden_size": 64, "context_length": 64, "num_hidden_layers": 2}),
+    "rwkv": (
+        "RwkvConfig",
+        {"attention_hidden_size": 64, "context_length": 64, "num_hidden_layers": 2, "rescale_every": 1},
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         {

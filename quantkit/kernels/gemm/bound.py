@@ -46,7 +46,7 @@ class Bound:
         return operands[Y.number]
 
     def operands(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of one call, in the order of `Operand.number`."""
+        """Return the tensors of one call, x [m, k], bias [n], y and sums, by `Operand.number`."""
         x, y = self.prepare(x), torch.empty(self.size, dtype=self.dtype, device=self.device)
         sums = torch.empty(self.sums, dtype=torch.float32, device=self.device) if self.sums else y
         return x, y if bias is None else bias, y, sums

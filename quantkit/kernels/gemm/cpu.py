@@ -89,7 +89,7 @@ def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 def _int4_join(
     layouts: Sequence[LayoutTensors], rows: Sequence[int], *_: object
 ) -> tuple[LayoutTensors, tuple[LayoutTensors, ...]] | None:
-    """Concatenate such layouts along N; None unless all have whole blocks of 64 rows."""
+    """Concatenate layouts of [N, K] weights along N; None unless all N are in blocks of 64 rows."""
     if any(count % _INT4_BLOCK for count in rows):
         return None
     packed = torch.cat([one for one, _ in layouts])

@@ -226,7 +226,7 @@ def group(
         if reason is None:
             if (tile := kernel.grouped.tile(expert, grouping)) is not None:
                 return name, grouping, tile
-            reason = f"x and sums of {rows} pairs take more shared memory than there is"
+            reason = f"x and sums of {rows} routed tokens take more shared memory than there is"
     raise KernelError(f"{name} cannot run experts of {problem}: {reason}. {_BEFORE_LOADING}")
 
 
@@ -345,8 +345,8 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
     ),
     _fused(
         name="fused-small-m",
-        summary="Gluon: warps decode rows of their own and multiply with one x in shared memory, for up to "
-        "32 rows of x",
+        summary="Gluon: warps dequantize rows of their own and multiply with one x in shared memory, for up "
+        "to 32 rows of x",
         supports=support.why_unsupported_small_m,
         pays=support.why_slower_small_m,
         run=small_m_launch.run,
@@ -366,7 +366,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
     ),
     _fused(
         name="fused-wgmma",
-        summary="Gluon, for Hopper: decodes weights in registers while other warps copy and multiply",
+        summary="Gluon, for Hopper: dequantizes weights in registers while other warps copy and multiply",
         supports=support.why_unsupported_wgmma,
         pays=support.why_slower_wgmma,
         run=wgmma_launch.run,
@@ -374,7 +374,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
     ),
     _fused(
         name="fused-portable",
-        summary="Triton: decodes weights in registers and multiplies tiles on tensor cores; weights take "
+        summary="Triton: dequantizes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
         supports=support.why_no_fused_kernel,
         pays=support.why_slower_portable_gemm,

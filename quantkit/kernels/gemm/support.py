@@ -226,7 +226,7 @@ def why_slower_small_m(problem: Problem) -> str | None:
         (_spills_codes(problem), f"it lacks registers for codes of {problem.scheme.format.bits} bits"),
         (
             _wgmma_is_faster(problem),
-            f"tiles decode {problem.scheme.format.bits} bits faster for as many rows",
+            f"tiles dequantize {problem.scheme.format.bits} bits faster for as many rows",
         ),
     )
     reason = _first(reasons)

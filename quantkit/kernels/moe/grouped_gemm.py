@@ -283,7 +283,7 @@ def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
     if row in {kernel.name for kernel in sharing}:
         return ""
     if grouping.rows > SMALL_BLOCK_ROWS:
-        reason: str | None = f"tiles are faster for segments of up to {grouping.rows} pairs"
+        reason: str | None = f"tiles are faster for blocks of up to {grouping.rows} routed tokens"
     else:
         reason = fused_kernels.why_not_shared(problem, grouping.matrices)
         if reason is None and not forced_kernel():
@@ -295,8 +295,8 @@ def _check(x: torch.Tensor, order: torch.Tensor) -> None:
     """Raise `KernelError` unless `x` [T or P, K] and `order` [P] fit."""
     if x.dim() != 2 or order.shape[0] % max(x.shape[0], 1):
         raise KernelError(
-            f"x has shape {tuple(x.shape)} for {order.shape[0]} pairs; it must be [T, K], with a row per "
-            "token or per pair."
+            f"x has shape {tuple(x.shape)} for {order.shape[0]} routed tokens; it must be [T, K], with a row "
+            "per token or per routed token."
         )
     if x.dtype not in ACTIVATION_DTYPES:
         raise KernelError(f"x is {x.dtype}; cast it to bfloat16 or float16.")

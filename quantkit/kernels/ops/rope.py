@@ -111,7 +111,7 @@ def rotate_append(
         q            [B, H, T, D]              cos, sin  [B or 1, 1, T, D]
         k            [B, H', T, D]             keys      [B, H', L, D]
         v            [B, H', T, V]             values    [B, H', L, V]
-        held         [] or [1] int64: tokens that the cache has
+        cache_length [] or [1] int64: tokens that the cache has
 
     A token without room in the cache is not written, and its row of q becomes NaN. With `norms`, heads of q
     and k are normed first; their weights are read before PDL's wait.

@@ -74,7 +74,7 @@ def rotate_append(
         q     [B, QUERIES, T, 2 H]     cos, sin  [B, T, 2 H]
         k     [B, HEADS, T, 2 H]       keys      [B, HEADS, LENGTH, 2 H]
         v     [B, HEADS, T, V]         values    [B, HEADS, LENGTH, V]
-        y     [B, QUERIES, T, 2 H]     held      [] int64: tokens in the cache
+        y     [B, QUERIES, T, 2 H]     cache_length [] int64: tokens in the cache
 
     Grid: (B * T, QUERIES + 2 HEADS): a program has one head of q, k or v of one token. A token without room
     in the cache is not written, and its `y` is NaN.

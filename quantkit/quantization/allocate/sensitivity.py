@@ -118,6 +118,7 @@ class _Measurement:
         wanted = {block.name: _Wanted.of(block, schemes) for block in blocks}
         steps = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in wanted.values())
         self._step = counting(steps, self._report)
+        self._decoder.check_runs(tokens[:1])
         home, losses, counts = Home(torch.device("cpu")), dict[str, tuple[float, ...]](), {}
         with self._decoder.passes() as start:
             passes = list(self._workers.map(lambda one: start(one, home, grad=True), batches))

@@ -544,7 +544,7 @@ def test_y_is_gated_where_that_pays() -> None:
     for text, one in {
         "halves of 4112 rows": problem(n=4112),
         "as fast from M=3": problem(3),
-        "x and sums of pairs take": replace(problem(), gpu=small),
+        "x and sums of gate and up take": replace(problem(), gpu=small),
     }.items():
         reason = row.no_gate(one, DecodeTile())
         assert reason is not None and text in reason, reason

@@ -229,18 +229,18 @@ def test_refusals_say_what_is_in_the_way() -> None:
         "4100 columns are no multiple of 8": problem(k=4100),
         "a Triton whose Gluon compiles": replace(problem(), features=GPU_FEATURES - {"gluon"}),
         "bfloat16 or float16": replace(problem(), dtype=torch.float32),
-        "x takes 458752 bytes of shared memory in 8 parts": problem(m=32, k=8 * 7168),
+        "x takes 458752 bytes of shared memory with split-K 8": problem(m=32, k=8 * 7168),
     }
     for text, one in said.items():
         reason = row.supports(one)
         assert reason is not None and text in reason, reason
     assert row.supports(problem()) is None
     assert "one of 4, 8, 16, not 2" in str(small_m_launch.TILING.why_not(problem(), SmallMTile(2)))
-    assert "there are no 8 parts of 5 units" in str(
+    assert "there are no 8 splits of 5 k_steps" in str(
         small_m_launch.TILING.why_not(problem(k=640), SmallMTile(8, 8))
     )
     reason = str(small_m_launch.TILING.why_not(problem(name="nf4"), SmallMTile(8)))
-    assert "x and the values of codes take 163840 bytes of shared memory in 1 parts" in reason
+    assert "x and the values of codes take 163840 bytes of shared memory with split-K 1" in reason
     assert small_m_launch.TILING.why_not(problem(name="nf4"), SmallMTile(16)) is None
 
 

@@ -303,7 +303,7 @@ def test_large_scores_do_not_overflow(chunks):
 def test_how_keys_are_shared_out(batch, length, number, chunks):
     plan, found = attention._plan(attention._Sizes(8 * batch, 4, 128, 128, 2), length, 132)
     assert (plan, found) == (PLANS[number], chunks)
-    assert found * plan.warps <= attention.MOST_PIECES
+    assert found * plan.warps <= attention.MAX_SPLITS
 
 
 def test_longer_keys_are_fewer_at_a_time_and_more_query_heads_are_other_programs():

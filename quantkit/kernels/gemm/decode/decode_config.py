@@ -1,4 +1,12 @@
-"""Compile-time config of `fused-gemv`. Processes that only compile import it, so it does not import torch."""
+"""Compile-time configuration of `fused-gemv`. Free of torch, as processes that only compile import it.
+
+Units of K in the kernel, from small to large, and x in shared memory:
+
+    MMA        16 columns of floats, 32 of int8 (`mma_k`)
+    MMA pair   2 MMAs: their B operands are one 16-byte load per lane, a vec4
+    k_step     128 columns, or a span where that is longer: what a warp dequantizes at a time
+    x          vec4s [padded MMA pairs * column groups, W warps, lanes]
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,17 +1,23 @@
-"""Decode GEMV and GEMM for up to 16 rows of x: codes stream through registers past an x in shared memory.
+"""Decode GEMM for M <= 16: y [M, N] = x [M, K] W^T, with K sliced over the warps of a program.
 
-    program      row tile 0, row tile 1, ...
-           K ->  | warp 0 | warp 1 | ... |     each warp: x of its columns, codes loaded some k_steps ahead
+The warps of a program share its row tiles, 16 rows of W each, and divide the columns:
 
-The warps of a program divide the columns of K (sliced-K). Each has the x of its columns in shared memory. It
-handles one row tile after the other, or two row tiles with one load of x. The sums of the warps go to shared
-memory, and are added when all warps have read their last code.
+                  warp 0            warp 1           ...   warp W - 1
+    columns       k_steps_per_warp  k_steps_per_warp ...   k_steps_per_warp k_steps
+    x             own columns, staged in shared memory once
+    codes         global memory -> registers, `S.prefetch` k_steps early -> dequantize -> mma
+    row tile 0    partial sums      partial sums     ...   partial sums       float32, shared memory
+    row tile 1    ...                                                         the epilogue adds over warps
 
-Products are of 16-bit floats, or of 8-bit integers and digits of x
-(`quantkit.kernels.gluon.stage_x_per_warp`). The latter are exact, and dequantizing takes a third of the
-instructions. Tensors of the loop are vec4s [W warps, 32 lanes, 4 registers], or words [W, 32].
+No warp waits for another between staging x and the last code. With `S.tiles_per_iter` 2, two row tiles are
+multiplied with each B fragment that is loaded.
 
-`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x
+(`quantkit.kernels.gluon.stage_x_per_warp`). Sums of int8 are exact, and dequantizing takes a third of the
+instructions. Written in Gluon, where a thread's values have names: a vec4 is [W warps, 32 lanes, 4
+registers], a word [W, 32].
+
+`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`: all that is known at compile time.
 """
 # mypy: ignore-errors
 
@@ -55,19 +61,21 @@ def decode_gemm(
     x, other, norm, total, squares, codes, scale, zero, factor, lut, bias, y, M, N, ROW_TILES, REMAINDER,
     order, expert_blocks, S: gl.constexpr,
 ):  # fmt: skip
-    """Write y [M, N] = x W^T for x [M, K]. Grid: (programs,), with experts (expert blocks, programs).
+    """Compute y [M, N] = x [M, K] W^T for the row tiles of a program. Grid: ([expert blocks,] programs).
 
-    A program has ROW_TILES row tiles, the first REMAINDER programs have one more. Each warp has
-    `S.k_steps_per_warp` k_steps of their columns. With `S.gate` these numbers count pairs of gate and up.
+    A program has ROW_TILES row tiles, the first REMAINDER programs one more. With `S.gate` it has as many
+    gate tiles and as many up tiles, and y is [M, N / 2]. Codes are loaded `S.prefetch` k_steps before their
+    MMA. With several iterations, `S.prefetch` divides the k_steps of one, so that each loaded k_step keeps
+    its registers.
 
-    An iteration has `S.tiles_per_iter` row tiles. Codes are loaded `S.prefetch` k_steps ahead; with several
-    iterations that divides the k_steps of each, so that each k_step has registers of its own.
+        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
+        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        factor [matrices] float32      divisor of the whole tensor
+        other, norm, total, squares    tensors of an RMSNorm (`quantkit.kernels.problem.Normed`); norm: weight
+        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
 
-    `other`, `norm` (weights), `total` and `squares` belong to a norm (`quantkit.kernels.problem.Normed`).
-
-    With `expert_blocks` [P, 3], rows of x and y are the routed tokens of a block
-    (`quantkit.kernels.moe.permute_kernels`). The weight is then the `S.matrices` matrices of its expert, one
-    above the other.
+    With `expert_blocks`, rows of x and y are the routed tokens of one block, and W is the `S.matrices`
+    matrices of its expert, one above the other.
     """
     PREFETCH: gl.constexpr = S.prefetch
     FILL: gl.constexpr = S.fill
@@ -183,7 +191,7 @@ def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _tail(ring):
-    """Return a ring without its first k_step."""
+    """Return the ring of loaded k_steps, vec4s [W, 32, 4] int32 and scale words, without its first."""
     tail = ()
     for number in gl.static_range(1, len(ring)):
         tail = tail + (ring[number],)
@@ -279,7 +287,7 @@ def _dequant_registers(words, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Dequantize a span of each row tile of the iteration."""
+    """Return operand A registers of a span, [W, 32, 4] int32, for each row tile of the iteration."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     TILES: gl.constexpr = S.tiles
     dequant_registers = ()
@@ -346,7 +354,7 @@ def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, 
 
 @gluon.jit
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Add the product of operand A with half HALF of the vec4s of x to `sums`, for each group of columns."""
+    """Return `sums` [W, 32, 4] plus the MMA of A with half HALF of each vec4 in `x`, per column group."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -356,7 +364,7 @@ def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _with_scales(total, sums, scales, S: gl.constexpr):
-    """Add the sums of a dot times the scales of rows to `total`, for each group of columns."""
+    """Return `total` plus `sums` times `scales`, all [W, 32, 4], for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):

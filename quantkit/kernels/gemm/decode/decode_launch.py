@@ -238,7 +238,7 @@ def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
     needed = max(shared_memory(tile, problem, gate, _ENDED) for gate in gates)
     most = program_memory(problem) // tile.occupancy
     if needed > most:
-        return f"x, sums and roots take {needed} bytes of shared memory, of {most} that there are"
+        return f"x, sums and the RMS take {needed} bytes of shared memory, of {most} that there are"
     return None
 
 
@@ -250,7 +250,7 @@ def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
         return f"a launch of its own is as fast from M={MOST_GATED + 1} on"
     needed, most = shared_memory(tile, problem, gate="silu"), program_memory(problem) // tile.occupancy
     if needed > most:
-        return f"x and sums of pairs take {needed} bytes of shared memory, of {most} that there are"
+        return f"x and sums of gate and up take {needed} bytes of shared memory, of {most} that there are"
     return None
 
 
@@ -294,8 +294,8 @@ def _loses(problem: Problem, tile: DecodeTile) -> str | None:
             found * both > max(2 * both, prefetch_in_registers(problem, tile) + 1),
             "codes take too many registers",
         ),
-        (bool(smaller), "it is the same as with fewer units ahead"),
-        (tile.warps > shape.k_steps, "there are fewer units of columns than warps"),
+        (bool(smaller), "it is the same as with a smaller prefetch"),
+        (tile.warps > shape.k_steps, "there are fewer k_steps than warps"),
     )
     return next((reason for loses, reason in reasons if loses), None)
 

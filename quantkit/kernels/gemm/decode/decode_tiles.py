@@ -19,11 +19,13 @@ MOST_ROW_TILES = 64
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Launch configuration of `fused-gemv`.
+    """Tile of `fused-gemv`.
 
-    `warps` per program; `occupancy`, the programs of a multiprocessor at once; `tiles_per_iter`, the row
-    tiles multiplied with one load of x; `prefetch`, the most k_steps whose codes are loaded ahead;
-    `int8_mma`, whether products are of 8-bit integers.
+    warps           warps of a program, which divide the columns
+    occupancy       programs per multiprocessor
+    tiles_per_iter  row tiles that are multiplied with each B fragment that is loaded
+    prefetch        k_steps that codes are loaded early, at most
+    int8_mma        multiply int8 codes with the int8 digits of x
     """
 
     warps: int = 8

@@ -16,7 +16,14 @@ def dequantize(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     PLANES: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write rows 16 * `first` to N of the weight to `out` [.., K]. Grid: (row tiles / W, spans / C)."""
+    """Write rows 16 * `first` to N of W to `out` [rows, K], in the dtype of `out`. Grid: (row tiles / W,
+    spans / C).
+
+    A program has W row tiles of 16 rows, one per warp, and C spans of columns.
+
+        codes, scale, zero, lut   the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        factor [1] float32        divisor of the whole tensor, with HAS_FACTOR
+    """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = C * SPAN
     B: tl.constexpr = COLUMNS // 128

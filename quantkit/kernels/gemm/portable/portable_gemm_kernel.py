@@ -1,15 +1,14 @@
-"""Portable GEMM for tens to hundreds of rows of x: y^T = W x^T in tiles, W dequantized in registers as
-operand A.
+"""Portable GEMM with `tl.dot` for tens to hundreds of rows of x: y^T = W x^T, W dequantized in registers.
 
-Scales multiply weights, in the dtype of x. To scale sums instead, each product would have to end before the
-next starts. With few rows of x sums are scaled all the same, as they are fewer than weights.
+    program     [16 * RT * ACCUMULATORS rows of W] x [BM rows of x], all columns or one split of them
+    step        128 columns, or a span: load codes and x -> dequantize -> tl.dot, W as operand A
 
-A program has one or two accumulators, each of some row tiles. With two, the weights of one are dequantized
-while the tensor cores multiply those of the other. Programs that would run last and leave multiprocessors
-idle may be split along K: they write float32 sums, which `reduce_splits` adds.
+Scales multiply the weights, in the dtype of x. For BM <= 32 and groups of whole steps they multiply the
+float32 sums of a step, which are fewer than its weights.
 
-With `expert_blocks`, rows of x and y are the routed tokens of a block
-(`quantkit.kernels.moe.permute_kernels`). Outputs of the MATRICES matrices of its expert are adjacent.
+With two accumulators, the weights of one are dequantized while the tensor cores multiply those of the other.
+The programs of the last wave may be split by columns (split-K): they store float32 sums, which
+`reduce_splits` adds up.
 """
 # mypy: ignore-errors
 
@@ -41,14 +40,22 @@ def portable_gemm(
     SYNC_MMA: tl.constexpr, WAIT_PTX: tl.constexpr, TILES_OF_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write y [M, N] = x W^T for x [M, K]. An accumulator has RT row tiles and BM rows of x.
+    """Compute y [M, N] = x [M, K] W^T. Grid: (UNSPLIT + split tiles * SPLIT_K,).
 
-    Tiles from UNSPLIT on are divided among SPLIT_K programs each, which write `sums`, float32 [SPLIT_K,
-    tiles, BM, rows]. Without SPLIT_LAST_WAVE, UNSPLIT is 0.
+        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
+        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        factor [matrices] float32      divisor of the whole tensor
+        sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]
+        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
 
-    Unless FP16_SCALE is None, a step is summed in float16, with weights times FP16_SCALE. WAIT_PTX is PTX
-    that waits until the registers of the last weights may be written again. With `expert_blocks`, M is BM *
-    TILES_OF_BLOCK for each of them, and nothing is split.
+        RT, ACCUMULATORS   row tiles per accumulator; accumulators
+        SPLIT_LAST_WAVE    tiles before UNSPLIT are whole; else UNSPLIT is 0
+        FP16_SCALE         accumulate a step in float16, with weights times FP16_SCALE; None: in float32
+        SYNC_MMA           wait for each product at once
+        WAIT_PTX           waits until registers of the last weights of an accumulator may be overwritten
+
+    With `expert_blocks`, M is BM * TILES_OF_BLOCK per block, nothing is split, and the outputs of the
+    MATRICES matrices of an expert are side by side: y [P, MATRICES * N].
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
@@ -157,9 +164,9 @@ def portable_gemm(
 
 @triton.jit
 def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
-    """Return which tile of rows of x, and which of the weight, tile number `tile` is.
+    """Return (tile of rows of x, tile of rows of W) of tile `tile` in a grid [column_tiles, row_programs].
 
-    GROUP_M tiles with the same weights are adjacent, so that they share rows of x and weights in L2.
+    Up to GROUP_M tiles with the same rows of W are adjacent, and share them in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)

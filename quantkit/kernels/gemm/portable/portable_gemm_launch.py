@@ -54,15 +54,15 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class PortableGemmTile:
-    """Launch configuration of `fused-portable`: row tiles of an accumulator, rows of x, splits of K, warps,
-    stages.
+    """Tile of `fused-portable`.
 
-    With `fp16_accumulation`, products of a step (128 columns, or a span) are summed in float16, and steps in
-    float32. With two `accumulators`, the weights of one are dequantized while those of the other are
-    multiplied.
-
-    `occupancy` is the programs of a multiprocessor at once. Only the last wave is then split along K, if it
-    does not fill all multiprocessors. 0 splits all programs.
+    row_tiles          row tiles, 16 rows of W, per accumulator
+    block_m            rows of x
+    split_k            programs that divide the columns of a split output tile
+    warps, stages      of a program, and of Triton's software pipeline
+    fp16_accumulation  accumulate a step in float16, and add steps in float32
+    accumulators       2: dequantize the weights of one while those of the other are multiplied
+    occupancy          programs per multiprocessor; only tiles of the last, partial wave are split; 0: all are
     """
 
     row_tiles: int
@@ -161,7 +161,7 @@ def _why_not(problem: Problem, tile: PortableGemmTile) -> str | None:
         return "torch.backends.cuda.matmul.allow_fp16_accumulation is not set, or x is not float16"
     shape = shape_of(problem)
     if tile.accumulators > 1 and shape.span > 128:
-        return f"two chains take spans of up to 128 columns, {shape.bits} bits have {shape.span}"
+        return f"two accumulators take spans of up to 128 columns, {shape.bits} bits have {shape.span}"
     if shape.k_steps % tile.split_k:
         return f"{shape.k_steps} steps are not divided by a split of {tile.split_k}"
     return None
@@ -184,14 +184,17 @@ def _loses(problem: Problem, tile: PortableGemmTile) -> str | None:
         # `shared_memory` is an upper bound.
         (shared > program_memory(problem) * 5 // 4, f"stages would take {shared} bytes of shared memory"),
         (tile.occupancy and not split_k, "no columns are split"),
-        (occupancy and (tiles < occupancy or tiles % occupancy == 0), "no round is partly filled"),
+        (occupancy and (tiles < occupancy or tiles % occupancy == 0), "no wave is partly filled"),
         (
             split_k and not occupancy and tiles * tile.split_k > 8 * processors(problem),
             "there are programs enough",
         ),
         (tile.accumulators > 1 and "wgmma" not in problem.features, "products are waited for at once"),
         (tile.accumulators > 1 and tile.fp16_accumulation, "sums in float16 are added up at once"),
-        (tile.accumulators > 1 and tile.row_tiles < tile.warps, "a chain has too few rows for its warps"),
+        (
+            tile.accumulators > 1 and tile.row_tiles < tile.warps,
+            "an accumulator has too few rows for its warps",
+        ),
     )
     return next((reason for loses, reason in reasons if loses), None)
 

@@ -1,11 +1,13 @@
-"""Portable GEMV for a few rows of x: every packed byte goes from memory to registers once.
+"""Portable GEMV with `tl.dot` for M <= 32: every packed byte goes from memory to registers once.
 
-A program computes 16 * R rows of y^T. Its W warps divide the columns, by a batched `tl.dot` whose batch is
-groups of DOT columns: NG of them per warp and step. Programs have nothing to add between them, and every sum
-has one order. Scales multiply the float32 sums of their columns.
+A program computes 16 * R rows of y^T. Its W warps divide the columns, through a batched `tl.dot` whose batch
+is groups of DOT columns, NG per warp and step:
 
-With `expert_blocks`, rows of x and y are the routed tokens of a block
-(`quantkit.kernels.moe.permute_kernels`). Outputs of the MATRICES matrices of its expert are adjacent.
+    batch        NG * W products of [16 * R rows of W, DOT] x [DOT, BM rows of x]
+    step         W * NG * DOT columns
+    at the end   sums over the batch, scale, bias, store: no second launch, one order of additions
+
+Scales multiply the float32 sums of their columns, or weights for groups of 16.
 """
 # mypy: ignore-errors
 
@@ -37,10 +39,20 @@ def portable_gemv(
     UNROLL: tl.constexpr, PREDICATE_X: tl.constexpr, ONE_ACCUMULATOR: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write y [M, N] = x W^T for x [M, K]. Grid: (row tiles / R,), with experts (expert blocks, programs).
+    """Compute y [M, N] = x [M, K] W^T, M <= BM. Grid: (programs,), or (expert blocks, programs * MATRICES).
 
-    UNROLL steps are unrolled. With PREFETCH, codes are loaded a step ahead. PREDICATE_X masks rows of x
-    beyond M. With ONE_ACCUMULATOR, scaled sums of all dots share registers.
+        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
+        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        factor [matrices] float32      divisor of the whole tensor
+        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+
+        PREFETCH          load the codes of the next step before this one is multiplied
+        UNROLL            steps per loop iteration
+        PREDICATE_X       mask loads of rows of x from M on, instead of repeating the last row
+        ONE_ACCUMULATOR   add the products of a batch once they are scaled, which takes fewer registers
+
+    With `expert_blocks`, the outputs of the MATRICES matrices of an expert are side by side: y [P, MATRICES *
+    N].
     """
     SPAN: tl.constexpr = 16 * PLANES
     # Steps are padded to whole iterations of UNROLL.
@@ -155,7 +167,9 @@ def _load_step(
     EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load codes, scales and zero-points of a step; 0 if there are none."""
+    """Load code words [W, L, 256] int16 per register of a step, and scales and zero-points [4, 8, W, L, V,
+    2]; 0 where there are none.
+    """
     tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
     s = 0
     z = 0

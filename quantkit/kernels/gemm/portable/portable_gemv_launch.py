@@ -47,13 +47,15 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class PortableGemvTile:
-    """Launch configuration of `fused-portable-gemv`.
+    """Tile of `fused-portable-gemv`.
 
-    `warps` divide the columns, `columns` per warp and step. `row_tiles` per program; `prefetch`, whether
-    loads run a step ahead; `unroll`, the most unrolled steps, limited by the instruction cache.
-
-    With `predicate_x` rows of x beyond M are masked, so that their warp lanes load nothing. With
-    `one_accumulator` sums are added as soon as they are scaled, which takes fewer registers.
+    warps            warps of a program, which divide the columns
+    columns          columns of a warp per step
+    row_tiles        row tiles, 16 rows of W, of a program
+    prefetch         load the codes of the next step before this one is multiplied
+    unroll           steps unrolled at most; longer code misses the instruction cache
+    predicate_x      mask loads of rows of x from M on, instead of repeating the last row
+    one_accumulator  add the products of a step once they are scaled, which takes fewer registers
     """
 
     warps: int = 4

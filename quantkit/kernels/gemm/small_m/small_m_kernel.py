@@ -1,18 +1,16 @@
-"""Small-M GEMM, up to 32 rows of x: each warp has 16 rows of W, all warps share one x in shared memory.
+"""Small-M GEMM for M <= 32, with optional split-K: y [M, N] = x [M, K] W^T; warps share x in shared memory.
 
-    program    K ->  chunk 0 | chunk 1 | ...        x [M, chunk] in shared memory for all warps
-    warp 0           row tile 0, its codes loaded 2 or 4 k_steps ahead
-    warp 1           row tile 1
+Each warp of a program owns a row tile, 16 rows of W, and all columns of the program's split:
 
-Each warp dequantizes its codes as operand A. Nothing is added between warps, and after x has come no warp
-waits for another, except the four warps of a `wgmma`. If N has few row tiles, K is divided into splits, whose
-sums `quantkit.kernels.gluon.split_k_reduce` adds.
+    shared memory   x [M, K / SPLIT_K], copied by cp.async in chunks
+    warp 0          row tile 0: codes -> registers, PREFETCH k_steps early -> dequantize -> mma or wgmma
+    warp 1          row tile 1: ...
+    SPLIT_K > 1     float32 sums go to `sums`, which `gluon/split_k_reduce.py` adds up in a second launch
 
-With `expert_blocks`, rows of x and y are the routed tokens of a block
-(`quantkit.kernels.moe.permute_kernels`). The weight is then the MATRICES matrices of its expert, one above
-the other.
+Warps add nothing up among each other. After x has arrived none waits for another, except that the four warps
+of a `wgmma` start it together.
 
-Written in Gluon: Triton cannot express that warps share operand B but not operand A.
+Written in Gluon, as plain Triton cannot let warps share operand B and keep an operand A of their own.
 """
 # mypy: ignore-errors
 
@@ -72,28 +70,34 @@ def small_m_gemm(
     ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, WGMMA: gl.constexpr, TOP_K: gl.constexpr,
     MATRICES: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Write y [M, N] = x W^T for x [M, K]. Grid: (row tile groups * SPLIT_K,), experts first if there are
-    any.
+    """Compute y [M, N] = x [M, K] W^T for the row tiles and the split of a program.
 
-    A program has ROW_TILES row tiles, at most one per warp (W), and K_STEPS k_steps. x comes in chunks of
-    CHUNK k_steps, zeros beyond K. Shared memory has room for all of them and PADDING_CHUNKS more. Codes are
-    loaded PREFETCH k_steps ahead.
+    Grid: ([expert blocks,] programs * SPLIT_K). A program has ROW_TILES row tiles, up to one for each of its
+    W warps, and K_STEPS k_steps of columns, with zeros for x beyond K.
 
-    With ROLLED, chunks after the first are one loop that waits for all of x; otherwise code is unrolled.
+        x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
+        squares [M, K / 16] float32    sums of squares of a begun RMSNorm, with NORM_EPS
+        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        sums float32                   [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
+        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
 
-    Scales of STAGED_BLOCKS blocks come to shared memory with the first chunk. If it is 0, each warp loads
-    scales a chunk ahead. With ALIGNED_SPLITS all splits have the same number of k_steps and whole blocks of
-    scales, so that offsets are constants.
+        CHUNK            k_steps of x that are copied and waited for together
+        PADDING_CHUNKS   chunks allocated in place of the lookup table, which Triton does not count
+        PREFETCH         k_steps that codes are loaded early: 2 or 4
+        ROLLED           chunks after the first are a loop that waits for all of x; else all are unrolled
+        STAGED_BLOCKS    scale blocks copied to shared memory with the first chunk; 0: loaded one chunk early
+        ALIGNED_SPLITS   splits have equal k_steps and whole scale blocks: offsets are constants
+        WGMMA            dequantize while the tensor cores multiply with the fragment before
+        GATE             activation; row tiles alternate between gate and up, and y is [M, N / 2]
 
-    With WGMMA, warps dequantize while the product before runs. With SPLIT_K > 1, `sums` is float32 [SPLIT_K,
-    row tiles, BM, 16] for each expert block. With GATE, row tiles are pairs of gate and up. With NORM_EPS,
-    the norm of x is ended (`quantkit.kernels.problem.Normed`).
+    With `expert_blocks`, rows of x and y are routed tokens, row p // TOP_K of x for token p. W is the
+    MATRICES matrices of the block's expert, one above the other.
     """
     K_STEP: gl.constexpr = k_step_columns(PLANES)
     SUBTILES: gl.constexpr = K_STEP // 128
     C: gl.constexpr = K_STEP // (16 * PLANES)
     CHUNKS: gl.constexpr = K_STEPS // CHUNK
-    LAST_UNIT: gl.constexpr = SPANS // C - 1
+    LAST_K_STEP: gl.constexpr = SPANS // C - 1
     CODES: gl.constexpr = codes_layout(W, C)
     STORED: gl.constexpr = scale.dtype.element_ty
     ZERO: gl.constexpr = zero.dtype.element_ty
@@ -132,7 +136,7 @@ def small_m_gemm(
     # Warps without a row tile load nothing.
     mask = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
     # No split loads k_steps of another one.
-    end = K_STEPS - 1 if ALIGNED_SPLITS else gl.minimum(K_STEPS - 1, LAST_UNIT - begin)
+    end = K_STEPS - 1 if ALIGNED_SPLITS else gl.minimum(K_STEPS - 1, LAST_K_STEP - begin)
     tile = gl.arange(0, W, gl.SliceLayout(1, scale_words_layout(W, 1)))
     tile = row_tile_of_warp(tile, first, last, ROW_TILES, N, GATE != "")
     scales_at = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, scale_words_layout(W, 1))), 0)
@@ -283,7 +287,9 @@ def _load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Load words of scales and zero-points for each 128 columns of COUNT k_steps; 0 if there are none."""
+    """Load words [W, 8, ...] of scales and zero-points for each 128 columns of COUNT k_steps; 0 where there
+    are none.
+    """
     scales_at, scales, zeros, begin, first_block = (
         pointers[2],
         pointers[3],
@@ -313,7 +319,7 @@ def _load_scale_words(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Load the words of a block, from shared memory if scales are staged there."""
+    """Load the scale words of block `block`, from shared memory if STAGED_BLOCKS, else from `values`."""
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
     else:
@@ -331,8 +337,10 @@ def _multiply(
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of CHUNK k_steps from `number` on; return total, ring of codes and values of the next
-    chunk.
+    """Add the MMAs of a chunk to `total` float32 [16 W, BM], from k_step `number` on.
+
+    Returns the sums, the ring of loaded codes, and the scales of the next chunk. IS_LAST skips loads past the
+    end.
     """
     SUBTILES: gl.constexpr = k_step_columns(PLANES) // 128
     C: gl.constexpr = k_step_columns(PLANES) // (16 * PLANES)

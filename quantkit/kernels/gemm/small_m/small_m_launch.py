@@ -57,10 +57,12 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class SmallMTile:
-    """Launch configuration of `fused-small-m`: warps of a program, splits of K, k_steps that codes are loaded
-    ahead.
+    """Tile of `fused-small-m`.
 
-    With `wgmma` four warps multiply together, and dequantize the next k_step meanwhile.
+    warps     warps of a program, each with a row tile
+    split_k   programs that divide the columns of a row tile
+    prefetch  k_steps that codes are loaded early
+    wgmma     multiply with `wgmma`, asynchronous, instead of `mma`
     """
 
     warps: int = 16
@@ -266,7 +268,7 @@ def experts_tile(problem: Problem, weights: int) -> SmallMTile:
 def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
     """Return why y cannot be gated; None if it can. A program then has whole sums of gate and up."""
     if tile.split_k > 1:
-        return "sums of parts are added up in a launch of their own"
+        return "split-K adds sums up in a launch of its own"
     if problem.m < LEAST_GATED:
         return f"it was not seen to be faster than a launch of its own below M={LEAST_GATED}"
     return why_no_gate_up_tiles(problem)
@@ -277,7 +279,7 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
     if part == "whole":
         return "it copies x as it is"
     if part == "begin":
-        return None if tile.split_k > 1 else "it writes y as it is where no parts are added up"
+        return None if tile.split_k > 1 else "without split-K it writes y as it is"
     return _why_too_large(problem, tile, rms_bytes(problem.m))
 
 
@@ -296,7 +298,7 @@ def _why_not(problem: Problem, tile: SmallMTile) -> str | None:
     if (reason := _why_too_large(problem, tile)) is not None:
         return reason
     if tile.split_k > shape.k_steps:
-        return f"there are no {tile.split_k} parts of {shape.k_steps} units of columns"
+        return f"there are no {tile.split_k} splits of {shape.k_steps} k_steps"
     return None
 
 
@@ -308,7 +310,7 @@ def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | No
     if needed <= most:
         return None
     what = "x and the values of codes take" if table else "x takes"
-    return f"{what} {needed} bytes of shared memory in {tile.split_k} parts, of {most} that there are"
+    return f"{what} {needed} bytes of shared memory with split-K {tile.split_k}, of {most} that there are"
 
 
 def _loses(problem: Problem, tile: SmallMTile) -> str | None:
@@ -317,8 +319,8 @@ def _loses(problem: Problem, tile: SmallMTile) -> str | None:
     busy = row_tiles(tile, shape, count) * RESIDENT_WARPS // tile.warps
     more = row_tiles(SmallMTile(tile.warps, 1), shape, count) * RESIDENT_WARPS // tile.warps
     reasons = (
-        (2 * busy < RESIDENT_WARPS and tile.split_k < 8, "more parts would keep more warps busy"),
-        (tile.split_k > 1 and more == RESIDENT_WARPS, "without parts all warps are busy"),
+        (2 * busy < RESIDENT_WARPS and tile.split_k < 8, "more splits would keep more warps busy"),
+        (tile.split_k > 1 and more == RESIDENT_WARPS, "without split-K all warps are busy"),
     )
     return next((reason for loses, reason in reasons if loses), None)
 

@@ -1,13 +1,17 @@
-"""Warp-specialized WGMMA GEMM for many rows of x on Hopper: y^T = W x^T, with stream-K.
+"""Warp-specialized WGMMA GEMM for Hopper, any M: y^T = W x^T, persistent over tiles, with optional stream-K.
 
-    1 warp                  TMA copies of blocks of x, as far ahead as shared memory has room
-    2 or 3 warp groups      64 rows of W each: dequantize operand A in registers, then wgmma
+    producer, 1 warp         TMA: x [BM, 128] global -> ring of STAGES buffers in shared memory
+    consumer 0, 4 warps      rows 0 to 63 of W: codes -> registers -> dequantize -> A of wgmma
+    consumer 1, 4 warps      rows 64 to 127
+    (consumer 2, 4 warps     rows 128 to 191, with BN = 192)
 
-While one warp group dequantizes, the tensor cores run the product of another. A program does one tile after
-the other. Tiles that are left when some programs have none may be shared out along K: stream-K,
-`gluon/stream_k.py`.
+    full[stage]              the producer's copy has arrived
+    empty[stage]             all consumers have multiplied with it
 
-Written in Gluon: Triton cannot express which warps do what. `portable_gemm` computes the same in Triton.
+While one consumer dequantizes, the tensor cores run the products of another. A program takes one output tile
+after the other. The tiles of the last wave may be shared by columns: stream-K, `gluon/stream_k.py`.
+
+Written in Gluon, as plain Triton cannot assign roles to warps. `portable_gemm` computes the same without.
 """
 # mypy: ignore-errors
 
@@ -47,14 +51,22 @@ def wgmma_gemm(
     BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Write y [M, N] = x W^T. `x` is a TMA descriptor of [M, K] in boxes of [up to 64, 128], zeros beyond.
+    """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
 
-    A tile is BN rows of the weight times BM rows of x. A step is two k_steps, each of BLOCK_K columns, or of
-    a span if that is longer. Codes are loaded PREFETCH k_steps ahead, one or two. BLOCK_K columns, 128 or
-    256, are dequantized and multiplied at a time, with an expression for each BLOCK_K of a k_step.
+        x                           TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
+        codes, scale, zero, lut     the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        factor [1] float32, bias [N], y [M, N]; y is passed as bias where there is none
+        sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
 
-    N is a multiple of STORE_VECTOR, up to 8. GROUPS is 1, or 2 for several groups. `sums`, WHOLE_TILES,
-    STEPS_PER_PROGRAM, TILE_STRIDE and TOKEN are for stream-K (`gluon/stream_k.py`).
+        BN, BM           rows of W (128 or 192) and of x of a tile
+        BLOCK_K          columns dequantized and multiplied at a time: 128 or 256
+        PREFETCH         k_steps that codes are loaded early: 1 or 2
+        REGISTERS        registers of a consumer thread; the producer keeps 24
+        STORE_VECTOR     values that a thread stores at once; it divides N
+        GROUP_M          tiles of rows of x that run next to each other and share weights in L2
+
+    A k_step has BLOCK_K columns, or a span where that is longer, and a step two k_steps. ASM and CONSTRAINTS
+    have an entry for each BLOCK_K of a k_step. GROUPS is 1 or 2: one scale per row, or several.
     """
     TMA_ROWS: gl.constexpr = x.block_shape[0]
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BM, 128], x.layout)
@@ -115,9 +127,9 @@ def _producer(
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copy blocks of x to shared memory, in the order in which `_consumer` takes them.
+    """Copy blocks of x [BM, 128] to shared memory by TMA, in the order in which `_consumer` takes them.
 
-    Boxes without a row of x are not copied: their outputs are masked.
+    Boxes without a row of x are not copied; their outputs are not stored.
     """
     if PDL:
         pdl_launch_dependents()
@@ -155,7 +167,7 @@ def _consumer(
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows of each tile, those of warp group `group`."""
+    """Dequantize and multiply rows [64 * `group`, + 64] of each tile of W, for BM rows of x."""
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
@@ -304,7 +316,7 @@ def _prologue(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Return pointers to four row tiles, and the two k_steps of `step` loaded."""
+    """Return pointers for four row tiles [4, C, 128], and the two loaded k_steps of step `step`."""
     words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
     ring = ()
     for half in gl.static_range(2):
@@ -347,7 +359,9 @@ def _load_k_step(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load the codes of a k_step, and scales and zero-points for each 128 columns; 0 if there are none."""
+    """Load the code words [4, C, 128] int32 of a k_step, and words of scales and zero-points for each 128
+    columns; 0 where there are none.
+    """
     words = ()
     for t in gl.static_range(TILES):
         words = words + (gl.load(words_at + (k_step * (C * TILES) + t) * 128),)
@@ -365,7 +379,7 @@ def _store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
     HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, STORE_VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Scale sums of 64 rows from `row` on, add the bias, and write y for BM rows of x from `m` on."""
+    """Scale accumulators `sums` float32 [64, BM], add the bias, and store them to y [m + BM, row + 64]."""
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
     out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
     # A thread writes STORE_VECTOR adjacent outputs, adjacent threads write adjacent vectors.

@@ -68,7 +68,6 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 #: Distance of the tokens of two launches: 2^64 divided by the golden ratio.
 TOKENS_APART = 0x9E3779B97F4A7C15
 _LAUNCHES = count(1, 2)
-_LAUNCHES = count(1, 2)
 
 
 def wgmma_tile(
@@ -125,7 +124,7 @@ def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
         (problem.m <= 32 < tile.block_m, f"it multiplies {tile.block_m} rows of x"),
         (
             tile.block_m <= 32 and problem.m > 2 * tile.block_m,
-            f"it decodes each weight for {tile.block_m} rows of x",
+            f"it dequantizes each weight for {tile.block_m} rows of x",
         ),
         (tile.block_m > max(64, 2 * problem.m), f"{tile.block_m} rows do not suit {problem.m} rows of x"),
         (
@@ -134,7 +133,7 @@ def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
         ),
         (
             tile.stream_k and tile_schedule(shape_of(problem), problem.m, tile, processors(problem))[2] == 0,
-            "no tile is left that is faster in parts",
+            "no tile of the last wave is faster with stream-K",
         ),
         (
             launch_bounds(tile).occupancy > 1

@@ -38,12 +38,13 @@ REGISTER_MARGIN = 24
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Launch configuration of `fused-wgmma`: `block_m` rows of x and `block_n` rows of the weight per
-    program.
+    """Tile of `fused-wgmma`.
 
-    Codes are loaded `prefetch` steps ahead. With `stream_k`, programs that would be idle at the end share the
-    k_steps of the last tiles. `block_k` columns are dequantized and multiplied at a time: fewer take fewer
-    registers, more keep the tensor cores busy with few rows of x.
+    block_m   rows of x of a program
+    block_n   rows of W: 64 per consumer
+    prefetch  k_steps that codes are loaded early
+    stream_k  share the tiles of the last wave by columns
+    block_k   columns dequantized, then multiplied: 128 take few registers, 256 suit small M
     """
 
     block_m: int = 128
@@ -180,8 +181,8 @@ def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
 
     Scales and zero-points in use take two registers each, for two rows.
     """
-    unit, values = max(tile.block_k, shape.span), (shape.groups > 1) + zeros
-    loaded = unit * shape.bits // 64 + values * max(1, unit // shape.group)
+    k_step, values = max(tile.block_k, shape.span), (shape.groups > 1) + zeros
+    loaded = k_step * shape.bits // 64 + values * max(1, k_step // shape.group)
     used = tile.block_k // 4 + 2 * values * max(1, tile.block_k // shape.group)
     return tile.block_m // 2 + used + tile.prefetch * loaded
 

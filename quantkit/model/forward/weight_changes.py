@@ -1,0 +1,36 @@
+"""What the forward of a model does to weights in place, noted on the meta device to be done to real ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Operation that changes its first argument in place, and its other arguments.
+Change = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+
+
+class WeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that notes changes of `parameters`, by name, in `found`."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, list[Change]] = {}
+        # The tensors are kept, so that no other has their id.
+        self._parameters = {id(tensor): (name, tensor) for name, tensor in parameters.items()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        known = self._parameters.get(id(args[0])) if args else None
+        if known is not None and func._schema.is_mutable:
+            self.found.setdefault(known[0], []).append((func, args[1:], kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def apply_changes(weight: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
+    """Return a copy of `weight` with changes of its parameter."""
+    weight = weight.clone()
+    for function, args, kwargs in changes:
+        function(weight, *args, **kwargs)
+    return weight

@@ -72,7 +72,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             parallel.divide_packed(model)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        self._experts = loading.parameters_of_experts(model)
+        self.note_experts(model)
         if paths:
             check_headers(model, self, paths)
             check_beside(paths)
@@ -93,6 +93,10 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         loading.cast_renamed(model, self._dtypes)
         generation.apply(model)
         return model
+
+    def note_experts(self, model: nn.Module) -> None:
+        """Take note of the packed experts of `model`, before transformers asks how tensors are merged."""
+        self._experts = loading.parameters_of_experts(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
         """Add the merging of experts to which quantkit gave names, before what transformers has.

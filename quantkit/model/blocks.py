@@ -171,9 +171,10 @@ class Decoder:
         return int(self._embedding.embedding_dim)
 
     @contextmanager
-    def passes(self) -> Iterator[StartPass]:
+    def passes(self, read: Callable[[str], torch.Tensor] | None = None) -> Iterator[StartPass]:
         """Yield a function that starts a pass of the model, up to its first block; all end with the context.
 
+        `read` gives parameters outside of blocks by name, by default those of the checkpoint.
         `CheckpointError` if the model does not run on tokens alone.
         """
         started: list[ModelPass] = []
@@ -185,7 +186,7 @@ class Decoder:
 
         blocks = {name: block.module for name, block in self._blocks.items()}
         with ExitStack() as stack:
-            self._outer = stack.enter_context(LazyWeights(self._outside(blocks.values()), self._read))
+            self._outer = stack.enter_context(LazyWeights(self._outside(blocks.values()), read or self._read))
             stack.enter_context(waiting_at(blocks))
             try:
                 yield start
@@ -197,6 +198,7 @@ class Decoder:
     def check_runs(self, tokens: torch.Tensor) -> None:
         """Raise `CheckpointError` if the model does not run on `tokens` [B, T] up to its first block.
 
+        No weight is read: zeros stand for those outside of blocks.
         What it does to the weights of its blocks before, such as RWKV's scaling, is done to what is read.
         """
         changes = WeightChanges(dict(self._model.named_parameters()))
@@ -205,7 +207,7 @@ class Decoder:
             with changes:
                 return self._forward(tokens)
 
-        with self.passes():
+        with self.passes(self._zeros):
             ModelPass(forward, tokens, Home(self.device), self.device).abandon()
         self._changes = changes.found
 
@@ -299,6 +301,16 @@ class Decoder:
             part.of(fused).copy_(self._checkpoint.read(name))
         return fused
 
+    def _zeros(self, parameter: str) -> torch.Tensor:
+        """Return zeros that take no memory for a stored parameter, others as their class computes them."""
+        if parameter not in self._stored and parameter not in self._tied and not self._has_parts(parameter):
+            return self._computed(parameter)
+        shape = self._model.get_parameter(parameter).shape
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(shape)
+
+    def _has_parts(self, parameter: str) -> bool:
+        return any(part.parameter == parameter for part in self._parts.values())
+
     def _computed(self, parameter: str) -> torch.Tensor:
         """Return a parameter that is in no file, as its class computes it, such as sinusoidal positions."""
         owner, _, leaf = parameter.rpartition(".")
@@ -336,7 +348,7 @@ class Decoder:
             return result
 
         with (
-            LazyWeights(self._outside(blocks.values()), self._read),
+            LazyWeights(self._outside(blocks.values()), read or self._read),
             returning(blocks, lambda name: with_hidden(outputs[name], here.hidden)),
         ):
             yield logits

@@ -5,6 +5,7 @@ and to the loaded model.
 """
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,18 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._dtypes: dict[str, torch.dtype] = {}
         self._experts: dict[str, tuple[str, ...]] = {}
 
+    def swap(self, model: nn.Module, names: Mapping[str, str] | None = None) -> None:
+        """Call `swap_modules`, and note how the experts of `model` are stored."""
+        swap_modules(model, self.quantization_config.parsed, names)
+        self._experts = loading.parameters_of_experts(model)
+
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         paths = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
-        swap_modules(model, self.quantization_config.parsed, _names_in_section(model, paths))
+        self.swap(model, _names_in_section(model, paths))
         loading.skip_initializing(model)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             parallel.divide_packed(model)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        self._experts = loading.parameters_of_experts(model)
         if paths:
             check_headers(model, self, paths)
             check_beside(paths)

@@ -293,14 +293,25 @@ class Decoder:
             return apply_changes(weight, changes) if changes else weight
         parts = {name: part for name, part in self._parts.items() if part.parameter == parameter}
         if not parts:
-            raise self._refusal(
-                f"its parameter {parameter!r} is neither a tensor of the checkpoint nor its experts one "
-                "after the other"
-            )
+            return self._computed(parameter)
         fused = self.empty(parameter)
         for name, part in parts.items():
             part.of(fused).copy_(self._checkpoint.read(name))
         return fused
+
+    def _computed(self, parameter: str) -> torch.Tensor:
+        """Return a parameter that is in no file, as its class computes it, such as sinusoidal positions."""
+        owner, _, leaf = parameter.rpartition(".")
+        module = copy.copy(self._model.get_submodule(owner))
+        found = torch.full(module.get_parameter(leaf).shape, torch.nan)
+        module._parameters = {leaf: nn.Parameter(found, requires_grad=False)}
+        self._model._init_weights(module)
+        if not bool(found.isfinite().all()):
+            raise self._refusal(
+                f"its parameter {parameter!r} is neither a tensor of the checkpoint nor its experts one "
+                "after the other"
+            )
+        return found.to(self.device, self.dtype)
 
     def empty(self, parameter: str) -> torch.Tensor:
         """Allocate memory for a parameter, in its shape."""

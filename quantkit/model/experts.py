@@ -34,7 +34,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Activation:
-    """What an expert computes between its products: a row of `ACTIVATIONS`, by formula, and its numbers."""
+    """Function between the products of an expert: a row of `ACTIVATIONS`, by formula, and its numbers."""
 
     formula: str = "act(gate) * up"
     limit: float = math.inf

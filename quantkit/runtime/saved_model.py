@@ -78,6 +78,7 @@ def record_of(checkpoint: Checkpoint) -> ModelRecord:
     Raises `CheckpointError` if they do not fit: a part is missing, or has another dtype or shape.
     """
     register_plugin()
+    from quantkit.runtime.replace import swap_modules
     from quantkit.runtime.transformers.quantizer import QuantkitConfig, QuantkitQuantizer
 
     section = checkpoint.config["quantization_config"]
@@ -86,8 +87,8 @@ def record_of(checkpoint: Checkpoint) -> ModelRecord:
     model = meta_model(checkpoint.config, checkpoint.directory)
     head = model.get_output_embeddings()  # type: ignore[operator]
     heads = {name for name, module in model.named_modules() if module is head}
+    swap_modules(model, config)
     quantizer = QuantkitQuantizer(QuantkitConfig(**section))
-    quantizer.swap(model)
     check_headers(model, quantizer, checkpoint.shards)
     by_entry = stored_by_entry(model, quantizer, checkpoint.tensors)
     layers: dict[str, LayerRecord] = {}

@@ -21,6 +21,7 @@ from quantkit.model.model_class import build, meta_model, model_class, model_con
 from quantkit.model.names import PART, model_names
 from quantkit.model.structure import REARRANGED
 from quantkit.quantization.plan import READERS, Plan
+from quantkit.runtime.replace import swap_modules
 from quantkit.runtime.transformers.headers import check_tensors, stored_by_entry
 from quantkit.runtime.transformers.registration import register_plugin
 
@@ -67,8 +68,8 @@ def check_own_class(
 
     section = config["quantization_config"]
     model = meta_model(config, directory)
+    swap_modules(model, QuantizationConfig.from_dict(section))
     quantizer = QuantkitQuantizer(QuantkitConfig(**section))
-    quantizer.swap(model)
     check_tensors(model, quantizer, tensors)
     by_entry = stored_by_entry(model, quantizer, tensors)
     entries = model.state_dict()

@@ -1,4 +1,4 @@
-"""What experts compute between their products, with the biases of the first, in one launch."""
+"""Biases and activation of experts between their two products, in one launch."""
 # mypy: ignore-errors
 
 import triton

@@ -56,6 +56,7 @@ def stored_by_entry(model: Any, quantizer: Any, stored: Mapping[str, Tensor]) ->
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+    quantizer.note_experts(model)
     transforms = get_model_conversion_mapping(model, None, quantizer)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]

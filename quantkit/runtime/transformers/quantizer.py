@@ -5,7 +5,6 @@ and to the loaded model.
 """
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +65,14 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._dtypes: dict[str, torch.dtype] = {}
         self._experts: dict[str, tuple[str, ...]] = {}
 
-    def swap(self, model: nn.Module, names: Mapping[str, str] | None = None) -> None:
-        """Call `swap_modules`, and note how the experts of `model` are stored."""
-        swap_modules(model, self.quantization_config.parsed, names)
-        self._experts = loading.parameters_of_experts(model)
-
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         paths = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
-        self.swap(model, _names_in_section(model, paths))
+        swap_modules(model, self.quantization_config.parsed, _names_in_section(model, paths))
         loading.skip_initializing(model)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             parallel.divide_packed(model)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self.note_experts(model)
         if paths:
             check_headers(model, self, paths)
             check_beside(paths)
@@ -98,6 +93,10 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         loading.cast_renamed(model, self._dtypes)
         generation.apply(model)
         return model
+
+    def note_experts(self, model: nn.Module) -> None:
+        """Take note of the packed experts of `model`, before transformers asks how tensors are merged."""
+        self._experts = loading.parameters_of_experts(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
         """Add the merging of experts to which quantkit gave names, before what transformers has.

@@ -196,7 +196,7 @@ def test_y_is_gated_where_that_pays() -> None:
     for text, (one, tile) in {
         "halves of 4112 rows": (problem(n=4112), SmallMTile()),
         "below M=9": (problem(8), SmallMTile()),
-        "added up in a launch of their own": (problem(), SmallMTile(8, 8)),
+        "split-K adds sums up in a launch of its own": (problem(), SmallMTile(8, 8)),
     }.items():
         reason = row.no_gate(one, tile)
         assert reason is not None and text in reason, reason

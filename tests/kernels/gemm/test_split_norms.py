@@ -175,7 +175,7 @@ def test_what_does_not_begin_or_end_norms_says_why() -> None:
     assert shared.no_norm(problem(16), SmallMTile(8, 8), "begin") is None
     assert shared.no_norm(problem(16), SmallMTile(16, 1), "end") is None
     for text, reason in {
-        "no parts are added up": shared.no_norm(problem(16), SmallMTile(16, 1), "begin"),
+        "without split-K it writes y": shared.no_norm(problem(16), SmallMTile(16, 1), "begin"),
         "it copies x as it is": shared.no_norm(problem(16), SmallMTile(16, 1), "whole"),
         "x takes 131136 bytes": shared.no_norm(full, SmallMTile(16, 1), "end"),
         "as fast from M=3 on": few.no_norm(problem(3), DecodeTile(16, 1), "end"),

@@ -20,6 +20,7 @@ SAMPLE = (
         "LlamaForSequenceClassification",
     ),
     *("BertModel", "BartForConditionalGeneration", "WhisperForConditionalGeneration", "Wav2Vec2ForCTC"),
+    *("GptOssForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"),
     *("ViTForImageClassification", "Qwen3_5MoeForConditionalGeneration", "CLIPModel", "Qwen3Model"),
 )
 

@@ -73,8 +73,8 @@ def grid(cells: Sequence[Sequence[str]]) -> str:
 
 
 def paragraph(*parts: str) -> str:
-    """Sentences in lines of at most 110 characters."""
-    return fill(" ".join(parts), 110, break_long_words=False, break_on_hyphens=False)
+    """Sentences in lines of at most 120 characters."""
+    return fill(" ".join(parts), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def source(*names: str) -> str:
@@ -367,6 +367,28 @@ def quantizing() -> list[str]:
     ]
 
 
+def low_bit_sources() -> list[str]:
+    """Sources that are low-bit already, beside bfloat16 of as many weights, and a converted GGUF file."""
+    run, converted = stored("cpu-low-bit-stream")["runs"][0], stored("cpu-gguf-logits")
+    cells = [["source", "weights", "size", "seconds", "of bf16", "memory beyond the libraries"]]
+    for row in run["rows"]:
+        sizes = [f"{row['weights'] / 1e9:.2f} 10^9", f"{row['source_bytes'] / 1e9:.2f} GB"]
+        figures = [f"{row['seconds']:.1f}", f"{row['ratio']:.2f}", f"{row['memory_bytes'] / 1e6:.0f} MB"]
+        cells.append([row["source"], *sizes, *figures])
+    difference = converted["largest difference of logits, relative"]
+    return [
+        "## Low-bit sources",
+        paragraph(
+            "`quantize --method rtn` to int4 on a CPU, from sources that are low-bit already.",
+            f"SmolLM2-135M-Instruct by `convert` from Q4_1, {converted['packed linears']} linears: logits in",
+            f"float32 differ by {difference:g} from those of transformers' dequantized load, and",
+            f"{converted['weights that differ']} weights differ.",
+            source("cpu-low-bit-stream", "cpu-gguf-logits"),
+        ),
+        grid(cells),
+    ]
+
+
 def several_gpus() -> list[str]:
     """Decoding under tensor parallelism, beside one GPU."""
     run = stored("h200-tensor-parallel")
@@ -397,9 +419,11 @@ def runs() -> list[str]:
     """Where each stored run is from."""
     cells = [["run", "machine", "command"]]
     for path in sorted(RESULTS.glob("*.json")):
-        run = stored(path.stem)
+        of_file = stored(path.stem)
+        run, *more = of_file.get("runs", [of_file])
         about = run.get("machine") or run["about"]
-        cells.append([f"`{path.name}`", about.replace("NVIDIA ", ""), f"`{run['command']}`"])
+        command = f"`{run['command']}`" + (f" and {len(more)} more" if more else "")
+        cells.append([f"`{path.name}`", about.replace("NVIDIA ", ""), command])
     return [
         "## The runs",
         grid(cells),
@@ -409,8 +433,19 @@ def runs() -> list[str]:
 def page() -> str:
     """The text of docs/performance.md."""
     linears = (layers(), weights(), peers(), load(), versions())
-    sections = (*linears, whole_models(), generating(), several_gpus(), on_cpus(), quantizing(), runs())
-    return "\n\n".join([HEAD.strip(), READING.strip(), *(part for one in sections for part in one)]) + "\n"
+    sections = (
+        *linears,
+        whole_models(),
+        generating(),
+        several_gpus(),
+        on_cpus(),
+        quantizing(),
+        low_bit_sources(),
+    )
+    return (
+        "\n\n".join([HEAD.strip(), READING.strip(), *(part for one in (*sections, runs()) for part in one)])
+        + "\n"
+    )
 
 
 def readme_table() -> str:

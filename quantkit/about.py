@@ -15,6 +15,7 @@ EXTRAS = {
     "eval": "lm-eval[hf]>=0.4.13",
     "plots": "matplotlib>=3.9",
     "parquet": "pyarrow>=17",
+    "gguf": "gguf>=0.19",
 }
 
 

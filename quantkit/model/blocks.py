@@ -348,7 +348,7 @@ class Decoder:
             return result
 
         with (
-            LazyWeights(self._outside(blocks.values()), read or self._read),
+            LazyWeights(self._outside(blocks.values()), self._read),
             returning(blocks, lambda name: with_hidden(outputs[name], here.hidden)),
         ):
             yield logits

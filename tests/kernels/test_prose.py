@@ -17,8 +17,9 @@ VAGUE = re.compile(r"\b(so many|so much|sooner|nobody|whoever)\b", re.IGNORECASE
 
 
 def faults(docstring: str) -> list[str]:
-    # Indented lines are drawings and tables.
-    prose = "\n".join(line for line in docstring.splitlines() if not line.startswith("    "))
+    # Indented lines are drawings; a name and two spaces begin the row of a table.
+    lines = [line for line in docstring.splitlines() if not re.match(r"    |\w[\w, ]*  \S", line)]
+    prose = "\n".join(lines)
     sentences = re.split(r"(?<=[.:;?])\s+|\n\n", prose)
     found = [one for one in sentences if len(one.split()) > LONGEST]
     return [*found, *OPENINGS.findall(docstring[:12]), *VAGUE.findall(prose)]

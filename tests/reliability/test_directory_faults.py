@@ -215,7 +215,6 @@ def test_the_index_wins_over_a_single_file(run: Run, sharded: Path, out: Path) -
     [
         (("pytorch_model.bin",), "Convert them with transformers: AutoModelForCausalLM"),
         (("model.pt",), "Convert them with transformers: AutoModelForCausalLM"),
-        (("model.gguf",), "Give the path of the GGUF file itself"),
         ((ONE, TWO), f"Download {INDEX} as well"),
         ((), "Download the weights as well"),
     ],
@@ -228,6 +227,14 @@ def test_a_directory_without_weights_that_can_be_used(
         (source / name).write_bytes(b"\x80\x02}q\x00.")
     found = f"found {', '.join(names) or 'no weights'}"
     both_are_refused(run, source, out, Message(source, found, f"expected {WEIGHTS} or {INDEX}", remedy))
+
+
+@pytest.mark.fault(24)
+def test_a_gguf_file_that_is_none(run: Run, source: Path, out: Path) -> None:
+    (source / WEIGHTS).unlink()
+    file = source / "model.gguf"
+    file.write_bytes(b"\x80\x02}q\x00.")
+    both_are_refused(run, source, out, Message(file, "starts with", "expected b'GGUF'", "Check the path"))
 
 
 @pytest.mark.fault(25)

@@ -295,8 +295,6 @@ def test_sources_of_other_dtypes_are_cast_to_float32(
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_sources_that_are_codes_already(run: Run, source: Path, out: Path, dtype: torch.dtype) -> None:
     change_up(source, load_file(source / WEIGHTS)[UP].to(dtype))
-    name = "F8_E4M3" if dtype == torch.float8_e4m3fn else "I8"
-    message = Message(
-        f"'{UP}'", f"is {name}", "quantkit quantizes BF16, F16, F32, F64", f"--rule '{MODULE}=keep'"
-    )
+    name = "F8_E4M3 and has no scales" if dtype == torch.float8_e4m3fn else "I8 [172, 64] alone"
+    message = Message(f"'{UP}'", f"is {name}", "expected plain weights, or", "Start from the original")
     refused(run, ("quantize", source, out), CheckpointError, message, source.parent)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantkit.about import pip_install
 from quantkit.checkpoint.gguf.block_types import BlockType
 from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 from quantkit.checkpoint.tensors import Read, StoredTensor
@@ -104,7 +105,6 @@ def gguf_package() -> Any:
         import gguf
     except ImportError:
         raise EnvironmentProblem(
-            "reading GGUF files takes the package gguf, which is not installed. Install it with "
-            "`pip install gguf`, or quantkit with its extra `gguf`."
+            f"reading GGUF files takes the package gguf, which is not installed. Run {pip_install('gguf')}."
         ) from None
     return gguf

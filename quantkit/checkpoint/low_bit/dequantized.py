@@ -175,9 +175,10 @@ def _check_no_codes(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor])
                 for other in tensors
                 if other != name and other.startswith(f"{name.rpartition('.')[0]}.")
             )
+            company = f"with {shown(beside)} beside it" if beside else "alone"
             raise _refusal(
                 checkpoint,
-                f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, with {shown(beside)} beside it; "
+                f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)} {company}; "
                 f"expected plain weights, or {_readable()}",
             )
 

@@ -757,5 +757,5 @@ def test_what_does_not_fit_is_refused(make_experts: Callable[..., Experts]) -> N
         run_experts(numbers(3, 128), *of, gate="silu")
     with pytest.raises(KernelError, match="build one for x's dtype"):
         experts_linear(numbers(3, 128).to(torch.float32), pairs, layout)
-    with pytest.raises(KernelError, match=r"x has shape \(4, 128\) for 6 pairs"):
+    with pytest.raises(KernelError, match=r"x has shape \(4, 128\) for 6 routed tokens"):
         experts_linear(numbers(4, 128), pairs, layout)

@@ -290,7 +290,7 @@ def test_tiles_of_few_rows_of_x_are_for_few(ask: Ask) -> None:
     )
     assert loses(ask(m=16), WgmmaTile(64)) == "it multiplies 64 rows of x"
     assert "columns at a time lack registers" in str(loses(ask(m=256), WgmmaTile(256, block_k=256)))
-    assert loses(ask(m=65), WgmmaTile(32)) == "it decodes each weight for 32 rows of x"
+    assert loses(ask(m=65), WgmmaTile(32)) == "it dequantizes each weight for 32 rows of x"
     assert {m for m in (1, 16, 32, 33, 64) if loses(ask(m=m), WgmmaTile(32)) is None} == {1, 16, 32, 33, 64}
     chosen = [
         wgmma_launch.TILING.rule(ask(m=m, n=n)) for m in (1, 16, 64, 300, 4096) for n in (128, 4096, 28672)

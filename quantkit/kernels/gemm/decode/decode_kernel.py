@@ -74,8 +74,8 @@ def decode_gemm(
         other, norm, total, squares    tensors of an RMSNorm (`quantkit.kernels.problem.Normed`); norm: weight
         order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
 
-    With `expert_blocks`, rows of x and y are the routed tokens of one block, and W is the `S.matrices`
-    matrices of its expert, one above the other.
+    With `expert_blocks`, rows of x and y are the routed tokens of one block. W is the `S.matrices` matrices
+    of its expert, one above the other.
     """
     PREFETCH: gl.constexpr = S.prefetch
     FILL: gl.constexpr = S.fill

@@ -54,8 +54,8 @@ def portable_gemm(
         SYNC_MMA           wait for each product at once
         WAIT_PTX           waits until registers of the last weights of an accumulator may be overwritten
 
-    With `expert_blocks`, M is BM * TILES_OF_BLOCK per block, nothing is split, and the outputs of the
-    MATRICES matrices of an expert are side by side: y [P, MATRICES * N].
+    With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. The outputs of the MATRICES
+    matrices of an expert are side by side: y [P, MATRICES * N].
     """
     SPAN: tl.constexpr = 16 * PLANES
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN

@@ -72,8 +72,8 @@ def small_m_gemm(
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] W^T for the row tiles and the split of a program.
 
-    Grid: ([expert blocks,] programs * SPLIT_K). A program has ROW_TILES row tiles, up to one for each of its
-    W warps, and K_STEPS k_steps of columns, with zeros for x beyond K.
+    Grid: ([expert blocks,] programs * SPLIT_K). A program has ROW_TILES row tiles, one per warp (W) at most.
+    It has K_STEPS k_steps of columns, with zeros for x beyond K.
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
         squares [M, K / 16] float32    sums of squares of a begun RMSNorm, with NORM_EPS

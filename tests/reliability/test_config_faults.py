@@ -102,8 +102,8 @@ def test_code_of_a_repository_is_never_run(run: Run, source: Path, out: Path, co
         ({"text_config": {"quantization_config": {"quant_method": "x"}}}, None, "has quant_method 'x'"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, None, "'compressed-tensors'"),
         ({"compression_config": "x"}, None, "compression_config of config.json is 'x'"),
-        ({}, "model.layers.0.mlp.up_proj.qweight", "up_proj.qweight' is F32 [2], with ["),
-        ({}, "model.layers.0.mlp.up_proj.weight", "up_proj.weight' is U8 [2], with ["),
+        ({}, "model.layers.0.mlp.up_proj.qweight", "up_proj.qweight' is F32 [2] with ["),
+        ({}, "model.layers.0.mlp.up_proj.weight", "up_proj.weight' is U8 [2] alone"),
     ],
 )
 def test_a_source_that_is_quantized_in_an_unknown_way(

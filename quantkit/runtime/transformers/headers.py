@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError
-from quantkit.files import open_regular
+from quantkit.files import open_regular, os_error_text
 from quantkit.runtime.packed_module import PartSpec
 from quantkit.runtime.replace import packed_modules
 
@@ -111,7 +111,12 @@ def _check_part(spec: PartSpec, tensors: Sequence[TensorSpec]) -> None:
 
 
 def _read_shape(tensor: StoredTensor) -> tuple[int, ...]:
-    with open_regular(tensor.file) as file:
-        file.seek(tensor.offset)
-        data = file.read(tensor.nbytes)
+    try:
+        with open_regular(tensor.file) as file:
+            file.seek(tensor.offset)
+            data = file.read(tensor.nbytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r} cannot be read: {os_error_text(error)}. Check the disk."
+        ) from error
     return tuple(int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8))

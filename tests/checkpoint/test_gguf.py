@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.gguf.block_types import BLOCK_TYPES, BlockType
-from quantkit.checkpoint.gguf.names import ARCHITECTURES
+from quantkit.checkpoint.gguf.gguf_names import ARCHITECTURES
 from quantkit.checkpoint.gguf.open_gguf import gguf_file, open_gguf
 from quantkit.checkpoint.gguf.rows import GgufRows
 from quantkit.checkpoint.open_source import open_source

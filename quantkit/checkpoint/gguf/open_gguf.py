@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
+from quantkit.checkpoint.gguf.gguf_names import ARCHITECTURE_KEY, ROTARY, Named, architecture, named
 from quantkit.checkpoint.gguf.header import ALIGNMENT_KEY, GgufHeader, read_gguf_header
-from quantkit.checkpoint.gguf.names import ARCHITECTURE_KEY, ROTARY, Named, architecture, named
 from quantkit.checkpoint.gguf.rotary import llama3_parameters
 from quantkit.checkpoint.gguf.rows import GgufRows, gguf_package
 from quantkit.checkpoint.manifest import pretty_json

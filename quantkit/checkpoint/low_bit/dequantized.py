@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.checkpoint.low_bit.formats import ACTIVATION_SUFFIXES, FORMATS, LowBitFormat
+from quantkit.checkpoint.low_bit.low_bit_formats import ACTIVATION_SUFFIXES, FORMATS, LowBitFormat
 from quantkit.checkpoint.low_bit.weight import LowBitTensor, Settings
 from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint

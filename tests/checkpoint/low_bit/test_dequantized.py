@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.low_bit.dequantized import dequantized
-from quantkit.checkpoint.low_bit.formats import FORMATS
+from quantkit.checkpoint.low_bit.low_bit_formats import FORMATS
 from quantkit.checkpoint.source import HEADERS_ONLY_NAME, Checkpoint
 from quantkit.errors import CheckpointError
 

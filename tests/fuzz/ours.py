@@ -20,6 +20,7 @@ from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import OutputError, QuantkitError
 from quantkit.eval.metrics import TokenScores
 from quantkit.eval.result_cache import Partial
+from quantkit.files import NoFileError
 from quantkit.packing.schemes import scheme
 from quantkit.quantization.allocate.sensitivity import Sensitivities
 from quantkit.quantization.allocate.sensitivity_cache import SensitivityCache
@@ -74,6 +75,9 @@ def check_journal(case: bytes, directory: Path) -> None:
     for start in (start_again, start_over):
         try:
             begun = start(directory, _RUN, 0)
+        except NoFileError as error:
+            # `OutputDirectory.open` says it in these words.
+            raise OutputError(str(error)) from error
         except QuantkitError:
             if start is start_over:
                 raise

@@ -255,6 +255,13 @@ class TempFile:
         if durable:
             sync_directory(self.path.parent)
 
+    def remove(self) -> None:
+        """Remove the temporary file; `OSError` if that fails."""
+        try:
+            self._temp.unlink()
+        finally:
+            self.close()
+
     def discard(self) -> None:
         """Remove the temporary file. Never raises: the error that led here is the one to show."""
         with suppress(OSError):

@@ -27,7 +27,7 @@ def make_directory(path: Path, patterns: Iterable[str] = ()) -> None:
         try:
             names = [found.name.removeprefix(TEMP_PREFIX) for found in path.iterdir()]
             check_places(path, [name for name in names if any(fnmatch(name, one) for one in patterns)])
-            TempFile(path, f"probe-{os.getpid()}").discard()
+            TempFile(path, f"probe-{os.getpid()}").remove()
         except OSError as error:
             raise _refused(f"write to the directory {path}", error) from error
 

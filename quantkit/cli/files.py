@@ -1,7 +1,8 @@
 """Files that commands write beside checkpoints."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -19,32 +20,24 @@ def make_directory(path: Path, patterns: Iterable[str] = ()) -> None:
     Refused too is the output of a run that is at work or unfinished, a directory that takes no files, and
     what is no file where one that matches the `patterns` may be written.
     """
-    try:
+    with _explained(f"create the directory {path}"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _refused(f"create the directory {path}", error) from error
-    with beside(path):
-        try:
-            names = [found.name.removeprefix(TEMP_PREFIX) for found in path.iterdir()]
-            check_places(path, [name for name in names if any(fnmatch(name, one) for one in patterns)])
-            TempFile(path, f"probe-{os.getpid()}").remove()
-        except OSError as error:
-            raise _refused(f"write to the directory {path}", error) from error
+    with beside(path), _explained(f"write to the directory {path}"):
+        names = [found.name.removeprefix(TEMP_PREFIX) for found in path.iterdir()]
+        check_places(path, [name for name in names if any(fnmatch(name, one) for one in patterns)])
+        TempFile(path, f"probe-{os.getpid()}").remove()
 
 
 def check_writable(path: Path) -> None:
     """`OutputError` before the work, not after it, if `path` cannot be written; leaves it as it is."""
-    with beside(path.parent, [path.name]):
-        try:
-            if not is_pipe(path):
-                check_places(path.parent, [path.name])
-            existed = path.exists()
-            path.open("a").close()
-            if not existed:
-                # Of a link what it points to.
-                path.resolve().unlink()
-        except OSError as error:
-            raise _refused(f"write {path}", error) from error
+    with beside(path.parent, [path.name]), _explained(f"write {path}"):
+        if not is_pipe(path):
+            check_places(path.parent, [path.name])
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            # Of a link what it points to.
+            path.resolve().unlink()
 
 
 def is_pipe(path: Path) -> bool:
@@ -65,15 +58,36 @@ def write_files(directory: Path, files: Mapping[str, str | bytes]) -> None:
     with beside(directory, files):
         for name, data in files.items():
             path, content = directory / name, data.encode() if isinstance(data, str) else data
-            try:
+            with _explained(f"write {path}"):
                 if is_pipe(path):
                     path.write_bytes(content)
                 else:
                     replace_file(path, content)
-            except OSError as error:
-                raise _refused(f"write {path}", error) from error
 
 
-def _refused(what: str, error: OSError) -> OutputError:
-    remedy = ", or choose another place" if isinstance(error, NoFileError) else ". Choose a writable place"
-    return OutputError(f"cannot {what}: {error.strerror or error}{remedy}.")
+def present(directory: Path, names: Iterable[str]) -> list[Path]:
+    """Which of these files `directory` has; `OutputError` where the disk does not say."""
+    with _explained(f"examine {directory}"):
+        return [directory / name for name in names if (directory / name).exists()]
+
+
+def resume_advice(directory: Path, *, overwrite: bool) -> str | None:
+    """How to go on with the run that was stopped in `directory`; None if it left nothing to go on with."""
+    from quantkit.checkpoint.output.existing import is_resumable
+
+    if not is_resumable(directory):
+        return None
+    instead = " in place of --overwrite" if overwrite else ""
+    return f"finished files are kept. Continue with the same command and --resume{instead}."
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise an `OSError` of the block as `OutputError`: it cannot do `what`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = (
+            ", or choose another place" if isinstance(error, NoFileError) else ". Choose a writable place"
+        )
+        raise OutputError(f"cannot {what}: {error.strerror or error}{remedy}.") from error

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -253,11 +254,7 @@ class _Probe:
         self, experts: nn.Module, spec: ExpertsSpec, sizes: tuple[int, int, int], numbers: Sequence[float]
     ) -> None:
         self._experts, self._spec, self._numbers = experts, spec, numbers
-        generator = torch.Generator().manual_seed(0)
-
-        def numbers_of(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float32)
-
+        numbers_of = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         shapes = _shapes(spec, _EXPERTS, _HIDDEN, _BETWEEN)
         parameters = {name: nn.Parameter(numbers_of(*shape)) for name, shape in shapes.items()}
         # From tokens that are far below all limits to one far above.

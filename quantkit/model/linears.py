@@ -5,6 +5,7 @@ What a module computes decides, not its class: it is tried on a tiny weight.
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,11 +67,7 @@ def _try(module: nn.Module, weight: torch.Tensor) -> bool | None:
     sizes = {first: 5, second: 5 if first == second else 3}
     # Loading runs under `torch.device("meta")`, but this needs numbers, from a generator of its own.
     with torch.device("cpu"), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-
-        def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float32)
-
+        numbers = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         tiny = numbers(sizes[first], sizes[second])
         for transposed in (False, True):
             matrix = tiny.T if transposed else tiny

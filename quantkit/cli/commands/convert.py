@@ -31,8 +31,8 @@ def convert(
     'quantize' reads the same SOURCE and rounds. What is no linear is stored as numbers.
     """
     from quantkit import converting
-    from quantkit.checkpoint.output.existing import is_resumable
     from quantkit.cli.commands.plan import plan_dict, print_plan
+    from quantkit.cli.files import resume_advice
 
     begun = not overwrite
 
@@ -45,10 +45,7 @@ def convert(
             print_plan(plan, every_layer=every_layer)
 
     def advice() -> str | None:
-        if not begun or not is_resumable(out_directory):
-            return None
-        instead = " in place of --overwrite" if overwrite else ""
-        return f"finished files are kept. Continue with the same command and --resume{instead}."
+        return resume_advice(out_directory, overwrite=overwrite) if begun else None
 
     asked = converting.ConvertOptions(
         max_shard_bytes=options.parse_size(max_shard_size),

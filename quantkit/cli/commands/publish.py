@@ -1,8 +1,7 @@
 """`quantkit report` and `quantkit push`: the model card, and the upload to the hub."""
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +10,10 @@ import typer
 from quantkit.checkpoint.output.preflight import name_list
 from quantkit.cli import options
 from quantkit.cli.console import err, note, out, print_json, progress, say
-from quantkit.cli.files import REPORT_FILES, make_directory, write_files
+from quantkit.cli.files import REPORT_FILES, make_directory, present, write_files
 from quantkit.errors import OutputError, UsageError
 from quantkit.escaping import one_line
-from quantkit.files import os_error_text, size_text
+from quantkit.files import size_text
 
 _Evaluation = Annotated[
     Path | None,
@@ -61,9 +60,7 @@ def report(
     make_directory(out_directory, REPORT_FILES)
     _check_no_copy(directory, out_directory)
     files = _card_files(directory, evaluation, benchmarks or (), repo, base_model, license)
-    with _examining(out_directory):
-        found = [out_directory / name for name in files if (out_directory / name).exists()]
-    if found and not overwrite:
+    if not overwrite and (found := present(out_directory, files)):
         raise OutputError(
             f"output {out_directory} already holds {name_list(found)}. Replace a card with --overwrite or "
             "choose another directory."
@@ -137,24 +134,12 @@ def push(
         say(f"{len(sizes)} files, {size_text(sum(sizes.values()))}: {address}")
 
 
-@contextmanager
-def _examining(directory: Path) -> Iterator[None]:
-    """Raise what the disk refuses to say of files in `directory` as `OutputError`."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"{directory} cannot be examined: {os_error_text(error)}. Check the disk and the permissions."
-        ) from error
-
-
 def _check_no_copy(directory: Path, out_directory: Path) -> None:
     """`OutputError` where README.md is a part of a checkpoint: replacing it would damage that."""
     from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from quantkit.publish.carried import CARD_NAME
 
-    with _examining(out_directory):
-        listed = (out_directory / MANIFEST_NAME).exists() and read_manifest(out_directory)["files"]
+    listed = present(out_directory, [MANIFEST_NAME]) and read_manifest(out_directory)["files"]
     if listed and CARD_NAME in listed:
         raise OutputError(
             f"{out_directory / CARD_NAME} is the card of the original model, a file of the checkpoint there, "

@@ -36,7 +36,6 @@ def quantize(
     becomes of every layer and why, then writes OUT. A run that is interrupted continues with --resume.
     """
     from quantkit import quantizing
-    from quantkit.checkpoint.output.existing import is_resumable
     from quantkit.cli.commands.plan import (
         gpu_memory_of,
         memory_dict,
@@ -45,6 +44,7 @@ def quantize(
         print_plan,
         print_warnings,
     )
+    from quantkit.cli.files import resume_advice
     from quantkit.model.distributed import join_ranks
 
     # Until then, what is to be overwritten may look like an unfinished run.
@@ -62,10 +62,7 @@ def quantize(
             print_memory(memory[0])
 
     def advice() -> str | None:
-        if not begun or not is_resumable(out_directory):
-            return None
-        instead = " in place of --overwrite" if overwrite else ""
-        return f"finished files are kept. Continue with the same command and --resume{instead}."
+        return resume_advice(out_directory, overwrite=overwrite) if begun else None
 
     with advising(advice), join_ranks() as ranks:
         asked = given.to_options(resume=resume, overwrite=overwrite, check=check)

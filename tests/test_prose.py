@@ -10,7 +10,7 @@ import pytest
 import quantkit
 
 PACKAGE = Path(quantkit.__file__).parent
-PARTS = ("kernels", "runtime")
+PARTS = ("checkpoint", "kernels", "model", "quantization", "runtime")
 #: Words of a sentence.
 LONGEST = 25
 #: Openings of a sentence without a subject, and words that stand for a number or a name.

@@ -40,31 +40,6 @@ _KERNELS_OF_12 = {
     "fused-tiled": "fused-portable",
     "fused-skinny": "fused-portable-gemv",
 }
-#: Fields of each kernel's tile in tables of version 12 and 13, and those of today, in the same order.
-_FIELDS_OF_13 = {
-    "fused-gemv": {
-        "programs": "occupancy",
-        "together": "tiles_per_iter",
-        "ahead": "prefetch",
-        "integers": "int8_mma",
-    },
-    "fused-portable-gemv": {"ahead": "prefetch", "present": "predicate_x", "together": "one_accumulator"},
-    "fused-small-m": {"parts": "split_k", "ahead": "prefetch"},
-    "fused-wgmma": {
-        "m": "block_m",
-        "rows": "block_n",
-        "ahead": "prefetch",
-        "share": "stream_k",
-        "columns": "block_k",
-    },
-    "fused-portable": {
-        "m": "block_m",
-        "split": "split_k",
-        "half_sums": "fp16_accumulation",
-        "chains": "accumulators",
-        "at_once": "occupancy",
-    },
-}
 #: Largest M with a bucket.
 MAX_M = 1 << 16
 #: Largest N and K.
@@ -238,8 +213,9 @@ def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
 
 def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> TileTable:
     version = _get(data, "version", int, "the file")
+    fields_of = {kernel.name: _fields(kernel) for kernel in kernels.values() if kernel.tiling is not None}
     if version in (12, 13):
-        data, version = _converted(_renamed(data) if version == 12 else data), VERSION
+        data, version = _converted(_renamed(data) if version == 12 else data, fields_of), VERSION
     if version != VERSION:
         raise OtherTable(f"it has version {shown(version)}, these kernels have {VERSION}")
     _only(data, ("version", "gpu", "made_with", "tiles", "weights"), "the file")
@@ -253,7 +229,7 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
     tiles = _get(data, "tiles", dict, "the file")
     # A table from before a kernel was added has no fields for it, and no entry of it.
     kernels = {name: one for name, one in kernels.items() if one.tiling is None or name in tiles}
-    expected = {kernel.name: _fields(kernel) for kernel in kernels.values() if kernel.tiling is not None}
+    expected = {name: names for name, names in fields_of.items() if name in tiles}
     if tiles != expected:
         raise ValueError(f"'tiles' is {shown(tiles)}; expected {expected}")
     entries: dict[Key, Entry] = {}
@@ -277,15 +253,14 @@ def _renamed(value: Any) -> Any:
     return _KERNELS_OF_12.get(value, value) if isinstance(value, str) else value
 
 
-def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON of a table of version 13 with the field names of today; other JSON stays as it is."""
-    tiles, weights = data.get("tiles"), data.get("weights")
-    if isinstance(tiles, dict):
-        tiles = {
-            kernel: [_FIELDS_OF_13.get(kernel, {}).get(str(name), name) for name in names]
-            if isinstance(names, list)
-            else names
-            for kernel, names in tiles.items()
+def _converted(data: Mapping[str, Any], tiles: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Return JSON of a table of version 13 with the fields `tiles` of today; other JSON stays as it is."""
+    old, weights = data.get("tiles"), data.get("weights")
+    if isinstance(old, dict):
+        # Fields got other names, but no other places.
+        old = {
+            name: tiles[name] if isinstance(one, list) and len(one) == len(tiles.get(name, ())) else one
+            for name, one in old.items()
         }
     if isinstance(weights, list):
         weights = [
@@ -294,7 +269,7 @@ def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
             else group
             for group in weights
         ]
-    return {**data, "tiles": tiles, "weights": weights}
+    return {**data, "tiles": old, "weights": weights}
 
 
 def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:

@@ -407,8 +407,8 @@ def _table(shapes: Sequence[tuple[int, int]], formats: Sequence[str]) -> bytes:
     for name in formats:
         for n, k in shapes:
             for m, row in ((1, "fused-portable-gemv"), (16, "fused-portable"), (64, "dequantize")):
-                problem, tiling = _problem(name, m, n, k), kernel_named(row).tiling
-                tile = None if tiling is None else tiling.rule(problem)
+                problem, tile_space = _problem(name, m, n, k), kernel_named(row).tile_space
+                tile = None if tile_space is None else tile_space.rule(problem)
                 others = {} if row == "fused-portable-gemv" else {"fused-portable-gemv": 31.5}
                 entries[Key.of(problem)] = Entry(12.5, row, tile, others)
     return to_json(TileTable(GPU, {"quantkit": "0.1.0", "triton": "3.6.0"}, entries), KERNELS)
@@ -435,8 +435,11 @@ def _check_table(case: bytes, directory: Path) -> None:
             key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, GPU, key.fp16_accumulation
         )
         assert 0 < entry.us < math.inf
-        if row.tiling is not None:
-            assert row.supports(problem) is None and row.tiling.why_not(problem, entry.tile) is None
+        if row.tile_space is not None:
+            assert (
+                row.why_unsupported(problem) is None
+                and row.tile_space.why_invalid(problem, entry.tile) is None
+            )
 
 
 # Recipes

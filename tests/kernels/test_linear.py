@@ -49,7 +49,7 @@ def integers(m, k, dtype):
 def computes(row, packed, m, dtype):
     """Whether the row can be forced on this product."""
     problem = Problem(m, *packed.shape, packed.scheme, dtype, "cpu", device_features("cpu"))
-    return "cpu" in row.devices and row.supports(problem) is None
+    return "cpu" in row.devices and row.why_unsupported(problem) is None
 
 
 #: Sums of their values need more digits than float32 has.
@@ -372,6 +372,6 @@ def test_minimums_of_q4_1_are_zero_points_to_kernels(bits, dtype, device, monkey
         assert_close(linear(x, packed).double(), expected, norm=ERROR[dtype])
         for row in KERNELS:
             problem = Problem(m, 96, 256, chosen, dtype, device, device_features(device))
-            if device in row.devices and row.supports(problem) is None:
+            if device in row.devices and row.why_unsupported(problem) is None:
                 monkeypatch.setenv(FORCE_VARIABLE, row.name)
                 assert_close(linear(x, packed).double(), expected, norm=ERROR[dtype])

@@ -89,7 +89,7 @@ def looked_up(problem: Problem) -> bool:
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
     """Return the support check of a kernel whose programs have up to `most` rows of x in shared memory."""
 
-    def supports(problem: Problem) -> str | None:
+    def why_unsupported(problem: Problem) -> str | None:
         if problem.m > most:
             return f"it takes up to {most} rows of x, not {problem.m}"
         if (reason := why_no_fused_kernel(problem)) is not None:
@@ -103,7 +103,7 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
             return f"it would look up every value of {problem.scheme.format.name} in memory"
         return why_no_tile(problem)
 
-    return supports
+    return why_unsupported
 
 
 def _why_decode_is_as_fast(problem: Problem) -> str | None:
@@ -115,7 +115,7 @@ def _why_decode_is_as_fast(problem: Problem) -> str | None:
         return "up to M=2 it was not seen to be faster"
     if why_unsupported_decode(problem) is not None:
         return None
-    tile, bits = decode_launch.TILING.rule(problem), problem.scheme.format.bits
+    tile, bits = decode_launch.TILE_SPACE.rule(problem), problem.scheme.format.bits
     has_wide_codes = small_m_launch.has_wide_codes(shape_of(problem))
     if tile.warps * tile.occupancy < decode_launch.RESIDENT_WARPS and not has_wide_codes:
         return None
@@ -239,7 +239,7 @@ def _fills_waves(problem: Problem) -> bool:
     if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)
-    tile = portable_gemm_launch.TILING.rule(problem)
+    tile = portable_gemm_launch.TILE_SPACE.rule(problem)
     waves = portable_gemm_launch.programs(tile, shape, problem.m) / (2 * processors(problem))
     return tile.split_k == 1 and waves > FULL * math.ceil(waves)
 

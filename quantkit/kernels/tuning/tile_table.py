@@ -134,7 +134,7 @@ def time_of(
 
 def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
     """Return the table as a file: sorted, one line per weight, so that versions can be diffed."""
-    tiles = {kernel.name: _fields(kernel) for kernel in kernels if kernel.tiling is not None}
+    tiles = {kernel.name: _fields(kernel) for kernel in kernels if kernel.tile_space is not None}
     weights: dict[str, dict[tuple[int, int], dict[int, list[Any]]]] = {}
     for key, entry in table.entries.items():
         tile = [] if entry.tile is None else [[getattr(entry.tile, name) for name in tiles[entry.kernel]]]
@@ -179,7 +179,7 @@ def _gpu_to_json(gpu: Gpu) -> dict[str, Any]:
 
 
 def _fields(kernel: Kernel) -> list[str]:
-    return [] if kernel.tiling is None else [field.name for field in fields(kernel.tiling.record)]
+    return [] if kernel.tile_space is None else [field.name for field in fields(kernel.tile_space.record)]
 
 
 def gpu_in(data: bytes) -> Gpu:
@@ -213,7 +213,7 @@ def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
 
 def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> TileTable:
     version = _get(data, "version", int, "the file")
-    fields_of = {kernel.name: _fields(kernel) for kernel in kernels.values() if kernel.tiling is not None}
+    fields_of = {kernel.name: _fields(kernel) for kernel in kernels.values() if kernel.tile_space is not None}
     if version in (12, 13):
         data, version = _converted(_renamed(data) if version == 12 else data, fields_of), VERSION
     if version != VERSION:
@@ -228,7 +228,7 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
         raise ValueError(f"'made_with' is {shown(made_with)}; expected versions by name")
     tiles = _get(data, "tiles", dict, "the file")
     # A table from before a kernel was added has no fields for it, and no entry of it.
-    kernels = {name: one for name, one in kernels.items() if one.tiling is None or name in tiles}
+    kernels = {name: one for name, one in kernels.items() if one.tile_space is None or name in tiles}
     expected = {name: names for name, names in fields_of.items() if name in tiles}
     if tiles != expected:
         raise ValueError(f"'tiles' is {shown(tiles)}; expected {expected}")
@@ -307,7 +307,7 @@ def _entry(value: Any, problem: Problem, kernels: Mapping[str, Kernel]) -> Entry
         known = ", ".join(kernel.name for kernel in kernels.values() if "cuda" in kernel.devices)
         raise ValueError(f"{what} names the row {shown(name)}; known are {known}")
     tile = None
-    if kernel.tiling is not None:
+    if kernel.tile_space is not None:
         tile = _tile(rest.pop(0) if rest else None, kernel, problem, what)
     others = rest.pop(0) if rest and type(rest[0]) is dict else {}
     if rest:
@@ -319,14 +319,14 @@ def _entry(value: Any, problem: Problem, kernels: Mapping[str, Kernel]) -> Entry
 
 
 def _tile(values: Any, kernel: Kernel, problem: Problem, what: str) -> Any:
-    assert kernel.tiling is not None
-    names = fields(kernel.tiling.record)
+    assert kernel.tile_space is not None
+    names = fields(kernel.tile_space.record)
     if type(values) is not list or [type(value) for value in values] != [name.type for name in names]:
         raise ValueError(
             f"{what} has the tile {shown(values)}; expected {', '.join(name.name for name in names)}"
         )
-    tile = kernel.tiling.record(*values)
-    reason = kernel.supports(problem) or kernel.tiling.why_not(problem, tile)
+    tile = kernel.tile_space.record(*values)
+    reason = kernel.why_unsupported(problem) or kernel.tile_space.why_invalid(problem, tile)
     if reason is not None:
         raise ValueError(f"{what} has the tile {values} for {kernel.name}, which cannot be: {reason}")
     return tile

@@ -171,16 +171,16 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
     if {"gluon", "wgmma", "ptx"} <= features:
         problem = Problem(m, op.n, op.x.shape[1], op.scheme, op.x.dtype, "cuda", features)
         for tile in HOPPER_TILES if DEVICE == "cuda" or m > 16 else HOPPER_TILES[:1]:
-            if wgmma_launch.TILING.why_not(problem, tile) is None:
+            if wgmma_launch.TILE_SPACE.why_invalid(problem, tile) is None:
                 found[f"hopper {tile}"] = partial(wgmma_launch.run, op, tile, features)
         if m <= decode_launch.MOST_ROWS and op.x.shape[1] % 8 == 0:
             for streamed in STREAM_TILES:
-                if decode_launch.TILING.why_not(problem, streamed) is None:
+                if decode_launch.TILE_SPACE.why_invalid(problem, streamed) is None:
                     found[f"stream {streamed}"] = partial(decode_launch.run, op, streamed, features)
         if m <= small_m_launch.MOST_ROWS and op.x.shape[1] % 8 == 0:
             # Those of 16 warps take the interpreter twice as long; `test_small_m.py` has them too.
             for one in NARROW_TILES if DEVICE == "cuda" else NARROW_TILES[::2]:
-                if small_m_launch.TILING.why_not(problem, one) is None:
+                if small_m_launch.TILE_SPACE.why_invalid(problem, one) is None:
                     found[f"narrow {one}"] = partial(small_m_launch.run, op, one, features)
     if m <= 32:
         found["skinny"] = lambda: portable_gemv_launch.run(op, portable_gemv_tile(shape, m), features)
@@ -857,7 +857,7 @@ def test_rows_launch_what_they_say(
     chosen = kernel_named(row)
     assert chosen.layout is not None
     asked = Problem(m, 40, 256, packed.scheme, dtype, "cuda", device_features("cuda"))
-    tile = {} if chosen.tiling is None else {"tile": chosen.tiling.rule(asked)}
+    tile = {} if chosen.tile_space is None else {"tile": chosen.tile_space.rule(asked)}
     assert op.bias is not None
     for bias in (op.bias, None, op.bias.repeat_interleave(2)[::2]):
         y = chosen.launch(op.x, packed, chosen.layout.build(packed, dtype), bias, **tile)

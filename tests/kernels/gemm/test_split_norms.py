@@ -171,7 +171,7 @@ def test_roots_that_are_powers_of_two_change_no_digit(
 def test_what_does_not_begin_or_end_norms_says_why() -> None:
     shared, few = kernel_named("fused-small-m"), kernel_named("fused-gemv")
     full = replace(problem(16), gpu=replace(H200, name="smaller", shared_memory=128 << 10))
-    assert shared.tiling is not None and shared.tiling.why_not(full, SmallMTile(16, 1)) is None
+    assert shared.tile_space is not None and shared.tile_space.why_invalid(full, SmallMTile(16, 1)) is None
     assert shared.no_norm(problem(16), SmallMTile(8, 8), "begin") is None
     assert shared.no_norm(problem(16), SmallMTile(16, 1), "end") is None
     for text, reason in {

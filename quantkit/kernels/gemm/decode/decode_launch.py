@@ -32,7 +32,7 @@ from quantkit.kernels.layouts.fragment_layout import geometry, value_sizes
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.ops.norm import NORMS
-from quantkit.kernels.problem import Problem, Tiling
+from quantkit.kernels.problem import Problem, TileSpace
 from quantkit.packing.schemes import Scheme
 
 #: Most rows of x, whose sums fit in registers, and most rows of x with integer products.
@@ -145,7 +145,7 @@ def _rule(problem: Problem) -> DecodeTile:
     # With less shared memory: float products, then one program per multiprocessor, then half of the warps.
     floats = replace(tile, int8_mma=False)
     smaller = floats, replace(one, prefetch=1), replace(floats, occupancy=1)
-    return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
+    return next((one for one in (tile, *smaller) if _why_invalid(problem, one) is None), smaller[-1])
 
 
 def single_row_ratio(problem: Problem) -> int:
@@ -256,10 +256,10 @@ def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
 
 def why_no_tile(problem: Problem) -> str | None:
     """Return why no tile fits the GPU; None if one does."""
-    return _why_not(problem, _rule(problem))
+    return _why_invalid(problem, _rule(problem))
 
 
-def _why_not(problem: Problem, tile: DecodeTile) -> str | None:
+def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
     """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -280,7 +280,7 @@ def _has_table(problem: Problem, tile: DecodeTile) -> bool:
     return not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
 
 
-def _loses(problem: Problem, tile: DecodeTile) -> str | None:
+def _why_pruned(problem: Problem, tile: DecodeTile) -> str | None:
     """Return why a tile is not worth measuring; None if it is."""
     shape = shape_of(problem)
     schedule = schedule_row_tiles(tile, shape, processors(problem))
@@ -297,10 +297,10 @@ def _loses(problem: Problem, tile: DecodeTile) -> str | None:
         (bool(smaller), "it is the same as with a smaller prefetch"),
         (tile.warps > shape.k_steps, "there are fewer k_steps than warps"),
     )
-    return next((reason for loses, reason in reasons if loses), None)
+    return next((reason for applies, reason in reasons if applies), None)
 
 
-TILING = Tiling(DecodeTile, VALUES, _rule, _why_not, _loses)
+TILE_SPACE = TileSpace(DecodeTile, VALUES, _rule, _why_invalid, _why_pruned)
 
 
 @lru_cache(maxsize=4096)

@@ -27,7 +27,7 @@ from quantkit.kernels.gemm.decode import decode_launch, decode_tiles
 from quantkit.kernels.gemm.dequantize import dequantize_launch
 from quantkit.kernels.gemm.dequantize.dequantize_kernel import dequantize
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.gemm.operands import GROUP_M, Grouping, constants, table_bytes
+from quantkit.kernels.gemm.operands import GROUP_M, GemmSpec, Grouping, constants, table_bytes
 from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm
 from quantkit.kernels.gemm.portable.portable_gemm_launch import (
     WAIT_PTX,
@@ -330,12 +330,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
     n, has_bias = (N, True) if grouping is None else (2 * N, False)
     launches = small_m_launch._launches(
-        case.m,
-        n,
-        k,
-        row,
-        dtype,
-        has_bias,
+        GemmSpec(case.m, n, k, row, dtype, has_bias),
         tile,
         features,
         H200_PROCESSORS,
@@ -390,7 +385,13 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
     launch, _ = decode_launch._launch(
-        case.m, n, k, row, dtype, grouping is None, tile, features, H200_PROCESSORS, norm, gate, grouping
+        GemmSpec(case.m, n, k, row, dtype, grouping is None),
+        tile,
+        features,
+        H200_PROCESSORS,
+        norm,
+        gate,
+        grouping,
     )
     names, options = launch._kernel.arg_names, dict(launch._options)
     known = options.pop("S")

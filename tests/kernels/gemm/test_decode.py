@@ -14,7 +14,7 @@ import torch
 from quantkit.kernels.gemm.decode import decode_launch, decode_tiles
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.operands import GemmSpec, Operands
 from quantkit.kernels.layouts.dequant_expressions import placement, planes
 from quantkit.kernels.layouts.dequant_ptx import shared_table
 from quantkit.kernels.layouts.fragment_layout import build
@@ -296,7 +296,7 @@ def test_x_is_read_where_it_was_written(warps: int) -> None:
                 continue
             asked = scheme(name).for_columns(k)
             tile = DecodeTile(warps, 1, 1, 1, integers)
-            known = decode_tiles.decode_config(m, 64, k, asked, torch.bfloat16, False, tile, False, 4)
+            known = decode_tiles.decode_config(GemmSpec(m, 64, k, asked, torch.bfloat16), tile, False, 4)
             sizes = [known.digit_shape] if integers else [known.float_shape] if m <= 8 else []
             sizes += [] if integers or known.as_vec4 else [known.x_shape]
             bases = x_smem_layout(known.vec4_shape, known).offset_bases
@@ -377,7 +377,7 @@ def test_a_turn_has_whole_rings() -> None:
             if decode_launch.TILE_SPACE.why_invalid(asked, tile) is not None:
                 continue
             found = decode_tiles.decode_config(
-                m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS
+                GemmSpec(m, n, k, asked.scheme, asked.dtype), tile, True, H200_PROCESSORS
             )
             assert found.single_iter or found.k_steps_per_warp % found.prefetch == 0
             assert found.prefetch <= min(tile.prefetch, found.k_steps_per_warp)

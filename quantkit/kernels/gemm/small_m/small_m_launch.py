@@ -10,6 +10,7 @@ import torch
 from quantkit.kernels.gemm.bound import BIAS, SUMS, Bound, X, Y
 from quantkit.kernels.gemm.gpu_limits import processors, program_memory
 from quantkit.kernels.gemm.operands import (
+    GemmSpec,
     Grouping,
     Operands,
     bound,
@@ -22,7 +23,7 @@ from quantkit.kernels.gemm.operands import (
     with_shared_table,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry, value_sizes
+from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, value_sizes
 from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_bytes
 from quantkit.kernels.problem import Problem, TileSpace
 from quantkit.packing.schemes import Scheme
@@ -330,12 +331,7 @@ TILE_SPACE = TileSpace(SmallMTile, VALUES, _rule, _why_invalid, _why_pruned)
 
 @lru_cache(maxsize=4096)
 def _launches(
-    m: int,
-    n: int,
-    k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    bias: bool,
+    spec: GemmSpec,
     tile: SmallMTile,
     features: frozenset[str],
     multiprocessors: int,
@@ -349,7 +345,7 @@ def _launches(
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
 
-    shape = geometry(n, k, scheme, dtype)
+    shape, (m, n, k, scheme, dtype, bias) = spec.shape, spec
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = k_steps(tile, shape)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
@@ -409,21 +405,14 @@ def _launches(
 
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
     """Return the product y [m, n] for m up to 32, on NVIDIA GPUs from compute capability 8.0 on."""
-    m, k = op.x.shape
-    has_bias, count, grouping = op.bias is not None, op.multiprocessors, op.grouping
-    n, expert_blocks = op.n, 1
-    if grouping is not None:
-        m, n, expert_blocks = grouping.rows, op.n * grouping.matrices, grouping.expert_blocks
+    spec, grouping = op.spec, op.grouping
+    m, n = spec.m, spec.n
+    expert_blocks = 1 if grouping is None else grouping.expert_blocks
     main, last, program_tiles = _launches(
-        m,
-        n,
-        k,
-        op.scheme,
-        op.x.dtype,
-        has_bias,
+        spec,
         tile,
         features,
-        count,
+        op.multiprocessors,
         op.shared_memory,
         op.gate,
         op.norm_offset,

@@ -125,7 +125,7 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether config.json says that some weights are packed, by quantkit or another."""
+        """Return True if config.json says that some weights are packed, by quantkit or another."""
         return "quantization_config" in self.config
 
     @property
@@ -265,7 +265,7 @@ def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | No
 
 @contextmanager
 def _examining(directory: Path) -> Iterator[None]:
-    """What the disk refuses to say of a file, and no more exact words are there for, as `CheckpointError`."""
+    """Raise as `CheckpointError` what the disk refuses to say of a file, if there are no more exact words."""
     try:
         yield
     except OSError as error:

@@ -43,7 +43,7 @@ class Block:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the block is a linear outside of lists of modules."""
+        """Return True if the block is a linear outside of lists of modules."""
         return _is_linear(self.module)
 
     def full(self, name: str) -> str:

@@ -47,12 +47,12 @@ class Renamed:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the parameter has more in it than this tensor."""
+        """Return True if the parameter has more in it than this tensor."""
         return self.own or bool(self.operations)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the tensor is a matrix of one expert in it."""
+        """Return True if the tensor is a matrix of one expert in it."""
         return self.own or tuple(type(one).__name__ for one in self.operations) in STACKED
 
 

@@ -214,7 +214,8 @@ def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any],
             path,
             f"auto_map is {shown(config['auto_map'])}, so the model needs code of its repository, "
             "which quantkit never runs; expected an architecture of transformers",
-            "Remove auto_map, or use --allow-auto-map to ignore it, if transformers has the model",
+            "Remove auto_map, or use --allow-auto-map to ignore it, if transformers has the model; if not, "
+            "quantize it with --model-free",
         )
     del config["auto_map"]
     return config, [f"{path}: auto_map is ignored; the code that it names is not run"]

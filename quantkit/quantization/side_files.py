@@ -20,6 +20,7 @@ from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAM
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
 from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config
+from quantkit.model.model_class import is_known_type
 from quantkit.model.tokenizer import TOKENIZER_NAME, read_tokenizer, vocabularies
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -283,7 +284,9 @@ def _read_tokenizer(checkpoint: Checkpoint, files: Sequence[Path]) -> None:
     """Make a tokenizer of `files`, as of the copies that the output gets, and use it."""
     with tempfile.TemporaryDirectory(prefix="quantkit-tokenizer-", ignore_cleanup_errors=True) as folder:
         view = Path(folder)
-        replace_file(view / CONFIG_NAME, json.dumps(checkpoint.config).encode(), durable=False)
+        # A model_type that transformers does not know says nothing of the tokenizer.
+        config = checkpoint.config if is_known_type(checkpoint.config.get("model_type")) else {}
+        replace_file(view / CONFIG_NAME, json.dumps(config).encode(), durable=False)
         for path in files:
             (view / path.name).symlink_to(path)
         try:

@@ -86,7 +86,7 @@ class Checkpoint:
                 "expected a little-endian host. Run quantkit on x86-64 or ARM64."
             )
         directory = directory.absolute()
-        with _examining(directory):
+        with examining(directory):
             return cls._open(directory, strict, allow_auto_map)
 
     @classmethod
@@ -264,7 +264,7 @@ def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | No
 
 
 @contextmanager
-def _examining(directory: Path) -> Iterator[None]:
+def examining(directory: Path) -> Iterator[None]:
     """What the disk refuses to say of a file, and no more exact words are there for, as `CheckpointError`."""
     try:
         yield

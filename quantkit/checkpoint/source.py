@@ -86,7 +86,7 @@ class Checkpoint:
                 "expected a little-endian host. Run quantkit on x86-64 or ARM64."
             )
         directory = directory.absolute()
-        with _examining(directory):
+        with examining(directory):
             return cls._open(directory, strict, allow_auto_map)
 
     @classmethod
@@ -265,7 +265,7 @@ def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | No
 
 
 @contextmanager
-def _examining(directory: Path) -> Iterator[None]:
+def examining(directory: Path) -> Iterator[None]:
     """Raise as `CheckpointError` what the disk refuses to say of a file, if there are no more exact words."""
     try:
         yield

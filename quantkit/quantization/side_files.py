@@ -16,7 +16,7 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.output.atomic_write import is_inside, is_plain_name
 from quantkit.checkpoint.safetensors_header import MAX_JSON_BYTES
 from quantkit.checkpoint.side_names import is_side_name
-from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint
+from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint, examining
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
 from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config
@@ -59,14 +59,15 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
     Raises `CheckpointError`, which names the file, for one that would be copied and that its reader cannot
     read. That is also raised for one that is no file, such as a link to a file that is gone.
     """
-    _check_left_out(checkpoint.directory)
-    for path in checkpoint.side_files:
-        _check_name(path)
-        _check_start(path)
-        for reader in READERS:
-            if path.name in reader.names or path.suffix in reader.names:
-                _check_with(reader, path)
-    found = (_tokenizer_warning(checkpoint), _not_copied(checkpoint))
+    with examining(checkpoint.directory):
+        _check_left_out(checkpoint.directory)
+        for path in checkpoint.side_files:
+            _check_name(path)
+            _check_start(path)
+            for reader in READERS:
+                if path.name in reader.names or path.suffix in reader.names:
+                    _check_with(reader, path)
+        found = (_tokenizer_warning(checkpoint), _not_copied(checkpoint))
     warnings = [warning for warning in found if warning is not None]
     return replace(checkpoint, warnings=(*checkpoint.warnings, *warnings)) if warnings else checkpoint
 

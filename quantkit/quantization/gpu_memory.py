@@ -65,7 +65,9 @@ def gpu_memory(
     checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, free: int | None = None
 ) -> GpuMemory:
     """Return the memory that a run of the plan takes of a GPU with `free` bytes; None for one with enough."""
-    shape, device = sample_shape(checkpoint, options), torch.device("cuda")
+    device = torch.device("cuda")
+    takes_data = planned.allocation is not None or needs_of(_packing(planned))
+    shape = sample_shape(checkpoint, options) if takes_data else (0, 0)
     peaks = [
         streamed_bytes(planned, device) + STREAM_IDLE_BYTES,
         calibrated_bytes(checkpoint, planned, shape, device, free) + IDLE_BYTES,

@@ -16,10 +16,11 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.output.atomic_write import is_inside, is_plain_name
 from quantkit.checkpoint.safetensors_header import MAX_JSON_BYTES
 from quantkit.checkpoint.side_names import is_side_name
-from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint
+from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint, examining
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
 from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config
+from quantkit.model.model_class import is_known_type
 from quantkit.model.tokenizer import TOKENIZER_NAME, read_tokenizer, vocabularies
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -58,14 +59,15 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
     Raises `CheckpointError`, which names the file, for one that would be copied and that its reader cannot
     read. That is also raised for one that is no file, such as a link to a file that is gone.
     """
-    _check_left_out(checkpoint.directory)
-    for path in checkpoint.side_files:
-        _check_name(path)
-        _check_start(path)
-        for reader in READERS:
-            if path.name in reader.names or path.suffix in reader.names:
-                _check_with(reader, path)
-    found = (_tokenizer_warning(checkpoint), _not_copied(checkpoint))
+    with examining(checkpoint.directory):
+        _check_left_out(checkpoint.directory)
+        for path in checkpoint.side_files:
+            _check_name(path)
+            _check_start(path)
+            for reader in READERS:
+                if path.name in reader.names or path.suffix in reader.names:
+                    _check_with(reader, path)
+        found = (_tokenizer_warning(checkpoint), _not_copied(checkpoint))
     warnings = [warning for warning in found if warning is not None]
     return replace(checkpoint, warnings=(*checkpoint.warnings, *warnings)) if warnings else checkpoint
 
@@ -283,7 +285,9 @@ def _read_tokenizer(checkpoint: Checkpoint, files: Sequence[Path]) -> None:
     """Make a tokenizer of `files`, as of the copies that the output gets, and use it."""
     with tempfile.TemporaryDirectory(prefix="quantkit-tokenizer-", ignore_cleanup_errors=True) as folder:
         view = Path(folder)
-        replace_file(view / CONFIG_NAME, json.dumps(checkpoint.config).encode(), durable=False)
+        # A model_type that transformers does not know says nothing of the tokenizer.
+        config = checkpoint.config if is_known_type(checkpoint.config.get("model_type")) else {}
+        replace_file(view / CONFIG_NAME, json.dumps(config).encode(), durable=False)
         for path in files:
             (view / path.name).symlink_to(path)
         try:

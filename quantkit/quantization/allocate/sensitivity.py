@@ -204,9 +204,13 @@ class _Measurement:
         """
         modules = (*wanted.linears, *wanted.experts)
         call = mapped(steps[0].call, lambda tensor: tensor.detach().to(self._decoder.device))
-        stages, repeated = stages_of(block, call, modules, alone=wanted.experts) if modules else ([], [])
+        stages, repeated, idle = (
+            stages_of(block, call, modules, alone=wanted.experts) if modules else ([], [], [])
+        )
         if repeated:
             raise UsageError(_not_once(block.full(repeated[0])))
+        if idle:
+            raise UsageError(_not_run(block.full(idle[0])))
         seen: dict[tuple[str, ...], Seen] = {}
         routed: dict[str, list[ExpertCall]] = {name: [] for name in wanted.experts}
 

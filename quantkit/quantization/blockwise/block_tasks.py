@@ -1,6 +1,6 @@
 """The part of a plan that takes calibration data: what is to do in each block of the decoder."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantkit.calibrate.data.samples import Samples
@@ -24,6 +24,7 @@ class BlockTasks:
     such as `mlp.experts.3.gate`; `parts` says where in the block's parameters they are. `folds` are where
     scales of input features go, and `changed` the dense tensors that they change, by parameter. `number`
     counts the blocks of the model. `is_head` for the lm_head, which is worked on as if it were a block.
+    `idle` do not run when the model is given tokens: they are quantized as if their methods took no data.
     """
 
     name: str
@@ -33,6 +34,7 @@ class BlockTasks:
     folds: tuple[Fold, ...] = ()
     changed: Mapping[str, Task] = field(default_factory=dict)
     is_head: bool = False
+    idle: frozenset[str] = frozenset()
 
     @property
     def filename(self) -> str:
@@ -56,8 +58,13 @@ class BlockTasks:
 
     @property
     def calibrated(self) -> dict[str, Task]:
-        """Return the tasks with a method that takes data."""
-        return {name: task for name, task in self.tasks.items() if task.needs}
+        """Return the tasks with a method that takes data, as far as they run."""
+        return {name: task for name, task in self.tasks.items() if task.needs and name not in self.idle}
+
+    def without(self, modules: Collection[str]) -> "BlockTasks":
+        """Return these tasks where linears and experts called `modules` do not run."""
+        experts = [name for module in modules if module in self.experts for name in self.of_experts(module)]
+        return replace(self, idle=frozenset([*modules, *experts]))
 
     @property
     def refined(self) -> dict[str, Refinement]:
@@ -68,7 +75,9 @@ class BlockTasks:
             name: None if task.method is None else task.method.refine for name, task in self.tasks.items()
         }
         return {
-            name: step for name, step in refinements.items() if step is not None and name not in self.parts
+            name: step
+            for name, step in refinements.items()
+            if step is not None and name not in self.parts and name not in self.idle
         }
 
     @property

@@ -366,19 +366,19 @@ def merged(
     found: dict[str, Any] = {
         "squared": [sum(pair) for pair in zip(*(one["squared"] for one in details), strict=True)]
     }
-    if "output" not in details[0]:
-        return found
     own: dict[str, list[str]] = {}
     for name, detail in matrices.items():
-        if detail["note"] is not None:
+        if detail.get("note") is not None:
             own.setdefault(detail["note"], []).append(name)
     texts = [text if len(matrices) == 1 else f"{_shown(names)}: {text}" for text, names in own.items()]
+    found["note"] = "; ".join([*texts, *notes]) or None
+    if "output" not in details[0]:
+        return found
     found["output"] = [sum(pair) for pair in zip(*(one["output"] for one in details), strict=True)]
     # A linear whose rounding was learned is the only matrix of its module.
     found["block_error"] = details[0].get("block_error")
     dampings = [one["damping"] for one in details if one["damping"] is not None]
     found["damping"] = max(dampings, default=None)
-    found["note"] = "; ".join([*texts, *notes]) or None
     if tokens is not None:
         found["expert_tokens"] = list(tokens)
     return found

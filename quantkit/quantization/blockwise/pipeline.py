@@ -32,7 +32,6 @@ from quantkit.calibrate.hessian import run_of
 from quantkit.calibrate.linear_stats import OF_ORIGINAL
 from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import UsageError
 from quantkit.memory import free_share, trim_cache
 from quantkit.model.blocks import Block, Decoder, set_weight
 from quantkit.model.distributed import Ranks, Record
@@ -157,7 +156,9 @@ class _Worker:
         while missing:
             name = ranks.broadcast(lambda: states.block)
             if name is None:
-                raise UsageError(_never_run(by_name[min(missing)]))
+                for one in sorted(missing):
+                    self.quantize_idle(by_name[one], output, report)
+                return
             todo = by_name.get(name, BlockTasks(name, {}))
             block = self.decoder.block(name)
             if name not in missing:
@@ -231,8 +232,9 @@ class _Worker:
 
             # The original's passes first: their block takes the weights before any is replaced.
             suspend = self._suspends(block, states)
+            stages, repeated, idle = self._stages(block, todo, states)
+            todo = finished.todo = todo.without(idle)
             calibrated = todo.calibrated
-            stages, repeated = self._stages(block, todo, states)
             stops = [stage[0] for stage in stages]
             exact: Forwards | None = None
             if states.exact is not None and twin is not None:
@@ -294,7 +296,7 @@ class _Worker:
         return self.solver.solve_alike(block.full(name), {name: task}, share)
 
     def _without_data(self, todo: BlockTasks, store: Callable[[Mapping[str, Quantized]], None]) -> None:
-        """Quantize the linears whose methods take no data, some at a time."""
+        """Quantize the linears whose methods take no data, or that do not run, some at a time."""
         calibrated = todo.calibrated
         names = [name for name in todo.tasks if name not in calibrated]
         for at in range(0, len(names), FREE):
@@ -327,6 +329,15 @@ class _Worker:
             name: one.learned(learned.packed[name], weights[name], seen[name], errors)
             for name, one in found.items()
         }
+
+    def quantize_idle(self, todo: BlockTasks, output: WorkFiles, report: Advance) -> None:
+        """Quantize a block that does not run when the model is given tokens into its work file."""
+        todo = todo.without(list(todo.tasks))
+        self.solver.factors.clear()
+        with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
+            finished = BlockOutput(file, todo, report)
+            self._without_data(todo, finished.write)
+            finished.close({})
 
     def quantize_head(
         self,
@@ -419,14 +430,6 @@ def _following(blocks: Sequence[BlockTasks], todo: BlockTasks) -> str | None:
     """Return the name of the block that probably runs after this one."""
     names = [block.name for block in blocks if not block.is_head]
     return next(iter(names[names.index(todo.name) + 1 :]), None)
-
-
-def _never_run(todo: BlockTasks) -> str:
-    return (
-        f"{todo.name} does not run when the model is given tokens, so methods with data have no inputs for "
-        f"it. Keep it dense with --rule '{todo.name}*=keep', or choose a method without data for it, such as "
-        f"--rule '{todo.name}*=int8::mse'."
-    )
 
 
 def _reading(

@@ -36,8 +36,8 @@ _SENSES = frozenset({"visual", "vision", "vit", "image", "audio", "speech", "vid
 class Seen:
     """A tensor, and what its checkpoint tells of its surroundings.
 
-    `layers` is the number of blocks in config.json, `experts` how many there are by the name of the module
-    that has them, and `group` the weights of a row that share a scale; None where there is no such number.
+    `layers` is the number of blocks in config.json, `experts` the number of experts by the name of their
+    module. `group` is the number of weights of a row that share a scale; None where there is no such number.
     """
 
     tensor: StoredTensor
@@ -71,7 +71,7 @@ class Seen:
 
     @property
     def is_gate(self) -> bool:
-        """Whether a router's name goes with fewer rows than columns, which the gate of an MLP has not."""
+        """Return True if a router's name goes with fewer rows than columns, unlike the gate of an MLP."""
         named = "router" in self.words or not _ROUTERS.isdisjoint(self.parts)
         return named and self.shape[0] < self.shape[1]
 
@@ -81,13 +81,13 @@ class Seen:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether it is of a block beyond those that config.json counts."""
+        """Return True if it is of a block beyond those that config.json counts."""
         block = _BLOCK.search(self.module)
         return block is not None and self.layers is not None and int(block[1]) >= self.layers
 
     @property
     def is_ragged(self) -> bool:
-        """Whether a row is several groups and not whole ones."""
+        """Return True if a row is several groups and not whole ones."""
         return self.group is not None and self.shape[1] > self.group and self.shape[1] % self.group != 0
 
 

@@ -103,8 +103,8 @@ class OwnNames:
     """Names in the class that a checkpoint is of, where it is loaded as another class.
 
     `modules` maps modules of the other class to them; those without a tensor, such as a new head, are left
-    out. `prefix` is the prefix of the base model in the files and in the other class, where transformers
-    does not see that they are the same.
+    out. `prefix` is the prefix of the base model in the files and in the other class. It is None where
+    transformers sees that they are the same.
     """
 
     modules: Mapping[str, str]

@@ -69,7 +69,7 @@ class Method:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the steps need of calibration data."""
+        """Return what the steps need of calibration data."""
         return frozenset(need for step in self.steps for need in step.needs)
 
     @property
@@ -79,7 +79,7 @@ class Method:
 
     @property
     def needs_data(self) -> bool:
-        """Whether it can only quantize a linear whose inputs are known."""
+        """Return True if it can only quantize a linear whose inputs are known."""
         return bool(self.needs)
 
     @property
@@ -88,7 +88,7 @@ class Method:
         return next((step for step in self.transforms if isinstance(step, InputScaling)), None)
 
     def changes_target(self, stats: LinearStats) -> bool:
-        """Whether `target` differs from the rows that it is given."""
+        """Return True if `target` differs from the rows that it is given."""
         return any(step.changes_target(stats) for step in self.transforms)
 
     def target(self, rows: torch.Tensor, stats: LinearStats) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Method:
         return rows
 
     def note(self, stats: LinearStats) -> str | None:
-        """What the last step that did not do all of its work left out, and why; None if all did."""
+        """Return what the last step that did not do all of its work left out, and why; None if all did."""
         notes = (step.note(stats) for step in reversed(self.steps))
         return next((note for note in notes if note is not None), None)
 
@@ -343,9 +343,9 @@ def quantize_tensor(
     in all; `packing` "radix" stores ternary codes in 1.6 bits. Runs on the weight's device and returns a
     tensor there.
 
-    Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity,
-    or whose scales overflow `scale_dtype`, for a scheme that the method cannot fit, and `UsageError` for an
-    unknown method.
+    Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity, or
+    whose scales overflow `scale_dtype`. Raises it too for a scheme that the method cannot fit, and
+    `UsageError` for an unknown method.
     """
     if not isinstance(weight, torch.Tensor):
         raise FormatError(f"the weight is a {type(weight).__name__}; expected a torch.Tensor [N, K].")

@@ -27,11 +27,11 @@ GroupSize = int | Literal["channel", "tensor"] | None
 
 @dataclass(frozen=True)
 class ScaleType:
-    """What scales may be stored as.
+    """A type in which scales may be stored.
 
-    `max` is the largest scale, `digits` the bits of its significand, `signed` whether one may be negative,
-    and `relative` whether they are divided by one float32 factor per tensor, because the dtype's own range
-    is too small for weights.
+    `max` is the largest scale, `digits` the bits of its significand, `signed` is True if one may be negative.
+    With `relative` they are divided by one float32 factor per tensor, because the dtype's own range is too
+    small for weights.
     """
 
     name: str
@@ -72,18 +72,18 @@ PARTS = ("packed", "scale", "zero_point", "global_scale", "column_scale", "codeb
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weight of one linear layer, [N output channels, K input features], is stored.
+    """Storage of the weight of one linear layer, [N output channels, K input features].
 
-    A weight is `scale * value(code)`, or with a zero-point, which is a code or a float between codes,
-    `scale * (code - zero_point)`, or with a minimum `scale * code + minimum`. A scale is shared by
+    A weight is `scale * value(code)`. With a zero-point, which is a code or a float between codes, it is
+    `scale * (code - zero_point)`. With a minimum it is `scale * code + minimum`. A scale is shared by
     `group_size` consecutive input features of one output channel; the last group of a row holds what is left.
     None is one group per output channel, and "tensor" one scale for all weights. With `global_scale`, all
     scales of a tensor are divided by one float32.
 
-    With `planes` above 1 a weight is the sum of so many values, each with a scale of its own, and its code
-    holds theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a
-    factor of its input feature. A `FittedFormat` has its values stored with each tensor. `packing` says how
-    codes become words: a row of `PACKINGS`.
+    With `planes` above 1 a weight is the sum of `planes` values, each with a scale of its own. Its code holds
+    theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a factor of its
+    input feature. A `FittedFormat` has its values stored with each tensor. `packing` says how codes become
+    words: a row of `PACKINGS`.
     """
 
     format: NumberFormat
@@ -160,12 +160,12 @@ class Scheme:
 
     @property
     def per_tensor(self) -> bool:
-        """Whether all weights of a tensor have one scale."""
+        """Return True if all weights of a tensor have one scale."""
         return self.group_size == "tensor"
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the values of codes are stored with each tensor."""
+        """Return True if the values of codes are stored with each tensor."""
         return isinstance(self.format, FittedFormat)
 
     @property
@@ -195,18 +195,18 @@ class Scheme:
 
     @property
     def has_zero_point(self) -> bool:
-        """Whether the value of a code is the code less a zero-point."""
+        """Return True if the value of a code is the code less a zero-point."""
         return self.zero_point_type.storage is not None
 
     @property
     def zero_point_dtype(self) -> torch.dtype:
-        """What zero-points [N, G] are in memory; float32 where there are none."""
+        """Return the dtype of zero-points [N, G] in memory; float32 where there are none."""
         storage = self.zero_point_type.storage
         return torch.float32 if storage is None else storage.values(self.scale_dtype)
 
     @property
     def column_scale_dtype(self) -> torch.dtype:
-        """What column scales are stored as: like the scales, but at least 16 bits."""
+        """Return the dtype of stored column scales: that of the scales, but at least 16 bits."""
         return at_least_16_bits(self.scale_dtype)
 
     def for_columns(self, columns: int) -> "Scheme":
@@ -216,7 +216,7 @@ class Scheme:
         return self
 
     def group_columns(self, columns: int) -> int:
-        """How many of a row's `columns` weights share a scale; those of a ragged last group are fewer."""
+        """Return how many of a row's `columns` weights share a scale; a ragged last group has fewer."""
         return min(self.group_size, columns) if isinstance(self.group_size, int) else columns
 
     def group_spans(self, columns: int) -> tuple[tuple[slice, int], ...]:
@@ -231,7 +231,9 @@ class Scheme:
         return -(-columns // self.group_columns(columns))
 
     def row_units(self) -> dict[str, int]:
-        """What rows of a weight are stored in, and how many each takes: between those it can be cut."""
+        """Return the kinds of units of which stored rows are whole, and the rows of each; cuts lie between
+        units.
+        """
         storage = self.zero_point_type.storage
         count = 1 if storage is None else storage.cut(self.format.bits)
         return {} if count == 1 else {f"words of {count} zero-points": count}
@@ -342,7 +344,7 @@ class Scheme:
 
     @property
     def granularity(self) -> str:
-        """What has a scale of its own: `tensor`, `channel` or a group, such as `g128`."""
+        """Return the name of what has a scale of its own: `tensor`, `channel` or a group, such as `g128`."""
         if isinstance(self.group_size, int):
             return f"g{self.group_size}"
         return self.group_size or "channel"

@@ -133,7 +133,7 @@ class PackedTensor:
         return (self.scale.expand(self.shape[0], 1) if self.scheme.per_tensor else self.scale)[start:stop]
 
     def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """What the values of rows `start:stop` are multiplied by, float32 [rows, groups * planes]."""
+        """Return the multipliers of the values of rows `start:stop`, float32 [rows, groups * planes]."""
         scale = self.row_scale(start, stop).to(torch.float32)
         divisor = self.part("global_scale")
         return scale if divisor is None else scale / divisor
@@ -147,7 +147,7 @@ class PackedTensor:
         return storage.unpack(stored, self.shape[0], self.scheme.format.bits)
 
     def zeros_in_codes(self) -> torch.Tensor | None:
-        """What is subtracted from codes, [N, groups]; within float32 rounding of a minimum."""
+        """Return what is subtracted from codes, [N, groups]; within float32 rounding of a minimum."""
         zeros = self.zero_points()
         return None if zeros is None else self.scheme.zero_point_type.in_codes(zeros, self.group_scale())
 

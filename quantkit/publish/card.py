@@ -186,7 +186,7 @@ def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
 
 
 def _tasks_table(tasks: Sequence[TaskMetrics]) -> Table:
-    """What was answered right, of a model without a reference."""
+    """Return the table of right answers, of a model without a reference."""
     rows = [
         (one.task, one.metric, str(one.items), percent_text(one.accuracy) + points_text(one.accuracy_se))
         for one in tasks

@@ -37,7 +37,7 @@ from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 @dataclass(frozen=True)
 class Choice:
-    """What to make of a linear: a format with its options, or `keep` to leave it dense."""
+    """The treatment of a linear: a format with its options, or `keep` to leave it dense."""
 
     format: str = DEFAULT_FORMAT
     group_size: GroupSize = None
@@ -61,7 +61,7 @@ class Choice:
         )
 
     def group_of_rows(self) -> int | None:
-        """How many weights of a row share a scale; None where that is no number."""
+        """Return the number of weights of a row that share a scale; None where that is no number."""
         chosen = self.scheme(torch.bfloat16)
         return None if chosen is None or not isinstance(chosen.group_size, int) else chosen.group_size
 
@@ -89,7 +89,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rule:
-    """A glob over module names and what becomes of the linears it matches; `why` where nobody wrote it."""
+    """A glob over module names and the treatment of the linears it matches; `why` where quantkit wrote it."""
 
     match: str
     choice: Choice
@@ -98,7 +98,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one linear, and why."""
+    """The treatment of one linear, and why."""
 
     scheme: Scheme | None
     method: Method | None
@@ -139,9 +139,9 @@ class Recipe:
     ) -> dict[str, Fate]:
         """The fate of every linear.
 
-        `linears` maps module names to weight dtypes, `kept` those of them that only a rule quantizes to
-        the reason, and `dense` the modules that no rule can quantize to the reason. Raises `UsageError`
-        for a pattern that matches no linear.
+        `linears` maps module names to weight dtypes. `kept` maps those of them that only a rule quantizes to
+        the reason, and `dense` the modules that no rule can quantize. Raises `UsageError` for a pattern that
+        matches no linear.
         """
         used: set[int] = set()
         fates = {}

@@ -1,4 +1,4 @@
-"""Whether a packed checkpoint has the weights of its source, each one compared."""
+"""Comparison of a packed checkpoint's weights with those of its source, each one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class Compared:
-    """How many tensors were compared, how many of them are packed, and what differs."""
+    """Counts of tensors that were compared and that are packed, and the differences."""
 
     tensors: int
     packed: int

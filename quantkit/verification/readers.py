@@ -30,7 +30,7 @@ from quantkit.runtime.transformers.registration import register_plugin
 def with_readers(planned: Plan, checkpoint: Checkpoint) -> Plan:
     """Return `planned` with only those readers that load what it writes; `checkpoint` is the source.
 
-    Raises `CheckpointError` if its own class does not load it with quantkit. Without such a class nobody is
+    Raises `CheckpointError` if its own class does not load it with quantkit. Without such a class none is
     asked, and a note says so.
     """
     if not planned.quantized_weights:
@@ -81,7 +81,7 @@ def check_written(planned: Plan, checkpoint: Checkpoint, tensors: Mapping[str, T
 
 
 def readers_of(checkpoint: Checkpoint) -> tuple[tuple[str, ...], str | None]:
-    """Return who reads a packed checkpoint without quantkit, or why nobody does."""
+    """Return the programs that read a packed checkpoint without quantkit, or why none does."""
     reason = why_no_class(checkpoint.config, checkpoint.directory)
     if reason is not None:
         return (), f"{reason}: it is not known who can run this."

@@ -86,7 +86,7 @@ class Checkpoint:
                 "expected a little-endian host. Run quantkit on x86-64 or ARM64."
             )
         directory = directory.absolute()
-        with _examining(directory):
+        with examining(directory):
             return cls._open(directory, strict, allow_auto_map)
 
     @classmethod
@@ -125,7 +125,7 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether config.json says that some weights are packed, by quantkit or another."""
+        """Return True if config.json says that some weights are packed, by quantkit or another."""
         return "quantization_config" in self.config
 
     @property
@@ -265,8 +265,8 @@ def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | No
 
 
 @contextmanager
-def _examining(directory: Path) -> Iterator[None]:
-    """What the disk refuses to say of a file, and no more exact words are there for, as `CheckpointError`."""
+def examining(directory: Path) -> Iterator[None]:
+    """Raise as `CheckpointError` what the disk refuses to say of a file, if there are no more exact words."""
     try:
         yield
     except OSError as error:

@@ -67,7 +67,8 @@ def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
     """Return the class of the model that a config.json describes, and the config that it is built from.
 
     The class is the first of `architectures` that transformers has for this config, else one for the same
-    purpose, else the first that one of the mappings `ORDER` has. Raises `CheckpointError` if there is none.
+    purpose. If there is none it is the first that one of the mappings `ORDER` has. Raises `CheckpointError`
+    if there is none.
     """
     parsed = model_config(config, directory)
     for cls in (_named(name) for name in named_classes(config)):

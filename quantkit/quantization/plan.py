@@ -1,7 +1,7 @@
 """Plans: from headers alone, every tensor of the packed checkpoint, in which file and how big.
 
-A plan decides everything before a weight is read, so that sizes, refusals and the fate of every layer
-are known first, and the writer can put each chunk where it belongs in any order.
+A plan decides everything before a weight is read. So sizes, refusals and the fate of every layer are known
+first. The writer can put each chunk in its place in any order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -360,12 +360,12 @@ def _layer(
 
 
 def _is_cut(structure: Structure, linear: Linear) -> bool:
-    """Whether the matrices of a linear are cut from the tensors of the source."""
+    """Return True if the matrices of a linear are cut from the tensors of the source."""
     return f"{linear.stored[0]}.weight" in structure.cuts
 
 
 def _not_portable(structure: Structure, layers: Sequence[LayerPlan]) -> tuple[str, ...]:
-    """Why the output needs quantkit to load, by layer; empty when compressed-tensors can express it."""
+    """Return why the output needs quantkit to load, by layer; empty if compressed-tensors can express it."""
     reasons = []
     for layer in layers:
         if layer.scheme is not None and layer.linear.transposed:

@@ -1,4 +1,4 @@
-"""What a user should know of a plan before it runs: where other tools, or the model, may be surprised."""
+"""Warnings about a plan before it runs: where other tools, or the model, may surprise a user."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -122,7 +122,7 @@ def dense_parts(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> 
 
 
 def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[Note]:
-    """What others cannot do with it: vLLM, and transformers by itself, which dequantizes."""
+    """Yield what vLLM cannot do with the output, and transformers by itself, which dequantizes."""
     narrow, whole = set(), set()
     experts: dict[str, set[str]] = {}
     for a in assignments:

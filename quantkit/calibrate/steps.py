@@ -51,6 +51,8 @@ class Step:
                 yield "several planes"
             if scheme.per_tensor:
                 yield "one scale per tensor"
+            if scheme.group_rows > 1:
+                yield "scales of blocks of rows"
             if scheme.column_scale:
                 yield "column scales"
 
@@ -126,8 +128,6 @@ class ScaleSearch(Step):
             yield "several planes"
         if scheme.per_tensor and self.fit_tensor is None:
             yield "one scale per tensor"
-        if scheme.group_rows > 1:
-            yield "scales of blocks of rows"
         yield from super().lacks(scheme)
         if self.ints_only and not isinstance(scheme.format, IntFormat):
             yield "values that are not evenly spaced"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -21,8 +22,9 @@ from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, at_least_16_bits
 
-#: What may be asked for: None is the format's own.
-GroupSize = int | Literal["channel", "tensor"] | None
+#: What may be asked for: columns, "channel", "tensor" or a block such as "128x128"; None is the format's own.
+GroupSize = int | str | None
+BLOCK = re.compile(r"([1-9][0-9]{0,7})x([1-9][0-9]{0,7})")
 
 
 @dataclass(frozen=True)
@@ -159,13 +161,9 @@ class Scheme:
         }
         for what, there in unfit.items():
             if there:
-                kind, one, dtypes = f"a block of {self.group_rows} rows", "block", ""
-                if self.per_tensor:
-                    kind, one, dtypes = (
-                        "group size 'tensor'",
-                        "tensor",
-                        ", and is float32, float16 or bfloat16",
-                    )
+                one = "tensor" if self.per_tensor else "block"
+                kind = "group size 'tensor'" if self.per_tensor else f"a block of {self.group_rows} rows"
+                dtypes = ", and is float32, float16 or bfloat16" if self.per_tensor else ""
                 raise FormatError(
                     f"{kind} does not go with {what}: one scale per {one} is for symmetric schemes of fixed "
                     f"values{dtypes}. Change that, or use a group size or 'channel'."
@@ -256,6 +254,10 @@ class Scheme:
         group = self.group_columns(columns)
         groups = {f"groups of {group}": group} if group < columns else {}
         return {**groups, f"words of {count} codes": count}
+
+    def whole_blocks(self, rows: int) -> int:
+        """About `rows`, at least one block, that begin and end where blocks do."""
+        return max(1, rows // self.group_rows) * self.group_rows
 
     def row_scale(
         self, scale: torch.Tensor, rows: int, start: int = 0, stop: int | None = None
@@ -428,7 +430,9 @@ def scheme(
     preset = PRESETS.get(name)
     if preset is None:
         raise FormatError(f"unknown format {name!r}; known are {', '.join(PRESETS)}.")
-    size = preset.group_size if group_size is None else group_size
+    size: Any = preset.group_size if group_size is None else group_size
+    block = BLOCK.fullmatch(size) if isinstance(size, str) else None
+    rows, size = (int(block[1]), int(block[2])) if block else (1, size)
     if scale_dtype is None:
         named = preset.scale_dtype
         scale_dtype = default_scale_dtype(weight_dtype) if named is None else SCALE_DTYPES[named]
@@ -441,4 +445,5 @@ def scheme(
         preset.planes,
         preset.column_scale,
         packing,
+        rows,
     )

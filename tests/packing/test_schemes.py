@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat, IntFormat
 from quantkit.packing.presets import PRESETS
@@ -258,9 +257,12 @@ def test_rows_of_a_block_are_counted(rows: Any) -> None:
         replace(BLOCKS, group_size="tensor")
 
 
-def test_no_method_chooses_scales_of_blocks() -> None:
-    with pytest.raises(FormatError, match="scales of blocks of rows"):
-        quantize_tensor(torch.ones(8, 8), BLOCKS)
+@pytest.mark.parametrize("size", ["128x", "x128", "0x128", "128x0", "1.5x2", "128x128x1", "12y3", "128X128"])
+def test_a_block_is_rows_times_columns(size: str) -> None:
+    assert scheme("fp8", group_size="128x128", scale_dtype=torch.float32) == BLOCKS
+    assert scheme("int4", group_size="1x64") == scheme("int4", group_size=64)
+    with pytest.raises(FormatError, match="use a positive integer"):
+        scheme("fp8", group_size=size)
 
 
 def test_storage_shapes_of_an_asymmetric_weight() -> None:

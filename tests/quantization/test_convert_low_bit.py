@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError
+from quantkit.recipes.recipe import Recipe
 from quantkit.verification.against_source import compare_with_source
 
 from ..checkpoint.low_bit.makers import Made, awq, gptq, mlx, nvfp4, pack_quantized
@@ -93,6 +95,28 @@ def test_fp8_blocks_are_a_block_strategy_that_loads_and_is_saved(tmp_path: Path)
     with torch.inference_mode():
         packed, dense = model(ids).logits, model.dequantize()(ids).logits
     assert_close(packed, dense, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_quantized_to_blocks(tmp_path: Path) -> None:
+    """In the command line's spelling, with a rule, and readable by the same tools."""
+    source = write(tmp_path, intermediate_size=96)
+    result = quantkit.quantize(
+        *(source, tmp_path / "out"),
+        format="fp8",
+        group_size="32x32",
+        rules=("*.o_proj=fp8:16x64",),
+        check=True,
+    )
+    granularities = {layer.scheme.granularity for layer in result.plan.layers if layer.scheme}
+    assert granularities == {"32x32", "16xK"}
+    assert result.plan.readers == ("vLLM", "SGLang", "transformers")
+    assert Recipe.from_dict(read_manifest(tmp_path / "out")["recipe"]).default.group_size == "32x32"
+    assert max(result.relative_errors.values()) < 2e-3
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    scale = tensors["model.layers.0.mlp.down_proj.weight_scale"]
+    weight = load_file(source / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    assert_equal(scale, quantkit.quantize_tensor(weight, "fp8", group_size="32x32").scale)
+    assert scale.shape == (2, 3)
 
 
 def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from quantkit.verification.verify import verify
 
 from ..support.compare import assert_equal
 from ..tiny.sizes import SIZES
+from .test_low_bit_sources import fp8_source
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 UNKNOWN_CLASS = f"transformers {transformers.__version__} has no MartianForCausalLM for model_type 'martian'"
@@ -114,6 +115,17 @@ def test_an_architecture_that_transformers_does_not_know(martian, tmp_path, llam
     before = (out / WEIGHTS).stat().st_mtime_ns
     assert quantkit.quantize(martian, out, **QUICK, model_free=True, check=True, resume=True)
     assert (out / WEIGHTS).stat().st_mtime_ns == before
+
+
+def test_a_low_bit_source_without_a_class(tmp_path):
+    source = fp8_source(tmp_path, intermediate_size=96)
+    quantkit.quantize(source, tmp_path / "class", **QUICK)
+    edit_config(source, model_type="martian", architectures=["MartianForCausalLM"])
+    quantkit.quantize(source, tmp_path / "free", **QUICK, model_free=True)
+    found, expected = (load_file(tmp_path / name / WEIGHTS) for name in ("free", "class"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_equal(found[name], tensor)
 
 
 @pytest.mark.parametrize("change", [{"model_type": ["martian"]}, {"model_type": None, "architectures": None}])

@@ -51,6 +51,8 @@ class Step:
                 yield "several planes"
             if scheme.per_tensor:
                 yield "one scale per tensor"
+            if scheme.group_rows > 1:
+                yield "scales of blocks of rows"
             if scheme.column_scale:
                 yield "column scales"
 

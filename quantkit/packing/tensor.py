@@ -17,7 +17,8 @@ class PackedTensor:
     `tensors` are the parts called `scheme.part_names`, in that order; of these a scheme has some:
 
     packed      int32 [N, W]   codes, packed along K as `scheme.packing` says
-    scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p; or [1]
+    scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p; or [1]; or,
+                                                   of blocks, [blocks, groups]
     zero_point  [R, groups]   as `scheme.zero_point_type` stores them: codes, packed along N, or floats
     global_scale  float32 [1]   by which all scales are divided
     column_scale  float [K]   by which all weights of an input feature are multiplied
@@ -129,8 +130,8 @@ class PackedTensor:
         return self.scheme.unpack(self.words[start:stop], self.shape[1])
 
     def row_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The stored scales of rows `start:stop`, [rows, groups * planes]; a tensor's only one repeated."""
-        return (self.scale.expand(self.shape[0], 1) if self.scheme.per_tensor else self.scale)[start:stop]
+        """The stored scales of rows `start:stop`, [rows, groups * planes]; those that rows share repeated."""
+        return self.scheme.row_scale(self.scale, self.shape[0], start, stop)
 
     def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return the multipliers of the values of rows `start:stop`, float32 [rows, groups * planes]."""

@@ -31,7 +31,7 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.files import open_regular
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
-from quantkit.packing.schemes import MAX_GROUP_SIZE, SCALE_DTYPES, GroupSize, Scheme, scheme
+from quantkit.packing.schemes import BLOCK, MAX_GROUP_SIZE, SCALE_DTYPES, GroupSize, Scheme, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 
@@ -236,13 +236,18 @@ def parse_rule(text: str, default: Choice) -> Rule:
 
 
 def parse_group_size(text: str | None) -> GroupSize:
-    """A group size from the command line: a positive integer, `channel` or `tensor`; None as it is."""
-    match text:
-        case None | "channel" | "tensor":
-            return text
+    """A group size from the command line: an integer above 0, `channel`, `tensor` or a block (`128x128`).
+
+    None as it is.
+    """
+    if text in (None, "channel", "tensor") or BLOCK.fullmatch(text):
+        return text
     # The length first: Python refuses to convert thousands of digits.
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MAX_GROUP_SIZE:
-        raise UsageError(f"group size {text!r} is not a positive integer, 'channel' or 'tensor'.")
+        raise UsageError(
+            f"group size {text!r} is not a positive integer, 'channel' or 'tensor', nor a block such as "
+            "'128x128'."
+        )
     return int(text)
 
 

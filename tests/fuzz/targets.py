@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -204,6 +204,7 @@ _CUSTOM = (
     Scheme(IntFormat("mine-int5", 5), 24, "integer"),
     scheme("ternary", group_size=16, packing="radix"),
     scheme("int8", group_size="tensor"),
+    replace(scheme("fp8"), group_size=16, group_rows=16),
     scheme("int3", group_size=8, zero_point="float", scale_dtype=torch.float8_e4m3fn),
     scheme("int4", group_size=32, zero_point="minimum", scale_dtype=torch.float16),
 )
@@ -246,7 +247,8 @@ def _check_shapes(one: Scheme, rows: int, columns: int) -> None:
     shapes = one.storage_shapes((rows, columns))
     size = one.group_size if isinstance(one.group_size, int) else columns
     groups = math.ceil(columns / size)
-    assert shapes["scale"][1] == ((1,) if one.group_size == "tensor" else (rows, groups * one.planes))
+    blocks = math.ceil(rows / one.group_rows)
+    assert shapes["scale"][1] == ((1,) if one.group_size == "tensor" else (blocks, groups * one.planes))
     assert one.words_per_row(columns) * 32 >= columns * (1 if one.packing == "radix" else one.code_bits)
     assert one.pack(torch.zeros(rows, columns, dtype=torch.uint8)).shape == shapes["packed"][1]
     assert len(one.format.values) == 2**one.format.bits

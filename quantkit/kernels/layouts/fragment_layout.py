@@ -73,11 +73,9 @@ class Geometry:
     row_tiles: int
     #: Columns whose products are summed before a scale applies: 32, 64 or 128.
     dot: int
-
     #: Columns that share a scale; k for one scale per channel or tensor.
     group: int
     #: True if scales multiply weights, not sums; the power of two that they then carry, or 1.
-
     on_weights: bool
     carried: float
     #: Encoding of scales: a result of `fragment_scales.scale_kind`.
@@ -211,7 +209,9 @@ def restore(
         stop = min(start + step, n)
         rows = read_codes(codes[start // ROWS : -(-stop // ROWS)], scheme.format, sizes)
         rows = rows[: stop - start, :k]
-        words[start:stop] = scheme.pack(rows ^ signs_of(scale[start:stop], scheme, k) if turned else rows)
+        if turned:
+            rows = rows ^ signs_of(scheme.row_scale(scale, n, start, stop), scheme, k)
+        words[start:stop] = scheme.pack(rows)
     return words
 
 

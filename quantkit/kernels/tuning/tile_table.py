@@ -117,10 +117,10 @@ def bucket(m: int) -> int:
 def as_computed(scheme: Scheme, k: int) -> Scheme:
     """Return `scheme` without what no GPU kernel sees.
 
-    Layouts hold codes with one scale per tensor as if it were per channel. Column scales are multiplied into
-    x.
+    Layouts hold codes with one scale per tensor as if it were per channel, and those of blocks as if each row
+    had its own. Column scales are multiplied into x.
     """
-    scheme = replace(scheme.for_columns(k), packing="bits", column_scale=False)
+    scheme = replace(scheme.for_columns(k), packing="bits", column_scale=False, group_rows=1)
     return replace(scheme, group_size=None) if scheme.per_tensor else scheme
 
 

@@ -76,6 +76,7 @@ CASES = {
     "fp4 g64 e4m3": {"group_size": 64, "scale_dtype": e4m3},
     "fp6 g128 e4m3": {"group_size": 128, "scale_dtype": e4m3},
     "int3 channel": {"group_size": "channel"},
+    "fp8 blocks": {"group_size": "16x32", "scale_dtype": torch.float32},
     "fp8 tensor": {"group_size": "tensor"},
     "int4 tensor": {"group_size": "tensor", "scale_dtype": torch.float16},
     "ternary tensor": {"group_size": "tensor", "scale_dtype": torch.float32},

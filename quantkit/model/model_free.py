@@ -45,12 +45,11 @@ _TEXT = "language_model"
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a checkpoint tells of the surroundings of its tensors.
+    """The surroundings of the tensors of a checkpoint.
 
-    `layers` is the number of blocks in config.json, `experts` how many there are by the name of the module
-    that has them, and `group` the weights of a row that share a scale; None where there is no such number.
-    `parts` are all parts of names. `only_senses` says that all blocks have names of parts for images and
-    sounds.
+    `layers` is the number of blocks in config.json, `experts` the number of experts by the name of their
+    module. `group` is the number of weights of a row that share a scale. None is no such number. `parts` are
+    all parts of names. `only_senses` is True if all blocks have names of parts for images and sounds.
     """
 
     layers: int | None
@@ -105,7 +104,7 @@ class Seen:
 
     @property
     def is_gate(self) -> bool:
-        """Return True if it is in a router, or has such a name and fewer rows than columns, unlike gates of MLPs."""
+        """Return True if it is in a router, or has a router's name and fewer rows than columns."""
         inside = "router" in self.words or not _ROUTERS.isdisjoint(self.parts[:-1])
         return inside or (self.parts[-1] in _ROUTERS and self.shape[0] < self.shape[1])
 

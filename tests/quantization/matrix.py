@@ -31,7 +31,9 @@ from transformers.pytorch_utils import Conv1D
 
 import quantkit
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.quantization.blockwise.calibration_data import read_samples
 
 #: Ways of quantizing each class. Blocks of all classes run on 16 samples of 16 bytes of the bundled text.
 INT4: dict[str, Any] = {"format": "int4", "group_size": 32}
@@ -322,6 +324,38 @@ def _generated(model: Any) -> list[int] | None:
     return made.flatten().tolist() if isinstance(made, torch.Tensor) else None
 
 
+@torch.no_grad()
+def _gain(cls: Any, directory: Path, options: CalibrationOptions) -> float | None:
+    """Squared errors of the outputs of all linears with gptq's weights, over those with mse's.
+
+    By the inputs that they have in the original, on the calibration data. None if none of them differ.
+    """
+    source, *twins = (
+        cls.from_pretrained(directory / one).eval() for one in ("source", "rounded-int4", "rounded-gptq")
+    )
+    sums = [0.0, 0.0]
+
+    def see(name: str) -> Any:
+        def hook(module: Any, inputs: tuple[torch.Tensor, ...], _: Any) -> None:
+            changes = [twin.get_submodule(name).weight - module.weight for twin in twins]
+            size = (inputs[0] @ (module.weight if isinstance(module, Conv1D) else module.weight.T)).norm()
+            if size > 0 and not torch.equal(*changes):
+                for at, change in enumerate(changes):
+                    error = inputs[0] @ (change if isinstance(module, Conv1D) else change.T)
+                    sums[at] += float((error.norm() / size) ** 2)
+
+        return hook
+
+    for name, module in source.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            module.register_forward_hook(see(name))
+    tokens = read_samples(Checkpoint.open(directory / "source"), options, VOCAB).tokens
+    takes = inspect.signature(source.forward).parameters
+    inputs = {name: tokens for name in ("input_ids", "decoder_input_ids") if name in takes}
+    source(**inputs, **({"use_cache": False} if "use_cache" in takes else {}))
+    return sums[1] / sums[0] if sums[0] else None
+
+
 def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, Any]:
     """Quantize the model of class `name` in `directory`, and compare; returns what was found."""
     source, out, dense = directory / "source", directory / column, directory / f"rounded-{column}"
@@ -349,10 +383,12 @@ def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, 
         assert tokens is None or _generated(model) == tokens, "other tokens are generated"
     share = sum(size for size, _ in sizes.values()) / max(1, _linear_weights(twin))
     calibrated = None
-    if "calibration" in options and (directory / "int4").exists():
+    if "calibration" in options and (directory / "rounded-int4").exists():
         plain = dict(unpacked(load_file(directory / "int4" / "model.safetensors")))
         ours = dict(unpacked(load_file(out / "model.safetensors")))
         calibrated = sum(not torch.equal(one, plain[name]) for name, one in ours.items()) / len(ours)
+        gain = _gain(cls, directory, options["calibration"])
+        assert gain is None or gain < 1, f"calibrated outputs are {gain:.2f} times as far from the original"
     return {
         "result": "right",
         "matrices": len(sizes),
@@ -361,6 +397,7 @@ def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, 
         **({} if known else {"unknown": sum(not is_known for _, is_known in sizes.values())}),
         **({} if tokens is None else {"generates": True}),
         **({} if calibrated is None else {"calibrated": round(calibrated, 3)}),
+        **({} if calibrated is None or gain is None else {"gain": round(gain, 3)}),
         "readers": list(result.plan.readers),
         "warnings": list(result.plan.warnings),
     }

@@ -8,6 +8,7 @@ import transformers
 
 import quantkit
 from quantkit.errors import QuantkitError
+from quantkit.model.names import model_names
 from quantkit.quantization.blockwise.block_output import NOT_RUN
 
 from . import matrix
@@ -102,7 +103,22 @@ def test_a_model_without_next_tokens_is_refused_by_what_needs_them(tmp_path: Pat
         load_language_model(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "LlavaForConditionalGeneration"])
+def test_a_rename_that_fits_no_parameter_is_not_done() -> None:
+    """As transformers loads DeepSeek-V4: a rule for the norms of its blocks matches the last norm too."""
+    with torch.device("meta"):
+        cls = transformers.DeepseekV4ForCausalLM
+        model = cls(matrix.tiny_config(cls.config_class))
+    assert model_names(model, ["model.norm.weight"]) == {"model.norm.weight": ("model.norm.weight", False)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BartForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "T5GemmaForConditionalGeneration",  # only the whole config says that it has an encoder
+    ],
+)
 def test_classes_with_more_than_a_decoder_generate(name: str, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     matrix.tiny_model(name).save_pretrained(source)

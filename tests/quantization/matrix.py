@@ -137,6 +137,7 @@ MORE: dict[str, dict[str, Any]] = {
     "XmodConfig": {"default_language": "en_XX"},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "ZayaConfig": {"num_experts_per_tok": 1},
+    "MobileBertConfig": {"embedding_size": 32},
 }
 
 

@@ -103,6 +103,20 @@ def test_a_model_without_next_tokens_is_refused_by_what_needs_them(tmp_path: Pat
         load_language_model(tmp_path, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("IBertModel", "'weight' of a QuantLinear, which is not a linear"),
+        ("SqueezeBertModel", "'weight' of a Conv1d, which is not a linear"),
+    ],
+)
+def test_a_class_without_linears_is_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
+    matrix.tiny_model(name).save_pretrained(tmp_path / "source")
+    text = f"{name} has no linear that quantkit packs, and ..% of its weights are .*{reason}. Use the model"
+    with pytest.raises(QuantkitError, match=text):
+        quantkit.quantize(tmp_path / "source", tmp_path / "out")
+
+
 def test_a_rename_that_fits_no_parameter_is_not_done() -> None:
     """As transformers loads DeepSeek-V4: a rule for the norms of its blocks matches the last norm too."""
     with torch.device("meta"):

@@ -102,6 +102,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("image_size",), 28),
+    **dict.fromkeys(("text_hidden_size", "audio_hidden_size"), 64),
+    **dict.fromkeys(("temporal_patch_size", "video_temporal_patch_size"), 2),
     **dict.fromkeys(("patch_size", "spatial_patch_size"), 14),
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16),
     **dict.fromkeys(("sliding_window", "attention_window_size"), 16),
@@ -122,7 +124,7 @@ _TEXTS = (
         "Glm4vMoeTextConfig",
         "Glm46VTextConfig",
     ),
-    *("GlmOcrTextConfig", "PaddleOCRTextConfig", "Ernie4_5_VLMoeTextConfig"),
+    *("GlmOcrTextConfig", "PaddleOCRTextConfig", "Qwen2_5OmniTextConfig"),
 )
 MORE: dict[str, dict[str, Any]] = {
     **{name: {"rope_parameters": _ROPE, "num_key_value_heads": 4} for name in _TEXTS},
@@ -132,7 +134,30 @@ MORE: dict[str, dict[str, Any]] = {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Mamba2Config": {"num_heads": 8},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128},
-    "Gemma3nTextConfig": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [96] * 4},
+    "Gemma3nTextConfig": {
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [96] * 4},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
+    },
+    "LongcatFlashConfig": {"head_dim": 8},
+    "Qwen4ExpTextConfig": {
+        **{"indexer_budget": 8, "indexer_compress_ratio": 2},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    },
+    "CohereCompassTextConfig": {
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)
+    },
+    "ZambaConfig": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
+    "Zamba2Config": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1},
+    "Ernie4_5_VLMoeTextConfig": {
+        **{"rope_parameters": _ROPE, "num_key_value_heads": 4, "moe_intermediate_size": [48, 48]},
+    },
+    "Glm5NextTextConfig": {"qk_rope_head_dim": 0},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "MuseSparkVisionConfig": {"num_hidden_layers": 4},
+    "EsmcConfig": {"num_key_value_heads": 4},
+    "LukeConfig": {"entity_vocab_size": 16, "entity_emb_size": 16},
+    "PerceiverConfig": {"d_latents": 64, "num_latents": 8, "num_blocks": 1},
     "ReformerConfig": {"is_decoder": True},
     "XmodConfig": {"default_language": "en_XX"},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
@@ -154,26 +179,34 @@ def names() -> list[str]:
 def tiny_config(cls: Any) -> Any:
     """A small config of class `cls`, and of each of its parts."""
     fields = inspect.signature(cls.__init__).parameters
-    keywords = {name: value for name, value in SIZES.items() if name in fields}
-    parts = getattr(cls, "sub_configs", {})
-    default = cls() if parts else None
-    for name in parts:
+    default = cls()
+    fixed = default.to_dict()
+    # Some have a list of sizes, one per stage, where others have one.
+    keywords = {
+        name: value
+        for name, value in SIZES.items()
+        if name in fields and not isinstance(fixed.get(name), list | tuple)
+    }
+    for name in getattr(cls, "sub_configs", {}):
         part = getattr(default, name, None)
         if isinstance(part, transformers.PreTrainedConfig):
             keywords[name] = tiny_config(type(part)).to_dict()
     keywords.update(MORE.get(cls.__name__, {}))
     if "kv_lora_rank" in fields:
         keywords["num_key_value_heads"] = keywords["num_attention_heads"]
-    made = cls(**{**keywords, **_kinds_of_layers(cls, fields)})
-    rope = getattr(made, "rope_parameters", None)
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        rope["mrope_section"] = [2, 3, 3]
-    return made
+    rope = {**(fixed.get("rope_parameters") or {}), **keywords.get("rope_parameters", {})}
+    if "mrope_section" in rope and "rope_parameters" in fields:
+        part = rope.get("partial_rotary_factor") or fixed.get("partial_rotary_factor") or 1
+        half = SIZES["qk_rope_head_dim"] if "qk_rope_head_dim" in fields else int(part * SIZES["head_dim"])
+        third = 3 * half // 16
+        keywords["rope_parameters"] = {**rope, "mrope_section": [third, third, half // 2 - 2 * third]}
+    kinds = {} if "num_hidden_layers" in MORE.get(cls.__name__, {}) else _kinds_of_layers(default, fields)
+    return cls(**{**keywords, **kinds})
 
 
-def _kinds_of_layers(cls: Any, fields: Any) -> dict[str, Any]:
+def _kinds_of_layers(default: Any, fields: Any) -> dict[str, Any]:
     """A layer of each kind that the default config has."""
-    kinds = list(dict.fromkeys(getattr(cls(), "layer_types", None) or ()))
+    kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
     if "layer_types" not in fields or len(kinds) < 2:
         return {}
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
@@ -216,7 +249,11 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
         inputs["input_ids"] = ids
         if "pixel_values" in takes and not model.can_generate():
             inputs["pixel_values"] = torch.randn(1, 3, 28, 28, generator=generator)
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
+    # Classifiers shift the tokens of the encoder.
+    classifies = type(model).__name__.endswith("SequenceClassification")
+    if classifies:
+        ids[:, -1] = SIZES["eos_token_id"]
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes and not classifies:
         inputs["decoder_input_ids"] = ids[:, :8]
     return inputs
 
@@ -432,13 +469,15 @@ def attempt(name: str, directory: Path, columns: dict[str, dict[str, Any]]) -> d
 
 def main(results: Path, chosen: list[str]) -> None:
     """Add the results of the chosen classes, or of those that `results` lacks, and count."""
+    from benchmarks.machine import commit  # Only a run from the root of the tree has it.
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     known = json.loads(results.read_text())["classes"] if results.exists() else {}
     for name in chosen or [name for name in names() if name not in known]:
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stderr(io.StringIO()):
-            known[name] = attempt(name, Path(directory), COLUMNS)
+            known[name] = {"commit": commit(), **attempt(name, Path(directory), COLUMNS)}
         print(name, json.dumps(known[name]), flush=True)
         document = {
             "command": "python -m tests.quantization.matrix benchmarks/results/matrix.json",

@@ -95,6 +95,15 @@ def plan_notes(
                 "config.json describes; they are copied, and declared as dense."
             )
         )
+    if structure.row_cuts:
+        first, others = next(iter(structure.row_cuts)), len(structure.row_cuts) - 1
+        notes.append(
+            Note(
+                f"vLLM and SGLang may not load this: {first} and {others} more are rows of larger tensors in "
+                "the source, and stored under the names that transformers splits them into.",
+                ("vLLM", "SGLang"),
+            )
+        )
     fitted = [name for name, scheme in schemes.items() if scheme is not None and scheme.is_fitted]
     if fitted:
         more = f" and {len(fitted) - 1} more linears" if len(fitted) > 1 else ""

@@ -310,32 +310,33 @@ def _places(name: str, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tenso
                 yield from (one, one[:half], one[half:], one[::2], one[1::2])
 
 
-def rounded(source: Path, packed: Path, to: Path) -> dict[str, tuple[int, bool]]:
-    """Write `source` with the matrices of `packed`, each near the original and in its place.
+def put(matrices: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put matrices, each near the original, in their places in `tensors`; return those without a place."""
+    left = {}
+    for name, matrix in matrices.items():
+        places = [one for one in _places(name, tensors) if one.shape == matrix.shape]
+        errors = [float((matrix - one.float()).norm() / one.float().norm()) for one in places]
+        if not errors:
+            left[name] = matrix
+            continue
+        assert min(errors) < 0.3, f"{name} is {min(errors):.2f} of itself away from the original"
+        places[errors.index(min(errors))].copy_(matrix)
+    return left
 
-    Returns of each matrix how many weights it has, and whether the source has it, under its name or in one
-    tensor with those of all experts.
+
+def rounded(source: Path, packed: Path, to: Path) -> dict[str, torch.Tensor]:
+    """Write `source` with the matrices of `packed` in their places; return those that the files have not.
+
+    They are there under their names, or in one tensor with those of all experts.
     """
     to.mkdir()
     for file in source.iterdir():
         if file.suffix != ".safetensors":
             (to / file.name).write_bytes(file.read_bytes())
     tensors = load_file(source / "model.safetensors")
-    originals = {name: tensor.clone() for name, tensor in tensors.items()}
-    found = {}
-    for name, matrix in unpacked(load_file(packed / "model.safetensors")):
-        errors = [
-            (float((matrix - one.float()).norm() / one.float().norm()), at)
-            for at, one in enumerate(_places(name, originals))
-            if one.shape == matrix.shape
-        ]
-        found[name] = matrix.numel(), bool(errors)
-        if errors:
-            assert min(errors)[0] < 0.3, f"{name} is {min(errors)[0]:.2f} of itself away from the original"
-            list(_places(name, tensors))[min(errors)[1]].copy_(matrix)
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    left = put(dict(unpacked(load_file(packed / "model.safetensors"))), tensors)
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    return found
+    return left
 
 
 def _linear_weights(model: Any) -> int:
@@ -403,23 +404,26 @@ def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, 
     except QuantkitError as error:
         # What a run leaves shows whether it was refused before any work.
         return {"result": "refused", "why": str(error), "late": out.exists()}
-    sizes = rounded(source, out, dense)
+    left = rounded(source, out, dense)
     model, info = cls.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"], info["missing_keys"]
     twin = cls.from_pretrained(dense).eval()
+    with torch.no_grad():
+        # Those that the model has, and the file in another form.
+        left = put(left, dict(twin.named_parameters()))
     found, expected = outputs(model.eval()), outputs(twin)
     assert bool(torch.isfinite(expected).all())
     error = float((found - expected).norm() / expected.norm())
-    known = all(is_known for _, is_known in sizes.values())
-    # Matrices that the source has in another form are compared by their effect only.
-    assert error < (1e-3 if known else 0.1), f"outputs differ by {error:.2e}"
+    # Matrices without a place in either are compared by their effect only.
+    assert error < (0.1 if left else 1e-3), f"outputs differ by {error:.2e}"
+    sizes = [matrix.numel() for _, matrix in unpacked(load_file(out / "model.safetensors"))]
     assert sizes
     tokens: list[int] | None = None
     if column == "int8":
         with contextlib.suppress(Exception):
             tokens = _generated(twin)
         assert tokens is None or _generated(model) == tokens, "other tokens are generated"
-    share = sum(size for size, _ in sizes.values()) / max(1, _linear_weights(twin))
+    share = sum(sizes) / max(1, _linear_weights(twin))
     calibrated = None
     if "calibration" in options and (directory / "rounded-int4").exists():
         plain = dict(unpacked(load_file(directory / "int4" / "model.safetensors")))
@@ -432,7 +436,7 @@ def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, 
         "matrices": len(sizes),
         "share": round(share, 3),
         "error": float(f"{error:.1e}"),
-        **({} if known else {"unknown": sum(not is_known for _, is_known in sizes.values())}),
+        **({"unknown": len(left)} if left else {}),
         **({} if tokens is None else {"generates": True}),
         **({} if calibrated is None else {"calibrated": round(calibrated, 3)}),
         **({} if calibrated is None or gain is None else {"gain": round(gain, 3)}),

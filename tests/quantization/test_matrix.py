@@ -41,6 +41,17 @@ def test_blocks_with_parameters_made_of_several_tensors_are_calibrated(tmp_path:
     assert found["gptq"]["calibrated"] == 1.0
 
 
+def test_linears_that_are_rows_of_one_tensor_are_packed_one_by_one(tmp_path: Path) -> None:
+    name, rules = "NomicBertForMaskedLM", ("*.0.*.k_proj=keep",)
+    matrix.save_source(matrix.tiny_model(name), tmp_path / "source")
+    found = matrix.check(name, tmp_path, "int8", format="int8", rules=rules)
+    assert (found["result"], found["matrices"], found["readers"]) == ("right", 13, ["transformers"]), found
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "int8")
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(matrix.outputs(model.eval()), matrix.outputs(again.eval()))
+
+
 @pytest.mark.slow
 def test_no_class_is_wrong(tmp_path: Path) -> None:
     found = {name: matrix.attempt(name, tmp_path / name, matrix.COLUMNS) for name in matrix.names()}

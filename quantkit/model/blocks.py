@@ -44,7 +44,7 @@ class Block:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the block is a linear outside of lists of modules."""
+        """Return True if the block is a linear outside of lists of modules."""
         return _is_linear(self.module)
 
     def full(self, name: str) -> str:
@@ -235,10 +235,10 @@ class Decoder:
             raise
         except Exception as error:  # Models raise what they like.
             main = getattr(self._model, "main_input_name", "input_ids")
-            alone = main == "input_ids"
-            what = "it does not run on tokens alone" if alone else f"it runs on {main}, not on tokens"
-            reason = f"{what} ({type(error).__name__}: {error})"
-            raise self._refusal(reason) from error
+            reason = f"it does not run on tokens alone ({type(error).__name__}: {error})"
+            raise self._refusal(
+                reason if main == "input_ids" else f"it runs on {main}, not on tokens"
+            ) from error
 
     @contextmanager
     def loaded(self, block: Block, overrides: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:

@@ -48,12 +48,12 @@ class Renamed:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the parameter has more in it than this tensor."""
+        """Return True if the parameter has more in it than this tensor."""
         return self.own or bool(self.operations)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the tensor is a matrix of one expert in it."""
+        """Return True if the tensor is a matrix of one expert in it."""
         return self.own or tuple(type(one).__name__ for one in self.operations) in STACKED
 
 
@@ -98,24 +98,51 @@ def other_names(
     return {name: tuple(of) for name, of in aliases.items()}
 
 
+@dataclass(frozen=True)
+class OwnNames:
+    """Names in the class that a checkpoint is of, where it is loaded as another class.
+
+    `modules` maps modules of the other class to them; those without a tensor, such as a new head, are left
+    out. `prefix` is the prefix of the base model in the files and in the other class, where transformers
+    does not see that they are the same.
+    """
+
+    modules: Mapping[str, str]
+    prefix: tuple[str, str] | None = None
+
+
 def names_in_own_class(
     model: "nn.Module", config: Mapping[str, Any], directory: Path, stored: Iterable[str]
-) -> dict[str, str] | None:
-    """Map modules of `model` to their names in the class that a checkpoint is of; None if that is its class.
+) -> OwnNames | None:
+    """Return the names of a checkpoint for `model`; None if `model` is of the class that it is of.
 
-    `stored` are the tensors of the checkpoint, packed or not. Modules without a tensor, such as a new head,
-    are left out.
+    `stored` are the tensors of the checkpoint, packed or not.
     """
     cls, parsed = model_class(config, directory)
     if cls is type(model) or cls.__name__ == type(model).__name__:
         return None
     weights = list(dict.fromkeys(PART.sub(".weight", name) for name in stored))
     own = model_names(build(cls, parsed, directory), weights)
-    here = model_names(model, weights)
-    return {
-        here[name][0].removesuffix(".weight"): parameter.removesuffix(".weight")
+    prefix = _base_prefix(cls.base_model_prefix, model)
+    inside = {name: _with_prefix(name, prefix) for name in weights}
+    here = model_names(model, inside.values())
+    modules = {
+        here[inside[name]][0].removesuffix(".weight"): parameter.removesuffix(".weight")
         for name, (parameter, _) in own.items()
     }
+    return OwnNames(modules, prefix)
+
+
+def _base_prefix(own: str, model: Any) -> tuple[str, str] | None:
+    """Return the prefixes of the base model, called `own` in the files, if `model` calls it otherwise."""
+    here = model.base_model_prefix
+    if own in ("", here) or hasattr(model, own):
+        return None
+    return f"{own}.", f"{here}." if hasattr(model, here) else ""
+
+
+def _with_prefix(name: str, prefix: tuple[str, str] | None) -> str:
+    return name if prefix is None or not name.startswith(prefix[0]) else prefix[1] + name[len(prefix[0]) :]
 
 
 def _name_of(model: "nn.Module", module: "nn.Module | None") -> str | None:

@@ -1,4 +1,4 @@
-"""What a user should know of a plan before it runs: where other tools, or the model, may be surprised."""
+"""Warnings about a plan before it runs: where other tools, or the model, may surprise a user."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -75,7 +75,7 @@ def plan_notes(
     if container == "compressed-tensors":
         notes += _notes_on_compressed_tensors(assignments)
     named = named_classes(config)
-    if structure.model_class not in named:
+    if structure.model_class not in ("", *named):
         names = f"names {', '.join(named)}" if named else "names no class"
         notes.append(
             Note(
@@ -117,11 +117,11 @@ def plan_notes(
     return tuple(notes)
 
 
-def dense_parts(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """Warnings of what stays dense and is much of the model, by reason, but for embeddings and head."""
+def dense_parts(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """Warnings of what of `dense`, tensors by name with reasons, is much of the model, but for embeddings."""
     return tuple(
         f"{share:.0%} of the weights stay dense: {text}."
-        for share, text in _shares(structure, tensors)
+        for share, text in _shares(dense, tensors)
         if share > LARGE
     )
 
@@ -133,16 +133,17 @@ def why_nothing(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> st
             "the recipe keeps every linear. Leave out its rules with keep, or choose a format for some, such "
             f"as --rule '{next(iter(structure.linears))}=int8'."
         )
-    share, text = max(_shares(structure, tensors), key=lambda one: one[0], default=(0.0, ""))
+    share, text = max(_shares(structure.dense, tensors), key=lambda one: one[0], default=(0.0, ""))
     most = f", and {share:.0%} of its weights are {text}" if text else ""
-    return f"{structure.model_class} has no linear that quantkit packs{most}. Use the model as it is."
+    what = structure.model_class or "the checkpoint"
+    return f"{what} has no linear that quantkit packs{most}. Use the model as it is."
 
 
-def _shares(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> list[tuple[float, str]]:
+def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list[tuple[float, str]]:
     """Return for each reason to stay dense its share of all weights, and the tensors with the reason."""
     weights = sum(tensor.elements for tensor in tensors.values())
     names: dict[str, list[str]] = {}
-    for name, reason in structure.dense.items():
+    for name, reason in dense.items():
         if reason not in (EMBEDDING, TIED) and len(tensors[name].shape) > 1:
             names.setdefault(reason, []).append(name)
     shares = []
@@ -154,7 +155,7 @@ def _shares(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> list[t
 
 
 def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[Note]:
-    """What others cannot do with it: vLLM, and transformers by itself, which dequantizes."""
+    """Yield what vLLM cannot do with the output, and transformers by itself, which dequantizes."""
     narrow, whole = set(), set()
     experts: dict[str, set[str]] = {}
     for a in assignments:

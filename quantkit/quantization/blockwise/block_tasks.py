@@ -58,17 +58,17 @@ class BlockTasks:
 
     @property
     def calibrated(self) -> dict[str, Task]:
-        """Those with a method that takes data, as far as they run."""
+        """Return the tasks with a method that takes data, as far as they run."""
         return {name: task for name, task in self.tasks.items() if task.needs and name not in self.idle}
 
     def without(self, modules: Collection[str]) -> "BlockTasks":
-        """These tasks where linears and experts called `modules` do not run."""
+        """Return these tasks where linears and experts called `modules` do not run."""
         experts = [name for module in modules if module in self.experts for name in self.of_experts(module)]
         return replace(self, idle=frozenset([*modules, *experts]))
 
     @property
     def refined(self) -> dict[str, Refinement]:
-        """What refines the codes of linears together, by linear: no matrices of experts, no head."""
+        """Return the refinement of the codes of each linear: no matrices of experts, no head."""
         if self.is_head:
             return {}
         refinements = {
@@ -114,14 +114,14 @@ def weight_of(name: str) -> str:
 
 
 def needs_data(planned: Plan) -> bool:
-    """Whether a linear of the plan has a method that takes calibration data."""
+    """Return True if a linear of the plan has a method that takes calibration data."""
     return bool(needs_of(_packing(planned)))
 
 
 def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:
-    """What is to do in each block up to the last one with a method that takes data, the lm_head included.
+    """Return the tasks of each block up to the last one with a method that takes data, the lm_head included.
 
-    `UsageError` where such a method is asked for outside of them.
+    Raises `UsageError` where such a method is asked for outside of them.
     """
     kinds = {layer.linear.module: layer.linear.kind for layer in planned.layers}
     block_names = decoder.block_names
@@ -193,7 +193,7 @@ def _no_inputs(module: str, what: str, task: Task) -> str:
 
 
 def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
-    """Where all linears that see the features are packed by methods with one scaling."""
+    """Return the folds where all linears that see the features are packed by methods with one scaling."""
 
     def scaled(fold: Fold) -> bool:
         methods = [tasks[name].method for name in fold.consumers if name in tasks]

@@ -84,7 +84,7 @@ class Forwards:
     """The forward passes of a block on all micro-batches, each stopping before every stage.
 
     While all are stopped the weights of the stage that comes next may be replaced. With `suspend` each pass
-    has a thread, which waits where it stopped, so every operation runs once and all that a block makes
+    has a thread, which waits where it stopped. So every operation runs once, and all that a block makes
     between two stages is in memory. Without, a pass starts anew for each stage. The numbers are the same.
     """
 

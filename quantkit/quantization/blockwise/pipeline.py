@@ -70,7 +70,7 @@ READS_AHEAD = {"cpu": False, "cuda": True}
 
 
 def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """What activations are computed in: float32, or on a GPU bfloat16 for a model that is stored so."""
+    """Return the dtype of activations: float32, or on a GPU bfloat16 for a model that is stored so."""
     stored = {tensor.dtype for tensor in checkpoint.tensors.values()}
     return torch.bfloat16 if device.type == "cuda" and stored <= {"BF16"} else torch.float32
 
@@ -128,7 +128,9 @@ def _micro_batches(
 
 
 def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> int:
-    """How many samples of `shape` [count, length] go through a block at a time on this kind of device."""
+    """Return the number of samples of `shape` [count, length] that go through a block at a time on this kind
+    of device.
+    """
     count, length = shape
     tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
     return micro_batch(count, max(1, min((LEARNING_BATCH if refines else BATCH)[kind], tokens // length)))
@@ -136,7 +138,7 @@ def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> i
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """What working on a block takes."""
+    """The decoder, solver and seed with which a block is worked on."""
 
     decoder: Decoder
     solver: Solver

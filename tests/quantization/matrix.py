@@ -6,6 +6,8 @@ quantizes each class of `names()` in the ways of `COLUMNS`, loads the result as 
 outputs with those of the dense model that has what `unpacked` reads from the file, without quantkit, for each
 packed matrix. Each column of a class is right, or refused and why. Nothing else may happen. Results are
 written after each class; those that the file has are not made again, unless their class is named.
+
+    python -m tests.quantization.matrix summary    # the table of README.md, of benchmarks/results/matrix.json
 """
 
 import contextlib
@@ -35,6 +37,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.quantization.blockwise.calibration_data import read_samples
 
+ROOT = Path(__file__).parents[2]
 #: Ways of quantizing each class. Blocks of all classes run on 16 samples of 16 bytes of the bundled text.
 INT4: dict[str, Any] = {"format": "int4", "group_size": 32}
 COLUMNS: dict[str, dict[str, Any]] = {
@@ -403,7 +406,7 @@ def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, 
         result = quantkit.quantize(source, out, device="cpu", check=True, **options)
     except QuantkitError as error:
         # What a run leaves shows whether it was refused before any work.
-        return {"result": "refused", "why": str(error), "late": out.exists()}
+        return {"result": "refused", "why": str(error).replace(str(source), "MODEL"), "late": out.exists()}
     left = rounded(source, out, dense)
     model, info = cls.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"], info["missing_keys"]
@@ -441,7 +444,7 @@ def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, 
         **({} if calibrated is None else {"calibrated": round(calibrated, 3)}),
         **({} if calibrated is None or gain is None else {"gain": round(gain, 3)}),
         "readers": list(result.plan.readers),
-        "warnings": list(result.plan.warnings),
+        **({"warnings": list(result.plan.warnings)} if column == "int8" else {}),
     }
 
 
@@ -471,6 +474,35 @@ def attempt(name: str, directory: Path, columns: dict[str, dict[str, Any]]) -> d
     return found
 
 
+STORED = ROOT / "benchmarks" / "results" / "matrix.json"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- generated: classes -->", "<!-- end of generated: classes -->"
+#: Lines of the table, by result.
+LINES = {
+    "right": "packed, with the right outputs",
+    "refused": "refused",
+    "WRONG": "wrong",
+    "not made": "no tiny model that runs, so not tried",
+}
+
+
+def with_summary(page: str) -> str:
+    """README.md with the table of the stored results."""
+    document = json.loads(STORED.read_text())
+    found = list(document["classes"].values())
+    versions = " and ".join(f"{name} {version}" for name, version in document["versions"].items())
+    rows = [
+        [f"of {len(found)} classes, {versions}", "int8", "int4, groups of 32", "the same by gptq"],
+        ["---"] * 4,
+    ]
+    for result, line in LINES.items():
+        counts = [sum(one[column]["result"] == result for one in found) for column in COLUMNS]
+        rows += [[line, *map(str, counts)]] if any(counts) else []
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{table}\n{END}{rest.split(END)[1]}"
+
+
 def main(results: Path, chosen: list[str]) -> None:
     """Add the results of the chosen classes, or of those that `results` lacks, and count."""
     from benchmarks.machine import commit  # Only a run from the root of the tree has it.
@@ -483,13 +515,17 @@ def main(results: Path, chosen: list[str]) -> None:
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stderr(io.StringIO()):
             known[name] = {"commit": commit(), **attempt(name, Path(directory), COLUMNS)}
         print(name, json.dumps(known[name]), flush=True)
-        document = {
+        head = {
             "command": "python -m tests.quantization.matrix benchmarks/results/matrix.json",
             "versions": {one.__name__: one.__version__ for one in (transformers, torch)},
-            "classes": {one: known[one] for one in names() if one in known},
         }
-        results.write_text(json.dumps(document, indent=1) + "\n")
+        lines = [f"{json.dumps(one)}: {json.dumps(known[one])}" for one in names() if one in known]
+        classes = ",\n".join(lines)
+        results.write_text(f'{json.dumps(head)[:-1]}, "classes": {{\n{classes}\n}}}}\n')
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    if sys.argv[1:] == ["summary"]:
+        README.write_text(with_summary(README.read_text()))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:])

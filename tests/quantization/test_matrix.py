@@ -1,5 +1,7 @@
 """Tiny models of transformers' classes are packed, load as their class and compute what their files say."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,18 @@ def test_linears_that_do_not_run_are_quantized_without_data(tmp_path: Path) -> N
     for name, one in found.measured.items():
         assert (one.output_error is None) == (name in idle)
         assert (one.relative_error == plain.measured[name].relative_error) == (name in idle)
+
+
+def test_the_stored_results_are_those_of_the_readme() -> None:
+    """None is wrong, each refusal gives a reason and a remedy, and all columns reach what is promised."""
+    text = matrix.README.read_text()
+    assert text == matrix.with_summary(text), "run python -m tests.quantization.matrix summary"
+    classes = json.loads(matrix.STORED.read_text())["classes"]
+    for column in matrix.COLUMNS:
+        assert not [name for name, one in classes.items() if one[column]["result"] == "WRONG"]
+        assert sum(one[column]["result"] == "right" for one in classes.values()) >= 140
+    refused = [one[column] for one in classes.values() for column in matrix.COLUMNS if "late" in one[column]]
+    assert not [one for one in refused if one["late"] or not re.search(r"Take|Use|--rule", one["why"])]
 
 
 def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:

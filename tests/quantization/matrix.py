@@ -281,15 +281,21 @@ def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
 
     Codes of b bits are stored with 2^(b - 1) added, the first in the lowest bits of an int32.
     """
+    found = {}
     for name, scale in tensors.items():
-        if not name.endswith(".weight_scale"):
-            continue
         stem = name.removesuffix("_scale")
-        # Where only quantkit knows the name, its container has the words under that of the weight.
-        words = tensors.get(f"{stem}_packed", tensors.get(stem))
-        columns = tensors[f"{stem}_shape"].tolist()[1]
-        bits = next(b for b in (4, 8) if words.shape[1] == -(-columns * b // 32))
-        fields = torch.arange(0, 32, bits)
+        if name.endswith(".weight_scale"):
+            # Where only quantkit knows the name, its container has the words under that of the weight.
+            words = tensors.get(f"{stem}_packed", tensors.get(stem))
+            found[stem] = words, scale, tensors[f"{stem}_shape"].tolist()[1]
+    # A row of few columns has as many words of either width.
+    bits = next(
+        b
+        for b in (4, 8)
+        if all(words.shape[1] == -(-columns * b // 32) for words, _, columns in found.values())
+    )
+    fields = torch.arange(0, 32, bits)
+    for stem, (words, scale, columns) in found.items():
         codes = (words.to(torch.int64)[..., None] >> fields) & (2**bits - 1)
         codes = codes.flatten(1)[:, :columns] - 2 ** (bits - 1)
         # The last of the groups may be shorter.

@@ -46,6 +46,7 @@ from quantkit.quantization.blockwise.calibration import Calibration, calibrate, 
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.plan import Plan, make_plan
+from quantkit.quantization.plan_warnings import why_nothing
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.rotated_checkpoint import rotated
 from quantkit.quantization.run_record import model_record, run_record
@@ -289,10 +290,8 @@ def quantize_checkpoint(
             recipe = found.recipe
             planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
         if not planned.quantized_weights:
-            raise UsageError(
-                f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
-                "linear that can be packed. `quantkit plan` shows why each is kept."
-            )
+            reason = why_nothing(structure, checkpoint.tensors)
+            raise UsageError(f"there is nothing to quantize in {source}: {reason}")
         planned = _with_readers(planned, checkpoint, recipe)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         if calibrated is not None:

@@ -228,6 +228,9 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
         elif target not in parameters and inside in parameters and not hasattr(model, prefix):
             # The bare decoder of a file with lm_head.
             target = inside
+        if target not in parameters and name in parameters:
+            # As transformers does with the norm of DeepSeek-V4, which a rule for those inside blocks renames.
+            target, found = name, Renamed(name)
         yield name, replace(found, parameter=target)
 
 

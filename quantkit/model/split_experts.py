@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quantkit.model.conversions import RowsTensor
     from quantkit.model.experts import ExpertsSpec
     from quantkit.model.names import Renamed
 
@@ -124,7 +125,7 @@ class CutTensor(StoredTensor):
         return StoredGrid(spec, found.codes[own], found.scales[own], zeros, biases, divisor, found.groups)
 
 
-def split_experts(checkpoint: Checkpoint, cuts: Mapping[str, CutTensor]) -> Checkpoint:
+def with_cuts(checkpoint: Checkpoint, cuts: "Mapping[str, CutTensor | RowsTensor]") -> Checkpoint:
     """Return `checkpoint` with `cuts`, by name, in place of the tensors that they are of.
 
     These can still be read, for experts that stay dense.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.completeness import has_base_names, is_only_head, lacks, missing_parameters
+from quantkit.model.conversions import RowsTensor, conversions, row_cuts
 from quantkit.model.model_class import meta_model
 from quantkit.model.names import Renamed, other_names, renamed
 from quantkit.model.parts import Parts, embeddings, packed_parts
@@ -67,7 +68,7 @@ class Structure:
     in the model). `aliases` are the names by which AutoModelForCausalLM knows a module, where they differ.
     `model_class` is the class that the files are of, "" if none was asked. `kept` are linears that only a
     rule packs, with the reason, beside the head. `cuts` are the matrices of experts that are stored in one
-    tensor for all, by the name that each gets, with `.weight`.
+    tensor for all, by the name that each gets, with `.weight`; `row_cuts` are linears in one tensor.
     """
 
     linears: Mapping[str, Linear]
@@ -80,6 +81,7 @@ class Structure:
     model_class: str = ""
     kept: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, CutTensor] = field(default_factory=dict)
+    row_cuts: Mapping[str, RowsTensor] = field(default_factory=dict)
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:
@@ -93,6 +95,7 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     places = dict(renamed(model, checkpoint.tensors))
     missing = missing_parameters(model, {place.parameter for place in places.values()})
     structure = _classify_tensors(model, places, checkpoint)
+    structure = replace(structure, row_cuts=_row_cuts(model, checkpoint))
     # Some parameters are made of tensors of other names.
     if missing and REARRANGED not in structure.dense.values():
         raise lacks(model, missing, checkpoint)
@@ -126,6 +129,18 @@ def check_layer_counts(checkpoint: Checkpoint) -> None:
                     f"{checkpoint.directory / 'config.json'}: {key!r} is {value}, but the files hold "
                     f"{len(checkpoint.tensors)} tensors. The config does not belong to these weights."
                 )
+
+
+def _row_cuts(model: "nn.Module", checkpoint: Checkpoint) -> dict[str, RowsTensor]:
+    from quantkit.model.linears import is_linear, is_transposed
+
+    parts = packed_parts(model)
+    shapes = {
+        f"{name}.weight": tuple(module.get_parameter("weight").shape)
+        for name, module in model.named_modules()
+        if name in parts and is_linear(module) and not is_transposed(module)
+    }
+    return row_cuts(conversions(model, checkpoint.tensors).values(), checkpoint.tensors, shapes)
 
 
 def _names(places: Places) -> Names:

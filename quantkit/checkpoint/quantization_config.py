@@ -29,13 +29,13 @@ _FIELDS = {"version", "schemes", "default", "modules"}
 
 @dataclass(frozen=True)
 class Assignment:
-    """What becomes of one linear of the model.
+    """The stored form of one linear of the model.
 
-    `module` is its name in the loaded model (for fused experts `...experts.gate_up_proj`), `stored` are the
-    names its matrices have in the file, without `.weight`, and `shape` is [N, K] of each of them. `head` is
-    whether it is the lm_head, which inference engines build as a kind of embedding. `aliases` are its names
-    in other classes that read the file. `transposed` if the class of the module keeps its weight as [K, N]:
-    other readers know no packed form of it.
+    `module` is its name in the loaded model (for fused experts `...experts.gate_up_proj`). `stored` are the
+    names its matrices have in the file, without `.weight`. `shape` is [N, K] of each of them. `head` is True
+    for the lm_head, which inference engines build as a kind of embedding. `aliases` are its names in other
+    classes that read the file. `transposed` if the class of the module keeps its weight as [K, N]: other
+    readers know no packed form of it.
     """
 
     module: str
@@ -50,7 +50,7 @@ class Assignment:
 
     @property
     def experts(self) -> bool:
-        """Whether these are the matrices of fused experts."""
+        """Return True if these are the matrices of fused experts."""
         return len(self.stored) > 1
 
 

@@ -34,9 +34,9 @@ STACKED = ("MergeModulelist",), ("MergeModulelist", "Concatenate")
 
 @dataclass(frozen=True)
 class Renamed:
-    """A stored tensor's parameter, the kinds of operations that make it, and its place among their inputs.
+    """A stored tensor's parameter, the operations that make it, and its place among their inputs.
 
-    Without operations, the tensor is the parameter.
+    Without operations, the tensor is the parameter. `converter` is transformers' own record of them.
     """
 
     parameter: str
@@ -44,15 +44,16 @@ class Renamed:
     part: int = 0
     #: Whether quantkit gave the name.
     own: bool = False
+    converter: Any = None
 
     @property
     def is_fused(self) -> bool:
-        """Whether the parameter has more in it than this tensor."""
+        """Return True if the parameter has more in it than this tensor."""
         return self.own or bool(self.operations)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the tensor is a matrix of one expert in it."""
+        """Return True if the tensor is a matrix of one expert in it."""
         return self.own or tuple(type(one).__name__ for one in self.operations) in STACKED
 
 
@@ -181,7 +182,7 @@ def expert_parts(model: "nn.Module", stored: Iterable[str]) -> dict[str, ExpertP
         name: ExpertPart(parameter, expert, part, specs[parameter.rpartition(".")[0]] if own else stacked)
         for (parameter, part, own), names in experts.items()
         # The order in which transformers stacks them.
-        for expert, name in enumerate(sorted(names, key=_natural))
+        for expert, name in enumerate(sorted(names, key=natural))
     }
 
 
@@ -191,7 +192,7 @@ def own_name(owner: str, expert: int | str, parameter: str, part: int) -> str:
     return f"{owner}.{expert}.{leaf}.weight"
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """Sort key that puts expert 10 after expert 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
@@ -215,7 +216,7 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
             target, matched = converter.rename_source_key(target)
             if matched is not None:
                 part = converter.source_patterns.index(matched)
-                found = Renamed(target, tuple(converter.operations), part)
+                found = Renamed(target, tuple(converter.operations), part, converter=converter)
                 break
         if not found.operations:
             found = _own(target, parameters, prefix) or replace(found, parameter=target)

@@ -79,6 +79,27 @@ def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:
     assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
+def test_rules_pack_vision_towers(tmp_path: Path) -> None:
+    source, out, dense = tmp_path / "source", tmp_path / "out", tmp_path / "dense"
+    # SigLIP initializes its linears by their weights, in a function that is not the whole model's.
+    matrix.tiny_model("Gemma3ForConditionalGeneration").save_pretrained(source)
+    result = quantkit.quantize(
+        source, out, format="int8", rules=("*vision_tower*=int4:32",), device="cpu", check=True
+    )
+    packed = [layer for layer in result.plan.layers if "vision_tower" in layer.linear.module]
+    # torch's MultiheadAttention reads the weight of this one itself.
+    assert not any("head.attention.out_proj" in layer.linear.module for layer in packed)
+    assert packed and all(layer.scheme and layer.scheme.format.name == "int4" for layer in packed)
+    matrix.rounded(source, out, dense)
+    cls = transformers.Gemma3ForConditionalGeneration
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    found, expected = (
+        cls.from_pretrained(path, dtype=torch.float32).model.vision_tower(pixels).last_hidden_state
+        for path in (out, dense)
+    )
+    assert float((found - expected).norm() / expected.norm()) < 1e-3
+
+
 def with_further_tokens(directory: Path) -> dict[str, torch.Tensor]:
     """Write a model with heads of further tokens, which its class lacks; return their matrices."""
     from safetensors.torch import load_file, save_file

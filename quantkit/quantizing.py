@@ -31,7 +31,7 @@ from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.memory import enough_memory, free_memory, say_if_short
 from quantkit.model.distributed import Ranks, join_ranks
-from quantkit.model.model_free import read_tensors
+from quantkit.model.model_free import read_tensors, with_other_parts
 from quantkit.model.prefixes import read_names
 from quantkit.model.structure import Structure, read_structure
 from quantkit.packing.packings import PackingName
@@ -89,6 +89,7 @@ def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkp
         checkpoint, structure = read_tensors(checkpoint, recipe.default.group_of_rows())
     else:
         checkpoint, structure = read_names(checkpoint)
+        structure = with_other_parts(checkpoint, structure)
     checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:
         return checkpoint, structure

@@ -11,7 +11,15 @@ from typing import Any
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
-from quantkit.model.structure import EMBEDDING, ONE_OUTPUT, QUANTIZABLE_DTYPES, Kind, Linear, Structure
+from quantkit.model.structure import (
+    EMBEDDING,
+    NOT_A_PARAMETER,
+    ONE_OUTPUT,
+    QUANTIZABLE_DTYPES,
+    Kind,
+    Linear,
+    Structure,
+)
 
 #: What the tensors do not say, for the plan.
 UNKNOWN = (
@@ -135,11 +143,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Sign:
-    """A row of `SIGNS`: why a tensor stays dense, and when; `likely` if a rule may pack it all the same."""
+    """A row of `SIGNS`: why a tensor stays dense, and when; `likely` if a rule may pack it all the same.
+
+    `is_place` if it only says of which part of a model the tensor is.
+    """
 
     reason: str
     holds: Callable[[Seen], bool]
     likely: bool = False
+    is_place: bool = False
 
 
 #: Reasons to stay dense, in the order in which they are tried.
@@ -165,14 +177,26 @@ SIGNS: tuple[Sign, ...] = (
         "of a head of further tokens, by its name",
         lambda it: not _FURTHER_TOKENS.isdisjoint(it.words),
         likely=True,
+        is_place=True,
     ),
-    Sign("of a block beyond those that config.json counts", lambda it: it.is_beyond, likely=True),
-    Sign("of a part beside that for text, by its name", lambda it: it.is_beside_text, likely=True),
+    Sign(
+        "of a block beyond those that config.json counts",
+        lambda it: it.is_beyond,
+        likely=True,
+        is_place=True,
+    ),
+    Sign(
+        "of a part beside that for text, by its name",
+        lambda it: it.is_beside_text,
+        likely=True,
+        is_place=True,
+    ),
     Sign("the head, by its name", lambda it: it.parts[-1] == HEAD, likely=True),
     Sign(
         "outside the repeated blocks: its name has no number of one",
         lambda it: _NUMBER.search(it.module) is None,
         likely=True,
+        is_place=True,
     ),
     Sign("its rows are not whole groups", lambda it: it.is_ragged, likely=True),
 )
@@ -218,6 +242,29 @@ def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint,
         linears, dense, None, False, unpackable={name: (name,) for name in others}, kept=kept
     )
     return replace(checkpoint, notes=(*checkpoint.notes, UNKNOWN)), structure
+
+
+def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> Structure:
+    """Return `structure` with linears of parts that its class lacks, such as heads of further tokens.
+
+    Names and shapes tell them. They stay dense unless a rule packs them.
+    """
+    layers, experts = _layers(checkpoint.config), _experts(checkpoint.tensors)
+    found: dict[str, Linear] = {}
+    for name, reason in structure.dense.items():
+        seen = Seen(checkpoint.tensors[name], layers, experts, None)
+        signs = (sign for sign in SIGNS if not sign.is_place)
+        if reason != NOT_A_PARAMETER or "head" in seen.words or any(sign.holds(seen) for sign in signs):
+            continue
+        rows, columns = seen.shape
+        found[seen.module] = Linear(seen.module, "linear", (seen.module,), (rows, columns))
+    return replace(
+        structure,
+        linears={**structure.linears, **found},
+        kept={**structure.kept, **dict.fromkeys(found, NOT_A_PARAMETER)},
+        dense={k: v for k, v in structure.dense.items() if k.removesuffix(".weight") not in found},
+        unpackable={k: v for k, v in structure.unpackable.items() if k not in found},
+    )
 
 
 def _kind(module: str) -> Kind:

@@ -192,7 +192,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
             reason = SHARED if owner in shared else _why_dense_experts(module, leaf, parts, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and module is not None and _may_be_linear(module):
-            why = special.get(owner) or _why_dense_linear(module, owner, parts)
+            why = special.get(owner) or _why_dense_linear(module)
             reason = why_head if owner == head else why
             _sort_in(stored, owner, reason, gathered, dense)
         else:
@@ -218,7 +218,14 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         tied_head = stored_head, f"{_input_name(model, modules)}.weight"
     unpackable = {**_unpackable(modules, linears, names), **_strangers(dense, checkpoint)}
     return Structure(
-        linears, dense, embedding, tied, unpackable, tied_head, model_class=type(model).__name__, cuts=cuts
+        *(linears, dense, embedding, tied, unpackable, tied_head),
+        model_class=type(model).__name__,
+        cuts=cuts,
+        kept={
+            name: parts.outside
+            for name, linear in linears.items()
+            if linear.kind == "linear" and name not in parts
+        },
     )
 
 
@@ -321,12 +328,10 @@ def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...])
         )
 
 
-def _why_dense_linear(module: "nn.Module", name: str, parts: Parts) -> str | None:
+def _why_dense_linear(module: "nn.Module") -> str | None:
     from quantkit.model.architectures import why_not_packable
     from quantkit.model.linears import is_linear, matrix_shape
 
-    if name not in parts:
-        return parts.outside
     if is_linear(module) and matrix_shape(module)[0] == 1:
         return ONE_OUTPUT
     return why_not_packable(module)

@@ -85,8 +85,8 @@ class Scheme:
     With `planes` above 1 a weight is the sum of `planes` values, each with a scale of its own. Its code holds
     theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a factor of its
     input feature. A `FittedFormat` has its values stored with each tensor. `packing` says how codes become
-    words: a row of `PACKINGS`. With `group_rows` above 1 a scale is that of a block: that many output channels
-    share it, fewer in the last block.
+    words: a row of `PACKINGS`. With `group_rows` above 1 a scale is that of a block: `group_rows` output
+    channels share it, fewer in the last block.
     """
 
     format: NumberFormat
@@ -383,7 +383,7 @@ class Scheme:
 
     @property
     def granularity(self) -> str:
-        """Return what has a scale of its own: `tensor`, `channel`, a group (`g128`) or a block (`128x128`)."""
+        """Return what has a scale of its own: `tensor`, `channel`, a group `g128` or a block `128x128`."""
         if self.group_rows > 1:
             return f"{self.group_rows}x{self.group_size or 'K'}"
         if isinstance(self.group_size, int):

@@ -401,8 +401,8 @@ def _stays_dense(structure: Structure, fates: Mapping[str, Fate]) -> dict[str, s
     """The stored tensors that no rule packs, with the reason."""
     kept = [name for name, reason in structure.kept.items() if fates[name].reason == reason]
     return {
-        **structure.dense,
         **{f"{one}.weight": structure.kept[name] for name in kept for one in structure.linears[name].stored},
+        **structure.dense,
     }
 
 

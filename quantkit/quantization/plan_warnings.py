@@ -87,14 +87,7 @@ def plan_notes(
         notes.append(
             Note(f"{untied} and the embedding are stored apart: packed, it can no longer be tied to it.")
         )
-    strangers = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
-    if strangers:
-        notes.append(
-            Note(
-                f"{len(strangers)} tensors, such as {strangers[0]}, are not parameters of the model that "
-                "config.json describes; they are copied, and declared as dense."
-            )
-        )
+    notes += _notes_on_other_parts(structure, schemes)
     if structure.row_cuts:
         first, others = next(iter(structure.row_cuts)), len(structure.row_cuts) - 1
         notes.append(
@@ -205,3 +198,23 @@ def fused_sets(linears: Mapping[str, T]) -> Iterator[dict[str, T]]:
             if leaf == fused[0]:
                 members = [f"{parent}.{other}" for other in fused]
                 yield {member: linears[member] for member in members if member in linears}
+
+
+def _notes_on_other_parts(structure: "Structure", schemes: Mapping[str, Scheme | None]) -> Iterator[Note]:
+    """What becomes of tensors that the class lacks, such as heads of further tokens."""
+    linears = [name for name, reason in structure.kept.items() if reason == NOT_A_PARAMETER]
+    others = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
+    packed = [name for name in linears if schemes[name] is not None]
+    copied = [*(f"{name}.weight" for name in linears if schemes[name] is None), *others]
+    without = "not parameters of the model that config.json describes"
+    if copied:
+        rule = f" --rule '{linears[0]}=int8' packs a linear of them." if linears and not packed else ""
+        yield Note(
+            f"{len(copied)} tensors, such as {copied[0]}, are {without}; they are copied, and declared as "
+            f"dense.{rule}"
+        )
+    if packed:
+        yield Note(
+            f"{len(packed)} packed linears, such as {packed[0]}, are {without}: transformers and quantkit do "
+            "not run them, and nothing compared their outputs."
+        )

@@ -25,7 +25,7 @@ from quantkit.model.model_class import build, meta_model, model_class, model_con
 from quantkit.model.names import PART, model_names
 from quantkit.model.structure import REARRANGED
 from quantkit.quantization.plan import READERS, Plan
-from quantkit.runtime.replace import swap_modules
+from quantkit.runtime.replace import is_elsewhere, swap_modules
 from quantkit.runtime.transformers.headers import check_tensors, stored_by_entry
 from quantkit.runtime.transformers.registration import register_plugin
 
@@ -122,7 +122,9 @@ def check_own_class(
         one.name
         for target, several in by_entry.items()
         for one in several
-        if target not in entries and one.name not in dense
+        if target not in entries
+        and one.name not in dense
+        and not is_elsewhere(model, target.rpartition(".")[0])
     ]
     # Of one tensor transformers may make several parameters.
     missing = [] if REARRANGED in dense.values() else missing_parameters(model, by_entry)

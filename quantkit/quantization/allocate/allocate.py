@@ -57,12 +57,14 @@ def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...],
     """The groups that an allocation decides on, in the order of the model: linears that share a format.
 
     Those are what engines fuse (q, k and v; gate and up) and the experts of a layer. Linears for which
-    `recipe` has a rule, and lm_head, are left out.
+    `recipe` has a rule, lm_head, and what is kept unless a rule packs it are left out.
     """
     free = {
         name: linear
         for name, linear in structure.linears.items()
-        if linear.kind != "lm_head" and not any(fnmatchcase(name, rule.match) for rule in recipe.rules)
+        if linear.kind != "lm_head"
+        and name not in structure.kept
+        and not any(fnmatchcase(name, rule.match) for rule in recipe.rules)
     }
     first: dict[str, str] = {}
     for members in fused_sets(free):

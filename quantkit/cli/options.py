@@ -200,6 +200,14 @@ Rotate = Annotated[
         "same.",
     ),
 ]
+ModelFree = Annotated[
+    bool,
+    typer.Option(
+        "--model-free",
+        help="Names and shapes decide what is a linear: for models that transformers does not know, and for "
+        "code of a repository, which is never run. Only methods without data.",
+    ),
+]
 Calibration = Annotated[
     str | None,
     typer.Option(
@@ -255,6 +263,7 @@ class QuantizeArguments:
     embeddings: Embeddings = None
     rule: Rules = None
     rotate: Rotate = False
+    model_free: ModelFree = False
     bits_per_weight: BitsPerWeight = None
     milliseconds_per_token: MillisecondsPerToken = None
     gpu: GpuName = None
@@ -317,6 +326,7 @@ class QuantizeArguments:
             embeddings=self.embeddings,
             rules=tuple(self.rule or ()),
             rotate=self.rotate,
+            model_free=self.model_free,
         )
         calibration = CalibrationOptions(
             self.calibration, self.calibration_samples, self.calibration_length, self.seed

@@ -66,9 +66,10 @@ class Structure:
     module name, with their stored names without `.weight`; readers of the output must be told about them.
     `tied_head` is set if the file has a tied weight as lm_head only: (its stored name, name of the embedding
     in the model). `aliases` are the names by which AutoModelForCausalLM knows a module, where they differ.
-    `table` is the token embedding as a matrix that can be packed, or why it cannot.
-    `model_class` is the class that the files are of. `cuts` are the matrices of experts that are stored in
-    one tensor for all, by the name that each gets, with `.weight`.
+    `table` is the token embedding as a matrix that can be packed, or why it cannot. `model_class` is the
+    class that the files are of, "" if none was asked. `kept` are linears that only a rule packs, with the
+    reason, beside the head. `cuts` are the matrices of experts that are stored in one tensor for all, by the
+    name that each gets, with `.weight`.
     """
 
     linears: Mapping[str, Linear]
@@ -78,8 +79,9 @@ class Structure:
     unpackable: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tied_head: tuple[str, str] | None = None
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    table: Linear | str = "the model has no token embedding"
+    table: Linear | str = "no token embedding is known"
     model_class: str = ""
+    kept: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, CutTensor] = field(default_factory=dict)
 
 
@@ -237,7 +239,7 @@ def _table(
 
     `packs_head` is None without a tied head, and else whether that can be packed.
     """
-    from quantkit.model.lookups import lookup_of
+    from quantkit.model.linears import lookup_of
 
     name = _input_name(model, modules)
     if embedding is None or name is None:

@@ -1,4 +1,4 @@
-"""What becomes of each linear where a source is converted: the scheme that has its values, or dense."""
+"""Fates of linears where a source is converted: the scheme that has its values, or dense."""
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
@@ -63,7 +63,7 @@ def dense_share(checkpoint: Checkpoint, planned: Plan) -> dict[str, str]:
 
 
 def _may_stay_dense(linear: Linear) -> bool:
-    """Whether a linear is dense by default in every model, as a head is."""
+    """Return True if a linear is dense by default in every model, as a head is."""
     return linear.kind == "lm_head"
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.methods import Method, method_named
+from quantkit.calibrate.methods import METHODS, Method, method_named
 from quantkit.calibrate.summaries import DEFAULT_METHOD
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.files import open_regular
@@ -60,6 +60,11 @@ class Choice:
             packing=self.packing,
             weight_dtype=weight_dtype,
         )
+
+    def group_of_rows(self) -> int | None:
+        """How many weights of a row share a scale; None where that is no number."""
+        chosen = self.scheme(torch.bfloat16)
+        return None if chosen is None or not isinstance(chosen.group_size, int) else chosen.group_size
 
     def check(self) -> None:
         """Raise the error that using this choice would raise."""
@@ -105,23 +110,37 @@ class Fate:
 class Recipe:
     """Ordered rules and the default for what they leave; `rotate` if the model is rotated first.
 
-    `embeddings` is for the token embedding, which is dense without and which no rule matches.
+    `embeddings` is for the token embedding, which is dense without and which no rule matches. With
+    `model_free`, names and shapes decide what is a linear (`model/model_free.py`): no model runs, so there
+    are neither methods with data nor rotation.
     """
 
     default: Choice = Choice()
     rules: tuple[Rule, ...] = ()
     rotate: bool = False
+    model_free: bool = False
     embeddings: Choice | None = None
 
     def __post_init__(self) -> None:
-        every = (self.default, *(rule.choice for rule in self.rules))
-        for choice in (*every, *([] if self.embeddings is None else [self.embeddings])):
+        choices = (self.default, *(rule.choice for rule in self.rules))
+        for choice in (*choices, *([] if self.embeddings is None else [self.embeddings])):
             choice.check()
-        if self.embeddings is not None and (method := method_named(self.embeddings.method)).needs:
+        if self.embeddings is not None and (method := method_named(self.embeddings.method)).needs_data:
             raise UsageError(
                 f"method {method.name!r} takes calibration data, and an embedding has no inputs. Choose a "
                 f"method without data, such as {DEFAULT_METHOD}."
             )
+        if not self.model_free:
+            return
+        if self.rotate:
+            raise UsageError("--model-free does not go with --rotate, which asks the class of the model.")
+        for choice in choices:
+            if not choice.keep and method_named(choice.method).needs_data:
+                without = ", ".join(name for name, method in METHODS.items() if not method.needs_data)
+                raise UsageError(
+                    f"--model-free runs no model, and method {choice.method!r} takes data of a run; use one "
+                    f"of {without}."
+                )
 
     def embeddings_fate(self, dtype: torch.dtype) -> Fate | None:
         """The fate of a token embedding of `dtype`; None where it stays dense."""
@@ -155,6 +174,7 @@ class Recipe:
         return {
             "rotate": self.rotate,
             **({} if self.embeddings is None else {"embeddings": vars(self.embeddings)}),
+            **({"model_free": True} if self.model_free else {}),
             "default": vars(self.default),
             "rules": [
                 {"match": rule.match, **vars(rule.choice), **({} if rule.why is None else {"why": rule.why})}
@@ -185,7 +205,8 @@ class Recipe:
             for one in (data["default"], data.get("embeddings"))
         )
         embeddings = None if table is None else _choice(table, Choice())
-        return cls(_choice(default, Choice()), tuple(found), _flag(data["rotate"]), embeddings)
+        rotate = _flag(data["rotate"])
+        return cls(_choice(default, Choice()), tuple(found), rotate, embeddings=embeddings)
 
 
 def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dtype) -> Fate:
@@ -312,7 +333,7 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
             raise UsageError("'rule' must be an array of tables; write [[rule]] above each.")
         rotate = _flag(data.get("rotate", False))
         embeddings = _choice(data["embeddings"], Choice()) if "embeddings" in data else None
-        return Recipe(base, tuple(_written_rule(rule, base) for rule in rules), rotate, embeddings)
+        return Recipe(base, tuple(_written_rule(rule, base) for rule in rules), rotate, embeddings=embeddings)
     except QuantkitError as error:
         raise UsageError(f"recipe {path}: {error}") from error
 

@@ -24,7 +24,7 @@ class RecipeOptions:
     `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep") come first, then `lm_head` (a format), then
     the rules of the file, then the default that the other fields make. `embeddings`
     ("FORMAT[:GROUP][:METHOD]") is for the token embedding. The model is rotated if `rotate` or the file says
-    so.
+    so. `model_free` has names and shapes of tensors decide what is a linear.
     """
 
     format: str | None = None
@@ -38,6 +38,7 @@ class RecipeOptions:
     embeddings: str | None = None
     rules: tuple[str, ...] = ()
     rotate: bool = False
+    model_free: bool = False
 
     def to_recipe(self, allocated_by: str | None = None) -> "Recipe":
         """The recipe of these options.
@@ -58,6 +59,10 @@ class RecipeOptions:
         if allocated_by is not None:
             # A method goes with a budget.
             _check_left_out({**given, "method": None, "recipe": self.recipe}, allocated_by)
+            if self.model_free:
+                raise UsageError(
+                    f"--model-free runs no model, and {allocated_by} measures one; leave one out."
+                )
         default = Choice(**{name: value for name, value in given.items() if value is not None})
         if self.recipe is not None:
             from_file = read_recipe(Path(self.recipe), default)
@@ -70,8 +75,8 @@ class RecipeOptions:
         embeddings = from_file.embeddings
         if self.embeddings is not None:
             embeddings = parse_rule(f"embeddings={self.embeddings}", Choice()).choice
-        rules = (*first, *from_file.rules)
-        return Recipe(from_file.default, rules, self.rotate or from_file.rotate, embeddings)
+        rotate, rules = self.rotate or from_file.rotate, (*first, *from_file.rules)
+        return Recipe(from_file.default, rules, rotate, self.model_free, embeddings)
 
 
 def _option(name: str) -> str:

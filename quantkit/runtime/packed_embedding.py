@@ -8,7 +8,7 @@ from torch import nn
 
 from quantkit.errors import CheckpointError
 from quantkit.kernels.problem import ACTIVATION_DTYPES
-from quantkit.model.lookups import Lookup
+from quantkit.model.linears import Lookup
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.runtime.packed_linear import PackedLinear, PackedMatrix

@@ -126,6 +126,11 @@ class PackedLinear(PackedMatrix):
         return layer
 
     @property
+    def qweight(self) -> torch.Tensor | None:
+        """Return the scales: PEFT asks a tensor of this name for the device of a quantized linear."""
+        return self._parameters[self._scale_key]
+
+    @property
     def own_bias(self) -> torch.Tensor | None:
         """Return the bias [N], or the share of a tensor-parallel rank."""
         return None if self._parameters["bias"] is None else self._local("bias")

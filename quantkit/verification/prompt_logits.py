@@ -185,7 +185,7 @@ def _prompt(model: Any) -> tuple[int, ...]:
     table = embeddings(model, "input")
     if not isinstance(table, torch.nn.Embedding | PackedEmbedding) or model.main_input_name != "input_ids":
         raise TakesNoText(f"a {type(model).__name__} takes {model.main_input_name}, and the prompt is text")
-    rows = int(table.weight.shape[0])
+    rows = table.num_embeddings
     try:
         config = model.config.get_text_config()
     except ValueError:  # for a model of several texts

@@ -102,6 +102,10 @@ def test_what_is_written_is_said(run: Run, source: Path, tmp_path: Path) -> None
     assert manifest["source_kind"] == "file"
     layer = manifest["layers"]["model.layers.0.mlp.up_proj"]
     assert (layer["relative_error"], layer["method"], layer["reason"]) == (0.0, None, "Q4_1 in the source")
+    done = run("report", tmp_path / "out", "--out", tmp_path / "card")
+    assert done.code == 0, done.err
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert "15 matrices in 15 linears" in card and "| int8 g32 float16 | - | 2 | 8.508 |" in card
 
 
 def test_a_dense_embedding_is_stored_for_other_tools(run: Run, source: Path, tmp_path: Path) -> None:

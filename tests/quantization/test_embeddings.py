@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.checkpoint.source import Checkpoint
@@ -197,3 +197,25 @@ def test_a_recipe_file_packs_embeddings(tmp_path: Path) -> None:
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     assert RecipeOptions(recipe=path, embeddings="int4").to_recipe().embeddings == Choice("int4")
     assert "embeddings" not in Recipe().to_dict()
+
+
+def test_rows_are_multiplied_as_the_class_does(tmp_path: Path) -> None:
+    """Gemma multiplies rows by a factor in their dtype, the head does not."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    config = Gemma3TextConfig(vocab_size=96, num_attention_heads=2, num_key_value_heads=1, **sizes)
+    source = Gemma3ForCausalLM(config).to(torch.bfloat16)
+    source.save_pretrained(tmp_path / "gemma")
+    rules = ("*.layers.*=keep",)
+    quantize(tmp_path / "gemma", tmp_path / "out", embeddings="int4:32", rules=rules, device="cpu")
+    model = load(tmp_path / "out", device="cpu", dtype=torch.bfloat16)
+    ids = torch.tensor([[3, 95, 0, 3]])
+    table = quantize_tensor(source.get_input_embeddings().weight.detach(), "int4", group_size=32)
+    with torch.no_grad():
+        source.get_input_embeddings().weight.copy_(table.dequantize(torch.bfloat16))
+        expected, logits = source.get_input_embeddings()(ids), source(ids).logits
+        assert_equal(model.get_input_embeddings()(ids), expected)
+        assert_close(model(ids).logits, logits, rtol=2e-2, atol=2e-2)
+        model.dequantize()
+        assert_equal(model.get_input_embeddings()(ids), expected)
+        assert_close(model(ids).logits, logits, rtol=2e-2, atol=2e-2)

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from quantkit.model.lookups import Lookup, lookup_of
+from quantkit.model.linears import Lookup, lookup_of
 
 
 class Shifted(nn.Embedding):

@@ -186,6 +186,7 @@ def quantize(
     packing: PackingName | None = RecipeOptions.packing,
     recipe: Recipe | str | Path | None = RecipeOptions.recipe,
     lm_head: str | None = RecipeOptions.lm_head,
+    embeddings: str | None = RecipeOptions.embeddings,
     rules: tuple[str, ...] = RecipeOptions.rules,
     rotate: bool = RecipeOptions.rotate,
     model_free: bool = RecipeOptions.model_free,
@@ -206,10 +207,11 @@ def quantize(
 
     `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float"),
     `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits" or "radix") apply to every
-    linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says. With
-    `rotate` the weights are rotated first, and the model computes the same
-    (`quantization/rotated_checkpoint.py`). With `model_free` names and shapes decide what is a linear
-    (`model/model_free.py`). `QuantizeOptions` explains the options from `device` to `check`.
+    linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says.
+    `embeddings` packs the token embedding, with a head that is tied to it as one table. With `rotate` the
+    weights are rotated first, and the model computes the same (`quantization/rotated_checkpoint.py`). With
+    `model_free` names and shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains
+    the options from `device` to `check`.
 
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with,
     `measuring(done, all, at work)` while sensitivities are measured for a budget, `on_plan` once before any
@@ -229,6 +231,7 @@ def quantize(
         packing=packing,
         recipe=None if isinstance(recipe, Recipe) else recipe,
         lm_head=lm_head,
+        embeddings=embeddings,
         rules=tuple(rules),
         rotate=rotate,
         model_free=model_free,
@@ -254,7 +257,8 @@ def _only(recipe: Recipe, given: RecipeOptions) -> Recipe:
     if given != RecipeOptions():
         raise UsageError(
             "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
-            "scale_dtype, packing, lm_head, rules, rotate and model_free, or make the recipe with them."
+            "scale_dtype, packing, lm_head, embeddings, rules, rotate and model_free, or make the recipe "
+            "with them."
         )
     return recipe
 

@@ -157,9 +157,10 @@ def weight_bytes(model: Any) -> int | None:
     if any("experts" in name.split(".") for name, _ in model.named_modules()):
         return None
     parameters = {id(parameter): parameter for parameter in model.parameters()}
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    if getattr(head, "weight", None) is not embedding:
-        del parameters[id(embedding)]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(head, "weight", None) is not embedding.weight:
+        for parameter in embedding.parameters():
+            del parameters[id(parameter)]
     return sum(int(parameter.nbytes) for parameter in parameters.values())
 
 

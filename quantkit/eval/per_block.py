@@ -129,5 +129,5 @@ def _check_exchangeable(packed: Checkpoint, original: Checkpoint) -> None:
     if ours.shape != theirs.shape or not torch.equal(ours.to(theirs.dtype), theirs):
         raise CheckpointError(
             f"{packed.directory}: {name} is not the original's, so its blocks see other hidden states, as "
-            "after --rotate"
+            "after --rotate and with --embeddings"
         )

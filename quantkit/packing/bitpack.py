@@ -114,6 +114,27 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     return codes[..., :columns]
 
 
+def take(words: torch.Tensor, bits: int, count: int, ids: torch.Tensor) -> torch.Tensor:
+    """Codes `ids` (int64 [n]) of each column of `words`, uint8 [n, G].
+
+    `words` (int32 [words_per_row(count), G]) are columns of `count` codes, packed as rows are by `pack`.
+    """
+    inside = ids % BLOCK
+    at = ids // BLOCK * bits
+    # The last block has fewer words of each part.
+    size = (count - ids // BLOCK * BLOCK).clamp(max=BLOCK)
+    codes: torch.Tensor | None = None
+    shift = 0
+    for p in parts(bits):
+        word = words.index_select(0, at + p * inside // 32)
+        plane = (word >> (p * inside % 32)[:, None]) & ((1 << p) - 1)
+        codes = plane << shift if codes is None else codes | (plane << shift)
+        at = at + (size * p + BLOCK - 1) // BLOCK
+        shift += p
+    assert codes is not None
+    return codes.to(torch.uint8)
+
+
 # Eight codes are one int64, code i in byte i. Three folds bring them together, and back apart:
 #
 #   0000aaaa 0000bbbb 0000cccc ...   p = 4

@@ -135,8 +135,10 @@ class PackedTensor:
 
     def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return the multipliers of the values of rows `start:stop`, float32 [rows, groups * planes]."""
-        scale = self.row_scale(start, stop).to(torch.float32)
-        divisor = self.part("global_scale")
+        return self._scaled(self.row_scale(start, stop))
+
+    def _scaled(self, scale: torch.Tensor) -> torch.Tensor:
+        scale, divisor = scale.to(torch.float32), self.part("global_scale")
         return scale if divisor is None else scale / divisor
 
     def zero_points(self) -> torch.Tensor | None:
@@ -158,8 +160,28 @@ class PackedTensor:
         """Weights of rows `start:stop`, `dtype` [rows, K]: products in float32, rounded once."""
         zeros = self.zero_points()
         weights = self.without_column_scale(start, stop, None if zeros is None else zeros[start:stop])
+        return self._with_column_scale(weights).to(dtype)
+
+    def dequantize_rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return rows `ids`, int64 [n]: `dtype` [n, K], bit by bit those of `dequantize`.
+
+        Reads no other rows, and asks the device for no number.
+        """
+        rows = self.scale.expand(self.shape[0], 1) if self.scheme.per_tensor else self.scale
+        # Scales of 8 bits as bytes: torch selects no rows of such floats.
+        stored = rows.view(torch.uint8) if rows.itemsize == 1 else rows
+        # A scale is that of `group_rows` rows.
+        scale = self._scaled(stored.index_select(0, ids // self.scheme.group_rows).view(rows.dtype))
+        zeros, storage = self.part("zero_point"), self.scheme.zero_point_type.storage
+        if zeros is not None and storage is not None:
+            zeros = storage.take(zeros, self.shape[0], self.scheme.format.bits, ids)
+        codes = self.scheme.unpack(self.words.index_select(0, ids), self.shape[1])
+        weights = dequantize_codes(codes, scale, zeros, self.scheme, self.part("codebook"))
+        return self._with_column_scale(weights).to(dtype)
+
+    def _with_column_scale(self, weights: torch.Tensor) -> torch.Tensor:
         columns = self.part("column_scale")
-        return (weights if columns is None else weights.mul_(columns.to(torch.float32))).to(dtype)
+        return weights if columns is None else weights.mul_(columns.to(torch.float32))
 
     def without_column_scale(self, start: int, stop: int | None, zeros: torch.Tensor | None) -> torch.Tensor:
         """Weights of rows `start:stop`, float32 [rows, K], before the column scale is applied.

@@ -43,6 +43,8 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
     packed = Checkpoint.open(directory)
     config = QuantizationConfig.from_dict(packed.config.get("quantization_config", {}))
     modules = {f"{one}.weight": name for name, linear in structure.linears.items() for one in linear.stored}
+    if not isinstance(structure.table, str) and config.modules.get(structure.table.module) is not None:
+        modules[f"{structure.table.stored[0]}.weight"] = structure.table.module
     advance = counting(checkpoint.nbytes, progress)
     problems: list[str] = []
     count = 0

@@ -86,6 +86,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             # The loader makes every floating-point parameter trainable.
             module.requires_grad_(False)
             module.align()
+        generation.apply(model)
         parallel.divide_forwards(model)
         make_ready(model)
         for _, module in packed_modules(model):
@@ -94,7 +95,6 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         loading.keep_expert_shapes(model)
         loading.keep_offloaded_dtypes(model)
         loading.cast_renamed(model, self._dtypes)
-        generation.apply(model)
         # Saved under the names of its own class.
         loading.forget_renamed_base(model)
         return model

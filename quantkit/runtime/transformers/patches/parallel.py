@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quantkit.errors import EnvironmentProblem
+from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.runtime.packed_embedding import PackedEmbedding
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.packed_module import PackedModule, local
@@ -127,6 +128,11 @@ class PackedStyle:
             self.original.shard_param(module, param, mesh)
             return
         assert isinstance(module, PackedModule) and module.tensor_parallel is not None
+        if isinstance(module, PackedEmbedding) or module.table is not None:
+            raise UsageError(
+                "the embedding is packed, and its table is not divided among ranks. Load the model with "
+                "device_map='auto', or quantize it with dense embeddings."
+            )
         ranks, parameter = mesh.size(), param.removesuffix(spec.suffix)
         module.tensor_parallel.check(ranks)
         axis, pieces = division(self)

@@ -125,7 +125,7 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether config.json says that some weights are packed, by quantkit or another."""
+        """Return True if config.json says that some weights are packed, by quantkit or another."""
         return "quantization_config" in self.config
 
     @property
@@ -214,7 +214,8 @@ def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any],
             path,
             f"auto_map is {shown(config['auto_map'])}, so the model needs code of its repository, "
             "which quantkit never runs; expected an architecture of transformers",
-            "Remove auto_map, or use --allow-auto-map to ignore it, if transformers has the model",
+            "Remove auto_map, or use --allow-auto-map to ignore it, if transformers has the model; if not, "
+            "quantize it with --model-free",
         )
     del config["auto_map"]
     return config, [f"{path}: auto_map is ignored; the code that it names is not run"]
@@ -265,7 +266,7 @@ def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | No
 
 @contextmanager
 def examining(directory: Path) -> Iterator[None]:
-    """What the disk refuses to say of a file, and no more exact words are there for, as `CheckpointError`."""
+    """Raise as `CheckpointError` what the disk refuses to say of a file, if there are no more exact words."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Sweep everything: `python -m tests.reliability --jobs 16 --seconds 520 --out hardening.json`.
+"""Sweep everything: `python -m tests.reliability --jobs 16 --out hardening.json`.
 
 First every test of faults, with all failing calls, kills and changed bytes; then hostile files. The figures
 are one JSON object: commit, machine, counts, what was wrong, and how much was not reached in time.

@@ -113,19 +113,8 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
 #: full, and a lack of memory, are much the same wherever they begin.
 OF_SCENARIO = {
     **{"shards": 1, "load": 1, "save": 1, "save shards": 1, "verify": 1, "card": 1, "push": 1},
-    **{
-        "against": 2,
-        "convert": 2,
-        "convert awq": 8,
-        "one file": 2,
-        "resume": 2,
-        "overwrite": 2,
-        "check": 6,
-        "gptq": 8,
-        "eval": 8,
-        "resume gptq": 12,
-    },
-    "report": 48,
+    **{"against": 2, "resume": 3, "one file": 4, "overwrite": 4, "convert": 4, "check": 8},
+    **{"gptq": 8, "eval": 8, "convert awq": 8, "resume gptq": 12, "report": 48},
 }
 OF_FAULT = {Fault.EIO: 1, Fault.DEAD: 5, Fault.FULL: 2, Fault.SHORT: 2, Fault.MEMORY: 7}
 READERS, SAVERS = ("load", "verify", "against", "push"), ("save", "save shards")
@@ -135,7 +124,7 @@ LONG = [
     (name, fault, every * of_fault, part)
     for name, every in OF_SCENARIO.items()
     for fault, of_fault in OF_FAULT.items()
-    for part in range(PARTS.get(name, 6) if fault is Fault.EIO else 1)
+    for part in range(-(-PARTS.get(name, 6) // {Fault.EIO: 1, Fault.DEAD: 3}.get(fault, 12)))
     if not (name in READERS and fault in (Fault.FULL, Fault.SHORT))
     and not (name in (*READERS, *SAVERS, "card") and fault is Fault.MEMORY)
     # Its writes are in Rust, which a test with a real limit is for.

@@ -114,15 +114,15 @@ def print_readers(
 ) -> None:
     """Which tools can read the checkpoint; `reasons` why only quantkit can, one per linear, or `problem`."""
     if container == "compressed-tensors":
-        *most, last = readers or ("quantkit",)
+        *most, last = readers or ("",)
         who = f"{', '.join(most)} and {last} read" if most else f"{last} reads"
-        without = " without quantkit, as far as they have its formats" if readers else ""
-        say(f"a compressed-tensors checkpoint: {who} it{without}")
-        if problem is not None:
-            note(problem)
+        how = f": {who} it without quantkit, as far as they have its formats" if readers else ""
+        say(f"a compressed-tensors checkpoint{how}")
     elif reasons:
         linears = f" (one of {len(reasons)} linears)" if len(reasons) > 1 else ""
         note(f"only quantkit can load this: {reasons[0]}{linears}.")
+    if problem is not None:
+        note(problem)
 
 
 def totals(source_bytes: int | None, output_bytes: int, bits: Mapping[str, float | None]) -> str:

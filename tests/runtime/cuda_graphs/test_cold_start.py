@@ -1,6 +1,7 @@
 """First runs, whose kernels are being compiled: what they leave undefined is in no result."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -186,7 +187,7 @@ ids = torch.arange(40, device="cuda")[None] * 7 % 90
 options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
 for _ in range(3):
     print(model.generate(ids, **options).tolist())
-print(sum(one is None for one in attempts), file=sys.stderr)
+print("left out:", sum(one is None for one in attempts), file=sys.stderr)
 """
 
 
@@ -204,5 +205,6 @@ def test_a_cold_start_on_a_gpu_gives_the_tokens_of_a_warm_one(tiny: Any, tmp_pat
     )
     assert (cold.returncode, warm.returncode) == (0, 0), cold.stderr + warm.stderr
     assert cold.stdout == warm.stdout and len(set(cold.stdout.splitlines())) == 1
-    left_out = [int(done.stderr.splitlines()[-1]) for done in (cold, warm)]
+    # Triton 3.9's bindings write lines of their own when Python ends.
+    left_out = [int(re.findall(r"^left out: (\d+)$", done.stderr, re.M)[0]) for done in (cold, warm)]
     assert left_out[0] > 0 and left_out[1] == 0

@@ -29,6 +29,7 @@ from ..graphed import (
     keep_modules,
     made,
     numbers,
+    only,
     step_of,
 )
 
@@ -200,7 +201,7 @@ def test_graphs_hold_the_constants_that_they_read(modules: list[Any]) -> None:
     expected = decode_whole(model, ids(), 4)
     graph_decoding(model)
     close(decode(model, forward_of(model), static_cache(model, 40), ids(), steps=4), expected)
-    (module,) = modules
+    module = only(modules)
     (graph,) = forward_of(model)._graphs.values()
     assert graph.constants and {id(one) for one in graph.constants} == {
         id(one) for one in folded_constants(module)
@@ -326,7 +327,7 @@ def test_a_step_starts_with_few_launches(modules: list[Any], masked: bool) -> No
         tensor.copy_(old)
     graph_decoding(model)
     close(forward_of(model)(input_ids=token, past_key_values=cache, use_cache=True, **more).logits, expected)
-    (module,) = modules
+    module = only(modules)
     nodes = list(module.graph.nodes)
     (first,) = module.graph.find_nodes(op="call_function", target=rms_norm)
     before_it = [node for node in nodes[: nodes.index(first)] if node.op == "call_function"]

@@ -19,7 +19,7 @@ from quantkit.runtime.transformers.patches import attention
 from quantkit.runtime.transformers.patches.generation import apply as graph_decoding
 
 from ...support.compare import assert_close, assert_equal
-from ..graphed import DEVICE, calls, count_recordings, decode, ids, keep_modules, made
+from ..graphed import DEVICE, calls, count_recordings, decode, ids, keep_modules, made, only
 
 pytest.importorskip("triton")
 
@@ -70,7 +70,7 @@ def test_steps_of_each_family_attend_in_one_launch(
     graph_decoding(model)
     found = decode(model, forward_of(model), static_cache(model, 20), ids(), STEPS)
     assert (found - expected).float().norm() < 2e-2 * expected.float().norm()
-    (module,) = modules
+    module = only(modules)
     layers = model.config.num_hidden_layers
     attended = {True: "rotated_attention", False: "decode_attention.default"}
     assert calls(module)[attended[taken]] == layers

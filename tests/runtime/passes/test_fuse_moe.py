@@ -30,6 +30,7 @@ from ..graphed import (
     keep_modules,
     made,
     numbers,
+    only,
 )
 
 pytest.importorskip("triton")
@@ -92,7 +93,7 @@ def test_steps_of_each_mixture_are_routed_in_one_launch(
     with torch.inference_mode(inference):
         found = decode(model, forward_of(model), static_cache(model, 40), ids(), steps=2)
     close(found, expected)
-    (module,) = modules
+    module = only(modules)
     layers = model.config.num_hidden_layers
     found = calls(module)
     assert found["route"] == found["norm_linear"] == layers

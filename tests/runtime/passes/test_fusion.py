@@ -55,6 +55,7 @@ from ..graphed import (
     keep_modules,
     made,
     numbers,
+    only,
     step_of,
 )
 
@@ -157,7 +158,7 @@ def test_steps_of_each_family_are_fused_and_right(
     with torch.inference_mode(inference):
         found = decode(model, forward_of(model), static_cache(model, 40), ids())
     close(found, expected)
-    (module,) = modules
+    module = only(modules)
     assert len(steps) == 1
     layers = model.config.num_hidden_layers
     ours = {name: number for name, number in calls(module).items() if name in OPS}
@@ -212,7 +213,7 @@ def test_prompts_of_families(family: str, modules: list[Any], prompts: list[int]
     more, of_layer, others = FAMILIES[family]
     model = made(family, **more, **OF_PROMPTS)
     prompts_are_right(model, [{"tokens": ids(1, length, seed=length)} for length in (9, 9, 12)])
-    (module,) = modules
+    module = only(modules)
     assert len(prompts) == 1
     expected = collections.Counter(of_layer) + collections.Counter(others)
     del expected["rotate_append"], expected["append"]
@@ -943,7 +944,7 @@ def test_steps_of_a_packed_model_are_fused_and_right(modules: list[Any], tmp_pat
     expected = decode_whole(model, ids(), 3)
     graph_decoding(model)
     close(decode(model, forward_of(model), static_cache(model, 40), ids(), steps=3), expected)
-    (module,) = modules
+    module = only(modules)
     layers = model.config.num_hidden_layers
     found = calls(module)
     # A GPU has one launch for q, k and v, and one for gate and up, where their layouts can be joined.

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.checkpoint.model_record import LayerRecord
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError
@@ -20,7 +21,8 @@ from quantkit.model.completeness import missing_parameters
 from quantkit.model.model_class import build, meta_model, model_class, model_config, of_mapping
 from quantkit.model.names import PART, model_names
 from quantkit.model.structure import REARRANGED
-from quantkit.quantization.plan import READERS, Plan
+from quantkit.quantization.plan import Plan
+from quantkit.quantization.plan_warnings import Note, reader_notes, readers_beside
 from quantkit.runtime.replace import swap_modules
 from quantkit.runtime.transformers.headers import check_tensors, stored_by_entry
 from quantkit.runtime.transformers.registration import register_plugin
@@ -35,19 +37,43 @@ def with_readers(planned: Plan, directory: Path) -> Plan:
         return planned
     tensors = {spec.name: spec for shard in planned.shards for spec in shard.specs}
     check_own_class(planned.model_config, directory, tensors, planned.dense)
-    if "transformers" not in planned.readers:
+    if not planned.readers:
         return planned
     reason = _why_none(planned.model_config, directory, tensors)
     return planned if reason is None else replace(planned, readers=(), notes=(*planned.notes, reason))
 
 
-def readers_of(checkpoint: Checkpoint) -> tuple[tuple[str, ...], str | None]:
-    """Return who reads a packed checkpoint without quantkit, or why nobody does."""
-    readers = READERS[QuantizationConfig.from_dict(checkpoint.config["quantization_config"]).container]
-    if not readers:
-        return (), None
+def readers_of(
+    checkpoint: Checkpoint, layers: Mapping[str, LayerRecord]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return who reads a packed checkpoint of `layers` without quantkit, and notes on who does not."""
+    notes = stored_notes(checkpoint.config, layers)
+    if notes is None:
+        return (), ()
     reason = _why_none(checkpoint.config, checkpoint.directory, checkpoint.tensors)
-    return (readers, None) if reason is None else ((), reason)
+    texts = tuple(note.text for note in notes)
+    return (readers_beside(notes), texts) if reason is None else ((), (reason,))
+
+
+def stored_notes(config: Mapping[str, Any], layers: Mapping[str, LayerRecord]) -> tuple[Note, ...] | None:
+    """Return what engines cannot do with a packed checkpoint of `layers`; None if only quantkit reads it.
+
+    `config` is its config.json.
+    """
+    parsed = QuantizationConfig.from_dict(config["quantization_config"])
+    if parsed.container != "compressed-tensors":
+        return None
+    assignments = [
+        Assignment(
+            name,
+            (name,) * layer.matrices,
+            (layer.shape[0], layer.shape[1]),
+            None if layer.scheme is None else parsed.scheme_of(name),
+            head=layer.kind == "lm_head",
+        )
+        for name, layer in layers.items()
+    ]
+    return tuple(reader_notes(assignments))
 
 
 def _why_none(config: Mapping[str, Any], directory: Path, tensors: Mapping[str, TensorSpec]) -> str | None:

@@ -229,9 +229,13 @@ def answers_of(engine: Engine) -> dict[str, dict[str, str]]:
         beside = scheme(other.get(section["format"], "int8"), weight_dtype=torch.bfloat16)
         mixed = section_of({**dict.fromkeys(KINDS, beside), "experts": made})
         asked = {**{kind: (section, kind) for kind in KINDS}, "mixed experts": (mixed, "experts")}
-        key = " ".join(str(part) for part in (name, size, zero) if part not in (None, "none"))
-        found[key] = {where: tried(engine, *what) for where, what in asked.items()}
+        found[key_of((name, size, zero))] = {where: tried(engine, *what) for where, what in asked.items()}
     return found
+
+
+def key_of(case: tuple[object, ...]) -> str:
+    """The name of one of `SCHEMES` in the answers."""
+    return " ".join(str(part) for part in case if part not in (None, "none"))
 
 
 def tried(engine: Engine, section: dict[str, Any], kind: str) -> str:

@@ -195,7 +195,7 @@ def test_experts_stored_in_two_ways_are_noted(tmp_path):
     half = planned(source, format="int4", group_size=4, rules=("*.experts.down_proj=int8",))
     vllm, also = half.notes
     assert vllm.startswith(
-        "vLLM cannot load this: it takes gate, up and down of the experts of a layer to be"
+        "vLLM and SGLang cannot load this: they take gate, up and down of the experts of a layer to be"
     )
     assert "those of model.layers.0.mlp.experts and 1 more are not. Give them one with a rule, such" in vllm
     assert also == note
@@ -209,13 +209,13 @@ def test_formats_that_decode_slowly_on_a_gpu_are_noted(tmp_path):
     assert note.startswith("on a GPU, model.layers.0.mlp.up_proj will decode slower than dense")
 
 
-def test_experts_that_plain_transformers_misreads_need_quantkit(tmp_path):
+def test_experts_that_no_engine_reads_need_quantkit(tmp_path):
     found = planned(write(tmp_path, "qwen3_moe"), format="fp8", group_size=4)
     assert found.config.container == "quantkit"
     assert (
         "model.layers.0.mlp.experts.gate_up_proj: "
-        "compressed-tensors has fp8-e4m3 g4 with bfloat16 scales for experts, which transformers misreads "
-        "without quantkit"
+        "compressed-tensors has fp8-e4m3 g4 with bfloat16 scales for experts, which none of vLLM, SGLang, "
+        "transformers reads"
     ) in found.not_portable
 
 

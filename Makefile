@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test full codegen faults fuzz check
+.PHONY: demo test full codegen sweep faults fuzz check
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/quantkit demo examples/stories260K --text examples/stories.txt --out demo-output
@@ -19,12 +19,14 @@ full: $(VENV)/test.stamp
 codegen: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow tests/kernels/test_codegen.py
 
-# Hundreds of failing calls, kills and changed bytes, which takes half an hour; `test` has a part of them.
-faults: export QUANTKIT_FAULTS_LOG = faults.log
+# Every failing call, kill and changed byte, then hostile files; the figures are JSON. `test` has a part of them.
+SWEEP ?= --jobs 2 --seconds 14400
+sweep: $(VENV)/test.stamp
+	$(BIN)/python -m tests.reliability $(SWEEP) --out hardening.json
+
+# The first half of it: failing calls, kills and changed bytes, which take two hours on 2 cores.
 faults: $(VENV)/test.stamp
-	rm -f $(QUANTKIT_FAULTS_LOG)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "slow or sampled" tests/reliability tests/checkpoint/test_writer.py
-	cat $(QUANTKIT_FAULTS_LOG)
+	$(BIN)/python -m tests.reliability $(SWEEP) --cases 0 --out faults.json
 
 # Hostile files of every kind, mutated; what is found is written to fuzz-findings.
 FUZZ ?= --cases 1000000 --jobs 2

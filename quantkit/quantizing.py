@@ -28,9 +28,10 @@ from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.output.journal import read_journal
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.devices import pick_device
-from quantkit.errors import QuantkitError, UsageError
+from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.memory import enough_memory, free_memory, say_if_short
 from quantkit.model.distributed import Ranks, join_ranks
+from quantkit.model.model_free import read_tensors
 from quantkit.model.prefixes import read_names
 from quantkit.model.structure import Structure, read_structure
 from quantkit.packing.packings import PackingName
@@ -82,8 +83,11 @@ class QuantizeResult:
 
 def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
     """The source as the recipe wants it, refused if it cannot be quantized, and its structure."""
-    checkpoint = open_source(directory, allow_auto_map=allow_auto_map)
-    checkpoint, structure = read_names(checkpoint)
+    checkpoint = open_source(directory, allow_auto_map=allow_auto_map or recipe.model_free)
+    if recipe.model_free:
+        checkpoint, structure = read_tensors(checkpoint, recipe.default.group_of_rows())
+    else:
+        checkpoint, structure = read_names(checkpoint)
     checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:
         return checkpoint, structure
@@ -106,12 +110,24 @@ def plan(
     checkpoint, structure = _open(directory, recipe, options.allow_auto_map)
     if options.budget is None:
         planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
-        return checkpoint, with_readers(planned, checkpoint.directory)
+        return checkpoint, _with_readers(planned, checkpoint, recipe)
     with enough_memory(str(source)):
         device = pick_device(options.device)
         found = _allocated(checkpoint, structure, options, options.budget, device, progress)
     planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
-    return checkpoint, with_readers(planned, checkpoint.directory)
+    return checkpoint, _with_readers(planned, checkpoint, recipe)
+
+
+def _with_readers(planned: Plan, checkpoint: Checkpoint, recipe: Recipe) -> Plan:
+    try:
+        return with_readers(planned, checkpoint)
+    except CheckpointError as error:
+        if not recipe.model_free:
+            raise
+        raise CheckpointError(
+            "names and shapes do not tell the linears of a class that transformers has. Leave out "
+            f"--model-free. ({error})"
+        ) from error
 
 
 def _allocated(
@@ -170,6 +186,7 @@ def quantize(
     lm_head: str | None = RecipeOptions.lm_head,
     rules: tuple[str, ...] = RecipeOptions.rules,
     rotate: bool = RecipeOptions.rotate,
+    model_free: bool = RecipeOptions.model_free,
     device: str = QuantizeOptions.device,
     resume: bool = QuantizeOptions.resume,
     overwrite: bool = QuantizeOptions.overwrite,
@@ -189,7 +206,8 @@ def quantize(
     `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits" or "radix") apply to every
     linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says. With
     `rotate` the weights are rotated first, and the model computes the same
-    (`quantization/rotated_checkpoint.py`). `QuantizeOptions` explains the options from `device` to `check`.
+    (`quantization/rotated_checkpoint.py`). With `model_free` names and shapes decide what is a linear
+    (`model/model_free.py`). `QuantizeOptions` explains the options from `device` to `check`.
 
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with,
     `measuring(done, all, at work)` while sensitivities are measured for a budget, `on_plan` once before any
@@ -211,6 +229,7 @@ def quantize(
         lm_head=lm_head,
         rules=tuple(rules),
         rotate=rotate,
+        model_free=model_free,
     )
     options = QuantizeOptions(
         recipe=_only(recipe, given) if isinstance(recipe, Recipe) else given,
@@ -233,7 +252,7 @@ def _only(recipe: Recipe, given: RecipeOptions) -> Recipe:
     if given != RecipeOptions():
         raise UsageError(
             "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
-            "scale_dtype, packing, lm_head, rules and rotate, or make the recipe with them."
+            "scale_dtype, packing, lm_head, rules, rotate and model_free, or make the recipe with them."
         )
     return recipe
 
@@ -274,7 +293,7 @@ def quantize_checkpoint(
                 f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
                 "linear that can be packed. `quantkit plan` shows why each is kept."
             )
-        planned = with_readers(planned, checkpoint.directory)
+        planned = _with_readers(planned, checkpoint, recipe)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
@@ -332,7 +351,7 @@ def write_output(
         """What the manifest gets of the files as they are now, which are all but itself and the config."""
         nonlocal unchecked
         checkpoint.check_unchanged()
-        check_headers_of(output, planned)
+        check_headers_of(output, planned, checkpoint)
         if not check:
             return {}
         logits, unchecked = check_unfinished(output, planned, measured.layers, device)

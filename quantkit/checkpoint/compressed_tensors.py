@@ -1,7 +1,7 @@
-"""What compressed-tensors can say of a scheme: its formats as rows of a table.
+"""The formats of compressed-tensors, as rows of a table.
 
-Each row says which schemes are one of its formats, how the parts of a matrix are then named and typed in a
-file, and the arguments that describe them. The bytes are those of quantkit's own parts in every row.
+Each row has the schemes that are one of its formats. It has the names and dtypes of the parts of a matrix in
+a file, and the arguments that describe them. The bytes are those of quantkit's own parts in every row.
 """
 
 from collections.abc import Callable, Sequence
@@ -239,7 +239,7 @@ def _match(case: _Case) -> CompressedTensorsFormat | str:
 
 
 def stored_format(scheme: Scheme, columns: int, container: Container) -> StoredFormat:
-    """How a matrix with rows of `columns` is stored in `container`; `FormatError` if it cannot be."""
+    """Return how a matrix with rows of `columns` is stored in `container`; `FormatError` if it cannot be."""
     return QUANTKIT if container == "quantkit" else compressed_tensors_format(scheme, columns).stored
 
 

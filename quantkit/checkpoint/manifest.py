@@ -133,7 +133,9 @@ def _entry_rule_broken(name: str, entry: Any) -> str | None:
 
 
 def verify_manifest(directory: Path) -> list[Problem]:
-    """Whether the manifest is as it was written; `CheckpointError` as from `read_manifest`."""
+    """Return the ways in which a manifest is not as it was written; `CheckpointError` as from
+    `read_manifest`.
+    """
     return _changes(*_read(directory))
 
 
@@ -190,10 +192,10 @@ def verify_files(
     manifest: Mapping[str, Any],
     progress: Callable[[int], None] | None = None,
 ) -> list[Problem]:
-    """What in `directory` differs from a manifest that `read_manifest` returned, sorted by name.
+    """Return what in `directory` differs from a manifest that `read_manifest` returned, sorted by name.
 
-    `progress` is called with the number of bytes hashed since its last call. A file that cannot be
-    read is a `CheckpointError`.
+    `progress` is called with the number of bytes hashed since its last call. A file that cannot be read is a
+    `CheckpointError`.
     """
     files: dict[str, dict[str, Any]] = manifest["files"]
     problems = [

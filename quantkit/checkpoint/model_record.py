@@ -1,4 +1,4 @@
-"""What a manifest says about the model: every linear's fate, sizes, versions. Written and read back here."""
+"""The model's part of a manifest: every linear's fate, sizes, versions. Written and read back here."""
 
 import json
 import math
@@ -16,14 +16,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Measured:
-    """What quantizing a linear measured.
+    """Errors that were measured as a linear was quantized.
 
     `relative_error` is the sum of (weight - stored)^2 over that of weight^2, `output_error` the same of its
     outputs on the calibration data, None without data. `damping` is what was added to the diagonal of the
-    Hessian, in parts of its mean, None where it was not factored. `note` says what was not done as
-    the method says. `expert_tokens` is how many calibration tokens chose each expert, None for all but
-    experts with data. `block_error` is the sum of (original - output)^2 over that of original^2 of the
-    outputs of its block, before its rounding was learned and after it; None where it was not.
+    Hessian, in parts of its mean, None where it was not factored. `note` says what was not done as the method
+    says. `expert_tokens` is how many calibration tokens chose each expert, None for all but experts with
+    data. `block_error` is the sum of (original - output)^2 over that of original^2 of the outputs of its
+    block. It has two numbers, before its rounding was learned and after it; None where it was not.
     """
 
     relative_error: float
@@ -80,8 +80,8 @@ class ModelRecord:
     """The model part of a manifest. `needs_quantkit` says why other tools cannot read it, if so.
 
     `source` and `source_bytes` are None where there is no manifest that says them. `source_kind` says whether
-    `source` was a "directory", a "file" or an id of the "hub", and None that nobody knows, as in manifests of
-    earlier versions; `source_commit` is the commit of the repository.
+    `source` was a "directory", a "file" or an id of the "hub". It is None if unknown, as in manifests of
+    earlier versions. `source_commit` is the commit of the repository.
     """
 
     source: str | None
@@ -109,7 +109,7 @@ class ModelRecord:
 
     @property
     def measured(self) -> dict[str, Measured]:
-        """What was measured, of the linears that were."""
+        """Return the measured errors, of the linears that have some."""
         return {
             name: Measured(
                 layer.relative_error,

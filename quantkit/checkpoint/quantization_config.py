@@ -30,13 +30,13 @@ _FIELDS = {"version", "schemes", "default", "modules"}
 
 @dataclass(frozen=True)
 class Assignment:
-    """What becomes of one linear of the model.
+    """The stored form of one linear of the model.
 
-    `module` is its name in the loaded model (for fused experts `...experts.gate_up_proj`), `stored` are the
-    names its matrices have in the file, without `.weight`, and `shape` is [N, K] of each of them. `head` is
-    whether it is the lm_head, which inference engines build as a kind of embedding. `aliases` are its names
-    in other classes that read the file. `transposed` if the class of the module keeps its weight as [K, N]:
-    other readers know no packed form of it.
+    `module` is its name in the loaded model (for fused experts `...experts.gate_up_proj`). `stored` are the
+    names its matrices have in the file, without `.weight`. `shape` is [N, K] of each of them. `head` is True
+    for the lm_head, which inference engines build as a kind of embedding. `aliases` are its names in other
+    classes that read the file. `transposed` if the class of the module keeps its weight as [K, N]: other
+    readers know no packed form of it.
     """
 
     module: str
@@ -51,7 +51,7 @@ class Assignment:
 
     @property
     def experts(self) -> bool:
-        """Whether these are the matrices of fused experts."""
+        """Return True if these are the matrices of fused experts."""
         return len(self.stored) > 1
 
     @property
@@ -94,9 +94,18 @@ class QuantizationConfig:
 
         They name every linear of the model, for whatever they leave out a foreign reader takes to be packed.
         """
-        schemes = list(dict.fromkeys([self.default, *self.modules.values()]))
+        if self.container == "quantkit":
+            return {"quant_method": "quantkit", SECTION: self._section()}
+        packs = any(scheme is not None for scheme in (self.default, *self.modules.values()))
+        if packs and all(a.scheme is None for a in assignments):
+            # The view would say that nothing is packed, and other readers would make up every weight.
+            raise ValueError("a compressed-tensors configuration cannot be written without its assignments")
+        return {**_compressed_tensors_view(assignments), SECTION: self._section()}
+
+    def _section(self) -> dict[str, Any]:
+        schemes = dict.fromkeys([self.default, *self.modules.values()])
         numbers = {scheme: i for i, scheme in enumerate(s for s in schemes if s is not None)}
-        section = {
+        return {
             "version": VERSION,
             "schemes": [scheme.to_dict() for scheme in numbers],
             "default": None if self.default is None else numbers[self.default],
@@ -104,12 +113,6 @@ class QuantizationConfig:
                 module: None if scheme is None else numbers[scheme] for module, scheme in self.modules.items()
             },
         }
-        if self.container == "quantkit":
-            return {"quant_method": "quantkit", SECTION: section}
-        if schemes != [None] and all(a.scheme is None for a in assignments):
-            # The view would say that nothing is packed, and other readers would make up every weight.
-            raise ValueError("a compressed-tensors configuration cannot be written without its assignments")
-        return {**_compressed_tensors_view(assignments), SECTION: section}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "QuantizationConfig":
@@ -159,6 +162,46 @@ class QuantizationConfig:
             numbered(section.get("default"), "default"),
             {str(name): numbered(value, f"modules[{name!r}]") for name, value in modules.items()},
         )
+
+
+def changed_config(
+    data: Mapping[str, Any], schemes: Mapping[str, Scheme | None], names: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the `quantization_config` `data` for a model whose linears have `schemes`.
+
+    `names` maps modules of the model to their names in `data`, where they differ.
+    """
+    config = QuantizationConfig.from_dict(data)
+    own = {} if names else {name: one for name, one in config.modules.items() if name not in schemes}
+    modules = {**own, **{name: scheme for name, scheme in schemes.items() if scheme != config.default}}
+    changed = {**data, SECTION: QuantizationConfig(config.container, config.default, modules)._section()}
+    prefixes = sorted({_prefixes(*pair) for pair in (names or {}).items()}, key=lambda pair: -len(pair[1]))
+
+    def with_names(known: Sequence[str]) -> list[str]:
+        here = (
+            f"{new}.{name.removeprefix(old).lstrip('.')}".strip(".")
+            for name in known
+            for new, old in prefixes
+            if "." in name and f"{name}.".startswith(f"{old}." if old else "")
+        )
+        return list(dict.fromkeys([*known, *here]))
+
+    if config.container == "compressed-tensors":
+        groups = data.get("config_groups", {})
+        changed["config_groups"] = {
+            name: {**group, "targets": with_names(group["targets"])} for name, group in groups.items()
+        }
+        dense = [name for name, scheme in schemes.items() if scheme is None]
+        changed["ignore"] = list(dict.fromkeys([*with_names(data.get("ignore", ())), *dense]))
+    return changed
+
+
+def _prefixes(here: str, own: str) -> tuple[str, str]:
+    """Return what is left of two names without the parts at their ends that are the same."""
+    left, right = here.split("."), own.split(".")
+    while left and right and left[-1] == right[-1]:
+        left.pop(), right.pop()
+    return ".".join(left), ".".join(right)
 
 
 def _expect(value: Any, kind: type, where: str) -> Any:

@@ -82,10 +82,10 @@ def encode_header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) ->
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name, in the order of their data. Reads no data.
+    """Return the tensors of a safetensors file by name, in the order of their data. Reads no data.
 
-    Whatever the bytes are, the result is either valid, with every tensor's data inside the file, or
-    a `CheckpointError` that names the file, what was found, what was expected, and the remedy.
+    The result is valid for any bytes: every tensor's data is inside the file. Raises a `CheckpointError`
+    otherwise that names the file, what was found, what was expected, and the remedy.
     """
     try:
         text, file_bytes = _header_text(path)
@@ -105,8 +105,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_json(path: Path, allowed: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file of at most so many bytes; `CheckpointError`, which names it, for anything
-    else.
+    """Return the JSON object in a file of at most `allowed` bytes; `CheckpointError`, which names it, for
+    anything else.
     """
     try:
         with open_regular(path) as file:

@@ -7,6 +7,8 @@ _WITHOUT_SUFFIX = frozenset({"LICENSE", "NOTICE"})
 
 
 def is_side_name(name: str) -> bool:
-    """Whether a file of this name is part of a checkpoint: tokenizer, license and so on, config and index."""
+    """Return True if a file of this name is part of a checkpoint: tokenizer, license and so on, config and
+    index.
+    """
     wanted = Path(name).suffix in _SUFFIXES or name in _WITHOUT_SUFFIX
     return wanted and not name.startswith(".") and "/" not in name

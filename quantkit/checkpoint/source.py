@@ -86,7 +86,7 @@ class Checkpoint:
                 "expected a little-endian host. Run quantkit on x86-64 or ARM64."
             )
         directory = directory.absolute()
-        with _examining(directory):
+        with examining(directory):
             return cls._open(directory, strict, allow_auto_map)
 
     @classmethod
@@ -125,7 +125,7 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether config.json says that some weights are packed, by quantkit or another."""
+        """Return True if config.json says that some weights are packed, by quantkit or another."""
         return "quantization_config" in self.config
 
     @property
@@ -214,7 +214,8 @@ def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any],
             path,
             f"auto_map is {shown(config['auto_map'])}, so the model needs code of its repository, "
             "which quantkit never runs; expected an architecture of transformers",
-            "Remove auto_map, or use --allow-auto-map to ignore it, if transformers has the model",
+            "Remove auto_map, or use --allow-auto-map to ignore it, if transformers has the model; if not, "
+            "quantize it with --model-free",
         )
     del config["auto_map"]
     return config, [f"{path}: auto_map is ignored; the code that it names is not run"]
@@ -264,8 +265,8 @@ def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | No
 
 
 @contextmanager
-def _examining(directory: Path) -> Iterator[None]:
-    """What the disk refuses to say of a file, and no more exact words are there for, as `CheckpointError`."""
+def examining(directory: Path) -> Iterator[None]:
+    """Raise as `CheckpointError` what the disk refuses to say of a file, if there are no more exact words."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Whether a file is still the one that was opened."""
+"""Stamps that tell if a file is still the one that was opened."""
 
 import os
 from dataclasses import dataclass
@@ -9,9 +9,10 @@ from quantkit.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FileStamp:
-    """What tells a changed file: size in bytes, times of modification and change in nanoseconds, and inode.
+    """Attributes that tell a changed file: size in bytes, times of modification and change in nanoseconds,
+    and inode.
 
-    Tools set the time of modification, as of the file that they copy; nobody sets the other two.
+    Tools set the time of modification, as of the file that they copy; none sets the other two.
     """
 
     size: int

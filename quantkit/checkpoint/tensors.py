@@ -1,4 +1,4 @@
-"""What is known of a tensor from a header alone."""
+"""A tensor, as a header alone describes it."""
 
 import math
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class StoredTensor(TensorSpec):
 
     @property
     def location(self) -> tuple[Path, int, int]:
-        """Where its bytes are: two tensors may be made of the same."""
+        """Return the file, offset and size of its bytes: two tensors may be made of the same."""
         return self.file, self.offset, self.stored_bytes
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:

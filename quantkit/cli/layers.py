@@ -116,14 +116,14 @@ def print_readers(
     """Who reads the checkpoint, with the versions tried; `reasons` why only quantkit does, one per linear."""
     if container == "compressed-tensors":
         tried = [str(engine) for engine in ENGINES if engine.name in readers]
-        *most, last = tried or ("only quantkit",)
+        *most, last = tried or ("",)
         who = f"{', '.join(most)} and {last} read" if most else f"{last} reads"
-        say(f"a compressed-tensors checkpoint: {who} it{' without quantkit' if tried else ''}")
-        for text in notes:
-            note(text)
+        say(f"a compressed-tensors checkpoint{f': {who} it without quantkit' if tried else ''}")
     elif reasons:
         linears = f" (one of {len(reasons)} linears)" if len(reasons) > 1 else ""
         note(f"only quantkit can load this: {reasons[0]}{linears}.")
+    for text in notes:
+        note(text)
 
 
 def totals(source_bytes: int | None, output_bytes: int, bits: Mapping[str, float | None]) -> str:

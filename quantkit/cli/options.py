@@ -184,6 +184,14 @@ Rotate = Annotated[
         "same.",
     ),
 ]
+ModelFree = Annotated[
+    bool,
+    typer.Option(
+        "--model-free",
+        help="Names and shapes decide what is a linear: for models that transformers does not know, and for "
+        "code of a repository, which is never run. Only methods without data.",
+    ),
+]
 Calibration = Annotated[
     str | None,
     typer.Option(
@@ -238,6 +246,7 @@ class QuantizeArguments:
     lm_head: LmHead = None
     rule: Rules = None
     rotate: Rotate = False
+    model_free: ModelFree = False
     bits_per_weight: BitsPerWeight = None
     milliseconds_per_token: MillisecondsPerToken = None
     gpu: GpuName = None
@@ -299,6 +308,7 @@ class QuantizeArguments:
             lm_head=self.lm_head,
             rules=tuple(self.rule or ()),
             rotate=self.rotate,
+            model_free=self.model_free,
         )
         calibration = CalibrationOptions(
             self.calibration, self.calibration_samples, self.calibration_length, self.seed

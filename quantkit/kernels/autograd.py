@@ -15,7 +15,9 @@ from quantkit.packing.schemes import parse_token
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Keep of a call of `quantkit::linear` what `backward` takes."""
+    """Save for `backward` what it needs of a call of `quantkit::linear` with x [..., K] and `output` [...,
+    N].
+    """
     x, parts, layout, _, scheme, _, layout_name = inputs
     # A layout that has the words is what the backward pass takes them from.
     kept = layout if len(parts) < len(parse_token(scheme).part_names) else []
@@ -26,7 +28,10 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The gradients of x and bias; `KernelError` where a part of the weight asks for one."""
+    """Return the gradients of x [..., K] and bias [N] from that of y, `grad` [..., N], in their dtypes.
+
+    Raises `KernelError` where a part of the weight asks for a gradient.
+    """
     # Read once: a checkpoint computes them anew and hands them out a single time.
     saved = list(ctx.saved_tensors)
     parts, layout = saved[: ctx.parts], saved[ctx.parts :]
@@ -45,11 +50,13 @@ def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Keep nothing of a call of `quantkit::linear_grad_x`: `refuse_second_order` takes nothing."""
+    """Save nothing of a call of `quantkit::linear_grad_x` with `output` [..., K]: `refuse_second_order` needs
+    nothing.
+    """
 
 
 def refuse_second_order(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Raise `KernelError` where the gradient of a gradient is asked for."""
+    """Raise `KernelError` where the gradient of a gradient is asked for; `grad` is [..., K]."""
     raise KernelError(
         "packed products have no gradients of gradients. Leave out create_graph=True, or compute with "
         "dequantize() of the weight."
@@ -57,7 +64,7 @@ def refuse_second_order(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_transformed(x: torch.Tensor) -> bool:
-    """Return True if x has a tangent, or torch.vmap or another transform of `torch.func` is on."""
+    """Return True if x [..., K] has a tangent, or torch.vmap or another transform of `torch.func` is on."""
     if torch.compiler.is_compiling():
         return _has_tangent(x)
     # Within vmap a tensor that it goes over cannot be asked.
@@ -67,7 +74,8 @@ def is_transformed(x: torch.Tensor) -> bool:
 def refuse_transforms(x: torch.Tensor, bias: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
     """Raise `KernelError` for operands with tangents, and within torch.vmap and transforms of `torch.func`.
 
-    To be called where x `is_transformed`. torch.compile is asked for the tangent of x alone.
+    To be called where x [..., K] `is_transformed`; bias is [N]. torch.compile is asked for the tangent of x
+    alone.
     """
     if not torch.compiler.is_compiling():
         operands = (x, *parts) if bias is None else (x, bias, *parts)
@@ -83,4 +91,5 @@ def refuse_transforms(x: torch.Tensor, bias: torch.Tensor | None, parts: Sequenc
 
 def _has_tangent(x: torch.Tensor) -> bool:
     # Integers have none and cannot be asked.
+    """Return True if x [...] has a tangent of forward derivatives."""
     return x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]

@@ -71,7 +71,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 
 
 def autocast(operand: torch.Tensor) -> torch.Tensor:
-    """Cast `operand` of a linear, any shape, to the dtype that torch.autocast asks for; unchanged without it.
+    """Cast `operand` of a linear [...] to the dtype that torch.autocast asks for; unchanged without it.
 
     It runs before the operator, because a layout is built for one dtype. Scales keep their dtype.
     """
@@ -370,6 +370,7 @@ def _restore_words(
     out_features: int,
     in_features: int,
 ) -> torch.Tensor:
+    """Compute the operator: int32 [N, words of a row]."""
     return _restored(layout, scale, layout_name, parse_token(scheme), (out_features, in_features))
 
 
@@ -381,6 +382,7 @@ def _restore_words_fake(
     out_features: int,
     in_features: int,
 ) -> torch.Tensor:
+    """Return empty words, int32 [N, words of a row], for tracing."""
     words = parse_token(scheme).words_per_row(in_features)
     return layout[0].new_empty(out_features, words, dtype=torch.int32)
 

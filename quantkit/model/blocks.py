@@ -10,7 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.model.conversions import conversions
 from quantkit.model.experts import is_fused_experts
 from quantkit.model.forward.lazy_weights import LazyWeights
 from quantkit.model.forward.model_pass import Call, ModelPass, returning, waiting_at
@@ -43,7 +44,7 @@ class Block:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the block is a linear outside of lists of modules."""
+        """Return True if the block is a linear outside of lists of modules."""
         return _is_linear(self.module)
 
     def full(self, name: str) -> str:
@@ -93,6 +94,7 @@ class Decoder:
             self._model.set_submodule(name, plain_linear(module))
         self._stored = {parameter: stored for stored, (parameter, fused) in names.items() if not fused}
         self._parts = expert_parts(self._model, checkpoint.tensors)
+        self._conversions = conversions(self._model, checkpoint.tensors)
         self._tied = _tied_parameters(self._model, self._stored)
         self._place_buffers()
         self._run_experts_one_by_one()
@@ -294,6 +296,9 @@ class Decoder:
             changes = self._changes.get(parameter, ())
             return apply_changes(weight, changes) if changes else weight
         parts = {name: part for name, part in self._parts.items() if part.parameter == parameter}
+        if not parts and parameter in self._conversions:
+            made = self._conversions[parameter].run(self._model, lambda name: self.read(name).to(self.dtype))
+            return made[parameter]
         if not parts:
             return self._computed(parameter)
         fused = self.empty(parameter)
@@ -303,7 +308,8 @@ class Decoder:
 
     def _zeros(self, parameter: str) -> torch.Tensor:
         """Return zeros that take no memory for a stored parameter, others as their class computes them."""
-        if parameter not in self._stored and parameter not in self._tied and not self._has_parts(parameter):
+        stored = (self._stored, self._tied, self._conversions)
+        if not self._has_parts(parameter) and all(parameter not in one for one in stored):
             return self._computed(parameter)
         shape = self._model.get_parameter(parameter).shape
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(shape)
@@ -314,16 +320,24 @@ class Decoder:
     def _computed(self, parameter: str) -> torch.Tensor:
         """Return a parameter that is in no file, as its class computes it, such as sinusoidal positions."""
         owner, _, leaf = parameter.rpartition(".")
-        module = copy.copy(self._model.get_submodule(owner))
-        found = torch.full(module.get_parameter(leaf).shape, torch.nan)
-        module._parameters = {leaf: nn.Parameter(found, requires_grad=False)}
-        self._model._init_weights(module)
-        if not bool(found.isfinite().all()):
+        found = []
+        for seed in (0, 1):
+            module = copy.copy(self._model.get_submodule(owner))
+            module._parameters = {
+                name: None if one is None else nn.Parameter(torch.full(one.shape, torch.nan), False)
+                for name, one in module._parameters.items()
+            }
+            with torch.random.fork_rng(), suppress(Exception):  # Another model's code may fail in any way.
+                torch.manual_seed(seed)
+                self._model._init_weights(module)
+            found.append(module.get_parameter(leaf).detach())
+        # Random numbers are no values of the model; NaN, which is not equal to itself, was not replaced.
+        if not torch.equal(*found):
             raise self._refusal(
-                f"its parameter {parameter!r} is neither a tensor of the checkpoint nor its experts one "
-                "after the other"
+                f"its parameter {parameter!r} is neither in the checkpoint nor computed from it"
             )
-        return found.to(self.device, self.dtype)
+        value: torch.Tensor = found[0].to(self.device, self.dtype)
+        return value
 
     def empty(self, parameter: str) -> torch.Tensor:
         """Allocate memory for a parameter, in its shape."""

@@ -17,12 +17,12 @@ _tried: dict[tuple[type, bool], bool | None] = {}
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `module` computes y = x W^T + b of a weight W [N, K], or [K, N] if `is_transposed`."""
+    """Return True if `module` computes y = x W^T + b of a weight W [N, K], or [K, N] if `is_transposed`."""
     return _orientation(module) is not None
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether `module` is a linear whose weight is stored as [K, N]."""
+    """Return True if `module` is a linear whose weight is stored as [K, N]."""
     return _orientation(module) is True
 
 

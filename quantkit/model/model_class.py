@@ -32,6 +32,13 @@ _TAGGED_FLOATS = {name: float(name) for name in ("NaN", "Infinity", "-Infinity")
 _SHOWN = 200
 
 
+def is_known_type(kind: object) -> bool:
+    """Return True if transformers has an architecture of this `model_type`."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return isinstance(kind, str) and kind in CONFIG_MAPPING
+
+
 def model_config(config: Mapping[str, Any], directory: Path) -> Any:
     """Return transformers' config for a config.json, with defaults filled in.
 
@@ -41,10 +48,10 @@ def model_config(config: Mapping[str, Any], directory: Path) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     path, kind = directory / "config.json", config.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+    if not is_known_type(kind):
         raise CheckpointError(
             f"{path}: 'model_type' is {kind!r}; expected an architecture of transformers {__version__}. "
-            "Check it, or install a transformers that knows the architecture."
+            f"Check it, or install a transformers that knows the architecture{_without(config)}."
         )
     fields = {k: _with_floats(v) for k, v in config.items() if k not in ("quantization_config", "auto_map")}
     try:
@@ -60,7 +67,8 @@ def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
     """Return the class of the model that a config.json describes, and the config that it is built from.
 
     The class is the first of `architectures` that transformers has for this config, else one for the same
-    purpose, else the first that one of the mappings `ORDER` has. Raises `CheckpointError` if there is none.
+    purpose. If there is none it is the first that one of the mappings `ORDER` has. Raises `CheckpointError`
+    if there is none.
     """
     parsed = model_config(config, directory)
     for cls in (_named(name) for name in named_classes(config)):
@@ -73,8 +81,28 @@ def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
             return found
     raise CheckpointError(
         f"{directory / 'config.json'}: 'architectures' is {config.get('architectures')!r}, and transformers "
-        f"has no such class of model for {config.get('model_type')!r}. Name one that it has."
+        f"has no such class of model for {config.get('model_type')!r}. Name one that it "
+        f"has{_without(config)}."
     )
+
+
+def _without(config: Mapping[str, Any]) -> str:
+    """Return the remedy that takes no class, for a model that is not packed yet."""
+    return "" if "quantization_config" in config else ", or quantize it with --model-free"
+
+
+def why_no_class(config: Mapping[str, Any], directory: Path) -> str | None:
+    """Return None if transformers has the class that `architectures` names, else that it has none."""
+    from transformers import __version__
+
+    names = named_classes(config)
+    try:
+        if model_class(config, directory)[0].__name__ in names:
+            return None
+    except CheckpointError:
+        pass
+    kind = f"{' or '.join(names) or 'class'} for model_type {config.get('model_type')!r}"
+    return f"transformers {__version__} has no {kind}"
 
 
 def named_classes(config: Mapping[str, Any]) -> tuple[str, ...]:

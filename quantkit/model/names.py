@@ -34,9 +34,9 @@ STACKED = ("MergeModulelist",), ("MergeModulelist", "Concatenate")
 
 @dataclass(frozen=True)
 class Renamed:
-    """A stored tensor's parameter, the kinds of operations that make it, and its place among their inputs.
+    """A stored tensor's parameter, the operations that make it, and its place among their inputs.
 
-    Without operations, the tensor is the parameter.
+    Without operations, the tensor is the parameter. `converter` is transformers' own record of them.
     """
 
     parameter: str
@@ -44,15 +44,16 @@ class Renamed:
     part: int = 0
     #: Whether quantkit gave the name.
     own: bool = False
+    converter: Any = None
 
     @property
     def is_fused(self) -> bool:
-        """Whether the parameter has more in it than this tensor."""
+        """Return True if the parameter has more in it than this tensor."""
         return self.own or bool(self.operations)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the tensor is a matrix of one expert in it."""
+        """Return True if the tensor is a matrix of one expert in it."""
         return self.own or tuple(type(one).__name__ for one in self.operations) in STACKED
 
 
@@ -97,24 +98,51 @@ def other_names(
     return {name: tuple(of) for name, of in aliases.items()}
 
 
+@dataclass(frozen=True)
+class OwnNames:
+    """Names in the class that a checkpoint is of, where it is loaded as another class.
+
+    `modules` maps modules of the other class to them; those without a tensor, such as a new head, are left
+    out. `prefix` is the prefix of the base model in the files and in the other class, where transformers
+    does not see that they are the same.
+    """
+
+    modules: Mapping[str, str]
+    prefix: tuple[str, str] | None = None
+
+
 def names_in_own_class(
     model: "nn.Module", config: Mapping[str, Any], directory: Path, stored: Iterable[str]
-) -> dict[str, str] | None:
-    """Map modules of `model` to their names in the class that a checkpoint is of; None if that is its class.
+) -> OwnNames | None:
+    """Return the names of a checkpoint for `model`; None if `model` is of the class that it is of.
 
-    `stored` are the tensors of the checkpoint, packed or not. Modules without a tensor, such as a new head,
-    are left out.
+    `stored` are the tensors of the checkpoint, packed or not.
     """
     cls, parsed = model_class(config, directory)
     if cls is type(model) or cls.__name__ == type(model).__name__:
         return None
     weights = list(dict.fromkeys(PART.sub(".weight", name) for name in stored))
     own = model_names(build(cls, parsed, directory), weights)
-    here = model_names(model, weights)
-    return {
-        here[name][0].removesuffix(".weight"): parameter.removesuffix(".weight")
+    prefix = _base_prefix(cls.base_model_prefix, model)
+    inside = {name: _with_prefix(name, prefix) for name in weights}
+    here = model_names(model, inside.values())
+    modules = {
+        here[inside[name]][0].removesuffix(".weight"): parameter.removesuffix(".weight")
         for name, (parameter, _) in own.items()
     }
+    return OwnNames(modules, prefix)
+
+
+def _base_prefix(own: str, model: Any) -> tuple[str, str] | None:
+    """Return the prefixes of the base model, called `own` in the files, if `model` calls it otherwise."""
+    here = model.base_model_prefix
+    if own in ("", here) or hasattr(model, own):
+        return None
+    return f"{own}.", f"{here}." if hasattr(model, here) else ""
+
+
+def _with_prefix(name: str, prefix: tuple[str, str] | None) -> str:
+    return name if prefix is None or not name.startswith(prefix[0]) else prefix[1] + name[len(prefix[0]) :]
 
 
 def _name_of(model: "nn.Module", module: "nn.Module | None") -> str | None:
@@ -154,7 +182,7 @@ def expert_parts(model: "nn.Module", stored: Iterable[str]) -> dict[str, ExpertP
         name: ExpertPart(parameter, expert, part, specs[parameter.rpartition(".")[0]] if own else stacked)
         for (parameter, part, own), names in experts.items()
         # The order in which transformers stacks them.
-        for expert, name in enumerate(sorted(names, key=_natural))
+        for expert, name in enumerate(sorted(names, key=natural))
     }
 
 
@@ -164,7 +192,7 @@ def own_name(owner: str, expert: int | str, parameter: str, part: int) -> str:
     return f"{owner}.{expert}.{leaf}.weight"
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """Sort key that puts expert 10 after expert 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
@@ -188,7 +216,7 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
             target, matched = converter.rename_source_key(target)
             if matched is not None:
                 part = converter.source_patterns.index(matched)
-                found = Renamed(target, tuple(converter.operations), part)
+                found = Renamed(target, tuple(converter.operations), part, converter=converter)
                 break
         if not found.operations:
             found = _own(target, parameters, prefix) or replace(found, parameter=target)

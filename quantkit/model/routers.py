@@ -2,15 +2,15 @@
 
 Modules run on the meta device, each distinct one once. Every linear's output is followed through the
 operations after it: one that reaches a selection, such as top-k, without another matrix product in between,
-chooses. A module all of whose linears lead to a selection chooses as a whole. No name, shape or class is
-asked.
+chooses. A module that selects, all of whose own linears lead to that, chooses as a whole. No name, shape or
+class is asked.
 """
 
 import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ def _choosing(module: nn.Module) -> set[str]:
     for shape in ((1, TOKENS, width), (TOKENS, width)):
         trace = _Trace(linears)
         try:
-            with trace:
+            with trace, trace.following(module):
                 module(torch.empty(shape))
         except Exception:  # Another module's code, called with guessed arguments, may fail in any way.
             if not trace.chose():
@@ -82,15 +82,35 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, linears: dict[str, nn.Linear]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._chose: set[str] = set()
-        self._led: set[str] = set()
+        #: Linears of the innermost module that makes a selection, by its name, that lead to it.
+        self._led: dict[str, set[str]] = {}
+        self._running: list[str] = []
         self._linears = linears
         self._of = {id(one.weight): _Of(weight=frozenset([name])) for name, one in linears.items()}
         #: Tensors with an entry, which keep their identity as long as they live.
         self._kept: list[torch.Tensor] = []
 
     def chose(self) -> set[str]:
-        """Return the linears that chose: all of them if all led to selections."""
-        return self._led if self._led == set(self._linears) else self._chose
+        """Return the linears that chose, with all of a module that selects by all of its own."""
+        whole = (led for name, led in self._led.items() if led == self._inside(name))
+        return self._chose.union(*whole)
+
+    def _inside(self, module: str) -> set[str]:
+        return {name for name in self._linears if not module or name.startswith(f"{module}.")}
+
+    @contextmanager
+    def following(self, module: nn.Module) -> Iterator[None]:
+        """Note which module inside `module` runs, the innermost one."""
+        with ExitStack() as stack:
+            for name, one in module.named_modules():
+                begin = one.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
+                end = one.register_forward_hook(lambda *_: self._end(), always_call=True)
+                stack.callback(begin.remove)
+                stack.callback(end.remove)
+            yield
+
+    def _end(self) -> None:
+        self._running.pop()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,7 +125,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         if name.startswith(SELECTIONS) or any(one.number for one in inputs):
             self._chose |= of.output
-            self._led |= of.before
+            owner = self._running[-1] if self._running else ""
+            self._led.setdefault(owner, set()).update(of.before & self._inside(owner))
         if name.startswith(PRODUCTS):
             of = replace(of, weight=frozenset(), output=of.weight)
         for one in _tensors(result):

@@ -59,7 +59,7 @@ class CutTensor(StoredTensor):
 
     @property
     def _alternates(self) -> bool:
-        """Whether its rows alternate with those of the other matrices."""
+        """Return True if its rows alternate with those of the other matrices."""
         return self.spec.interleaved and self.parts > 1
 
     @property

@@ -65,8 +65,9 @@ class Structure:
     module name, with their stored names without `.weight`; readers of the output must be told about them.
     `tied_head` is set if the file has a tied weight as lm_head only: (its stored name, name of the embedding
     in the model). `aliases` are the names by which AutoModelForCausalLM knows a module, where they differ.
-    `model_class` is the class that the files are of. `cuts` are the matrices of experts that are stored in
-    one tensor for all, by the name that each gets, with `.weight`.
+    `model_class` is the class that the files are of, "" if none was asked. `kept` are linears that only a
+    rule packs, with the reason, beside the head. `cuts` are the matrices of experts that are stored in one
+    tensor for all, by the name that each gets, with `.weight`.
     """
 
     linears: Mapping[str, Linear]
@@ -77,6 +78,7 @@ class Structure:
     tied_head: tuple[str, str] | None = None
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     model_class: str = ""
+    kept: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, CutTensor] = field(default_factory=dict)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.source import examining
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.model.hf_files import explained, whole_directory
 from quantkit.model.transformers_version import require_transformers
@@ -58,7 +59,10 @@ def read_tokenizer(directory: Path, source: str | Path) -> Any:
 def vocabularies(directory: Path) -> list[Path]:
     """Return the vocabulary files in `directory`, sorted."""
     # Opening a FIFO would block until a writer opens it.
-    return [path for path in sorted(directory.iterdir()) if path.is_file() and _packages(path) is not None]
+    with examining(directory):
+        return [
+            path for path in sorted(directory.iterdir()) if path.is_file() and _packages(path) is not None
+        ]
 
 
 def _packages(path: Path) -> tuple[str, ...] | None:
@@ -67,7 +71,8 @@ def _packages(path: Path) -> tuple[str, ...] | None:
 
 
 def _missing(directory: Path) -> CheckpointError:
-    others = [path.name for path in sorted(directory.iterdir()) if "token" in path.name]
+    with examining(directory):
+        others = [path.name for path in sorted(directory.iterdir()) if "token" in path.name]
     found = f"has {', '.join(others)}, but no file with a vocabulary" if others else "has no tokenizer files"
     return CheckpointError(
         f"{directory} {found}. Copy the original model's tokenizer into it: {TOKENIZER_NAME} and "

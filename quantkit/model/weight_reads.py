@@ -44,7 +44,9 @@ def linears_that_are_read(model: nn.Module) -> frozenset[str]:
 
 
 def reads_weight(function: Any, leaf: str, parameter: str = "weight") -> bool:
-    """Whether the source of `function` reads a parameter, such as the weight, of a module called `leaf`."""
+    """Return True if the source of `function` reads a parameter, such as the weight, of a module called
+    `leaf`.
+    """
     return f".{leaf.rpartition('.')[2]}.{parameter}" in _source(function)
 
 
@@ -54,7 +56,7 @@ _Read = tuple[tuple[str, ...], _Conditions]
 
 
 def passes_on(function: Any, leaf: str) -> bool:
-    """Whether the source of `function` gives a module called `leaf` to another function."""
+    """Return True if the source of `function` gives a module called `leaf` to another function."""
     name = re.escape(leaf.rpartition(".")[2])
     return re.search(rf"\(\s*\w+\.{name}\s*[,)]", _source(function)) is not None
 

@@ -256,7 +256,8 @@ def _running(record: ModelRecord, directory: Path, name: str) -> Iterator[Block]
         yield Text(f"Only quantkit reads this checkpoint: {record.needs_quantkit[0]}.")
         return
     notes = stored_notes(read_json(directory / CONFIG_NAME), record.layers)
-    readers = () if notes is None else readers_beside(notes)
+    # Of a model without a class of transformers it is not known who runs it.
+    readers = () if notes is None or record.recipe.get("model_free") else readers_beside(notes)
     kept = "With quantkit the weights stay packed."
     if TRANSFORMERS.name in readers:
         kept += " Without it transformers loads the checkpoint too, and makes the weights dense when it runs."

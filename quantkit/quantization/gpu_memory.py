@@ -1,7 +1,7 @@
 """GPU memory of a run, from shapes alone: what `plan` names, as the driver counts it.
 
 Each phase has an upper bound on what is live in it, from the sizes of what it makes. The constants per weight
-and per token were counted on a CPU, where a test compares the bound with the bytes that the same code holds.
+and per token were counted on a CPU. A test compares the bound with the bytes that the same code holds there.
 """
 
 import re
@@ -64,8 +64,10 @@ class GpuMemory:
 def gpu_memory(
     checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, free: int | None = None
 ) -> GpuMemory:
-    """What a run of the plan takes of one GPU of which `free` bytes are free; None for one with enough."""
-    shape, device = sample_shape(checkpoint, options), torch.device("cuda")
+    """Return the memory that a run of the plan takes of a GPU with `free` bytes; None for one with enough."""
+    device = torch.device("cuda")
+    takes_data = planned.allocation is not None or needs_of(_packing(planned))
+    shape = sample_shape(checkpoint, options) if takes_data else (0, 0)
     peaks = [
         streamed_bytes(planned, device) + STREAM_IDLE_BYTES,
         calibrated_bytes(checkpoint, planned, shape, device, free) + IDLE_BYTES,
@@ -78,7 +80,9 @@ def gpu_memory(
 
 
 def streamed_bytes(planned: Plan, device: torch.device) -> int:
-    """What the workers hold that quantize without data: a piece of a tensor, and its packed rows so far."""
+    """Return the bytes of workers that quantize without data: a piece of a tensor, and its packed rows so
+    far.
+    """
     tasks = [task for task in _packing(planned) if not task.needs]
     most = max((_rows_bytes(t, min(GPU_CHUNK_WEIGHTS, t.source.elements), device) for t in tasks), default=0)
     return worker_count(device.type) * (most + CHUNK_BYTES[device.type])
@@ -87,7 +91,9 @@ def streamed_bytes(planned: Plan, device: torch.device) -> int:
 def calibrated_bytes(
     checkpoint: Checkpoint, planned: Plan, shape: tuple[int, int], device: torch.device, free: int | None
 ) -> int:
-    """What blocks take that are quantized with samples of this `shape`, [count, length]; 0 without data."""
+    """Return the bytes of blocks that are quantized with samples of this `shape`, [count, length]; 0 without
+    data.
+    """
     tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
     if not needs_of(tasks):
         return 0
@@ -123,8 +129,9 @@ def calibrated_bytes(
 
 
 def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int, device: torch.device) -> int:
-    """The most of summing Hessians, factoring them and rounding rows, for linears of one input, of which each
-    `feature` has so many bytes.
+    """Return the most bytes of summing Hessians, factoring them and rounding rows, for linears of one input.
+
+    Each input feature of a token has `feature` bytes.
     """
     columns = stage[0].source.shape[1]
     matrix, strips = 4 * columns**2, 4 * strip_entries(columns, device)
@@ -149,7 +156,9 @@ def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int,
 
 
 def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: torch.device) -> int:
-    """What choosing the scales of input features takes: the Hessians of all of them, and candidates."""
+    """Return the bytes that choosing scales of input features takes: the Hessians of all of them, and
+    candidates.
+    """
     stages = _stages(task for task in tasks if task.method is not None and task.method.input_scaling)
     widths = [stage[0].source.shape[1] for stage in stages]
     strips, whole = (
@@ -165,7 +174,10 @@ def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: tor
 
 
 def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
-    """What quantizing so many weights together takes; with data, scales are searched for some at a time."""
+    """Return the bytes that quantizing `weights` weights together takes.
+
+    With data, scales are searched for some of them at a time.
+    """
     assert task.scheme is not None and task.method is not None
     scheme, data, name = task.scheme, bool(task.needs), task.method.scale_search.name
     group, bits, offset = (
@@ -183,7 +195,9 @@ def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
 
 
 def _sensitivity_bytes(checkpoint: Checkpoint, planned: Plan, length: int) -> int:
-    """What measuring takes: a block or the head in float32, the sums of two passes, and a pass back."""
+    """Return the bytes that measuring takes: a block or the head in float32, the sums of two passes, and a
+    pass back.
+    """
     tasks, stored = _packing(planned), _stored_bytes(checkpoint, 4)
     widest = max(max(task.source.shape) for task in tasks)
     back = 4 * min(BATCH * length, TOKENS) * (BACK[0] * _hidden_size(checkpoint, widest) + BACK[1] * widest)

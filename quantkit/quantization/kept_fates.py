@@ -1,4 +1,4 @@
-"""What becomes of each linear where a source is converted: the scheme that has its values, or dense."""
+"""Fates of linears where a source is converted: the scheme that has its values, or dense."""
 
 from collections.abc import Mapping
 
@@ -62,7 +62,7 @@ def dense_share(checkpoint: Checkpoint, fates: Mapping[str, Fate], structure: St
 
 
 def _may_stay_dense(linear: Linear) -> bool:
-    """Whether a linear is dense by default in every model, as a head is."""
+    """Return True if a linear is dense by default in every model, as a head is."""
     return linear.kind == "lm_head"
 
 

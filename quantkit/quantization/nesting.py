@@ -58,7 +58,7 @@ _CHECKS: tuple[tuple[Callable[[GridSpec], bool], Callable[[GridSpec], str]], ...
 
 
 def why_not_nested(spec: GridSpec) -> str | None:
-    """Why no scheme has the values of a grid; None where one does."""
+    """Return why no scheme has the values of a grid; None where one does."""
     return next((why(spec) for fits, why in _CHECKS if not fits(spec)), None)
 
 

@@ -1,7 +1,7 @@
 """Plans: from headers alone, every tensor of the packed checkpoint, in which file and how big.
 
-A plan decides everything before a weight is read, so that sizes, refusals and the fate of every layer
-are known first, and the writer can put each chunk where it belongs in any order.
+A plan decides everything before a weight is read. So sizes, refusals and the fate of every layer are known
+first. The writer can put each chunk in its place in any order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -153,7 +153,10 @@ def make_plan(
     sources = _sources(checkpoint, structure)
     fates = recipe.fates(
         {name: sources[linear.stored[0]].torch_dtype for name, linear in structure.linears.items()},
-        {linear.module: HEAD_KEPT for linear in structure.linears.values() if linear.kind == "lm_head"},
+        {
+            **{name: HEAD_KEPT for name, linear in structure.linears.items() if linear.kind == "lm_head"},
+            **structure.kept,
+        },
         {
             # A tied head has no tensor that could have a reason.
             **dict.fromkeys(structure.unpackable, TIED),
@@ -225,6 +228,7 @@ def plan_of(
         if linear is not None:
             layer_bytes[linear.module] = layer_bytes.get(linear.module, 0) + task.nbytes
 
+    portable = config.container == "compressed-tensors"
     notes = plan_notes(checkpoint.config, structure, schemes, assignments, config.container, untied)
     layers = tuple(
         _layer(linear, fates[name], schemes[name], sources, layer_bytes.get(name, 0))
@@ -240,8 +244,8 @@ def plan_of(
         _model_config(checkpoint, structure, config, assignments, untied),
         checkpoint.nbytes,
         (*checkpoint.notes, *(one.text for one in notes)),
-        readers=readers_beside(notes) if config.container == "compressed-tensors" else (),
-        warnings=dense_parts(structure, checkpoint.tensors),
+        readers=readers_beside(notes) if portable and structure.model_class else (),
+        warnings=dense_parts(_stays_dense(structure, fates), checkpoint.tensors),
     )
 
 
@@ -349,12 +353,12 @@ def _layer(
 
 
 def _is_cut(structure: Structure, linear: Linear) -> bool:
-    """Whether the matrices of a linear are cut from the tensors of the source."""
+    """Return True if the matrices of a linear are cut from the tensors of the source."""
     return f"{linear.stored[0]}.weight" in structure.cuts
 
 
 def _not_portable(structure: Structure, layers: Sequence[LayerPlan]) -> tuple[str, ...]:
-    """Why the output needs quantkit to load, by layer; empty when compressed-tensors can express it."""
+    """Return why the output needs quantkit to load, by layer; empty if compressed-tensors can express it."""
     reasons = []
     for layer in layers:
         if layer.scheme is not None and layer.linear.transposed:
@@ -386,6 +390,15 @@ def _split(tasks: Sequence[Task], max_shard_bytes: int) -> tuple[Shard, ...]:
     )
 
 
+def _stays_dense(structure: Structure, fates: Mapping[str, Fate]) -> dict[str, str]:
+    """The stored tensors that no rule packs, with the reason."""
+    kept = [name for name, reason in structure.kept.items() if fates[name].reason == reason]
+    return {
+        **structure.dense,
+        **{f"{one}.weight": structure.kept[name] for name in kept for one in structure.linears[name].stored},
+    }
+
+
 def _untied_head(structure: Structure, schemes: Mapping[str, Scheme | None]) -> str | None:
     """The name of a packed lm_head whose weights were those of the embedding."""
     heads = (name for name, linear in structure.linears.items() if linear.kind == "lm_head")
@@ -409,6 +422,6 @@ def _model_config(
         text = merged.get("text_config")
         if isinstance(text, dict):
             merged["text_config"] = {**text, "tie_word_embeddings": False}
-    if structure.model_class not in named_classes(checkpoint.config):
+    if structure.model_class not in ("", *named_classes(checkpoint.config)):
         merged["architectures"] = [structure.model_class]
     return merged

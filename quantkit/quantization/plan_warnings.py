@@ -1,4 +1,4 @@
-"""What a user should know of a plan before it runs: where other tools, or the model, may be surprised."""
+"""Warnings about a plan before it runs: where other tools, or the model, may surprise a user."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,7 +56,7 @@ def plan_notes(
     """
     notes = list(reader_notes(assignments)) if container == "compressed-tensors" else []
     named = named_classes(config)
-    if structure.model_class not in named:
+    if structure.model_class not in ("", *named):
         names = f"names {', '.join(named)}" if named else "names no class"
         notes.append(
             Note(
@@ -89,14 +89,12 @@ def plan_notes(
     return tuple(notes)
 
 
-def dense_parts(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """Warnings of what stays dense and is much of the model, by reason, but for embeddings and head."""
+def dense_parts(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """Warnings of what of `dense`, tensors by name with reasons, is much of the model, but for embeddings."""
     weights = sum(tensor.elements for tensor in tensors.values())
     found = []
-    for reason in dict.fromkeys(structure.dense.values()):
-        names = [
-            name for name, why in structure.dense.items() if why == reason and len(tensors[name].shape) > 1
-        ]
+    for reason in dict.fromkeys(dense.values()):
+        names = [name for name, why in dense.items() if why == reason and len(tensors[name].shape) > 1]
         share = sum(tensors[name].elements for name in names) / max(1, weights)
         if reason not in (EMBEDDING, TIED) and share > LARGE:
             more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""

@@ -21,16 +21,16 @@ DEFAULT_RECIPE, DEFAULT_CALIBRATION = RecipeOptions(), CalibrationOptions()
 class QuantizeOptions:
     """The recipe or budget of a run, where it computes, and what it does with its output.
 
-    `recipe` says what linears get. With a `budget`, of bits per weight or milliseconds per token, linears
-    without a rule get the formats that cost the least accuracy within it, by sensitivities measured on the
-    texts of `calibration`; a resumed run keeps the formats. `calibration` also says what texts methods with
-    data are calibrated on.
+    `recipe` says what linears get. A `budget` is in bits per weight or milliseconds per token. Linears
+    without a rule then get the formats that cost the least accuracy within it. Sensitivities are measured on
+    the texts of `calibration`; a resumed run keeps the formats. `calibration` also says what texts methods
+    with data are calibrated on.
 
     `device` is where the arithmetic runs; "auto" takes a GPU if there is one. `allow_auto_map` accepts a
     config that names remote code, which is dropped and never run. With `resume` a run that was interrupted
     goes on, with `overwrite` an earlier output is replaced. With `check` the result is run on a fixed prompt
-    before it is finished, and its logits are stored in the manifest, with which `verify` compares; where
-    memory is too small for that, `QuantizeResult.unchecked` says so.
+    before it is finished. Its logits are stored in the manifest, with which `verify` compares. Where memory
+    is too small for that, `QuantizeResult.unchecked` says so.
     """
 
     recipe: "RecipeOptions | Recipe" = DEFAULT_RECIPE

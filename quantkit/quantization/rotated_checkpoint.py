@@ -29,7 +29,7 @@ Space = Literal["residual", "heads"]
 
 @dataclass(frozen=True)
 class Place:
-    """What tensors of some names are to the two spaces.
+    """Position of tensors of some names between the two spaces.
 
     `names` is a regular expression of what follows the number of the layer, if any. The inputs of a matrix
     are in the space `columns`, its outputs, or a bias, in `rows`; None where they are in neither. Of the rows
@@ -105,7 +105,7 @@ class RotatedCheckpoint(Checkpoint):
         return found if found.dim() > 1 else found.to(stored.dtype)
 
     def fingerprint(self, *, of_copies: bool = False) -> str:
-        """That of the files, and of what is made of them."""
+        """Return the fingerprint of the files, and of what is made of them."""
         return hashlib.sha256(f"rotated {super().fingerprint(of_copies=of_copies)}".encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What a run records of itself: all that determines its bytes, and what its manifest says of the model."""
+"""The record of a run: all that determines its bytes, and what its manifest says of the model."""
 
 import platform
 from collections.abc import Mapping
@@ -72,7 +72,7 @@ def model_record(
 
 
 def _dense(planned: Plan, calibrated: Calibration | None) -> dict[str, str]:
-    """Why each dense tensor is, and which are not those of the source."""
+    """Return why each dense tensor is, and which are not those of the source."""
     changed = frozenset[str]() if calibrated is None else calibrated.changed
     folded = ", changed: it has the scales of input features"
     return {name: reason + (folded if name in changed else "") for name, reason in planned.dense.items()}

@@ -1,7 +1,7 @@
 """Files that a packed checkpoint gets unchanged, read before work starts as their readers will read them.
 
-A run copies them last. One that nobody can read would otherwise be found when everything else is written, or
-by whoever loads the result. `READERS` is the table of who reads what.
+A run copies them last. An unreadable one would otherwise be found when everything else is written, or when
+the result is loaded. `READERS` is the table of file names and readers.
 """
 
 import json
@@ -16,10 +16,11 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.output.atomic_write import is_inside, is_plain_name
 from quantkit.checkpoint.safetensors_header import MAX_JSON_BYTES
 from quantkit.checkpoint.side_names import is_side_name
-from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint
+from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint, examining
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
 from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config
+from quantkit.model.model_class import is_known_type
 from quantkit.model.tokenizer import TOKENIZER_NAME, read_tokenizer, vocabularies
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -45,7 +46,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class _Reader:
-    """Who reads files of certain names: `check` raises for one that cannot be read; what to do about it."""
+    """Reader of files of certain names: `check` raises for one that cannot be read; what to do about it."""
 
     names: tuple[str, ...]
     check: Callable[[Path], object]
@@ -53,25 +54,26 @@ class _Reader:
 
 
 def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint`, with a warning more for what could not be read here but may be elsewhere.
+    """Return `checkpoint`, with a warning more for what could not be read here but may be elsewhere.
 
-    `CheckpointError` for a file that would be copied and that its reader cannot read, or that is none, such
-    as a link to a file that is gone; it names that file.
+    Raises `CheckpointError`, which names the file, for one that would be copied and that its reader cannot
+    read. That is also raised for one that is no file, such as a link to a file that is gone.
     """
-    _check_left_out(checkpoint.directory)
-    for path in checkpoint.side_files:
-        _check_name(path)
-        _check_start(path)
-        for reader in READERS:
-            if path.name in reader.names or path.suffix in reader.names:
-                _check_with(reader, path)
-    found = (_tokenizer_warning(checkpoint), _not_copied(checkpoint))
+    with examining(checkpoint.directory):
+        _check_left_out(checkpoint.directory)
+        for path in checkpoint.side_files:
+            _check_name(path)
+            _check_start(path)
+            for reader in READERS:
+                if path.name in reader.names or path.suffix in reader.names:
+                    _check_with(reader, path)
+        found = (_tokenizer_warning(checkpoint), _not_copied(checkpoint))
     warnings = [warning for warning in found if warning is not None]
     return replace(checkpoint, warnings=(*checkpoint.warnings, *warnings)) if warnings else checkpoint
 
 
 def _not_copied(checkpoint: Checkpoint) -> str | None:
-    """What of the source the output will lack, in one line; None if nothing."""
+    """Return in one line what of the source the output will lack; None if nothing."""
     directory = checkpoint.directory
     # Weights that are not used, and links out of the directory, have warnings of their own.
     left = [
@@ -255,9 +257,9 @@ READERS = (
 
 
 def _tokenizer_warning(checkpoint: Checkpoint) -> str | None:
-    """What of the tokenizer cannot be read here: its code or a package is missing; None if nothing.
+    """Return what of the tokenizer cannot be read here, as its code or a package is missing; None if nothing.
 
-    `CheckpointError` for files of which nobody can make a tokenizer.
+    Raises `CheckpointError` for files that make no tokenizer anywhere.
     """
     directory = checkpoint.directory
     if not any(path in checkpoint.side_files for path in vocabularies(directory)):
@@ -283,7 +285,9 @@ def _read_tokenizer(checkpoint: Checkpoint, files: Sequence[Path]) -> None:
     """Make a tokenizer of `files`, as of the copies that the output gets, and use it."""
     with tempfile.TemporaryDirectory(prefix="quantkit-tokenizer-", ignore_cleanup_errors=True) as folder:
         view = Path(folder)
-        replace_file(view / CONFIG_NAME, json.dumps(checkpoint.config).encode(), durable=False)
+        # A model_type that transformers does not know says nothing of the tokenizer.
+        config = checkpoint.config if is_known_type(checkpoint.config.get("model_type")) else {}
+        replace_file(view / CONFIG_NAME, json.dumps(config).encode(), durable=False)
         for path in files:
             (view / path.name).symlink_to(path)
         try:
@@ -297,7 +301,7 @@ def _read_tokenizer(checkpoint: Checkpoint, files: Sequence[Path]) -> None:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What made quantkit raise `error`, if anything did."""
+    """Return the exception that made quantkit raise `error`, or `error` itself."""
     while isinstance(error, QuantkitError) and error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -1,8 +1,8 @@
 """Streaming: the tensors of each output file, through memory in chunks of rows.
 
-Some workers each read a chunk, quantize it and put the result where the plan says, so reading, arithmetic and
-writing overlap and the memory in use does not grow with the model. Chunk boundaries follow from shapes alone,
-so the bytes do not depend on the workers.
+Each worker reads a chunk, quantizes it and puts the result where the plan says. So reading, arithmetic and
+writing overlap, and the memory in use does not grow with the model. Chunk boundaries follow from shapes
+alone, so the bytes do not depend on the workers.
 """
 
 import math
@@ -39,7 +39,7 @@ FEWEST_WORKERS, MOST_WORKERS = 2, 8
 
 
 def worker_count(device: str) -> int:
-    """How many workers quantize on a device of this type."""
+    """Return the number of workers that quantize on a device of this type."""
     wanted = cpu_workers() if device == "cpu" else FEWEST_WORKERS
     return min(MOST_WORKERS, max(FEWEST_WORKERS, wanted))
 
@@ -153,7 +153,10 @@ def write_shard(
 
 
 def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) -> TensorParameters:
-    """What the rows of a tensor share; reads it only if there is something. One worker sees all its rows."""
+    """Return the parameters that the rows of a tensor share; reads it only if there are some.
+
+    One worker sees all its rows.
+    """
     assert task.scheme is not None and task.method is not None
     source = task.source
 
@@ -204,7 +207,8 @@ def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
 
 
 def _row_unit(task: Task) -> int:
-    """What the rows of a chunk are a multiple of: whole words of zero-points belong to whole blocks of rows.
+    """Return the number of which the rows of a chunk are a multiple: whole words of zero-points belong to
+    whole blocks of rows.
 
     A tensor that is copied may have large rows: all the weights of an expert.
     """

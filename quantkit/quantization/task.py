@@ -33,10 +33,10 @@ class Task:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What its method needs of calibration data."""
+        """Return what its method needs of calibration data."""
         return frozenset() if self.method is None else self.method.needs
 
 
 def needs_of(tasks: Iterable[Task]) -> frozenset[Need]:
-    """What the methods of `tasks` need of calibration data."""
+    """Return what the methods of `tasks` need of calibration data."""
     return frozenset(need for task in tasks for need in task.needs)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.methods import Method, method_named
+from quantkit.calibrate.methods import METHODS, Method, method_named
 from quantkit.calibrate.summaries import DEFAULT_METHOD
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.files import open_regular
@@ -59,6 +59,11 @@ class Choice:
             packing=self.packing,
             weight_dtype=weight_dtype,
         )
+
+    def group_of_rows(self) -> int | None:
+        """How many weights of a row share a scale; None where that is no number."""
+        chosen = self.scheme(torch.bfloat16)
+        return None if chosen is None or not isinstance(chosen.group_size, int) else chosen.group_size
 
     def check(self) -> None:
         """Raise the error that using this choice would raise."""
@@ -102,15 +107,32 @@ class Fate:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Ordered rules and the default for what they leave; `rotate` if the model is rotated first."""
+    """Ordered rules and the default for what they leave; `rotate` if the model is rotated first.
+
+    With `model_free`, names and shapes decide what is a linear (`model/model_free.py`): no model runs, so
+    there are neither methods with data nor rotation.
+    """
 
     default: Choice = Choice()
     rules: tuple[Rule, ...] = ()
     rotate: bool = False
+    model_free: bool = False
 
     def __post_init__(self) -> None:
-        for choice in (self.default, *(rule.choice for rule in self.rules)):
+        choices = (self.default, *(rule.choice for rule in self.rules))
+        for choice in choices:
             choice.check()
+        if not self.model_free:
+            return
+        if self.rotate:
+            raise UsageError("--model-free does not go with --rotate, which asks the class of the model.")
+        for choice in choices:
+            if not choice.keep and method_named(choice.method).needs_data:
+                without = ", ".join(name for name, method in METHODS.items() if not method.needs_data)
+                raise UsageError(
+                    f"--model-free runs no model, and method {choice.method!r} takes data of a run; use one "
+                    f"of {without}."
+                )
 
     def fates(
         self, linears: Mapping[str, torch.dtype], kept: Mapping[str, str], dense: Mapping[str, str]
@@ -139,6 +161,7 @@ class Recipe:
         """JSON-able form, for the manifest."""
         return {
             "rotate": self.rotate,
+            **({"model_free": True} if self.model_free else {}),
             "default": vars(self.default),
             "rules": [
                 {"match": rule.match, **vars(rule.choice), **({} if rule.why is None else {"why": rule.why})}

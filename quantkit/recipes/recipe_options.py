@@ -23,7 +23,7 @@ class RecipeOptions:
 
     `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep") come first, then `lm_head` (a format), then
     the rules of the file, then the default that the other fields make. The model is rotated if `rotate` or
-    the file says so.
+    the file says so. `model_free` has names and shapes of tensors decide what is a linear.
     """
 
     format: str | None = None
@@ -36,6 +36,7 @@ class RecipeOptions:
     lm_head: str | None = None
     rules: tuple[str, ...] = ()
     rotate: bool = False
+    model_free: bool = False
 
     def to_recipe(self, allocated_by: str | None = None) -> "Recipe":
         """The recipe of these options.
@@ -56,6 +57,10 @@ class RecipeOptions:
         if allocated_by is not None:
             # A method goes with a budget.
             _check_left_out({**given, "method": None, "recipe": self.recipe}, allocated_by)
+            if self.model_free:
+                raise UsageError(
+                    f"--model-free runs no model, and {allocated_by} measures one; leave one out."
+                )
         default = Choice(**{name: value for name, value in given.items() if value is not None})
         if self.recipe is not None:
             from_file = read_recipe(Path(self.recipe), default)
@@ -65,7 +70,8 @@ class RecipeOptions:
         first = [parse_rule(rule, from_file.default) for rule in self.rules]
         if self.lm_head is not None:
             first.append(parse_rule(f"*lm_head={self.lm_head}", Choice(method=from_file.default.method)))
-        return Recipe(from_file.default, (*first, *from_file.rules), self.rotate or from_file.rotate)
+        rotate = self.rotate or from_file.rotate
+        return Recipe(from_file.default, (*first, *from_file.rules), rotate, self.model_free)
 
 
 def _option(name: str) -> str:

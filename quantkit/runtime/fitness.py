@@ -54,7 +54,8 @@ def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
         return reason
     if any("_hf_hook" in vars(module) for module in modules) or len(_devices_of(modules)) > 1:
         return refusals.DIVIDED.because()
-    if any(_package(kind) == "peft" for kind in {type(module) for module in modules}):
+    kinds = {kind for module in modules for kind in type(module).__mro__}
+    if any(_package(kind) == "peft" for kind in kinds):
         return refusals.ADAPTERS.because()
     for module in modules:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):

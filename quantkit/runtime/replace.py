@@ -8,7 +8,15 @@ from torch import nn
 
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import CheckpointError, FormatError, UsageError
-from quantkit.model.experts import DOWN, GATE_UP, UP, ExpertsSpec, find_spec, is_fused_experts
+from quantkit.model.experts import (
+    DOWN,
+    GATE_UP,
+    MATRICES,
+    UP,
+    ExpertsSpec,
+    find_spec,
+    is_fused_experts,
+)
 from quantkit.model.linears import is_linear, is_transposed, matrix_shape
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
@@ -58,6 +66,28 @@ def packed_replacement(
     experts: Any = module
     _refuse_empty(name, *experts.down_proj.shape[1:])
     return PackedExperts.replacing(experts, first, down, container)
+
+
+def schemes_in(
+    model: nn.Module, config: QuantizationConfig, names: Mapping[str, str] | None = None
+) -> dict[str, Scheme | None]:
+    """Return the scheme of each linear and parameter of fused experts of `model`; None for dense ones.
+
+    It is that of `config` where that gives the same, by `names` as in `swap_modules`.
+    """
+    found: dict[str, Scheme | None] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedModule):
+            for parameter, (scheme, (_, columns), _) in module.logical().items():
+                full = name if parameter == "weight" else f"{name}.{parameter}"
+                own = config.scheme_of(full if names is None else names.get(full, ""))
+                same = own is not None and own.for_columns(columns) == scheme
+                found[full] = own if same else scheme
+        elif is_linear(module):
+            found[name] = None
+        elif is_fused_experts(module):
+            found.update({f"{name}.{leaf}": None for leaf in MATRICES if leaf in module._parameters})
+    return found
 
 
 def _refuse_empty(name: str, *columns: int) -> None:

@@ -15,8 +15,10 @@ from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import LayerRecord, float32_bytes
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.safetensors_header import read_header
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.files import size_text
+from quantkit.model.model_class import why_no_class
 from quantkit.quantization.plan import Plan
 from quantkit.runtime.load import load_unfinished
 from quantkit.verification.prompt_logits import (
@@ -27,7 +29,7 @@ from quantkit.verification.prompt_logits import (
     record,
     run_prompt,
 )
-from quantkit.verification.readers import check_own_class
+from quantkit.verification.readers import check_written
 
 
 def check_unfinished(
@@ -41,7 +43,8 @@ def check_unfinished(
     changed the files.
     """
     directory = output.path
-    reason = _why_not(float32_bytes(planned.output_bytes, layers), device)
+    reason = why_no_class(planned.model_config, directory)
+    reason = reason or _why_not(float32_bytes(planned.output_bytes, layers), device)
     if reason is not None:
         return {}, reason
     try:
@@ -57,18 +60,19 @@ def check_unfinished(
     return {KEY: asdict(logits)}, None
 
 
-def check_headers_of(output: OutputDirectory, planned: Plan) -> None:
-    """Raise `CheckpointError` unless the written files are what the class of `planned` loads."""
+def check_headers_of(output: OutputDirectory, planned: Plan, checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` unless the written files are what `check_written` wants of them."""
     files = [output.path / shard.filename for shard in planned.shards]
     tensors = {name: one for file in files for name, one in read_header(file).items()}
-    check_own_class(planned.model_config, output.path, tensors, planned.dense)
+    check_written(planned, checkpoint, tensors)
 
 
 def check_finished(output: OutputDirectory, device: torch.device) -> str | None:
     """Store the logits of a finished checkpoint without any; return a reason if memory is too small."""
     if PromptLogits.from_manifest(read_manifest(output.path)) is not None:
         return None
-    reason = _why_not(bytes_to_run(output.path), device)
+    reason = why_no_class(Checkpoint.open(output.path).config, output.path)
+    reason = reason or _why_not(bytes_to_run(output.path), device)
     if reason is not None:
         return reason
     try:

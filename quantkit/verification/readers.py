@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.model_record import LayerRecord
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError
 from quantkit.model.completeness import missing_parameters
-from quantkit.model.model_class import build, meta_model, model_class, model_config, of_mapping
+from quantkit.model.model_class import build, meta_model, model_class, model_config, of_mapping, why_no_class
 from quantkit.model.names import PART, model_names
 from quantkit.model.structure import REARRANGED
 from quantkit.quantization.plan import Plan
@@ -28,25 +29,66 @@ from quantkit.runtime.transformers.headers import check_tensors, stored_by_entry
 from quantkit.runtime.transformers.registration import register_plugin
 
 
-def with_readers(planned: Plan, directory: Path) -> Plan:
-    """Return `planned` with only those readers that load what it writes; `directory` is the source.
+def with_readers(planned: Plan, checkpoint: Checkpoint) -> Plan:
+    """Return `planned` with only those readers that load what it writes; `checkpoint` is the source.
 
-    Raises `CheckpointError` if its own class does not load it with quantkit.
+    Raises `CheckpointError` if its own class does not load it with quantkit. Without such a class nobody is
+    asked, and a note says so.
     """
     if not planned.quantized_weights:
         return planned
+    directory = checkpoint.directory
     tensors = {spec.name: spec for shard in planned.shards for spec in shard.specs}
-    check_own_class(planned.model_config, directory, tensors, planned.dense)
+    check_written(planned, checkpoint, tensors)
+    reason = why_no_class(planned.model_config, directory)
+    if reason is not None:
+        portable = planned.config.container == "compressed-tensors"
+        who = "" if portable else ", and other tools do not know its formats: for them take int4, int8 or fp8"
+        note = f"{reason}: it is not known who can run the result{who}."
+        return replace(planned, notes=(*planned.notes, note))
     if not planned.readers:
         return planned
     reason = _why_none(planned.model_config, directory, tensors)
     return planned if reason is None else replace(planned, readers=(), notes=(*planned.notes, reason))
 
 
+def check_written(planned: Plan, checkpoint: Checkpoint, tensors: Mapping[str, TensorSpec]) -> None:
+    """Raise `CheckpointError` unless the class of `planned` loads the `tensors` of its output.
+
+    Without such a class the tensors are compared with those of the source `checkpoint`: each is there, as it
+    was or packed as the output's config says, and no other.
+    """
+    if why_no_class(planned.model_config, checkpoint.directory) is None:
+        check_own_class(planned.model_config, checkpoint.directory, tensors, planned.dense)
+        return
+    config = QuantizationConfig.from_dict(planned.model_config["quantization_config"])
+    linears = {f"{one}.weight": (a.module, a.shape) for a in planned.assignments for one in a.stored}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, source in checkpoint.tensors.items():
+        module, shape = linears.get(name, ("", (0, 0)))
+        if name in linears and (scheme := config.scheme_of(module)) is not None:
+            stored = stored_format(scheme.for_columns(shape[1]), shape[1], config.container)
+            shapes = stored.shapes(scheme.for_columns(shape[1]).storage_shapes(shape))
+            expected |= {stored.part_name(name, part): of for part, (_, of) in shapes.items()}
+        else:
+            expected[name] = source.as_stored.shape
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
+    if wrong:
+        has, should = found.get(wrong[0], "nothing"), expected.get(wrong[0], "nothing")
+        raise CheckpointError(
+            f"{checkpoint.directory}: the output has {has} for {wrong[0]!r}, and should have {should}. That "
+            "is a fault of quantkit: please report it with config.json."
+        )
+
+
 def readers_of(
     checkpoint: Checkpoint, layers: Mapping[str, LayerRecord]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return who reads a packed checkpoint of `layers` without quantkit, and notes on who does not."""
+    reason = why_no_class(checkpoint.config, checkpoint.directory)
+    if reason is not None:
+        return (), (f"{reason}: it is not known who can run this.",)
     notes = stored_notes(checkpoint.config, layers)
     if notes is None:
         return (), ()

@@ -12,6 +12,7 @@ from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.model.model_class import why_no_class
 from quantkit.packing.names import packed_parameters
 from quantkit.progress import Progress, counting
 from quantkit.runtime.saved_model import NO_MANIFEST, is_saved, record_of
@@ -90,11 +91,15 @@ def verify(
         return (*checks, Check("headers", "unreadable", (str(error),)))
     checks.append(Check("headers", f"{len(checkpoint.tensors)} tensors", ()))
     try:
-        checks.append(_check_layers(checkpoint, ModelRecord.from_manifest(manifest)))
+        record = ModelRecord.from_manifest(manifest)
+        checks.append(_check_layers(checkpoint, record))
         stored = PromptLogits.from_manifest(manifest)
     except QuantkitError as error:
         return (*checks, Check("layers", "unreadable", (str(error),)))
-    if reload:
+    reason = why_no_class(checkpoint.config, directory) if record.recipe.get("model_free") else None
+    if reload and reason is not None:
+        checks.append(Check("reload", reason, (), skipped=True))
+    elif reload:
         checks += _check_reload(directory, stored)
     return (*checks, *compared)
 

@@ -322,7 +322,8 @@ BAD_CONFIGS: dict[str, tuple[bytes | None, str]] = {
         b'{"auto_map": {"AutoModel": "modeling.Model"}}',
         "auto_map is {'AutoModel': 'modeling.Model'}, so the model needs code of its repository, "
         "which quantkit never runs; expected an architecture of transformers. Remove auto_map, or "
-        "use --allow-auto-map to ignore it, if transformers has the model.",
+        "use --allow-auto-map to ignore it, if transformers has the model; if not, quantize it with "
+        "--model-free.",
     ),
 }
 

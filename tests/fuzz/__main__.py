@@ -9,6 +9,10 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .campaign import Result
 
 
 def main() -> int:
@@ -28,23 +32,36 @@ def main() -> int:
         from .guided import guided
 
         return guided(arguments)
-    from .campaign import run_target
+    from .campaign import run, shares
     from .targets import TARGETS
 
     names = arguments.target or [*TARGETS]
     if unknown := set(names) - set(TARGETS):
         parser.error(f"no target {', '.join(unknown)}; there are {', '.join(TARGETS)}")
-    shares = {name: TARGETS[name].share for name in names}
-    began, total, kinds = time.monotonic(), 0, 0
-    for name, share in shares.items():
-        count = max(1, round(arguments.cases * share / sum(shares.values())))
-        tally, findings, took = run_target(name, count, arguments, began)
-        total, kinds = total + tally.cases, kinds + len(findings)
-        outcomes = dict(tally.outcomes.most_common())
-        line = {"target": name, "cases": tally.cases, "seconds": round(took, 1), "outcomes": outcomes}
-        print(json.dumps({**line, "findings": findings}), flush=True)
-    print(json.dumps({"cases": total, "seconds": round(time.monotonic() - began, 1), "findings": kinds}))
+    began = time.monotonic()
+    end = None if arguments.seconds is None else began + arguments.seconds
+    counts = shares(names, arguments.cases)
+    results = run(counts, arguments.seed, arguments.jobs, end, arguments.findings)
+    for name, result in results.items():
+        print(json.dumps({"target": name, **figures(result)}))
+    total = sum(result.tally.cases for result in results.values())
+    kinds = sum(len(result.findings) for result in results.values())
+    took = round(time.monotonic() - began, 1)
+    whole = {"cases": total, "of": sum(counts.values()), "seconds": took, "findings": kinds}
+    print(json.dumps(whole))
     return 1 if kinds else 0
+
+
+def figures(result: "Result") -> dict[str, object]:
+    """What is told of a target: `seconds` are those of all processes together."""
+    outcomes = dict(result.tally.outcomes.most_common())
+    seconds = round(result.seconds, 1)
+    return {
+        "cases": result.tally.cases,
+        "seconds": seconds,
+        "outcomes": outcomes,
+        "findings": result.findings,
+    }
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from .campaign import PIECE, pieces
 from .runner import Place, corpus, run_case
 from .targets import TARGETS
 
@@ -56,3 +57,12 @@ def test_whatever_is_changed_is_valid_or_refused_in_words(name: str, place: Plac
 @pytest.mark.parametrize(("name", "path"), KEPT, ids=[f"{name}/{path.name}" for name, path in KEPT])
 def test_what_was_found_stays_found(name: str, path: Path, place: Place) -> None:
     run_case(TARGETS[name], path.read_bytes(), place)
+
+
+def test_pieces_of_a_long_run_have_each_case_once_and_all_targets_in_turns() -> None:
+    counts = {"json": 2 * PIECE + 1, "load": 7, "gguf": PIECE}
+    found = pieces(counts, jobs=1)
+    for name, count in counts.items():
+        mine = [number for one in found if one.name == name for number in range(one.first, one.end)]
+        assert mine == list(range(count))
+    assert [one.name for one in found] == ["json", "load", "gguf", "json", "json"]

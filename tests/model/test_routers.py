@@ -133,6 +133,32 @@ def test_a_module_that_only_chooses_is_a_router_as_a_whole():
     assert choosing_linears(model) == {"layers.0.first", "layers.0.last"}
 
 
+def test_linears_before_a_router_of_another_module_are_none():
+    """All linears of the layer lead to the selection, which a module without any makes by its own weight."""
+
+    class Select(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 8))
+
+        def forward(self, x):
+            return F.linear(x, self.weight).topk(2).values.sum(-1, keepdim=True)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.select = nn.Linear(8, 8), Select()
+
+        def forward(self, x):
+            x = x + self.mix(x)
+            return x * self.select(x)
+
+    with torch.device("meta"):
+        model = Model()
+        model.layers[1] = Layer()
+    assert choosing_linears(model) == {"layers.0.inner.select"}
+
+
 def test_a_router_is_known_by_the_selection_not_by_its_name():
     with torch.device("meta"):
         model = Model()

@@ -1,10 +1,11 @@
 """Tiny random models of transformers' classes, and what quantkit makes of each.
 
-    python -m tests.quantization.matrix table.md [CLASS ...]
+    python -m tests.quantization.matrix RESULTS.json [CLASS ...]
 
-quantizes each class of `names()`, loads the result as that class, and compares its outputs with those of the
-dense model that has what `unpacked` reads from the file, without quantkit, for each packed matrix. The
-table has a line per class: right, or refused and why. Nothing else may happen.
+quantizes each class of `names()` in the ways of `COLUMNS`, loads the result as that class, and compares its
+outputs with those of the dense model that has what `unpacked` reads from the file, without quantkit, for each
+packed matrix. Each column of a class is right, or refused and why. Nothing else may happen. Results are
+written after each class; those that the file has are not made again, unless their class is named.
 """
 
 import contextlib
@@ -23,11 +24,22 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
 
 import quantkit
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.errors import QuantkitError
+
+#: Ways of quantizing each class. Blocks of all classes run on 16 samples of 16 bytes of the bundled text.
+INT4: dict[str, Any] = {"format": "int4", "group_size": 32}
+COLUMNS: dict[str, dict[str, Any]] = {
+    "int8": {"format": "int8"},
+    "int4": INT4,
+    "gptq": {**INT4, "method": "gptq", "calibration": CalibrationOptions(samples=16, length=16)},
+}
 
 #: Mappings whose classes are tried, and of how many inputs the tasks are.
 MAPPINGS = (
@@ -206,6 +218,15 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
     return inputs
 
 
+def save_source(model: Any, directory: Path) -> None:
+    """Write a model, and a tokenizer that gives a token per byte."""
+    model.save_pretrained(directory)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={one: i for i, one in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
+
+
 def outputs(model: Any) -> torch.Tensor:
     """The first output of a model for `inputs_of` it."""
     with torch.no_grad():
@@ -228,98 +249,165 @@ def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
         fields = torch.arange(0, 32, bits)
         codes = (words.to(torch.int64)[..., None] >> fields) & (2**bits - 1)
         codes = codes.flatten(1)[:, :columns] - 2 ** (bits - 1)
-        size = columns // scale.shape[1]
-        yield stem, codes.float() * scale.float().repeat_interleave(size, 1)
+        # The last of the groups may be shorter.
+        size = columns if scale.shape[1] == 1 else INT4["group_size"]
+        yield stem, codes.float() * scale.float().repeat_interleave(size, 1)[:, :columns]
 
 
-def rounded(source: Path, packed: Path, to: Path) -> tuple[int, bool]:
-    """Write `source` with the matrices of `packed`, each near the original.
+def _places(name: str, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Views of `tensors` that may be the matrix `name`, of its own or in one tensor with all experts'."""
+    if name in tensors:
+        yield from (tensors[name], tensors[name].T) if tensors[name].ndim == 2 else ()
+        return
+    stem, _, rest = name.rpartition(".experts.")
+    expert = rest.partition(".")[0]
+    for of, tensor in tensors.items():
+        if not expert.isdigit() or not of.startswith(f"{stem}.") or tensor.ndim != 3:
+            continue
+        if len(tensor) > int(expert):
+            for one in (tensor[int(expert)], tensor[int(expert)].T):
+                half = len(one) // 2
+                yield from (one, one[:half], one[half:], one[::2], one[1::2])
 
-    Returns how many there are, and whether all stand in the source under their names.
+
+def rounded(source: Path, packed: Path, to: Path) -> dict[str, tuple[int, bool]]:
+    """Write `source` with the matrices of `packed`, each near the original and in its place.
+
+    Returns of each matrix how many weights it has, and whether the source has it, under its name or in one
+    tensor with those of all experts.
     """
     to.mkdir()
     for file in source.iterdir():
         if file.suffix != ".safetensors":
             (to / file.name).write_bytes(file.read_bytes())
     tensors = load_file(source / "model.safetensors")
-    count, known = 0, True
+    originals = {name: tensor.clone() for name, tensor in tensors.items()}
+    found = {}
     for name, matrix in unpacked(load_file(packed / "model.safetensors")):
-        original = tensors.get(name)
-        count += 1
-        if original is None:
-            known = False
-            continue
-        # Some models store [K, N]; of square ones, the nearer is meant.
-        near = [one for one in (matrix, matrix.T) if one.shape == original.shape]
-        errors = {float((one - original.float()).norm()): one for one in near}
-        assert min(errors) < 0.2 * original.float().norm(), name
-        tensors[name] = errors[min(errors)].to(original.dtype).contiguous()
+        errors = [
+            (float((matrix - one.float()).norm() / one.float().norm()), at)
+            for at, one in enumerate(_places(name, originals))
+            if one.shape == matrix.shape
+        ]
+        found[name] = matrix.numel(), bool(errors)
+        if errors:
+            assert min(errors)[0] < 0.3, f"{name} is {min(errors)[0]:.2f} of itself away from the original"
+            list(_places(name, tensors))[min(errors)[1]].copy_(matrix)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    return count, known
+    return found
 
 
-def check(name: str, directory: Path, **options: Any) -> str:
-    """Quantize a model of class `name` in `directory`, and compare; returns a line, "right" or "refused"."""
-    source, out, dense = directory / "source", directory / "out", directory / "rounded"
-    if not source.exists():
-        tiny_model(name).save_pretrained(source)
+def _linear_weights(model: Any) -> int:
+    """Weights of all linears and stacks of experts of a model, but for its head."""
+    head = None
+    with contextlib.suppress(Exception):
+        head = model.get_output_embeddings()
+    linears = {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    }
+    experts = {one for name, one in model.named_parameters() if ".experts." in name and one.ndim == 3}
+    return sum(one.numel() for one in linears | experts)
+
+
+def _generated(model: Any) -> list[int] | None:
+    """Tokens that a model generates; None if it does not by a prompt alone."""
+    if not model.can_generate():
+        return None
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_beams": 1}
+    torch.manual_seed(0)
+    made = model.generate(**inputs_of(model), **options)
+    return made.flatten().tolist() if isinstance(made, torch.Tensor) else None
+
+
+def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, Any]:
+    """Quantize the model of class `name` in `directory`, and compare; returns what was found."""
+    source, out, dense = directory / "source", directory / column, directory / f"rounded-{column}"
     cls = getattr(transformers, name)
     try:
         result = quantkit.quantize(source, out, device="cpu", check=True, **options)
     except QuantkitError as error:
-        return f"refused: {error}"
-    count, known = rounded(source, out, dense)
+        # What a run leaves shows whether it was refused before any work.
+        return {"result": "refused", "why": str(error), "late": out.exists()}
+    sizes = rounded(source, out, dense)
     model, info = cls.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"], info["missing_keys"]
-    found, expected = outputs(model.eval()), outputs(cls.from_pretrained(dense).eval())
+    twin = cls.from_pretrained(dense).eval()
+    found, expected = outputs(model.eval()), outputs(twin)
     assert bool(torch.isfinite(expected).all())
     error = float((found - expected).norm() / expected.norm())
-    # Matrices of experts that the source has in one tensor are compared by their effect only.
+    known = all(is_known for _, is_known in sizes.values())
+    # Matrices that the source has in another form are compared by their effect only.
     assert error < (1e-3 if known else 0.1), f"outputs differ by {error:.2e}"
-    linears = sum(isinstance(module, nn.Linear) for module in cls.from_pretrained(source).modules())
-    assert count
-    unread = "" if result.plan.readers else "; only quantkit reads it"
-    return f"right: {count} matrices packed of {linears} linears, error {error:.0e}{unread}"
+    assert sizes
+    tokens: list[int] | None = None
+    if column == "int8":
+        with contextlib.suppress(Exception):
+            tokens = _generated(twin)
+        assert tokens is None or _generated(model) == tokens, "other tokens are generated"
+    share = sum(size for size, _ in sizes.values()) / max(1, _linear_weights(twin))
+    calibrated = None
+    if "calibration" in options and (directory / "int4").exists():
+        plain = dict(unpacked(load_file(directory / "int4" / "model.safetensors")))
+        ours = dict(unpacked(load_file(out / "model.safetensors")))
+        calibrated = sum(not torch.equal(one, plain[name]) for name, one in ours.items()) / len(ours)
+    return {
+        "result": "right",
+        "matrices": len(sizes),
+        "share": round(share, 3),
+        "error": float(f"{error:.1e}"),
+        **({} if known else {"unknown": sum(not is_known for _, is_known in sizes.values())}),
+        **({} if tokens is None else {"generates": True}),
+        **({} if calibrated is None else {"calibrated": round(calibrated, 3)}),
+        "readers": list(result.plan.readers),
+        "warnings": list(result.plan.warnings),
+    }
 
 
-def attempt(name: str, directory: Path, **options: Any) -> str:
-    """`check`, or why a tiny model of the class could not be made, or the error that should not have been."""
+def attempt(name: str, directory: Path, columns: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """`check` each column, or say why no tiny model of the class is made, or which error should not be."""
     try:
-        if not (directory / "source").exists():
-            tiny_model(name).save_pretrained(directory / "source")
-            load = getattr(transformers, name).from_pretrained
-            model, info = load(directory / "source", output_loading_info=True)
-            if not torch.equal(outputs(model.eval()), outputs(model)):
-                raise ValueError("its outputs are random")
-            if info["missing_keys"]:
-                raise ValueError(f"transformers cannot read what it wrote: no {min(info['missing_keys'])!r}")
+        save_source(tiny_model(name), directory / "source")
+        load = getattr(transformers, name).from_pretrained
+        model, info = load(directory / "source", output_loading_info=True)
+        if not torch.equal(outputs(model.eval()), outputs(model)):
+            raise ValueError("its outputs are random")
+        if info["missing_keys"]:
+            raise ValueError(f"transformers cannot read what it wrote: no {min(info['missing_keys'])!r}")
     except Exception as error:
-        return f"not made: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    try:
-        return check(name, directory, **options)
-    except Exception as error:
-        frames = "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
-        return f"WRONG: {type(error).__name__}: {' '.join(str(error).split())[:300]} {frames!r}"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        return {column: {"result": "not made", "why": why} for column in columns}
+    found = {}
+    for column, options in columns.items():
+        start = time.perf_counter()
+        try:
+            found[column] = check(name, directory, column, **options)
+        except Exception as error:
+            frames = "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            found[column] = {"result": "WRONG", "why": why, "frames": frames}
+        found[column]["seconds"] = round(time.perf_counter() - start, 1)
+    return found
 
 
-def main(table: Path, chosen: list[str]) -> None:
-    """Write the table of all classes, or the chosen ones, and count."""
+def main(results: Path, chosen: list[str]) -> None:
+    """Add the results of the chosen classes, or of those that `results` lacks, and count."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    lines: dict[str, str] = {}
-    for name in chosen or names():
-        start = time.perf_counter()
+    known = json.loads(results.read_text())["classes"] if results.exists() else {}
+    for name in chosen or [name for name in names() if name not in known]:
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stderr(io.StringIO()):
-            lines[name] = attempt(name, Path(directory), format="int8")
-        print(f"{name}: {lines[name]} ({time.perf_counter() - start:.1f} s)", flush=True)
-    kinds = [line.partition(":")[0] for line in lines.values()]
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    rows = "".join(f"| {name} | {line} |\n" for name, line in lines.items())
-    table.write_text(
-        f"transformers {transformers.__version__}: {counts}\n\n| class | int8 |\n|---|---|\n{rows}"
-    )
-    print(json.dumps(counts))
+            known[name] = attempt(name, Path(directory), COLUMNS)
+        print(name, json.dumps(known[name]), flush=True)
+        document = {
+            "command": "python -m tests.quantization.matrix benchmarks/results/matrix.json",
+            "versions": {one.__name__: one.__version__ for one in (transformers, torch)},
+            "classes": {one: known[one] for one in names() if one in known},
+        }
+        results.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

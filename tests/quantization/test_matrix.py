@@ -8,6 +8,7 @@ import transformers
 
 import quantkit
 from quantkit.errors import QuantkitError
+from quantkit.quantization.blockwise.block_output import NOT_RUN
 
 from . import matrix
 
@@ -27,17 +28,37 @@ SAMPLE = (
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_class_of_each_kind(name: str, tmp_path: Path) -> None:
-    line = matrix.attempt(name, tmp_path, format="int8")
-    assert line.startswith("right: "), line
+    (found,) = matrix.attempt(name, tmp_path, {"int8": matrix.COLUMNS["int8"]}).values()
+    assert found["result"] == "right", found
+
+
+def test_blocks_with_parameters_made_of_several_tensors_are_calibrated(tmp_path: Path) -> None:
+    """Convolutions of q, k and v, which the file has one by one."""
+    columns = {key: matrix.COLUMNS[key] for key in ("int4", "gptq")}
+    found = matrix.attempt("OlmoHybridForCausalLM", tmp_path, columns)
+    assert [one["result"] for one in found.values()] == ["right", "right"], found
+    assert found["gptq"]["calibrated"] == 1.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"format": "int8"}, {"format": "int4", "group_size": 32}], ids=str)
-def test_no_class_is_wrong(options: dict[str, object], tmp_path: Path) -> None:
-    lines = {name: matrix.attempt(name, tmp_path / name, **options) for name in matrix.names()}
-    wrong = {name: line for name, line in lines.items() if line.startswith("WRONG")}
-    assert not wrong
-    assert sum(line.startswith("right") for line in lines.values()) >= 140
+def test_no_class_is_wrong(tmp_path: Path) -> None:
+    found = {name: matrix.attempt(name, tmp_path / name, matrix.COLUMNS) for name in matrix.names()}
+    for column in matrix.COLUMNS:
+        assert not {name: one[column] for name, one in found.items() if one[column]["result"] == "WRONG"}
+        assert sum(one[column]["result"] == "right" for one in found.values()) >= 140
+
+
+def test_linears_that_do_not_run_are_quantized_without_data(tmp_path: Path) -> None:
+    """Longformer's linears for global attention, of which no token of a text has any."""
+    source = tmp_path / "source"
+    matrix.save_source(matrix.tiny_model("LongformerForMaskedLM"), source)
+    plain = quantkit.quantize(source, tmp_path / "plain", **matrix.INT4)
+    found = quantkit.quantize(source, tmp_path / "out", **matrix.COLUMNS["gptq"])
+    idle = {name for name, one in found.measured.items() if one.note == NOT_RUN}
+    assert idle == {name for name in found.measured if name.endswith("_global")} != set()
+    for name, one in found.measured.items():
+        assert (one.output_error is None) == (name in idle)
+        assert (one.relative_error == plain.measured[name].relative_error) == (name in idle)
 
 
 def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Files that are copied along: what their readers cannot read is an error before work starts."""
 
+import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -252,3 +255,17 @@ def test_halves_of_two_tokenizers(source: Path) -> None:
     (source / "vocab.json").write_text('{"a": 0}')
     with pytest.raises(CheckpointError, match=r"vocab\.json: no tokenizer can be made of it \(.*merges"):
         check_side_files(Checkpoint.open(source))
+
+
+@pytest.mark.parametrize("read", [tokenizer_module.vocabularies, check_side_files])
+def test_a_disk_that_does_not_list_the_source_is_an_error_in_words(
+    source: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Any], object]
+) -> None:
+    checkpoint = Checkpoint.open(source)
+
+    def refuse(path: Path) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(CheckpointError, match=r"source: cannot be examined: Input/output error \(EIO\)"):
+        read(checkpoint if read is check_side_files else source)

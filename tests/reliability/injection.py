@@ -189,7 +189,8 @@ class Injection:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             dir_fd = kwargs.get("dir_fd", kwargs.get("src_dir_fd"))
-            path = self._below(args[0] if args else kwargs.get("path", "."), dir_fd)
+            # A link is made where its second argument says.
+            path = self._below(args[name == "symlink"] if args else kwargs.get("path", "."), dir_fd)
             if path is None or not self._count(kind, path):
                 return original(*args, **kwargs)
             if kind == "write" and self.fault is Fault.SHORT and len(self.failed) == 1:

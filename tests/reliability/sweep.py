@@ -1,5 +1,6 @@
 """Fail the n-th call of a scenario for n = 1, 2, 3, ... and judge what each failure leaves."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -12,6 +13,10 @@ from quantkit.errors import QuantkitError
 from .injection import Call, Fault, Injection, Point
 from .scenarios import Failed, Scenario
 
+#: The variable that names the file to which sweeps tell their figures.
+FIGURES = "QUANTKIT_SWEEP_FIGURES"
+#: The variable with the end of a sweep in `time.monotonic`, and why tests after it are skipped.
+END, NO_TIME = "QUANTKIT_SWEEP_END", "no time left"
 #: What an error says of each fault.
 SAID = {
     Fault.EIO: "Input/output error",
@@ -34,11 +39,11 @@ class Sweep:
     harmless: int = 0
     violations: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.scenario}, {self.fault.name}: {len(self.points)} points, {self.runs} runs, {self.errors} "
-            f"errors, {self.harmless} harmless, {len(self.violations)} violations"
-        )
+    def tell(self) -> None:
+        """Add to the figures of all sweeps."""
+        counts = {"points": len(self.points), "runs": self.runs, "errors": self.errors}
+        more = {"harmless": self.harmless, "violations": len(self.violations)}
+        tell(f"failing calls: {self.scenario}, {self.fault.name}", **counts, **more)
 
 
 def sweep(
@@ -127,8 +132,8 @@ def _unexplained(text: str, failed: list[Call], fault: Fault) -> list[str]:
     return problems
 
 
-def tell(line: str) -> None:
-    """Add a line of figures to the file that the environment names."""
-    if path := os.environ.get("QUANTKIT_FAULTS_LOG"):
+def tell(kind: str, **figures: object) -> None:
+    """Add figures of a kind, as a line of JSON, to the file that the environment names."""
+    if path := os.environ.get(FIGURES):
         with Path(path).open("a") as file:
-            print(line, file=file)
+            file.write(json.dumps({"kind": kind, **figures}) + "\n")

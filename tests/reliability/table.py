@@ -101,7 +101,11 @@ FAULTS: dict[str, dict[int, Fault]] = {
     },
     "Configs and recipes": {
         28: Fault("config.json missing, empty, cut, no object, with a key twice", "error", "names the file"),
-        29: Fault("an architecture that transformers does not know", "error", "with its model_type"),
+        29: Fault(
+            "an architecture that transformers does not know",
+            "error",
+            "with its model_type; `--model-free` needs none",
+        ),
         30: Fault(
             "`auto_map`, which names code of the repository",
             "error",

@@ -12,11 +12,14 @@ from quantkit.publish.upload import prepare
 from quantkit.verification.verify import verify
 
 from .scenarios import command
+from .sweep import tell
 
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 #: Files up to this size are tried byte by byte, of larger ones the header, the end and a sample.
 SMALL = 10_000
 SAMPLE = 5
+#: The test of every byte is cut into so many, for as many processes.
+PARTS = 12
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +50,15 @@ def problems(directory: Path) -> str:
         return str(error)
 
 
-def flip(packed: Path, tmp_path: Path, every: bool) -> int:
-    """Change bytes of all files, one at a time; how many were tried."""
+def flip(packed: Path, tmp_path: Path, every: bool, part: slice = slice(None)) -> int:
+    """Change bytes of all files, one at a time; how many were tried. `part` is of those of each file."""
     directory = tmp_path / "flipped"
     shutil.copytree(packed, directory)
     assert problems(directory) == ""
     chance, tried = random.Random(0), 0
     for path in sorted(directory.iterdir()):
         data = path.read_bytes()
-        for position in positions(data, every, chance):
+        for position in positions(data, every, chance)[part]:
             changed = bytearray(data)
             changed[position] ^= 1 << chance.randrange(8) if every else chance.randrange(1, 256)
             path.write_bytes(changed)
@@ -72,8 +75,11 @@ def test_some_changed_bytes_of_every_file_are_noticed(packed: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_every_changed_byte_of_small_files_is_noticed(packed: Path, tmp_path: Path) -> None:
-    assert flip(packed, tmp_path, every=True) > 15_000
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_changed_byte_of_small_files_is_noticed(packed: Path, tmp_path: Path, part: int) -> None:
+    tried = flip(packed, tmp_path, every=True, part=slice(part, None, PARTS))
+    tell("changed bytes", tried=tried)
+    assert tried > 15_000 // PARTS
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ SHARDS = ("--method", "rtn", "--no-check", "--format", "int3", "--max-shard-size
 RUNS = {"shards": SHARDS, "gptq": GPTQ}
 #: With the check of the result and its stored logits, which take most of the time.
 CHECKED = ("--method", "rtn", "--format", "int4", "--group-size", "channel", "--max-shard-size", "60KB")
+#: The test of kills before every call is cut into so many, for as many processes.
+PARTS = 12
 #: Seconds for what takes one or two.
 PATIENCE = 120
 
@@ -169,9 +171,9 @@ class Run:
         return "journal" if ".quantkit-journal.jsonl" in left else "nothing"
 
 
-def kill_and_resume(run: Run, count: int) -> Counter[str]:
+def kill_and_resume(run: Run, count: int, part: int = 0) -> Counter[str]:
     """Kill `count` times, some of them a second time while resuming; how far the runs were."""
-    chance, phases = random.Random(f"{run.name} {count}"), Counter[str]()
+    chance, phases = random.Random(f"{run.name} {count} {part}"), Counter[str]()
     while phases.total() < count:
         name = f"kill{phases.total()}"
         code = run.killed(name, signal.SIGKILL, chance)
@@ -191,23 +193,21 @@ def test_after_a_few_kills_the_bytes_are_the_same(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_after_many_kills_the_bytes_are_the_same(run: Run) -> None:
-    phases = kill_and_resume(run, 100)
-    tell(
-        f"{run.name}: {phases.total()} random SIGKILLs and as many resumes to the same bytes; {dict(phases)}"
-    )
-    assert len(phases) >= 4
+@pytest.mark.parametrize("part", range(4))
+def test_after_many_kills_the_bytes_are_the_same(run: Run, part: int) -> None:
+    phases = kill_and_resume(run, 25, part)
+    tell(f"random SIGKILLs: {run.name}", kills=phases.total(), **phases)
+    assert len(phases) >= 3
 
 
 @pytest.mark.fault(62)
-@pytest.mark.parametrize("count", [pytest.param(200, marks=pytest.mark.slow), 2])
-def test_kills_until_the_result_is_checked(checked: Run, count: int) -> None:
-    phases = kill_and_resume(checked, count)
-    tell(
-        f"{checked.name}: {count} random SIGKILLs, each verified and resumed to the same bytes; "
-        f"{dict(phases)}"
-    )
-    assert count < 100 or phases["after the shards"] > count // 10
+@pytest.mark.parametrize(
+    ("count", "part"), [(2, 0), *(pytest.param(25, part, marks=pytest.mark.slow) for part in range(8))]
+)
+def test_kills_until_the_result_is_checked(checked: Run, count: int, part: int) -> None:
+    phases = kill_and_resume(checked, count, part)
+    tell(f"random SIGKILLs: {checked.name}", kills=phases.total(), **phases)
+    assert count < 20 or phases["after the shards"] >= 1
 
 
 @pytest.mark.fault(62)
@@ -221,18 +221,21 @@ def test_kills_before_the_last_calls_that_change_the_disk(checked: Run, few: boo
         checked.check("last")
 
 
-@pytest.mark.parametrize("few", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_kills_before_calls_that_change_the_disk(run: Run, few: bool) -> None:
-    stride = 121 if few else {"shards": 1, "gptq": 5}[run.name]
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.slow) for part in range(PARTS)] + [None]
+)
+def test_kills_before_calls_that_change_the_disk(run: Run, part: int | None) -> None:
+    every = {"shards": 1, "gptq": 8}[run.name]
+    first, stride = (61, 121) if part is None else (1 + every * part, every * PARTS)
     kills = 0
-    for n in range(1 + stride // 2, 10_000, stride):
+    for n in range(first, 10_000, stride):
         code = run.start("call", n).wait()
         if code == 0:
             break
         assert code == -signal.SIGKILL
         kills += 1
         run.check("call")
-    tell(f"{run.name}: {kills} SIGKILLs before calls that change the disk, resumed to the same bytes")
+    tell(f"SIGKILLs before calls that change the disk: {run.name}", kills=kills)
     assert kills >= 1
 
 
@@ -246,7 +249,7 @@ def test_signals_end_with_their_exit_code(run: Run, number: int, expected: int, 
         assert code in (None, expected), said.read_text() if said.exists() else "nothing said"
         ended += code is not None
         run.check("signal")
-    tell(f"{run.name}: {count} signals {number} with exit code {expected}, resumed to the same bytes")
+    tell(f"signals {number}: {run.name}", signals=count)
 
 
 @pytest.mark.fault(63)

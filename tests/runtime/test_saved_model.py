@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 import quantkit
@@ -14,6 +15,7 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.saved_model import file_names, is_saved, read_record, record_of
 from quantkit.runtime.weights import packed_weights
 from quantkit.verification.verify import verify
@@ -112,3 +114,73 @@ def test_what_is_no_packed_directory(saved):
         (saved / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
         with pytest.raises(CheckpointError, match="is not a finished quantkit checkpoint"):
             read_record(saved)
+
+
+def again(model: Any, directory: Path) -> Any:
+    """`model` saved and loaded as its class; its saved directory passes `verify`."""
+    model.save_pretrained(directory)
+    loaded, info = type(model).from_pretrained(directory, dtype=model.dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not any(check.problems for check in verify(directory, reload=False))
+    saved, found = model.state_dict(), loaded.state_dict()
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(saved[name], found[name]) for name in saved)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("of", "head"),
+    [
+        (transformers.AutoModel, None),
+        (transformers.AutoModelForSequenceClassification, "score"),
+        (transformers.AutoModelForTokenClassification, "score"),
+        # transformers calls its base model "transformer", and loads none of the original.
+        (transformers.AutoModelForQuestionAnswering, "qa_outputs"),
+    ],
+)
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_another_class_of_the_family_is_saved_as_itself(tmp_path, of, head, format):
+    rules = ("*.down_proj=keep", "*.layers.1.*.up_proj=int4:32")
+    out = quantized("llama", tmp_path, format, rules=rules, group_size=32 if format == "nf4" else None)
+    model, info = of.from_pretrained(out, output_loading_info=True)
+    assert {name.partition(".")[0] for name in info["missing_keys"]} == {head} - {None}
+    packed = dict(packed_modules(AutoModelForCausalLM.from_pretrained(out)))
+    schemes = {name.partition(".")[2]: module.scheme for name, module in packed.items()}
+    for one in (model, again(model, tmp_path / "again")):
+        inside = packed_modules(one.base_model)
+        assert {name: module.scheme for name, module in inside} == schemes
+        assert head is None or type(one.get_submodule(head)) is torch.nn.Linear
+    # Other readers find both names.
+    config = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    if format == "int8":
+        named = {
+            *config["ignore"],
+            *(name for group in config["config_groups"].values() for name in group["targets"]),
+        }
+        prefix = f"{model.base_model_prefix}." if head else ""
+        assert named >= {
+            f"{prefix}layers.0.mlp.down_proj",
+            f"{prefix}layers.1.mlp.up_proj",
+            *({head} - {None}),
+        }
+
+
+def test_linears_replaced_after_loading_are_saved_as_they_are(tmp_path):
+    out = quantized("llama", tmp_path, "int4", group_size=32)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    name = "model.layers.0.mlp.down_proj"
+    dense = torch.nn.Linear(96, 64, bias=False, dtype=model.dtype)
+    assert dense.weight.shape == model.get_submodule(name).packed.shape
+    model.set_submodule(name, dense)
+    loaded = again(model, tmp_path / "again")
+    assert name not in dict(packed_modules(loaded))
+    assert (
+        name in json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]["ignore"]
+    )
+
+
+def test_what_was_not_changed_is_saved_verbatim(tmp_path):
+    out = quantized("qwen3_moe", tmp_path, "int4", group_size=32, rules=("*.q_proj=keep",))
+    AutoModelForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again")
+    configs = [json.loads((path / "config.json").read_text()) for path in (out, tmp_path / "again")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]

@@ -1,8 +1,8 @@
 """Types of GGUF tensors: how a row of weights is cut into blocks of bytes, as rows of a table.
 
-A block has some weights and what scales them. Where all its weights are `scale * value(code)`, or `scale *
-code + minimum`, the table says how to take codes, scales and minimums out of it: a `BlockGrid`. Values of
-other blocks come from the package gguf.
+A block has some weights and what scales them. If all its weights are `scale * value(code)`, or `scale * code
++ minimum`, the table has a `BlockGrid`. That takes codes, scales and minimums out of a block. Values of other
+blocks come from the package gguf.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """How the weights of a block lie on a grid: the format of its codes, and what takes a block apart."""
+    """The grid of a block's weights: the format of its codes, and what takes a block apart."""
 
     format: NumberFormat
     scale_dtype: torch.dtype

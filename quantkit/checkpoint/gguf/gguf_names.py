@@ -12,7 +12,7 @@ ARCHITECTURE_KEY = "general.architecture"
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp writes the models of one `general.architecture`.
+    """Names that llama.cpp gives the tensors of one `general.architecture`, and what it does to them.
 
     layer      names within a layer of llama.cpp, and within `model.layers.N` of transformers
     experts    the same of tensors [E, N, K] of all experts; `{}` is the number of one
@@ -160,7 +160,7 @@ def _named(header: GgufHeader, arch: Architecture, tensor: GgufTensor) -> Iterat
 
 
 def _heads(header: GgufHeader, tensor: GgufTensor, key: str) -> int:
-    """How many heads the rows of a tensor are of; `CheckpointError` where they cannot be."""
+    """Return the number of heads in the rows of a tensor; `CheckpointError` where those do not fit."""
     prefix = header.get(ARCHITECTURE_KEY, str)
     count = header.get(f"{prefix}.{key}", int, header.get(f"{prefix}.attention.head_count", int, 0))
     if count < 1 or tensor.shape[0] % (2 * count):

@@ -1,8 +1,8 @@
 """The header of a GGUF file: a strict reader that trusts no byte of the file.
 
-A file is the magic `GGUF`, a version, the counts of tensors and of metadata, the metadata as key, type and
-value, the tensors as name, shape, type and offset, and the data, each tensor at a multiple of the alignment.
-All numbers are little-endian.
+A file is the magic `GGUF`, a version, and the counts of tensors and of metadata. Then come the metadata as
+key, type and value, and the tensors as name, shape, type and offset. Last is the data, each tensor at a
+multiple of the alignment. All numbers are little-endian.
 """
 
 import math
@@ -87,10 +87,10 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Metadata and tensors of a GGUF file. Reads no data.
+    """Return metadata and tensors of a GGUF file. Reads no data.
 
-    Whatever the bytes are, the result is either valid, with every tensor's data inside the file and apart
-    from the others', or a `CheckpointError` that names the file, what was found, what was expected, and the
+    The result is valid for any bytes: every tensor's data is inside the file and apart from the others'.
+    Raises a `CheckpointError` otherwise that names the file, what was found, what was expected, and the
     remedy.
     """
     try:

@@ -225,7 +225,7 @@ def _generation_config(header: GgufHeader) -> Mapping[str, Any]:
 
 @contextmanager
 def _explained(path: Path, what: str) -> Iterator[None]:
-    """What transformers raises for metadata that it does not understand, as `CheckpointError`."""
+    """Raise as `CheckpointError` what transformers raises for metadata that it does not understand."""
     try:
         yield
     except (QuantkitError, MemoryError):
@@ -242,7 +242,7 @@ def _explained(path: Path, what: str) -> Iterator[None]:
 
 
 def _note(header: GgufHeader) -> str:
-    """What the tensors of the model are stored as."""
+    """Return in words what types the tensors of the model are stored as."""
     counts: dict[str, int] = {}
     for tensor in header.tensors.values():
         counts[tensor.block_type.name] = counts.get(tensor.block_type.name, 0) + 1

@@ -1,4 +1,4 @@
-"""What the hub is asked over HTTP, and its answers, none of which is believed before it was checked.
+"""Questions to the hub over HTTP, and its answers, none of which is believed before it was checked.
 
 A server may be a login page, a broken mirror or hostile: HTML with status 200, JSON that is cut or of other
 types, sizes that are none, names that lead elsewhere, or one byte a second. `BadAnswer` says which URL was
@@ -93,7 +93,7 @@ class Listing:
 
 
 def read_listing(repository: Repository, revision: str | None, *, sizes: bool = False) -> Listing:
-    """What is in a repository, within `FIRST_SECONDS`; with `sizes`, how large each file is.
+    """Return the files of a repository, within `FIRST_SECONDS`; with `sizes`, how large each is.
 
     `BadAnswer` for what is no listing, and `TimeoutError` where nothing came; errors of huggingface_hub for
     repositories that are not there or not public.
@@ -146,7 +146,7 @@ def read_file(repository: Repository, name: str, commit: str) -> bytes:
 
 
 def why_not(name: str, data: bytes) -> str | None:
-    """Why `data` is no file called `name`; None if it may be."""
+    """Return why `data` is no file called `name`; None if it may be."""
     start = data[:64].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if start.startswith((b"<!doctype html", b"<html")) and not name.endswith(".md"):
         return "an HTML page"
@@ -212,7 +212,7 @@ def _read(
     check: Callable[[Any], None] | None = None,
     enough: Callable[[bytearray], bool] | None = None,
 ) -> bytes:
-    """The body of an answer of at most so many bytes, or its start, once that is `enough`."""
+    """Return the body of an answer of at most `allowed` bytes, or its start, once that is `enough`."""
     try:
         call = partial(_ask, url, allowed, deadline, headers or {}, check, enough)
         return within(deadline, call)
@@ -271,7 +271,7 @@ def _ask(
 
 @contextmanager
 def _answering(url: str) -> Iterator[None]:
-    """What an HTTP library makes of an answer that breaks the rules, as `BadAnswer`."""
+    """Raise as `BadAnswer` what an HTTP library raises for an answer that breaks the rules."""
     try:
         yield
     except (QuantkitError, TimeoutError):

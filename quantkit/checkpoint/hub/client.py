@@ -206,7 +206,7 @@ def _asks_to_wait(response: Any) -> float:
 
 @contextmanager
 def streams_of(nbytes: int | None) -> Iterator[None]:
-    """In the block this thread reads no more than so many bytes of an answer piece by piece."""
+    """Let this thread read at most `nbytes` bytes of an answer piece by piece in the block."""
     token = _stream_bytes.set(nbytes)
     try:
         yield

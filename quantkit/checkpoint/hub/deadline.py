@@ -24,7 +24,7 @@ class BadAnswer(EnvironmentProblem):
 
 
 class Deadline:
-    """When an answer has to be there: so many seconds from now, and more for each byte that comes."""
+    """The latest time of an answer: a number of seconds from now, and more for each byte that comes."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -52,7 +52,7 @@ _HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.\-]*(/\w[\w.\-]*)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is looked for on the hub, in the words of its errors: the thing, its repository, the local way."""
+    """The words for errors about something on the hub: the thing, its repository, the local way."""
 
     what: str = "checkpoint"
     repository: str = "repository"
@@ -118,7 +118,7 @@ class Located:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether `text` has the form of a hub id, `org/name` or `name`."""
+    """Return True if `text` has the form of a hub id, `org/name` or `name`."""
     return _HUB_ID.fullmatch(text) is not None
 
 
@@ -128,14 +128,14 @@ def resolve(source: str | Path, *, revision: str | None = None, headers_only: bo
 
 
 def locate(source: str | Path, *, revision: str | None = None, headers_only: bool = False) -> Located:
-    """The local directory of `source`; a hub id (`org/name` or `name`) is downloaded to the cache.
+    """Return the local directory of `source`; a hub id (`org/name` or `name`) is downloaded to the cache.
 
-    With `headers_only` no tensor data is downloaded: the result is a temporary directory, removed
-    at exit, of which `Checkpoint` can do everything but read tensors.
+    With `headers_only` no tensor data is downloaded: the result is a temporary directory, removed at exit, of
+    which `Checkpoint` can do everything but read tensors.
 
-    `UsageError` for a path that does not exist, `CheckpointError` for a repository that is missing,
-    gated or without safetensors, `EnvironmentProblem` if the hub cannot be reached. Without a
-    network or with HF_HUB_OFFLINE the hub's local cache is used.
+    Raises `UsageError` for a path that does not exist, and `EnvironmentProblem` if the hub cannot be reached.
+    Raises `CheckpointError` for a repository that is missing, gated or without safetensors. Without a network
+    or with HF_HUB_OFFLINE the hub's local cache is used.
     """
     try:
         path = Path(source).expanduser()
@@ -356,7 +356,7 @@ def cached_file(repository: Repository, name: str, commit: str) -> Path:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Whether a file of the cache may be what its name says: earlier versions kept any answer."""
+    """Return True if a file of the cache may be what its name says: earlier versions kept any answer."""
     if path.suffix != ".json":
         return True
     with open_regular(path) as file:
@@ -367,7 +367,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 def _folder(repository: Repository, commit: str) -> Path:
-    """Where the hub's cache has the files of a commit."""
+    """Return the directory of the hub's cache for the files of a commit."""
     return _storage(repository) / "snapshots" / commit
 
 
@@ -390,7 +390,7 @@ def _remember(repository: Repository, revision: str | None, commit: str) -> None
 
 
 def online_or_cached(ask: Callable[[], _T], cached: Callable[[], _C]) -> _T | _C:
-    """What `ask` gets from the hub, or else what is in the local cache.
+    """Return what `ask` gets from the hub, or else what is in the local cache.
 
     Raises what `ask` raised where the cache has nothing, or the hub's answer is final.
     """
@@ -408,7 +408,7 @@ def online_or_cached(ask: Callable[[], _T], cached: Callable[[], _C]) -> _T | _C
 
 @contextmanager
 def answered(repository: Repository, revision: str | None) -> Iterator[None]:
-    """What huggingface_hub raises for an answer that it cannot use, of any kind, as `BadAnswer`."""
+    """Raise as `BadAnswer` what huggingface_hub raises for an answer that it cannot use, of any kind."""
     try:
         yield
     except Exception as error:

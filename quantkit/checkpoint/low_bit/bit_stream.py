@@ -10,7 +10,7 @@ _WHOLE = (1, 2, 4, 8)
 
 
 def words_of(codes: int, bits: int) -> int:
-    """int32 words that a stream of so many codes takes."""
+    """Return the number of int32 words of a stream of `codes` codes."""
     return -(-codes * bits // 32)
 
 

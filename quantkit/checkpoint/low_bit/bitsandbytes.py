@@ -44,7 +44,7 @@ _MOST_JSON = 1 << 16
 
 @dataclass(frozen=True)
 class QuantState:
-    """What the JSON in a `quant_state` tensor says, as bitsandbytes writes it."""
+    """The JSON in a `quant_state` tensor, as bitsandbytes writes it."""
 
     quant_type: str
     blocksize: int
@@ -104,7 +104,7 @@ class Bits4(LowBitWeight):
         return StoredGrid(self.spec, recoded[codes.int()], scales)
 
     def _scales(self, read: Read, low: int, high: int) -> torch.Tensor:
-        """Those of blocks `[low, high)`, float32."""
+        """Return the scales of blocks `[low, high)`, float32."""
         stored = read(flat(self.parts["scale"]), low, high)
         if stored.dtype != torch.uint8:
             return stored
@@ -163,7 +163,7 @@ def _state(stored: StoredTensor, read: Read | None) -> QuantState:
 
 
 def _are_sizes(state: QuantState) -> bool:
-    """Whether shape and block sizes are such that no index of their product overflows."""
+    """Return True if shape and block sizes are such that no index of their product overflows."""
     return (
         all(0 < size < 1 << 31 for size in state.shape)
         and 0 < state.blocksize <= 1 << 16

@@ -102,7 +102,7 @@ def _match(
 
 
 def _settings(checkpoint: Checkpoint) -> Settings:
-    """What config.json, or a file beside it, says of how weights are stored."""
+    """Return what config.json, or a file beside it, says of how weights are stored."""
     config = checkpoint.config
     # Multimodal models keep the section in the config of one part.
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]

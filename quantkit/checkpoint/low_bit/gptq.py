@@ -136,7 +136,7 @@ class Awq(LowBitWeight):
 
 
 def is_gptq(parts: Parts) -> bool:
-    """Whether words and scales are as wide as those of GPTQ."""
+    """Return True if words and scales are as wide as those of GPTQ."""
     return parts["codes"].shape[-1:] == parts["scale"].shape[-1:]
 
 

@@ -25,7 +25,7 @@ InPlace = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class GridSpec:
-    """What the codes and scales of one weight are, without their data.
+    """The codes and scales of one weight, without their data.
 
     format          values of the codes, in quantkit's coding (int formats are offset binary)
     shape           [N, K] of the matrix that the codes are of; of each matrix where there are several

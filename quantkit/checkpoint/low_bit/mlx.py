@@ -78,6 +78,6 @@ def _own_section(settings: Settings, codes: StoredTensor) -> Mapping[str, Any]:
 
 
 def _is_symmetric(read: Read, scale: StoredTensor, bias: StoredTensor) -> bool:
-    """Whether every bias is minus half its scale, exactly, and so is the half."""
+    """Return True if every bias is minus half its scale, exactly, and so is the half."""
     halves, found = read(scale) / 2, read(bias)
     return torch.equal(halves * 2, read(scale)) and torch.equal(-halves, found)

@@ -37,7 +37,7 @@ _LAYOUTS: tuple[tuple[Callable[[int, int], int], Unpack], ...] = (
 
 
 def integers(bits: int) -> NumberFormat:
-    """The number format of two's-complement codes with so many bits."""
+    """Return the number format of two's-complement codes with `bits` bits."""
     return _INT1 if bits == 1 else number_format(f"int{bits}")
 
 

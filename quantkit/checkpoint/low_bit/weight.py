@@ -25,7 +25,7 @@ Parts = Mapping[str, StoredTensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a checkpoint says of its quantization: `method` is its quant_method, `values` the whole section.
+    """A checkpoint's words on its quantization: `method` is its quant_method, `values` the whole section.
 
     `where` names the section in messages; `stated` is whether there is one.
     """
@@ -160,10 +160,10 @@ def powers_of_two(stored: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which scale of a stored tensor of scales belongs to which weights.
+    """The weights that each scale of a stored tensor of scales belongs to.
 
-    `grid` are the rows and columns of scales of one matrix, `size` the rows and columns of weights that
-    share one, `shared` whether all matrices share theirs.
+    `grid` are the rows and columns of scales of one matrix, `size` the rows and columns of weights that share
+    one. `shared` is True if all matrices share theirs.
     """
 
     grid: tuple[int, int]
@@ -222,7 +222,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _side(size: int, count: int, wanted: int | None) -> int | None:
-    """How many of `size` rows or columns share one of `count` scales; None where they fit nowise."""
+    """Return how many of `size` rows or columns share one of `count` scales; None where they fit nowise."""
     if count == 1:
         return size
     for block in (wanted, 128):

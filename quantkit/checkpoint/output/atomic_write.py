@@ -29,7 +29,7 @@ class FileRecord:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether `name` names a file directly inside a directory, and can never lead out of it."""
+    """Return True if `name` names a file directly inside a directory, and can never lead out of it."""
     if not isinstance(name, str) or name in (".", "..") or not _PLAIN_NAME.fullmatch(name):
         return False
     # What file systems hold; asking for a longer name is an error of its own.
@@ -37,7 +37,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def is_inside(path: Path) -> bool:
-    """Whether `path`, links followed, is in its directory or in the blobs of the same hub cache."""
+    """Return True if `path`, links followed, is in its directory or in the blobs of the same hub cache."""
     root = Path(os.path.realpath(path.parent))
     allowed = [root]
     if root.parent.name == "snapshots":
@@ -81,9 +81,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def disk_memory(directory: Path, size: int) -> mmap.mmap:
-    """So many bytes of a file in `directory` as memory; the file has no name, and goes with the memory.
+    """Return `size` bytes of a file in `directory` as memory; the file has no name, and goes with the memory.
 
-    `OutputError` where the disk has no room for all of them: writing to what it lacks ends a process.
+    Raises `OutputError` where the disk has no room for all of them: writing to what it lacks ends a process.
     """
     with writing(directory):
         # Ranks share the directory.

@@ -17,9 +17,9 @@ _ELSEWHERE = "Choose another place for it."
 def beside(directory: Path, names: Iterable[str] = ()) -> Iterator[None]:
     """Hold the lock of `directory` in the block, which writes files of these `names`, if it is an output.
 
-    An output has a manifest, a journal or a lock; of other directories nothing is asked. `OutputError` where
-    a run is at work or unfinished, for which a file that it did not write would be in the way, and for names
-    of files of the checkpoint.
+    An output has a manifest, a journal or a lock; of other directories nothing is asked. Raises `OutputError`
+    where a run is at work or unfinished: a file that it did not write would be in its way. Raises it too for
+    names of files of the checkpoint.
     """
     if not _is_output(directory):
         yield

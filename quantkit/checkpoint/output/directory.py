@@ -53,7 +53,7 @@ _OWN_NAMES = frozenset({LOCK_NAME, JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME, CONF
 
 
 class Mode(Enum):
-    """What the output directory may hold: nothing, this run unfinished, or any quantkit output."""
+    """Allowed contents of the output directory: nothing, this run unfinished, or any quantkit output."""
 
     NEW = "new"
     RESUME = "resume"
@@ -162,7 +162,7 @@ class OutputDirectory:
         self.lock.release()
 
     def is_done(self, filename: str) -> bool:
-        """Whether the shard is on the disk and need not be written."""
+        """Return True if the shard is on the disk and need not be written."""
         return filename in self._entries
 
     def details(self, filename: str) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class OutputDirectory:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether anything has this name; `OutputError` where that cannot be told."""
+    """Return True if anything has this name; `OutputError` where that cannot be told."""
     with writing(path):
         try:
             path.lstat()

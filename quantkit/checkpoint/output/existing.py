@@ -1,4 +1,4 @@
-"""What an output directory holds when a run starts, and what each mode makes of it."""
+"""Contents of an output directory when a run starts, and what each mode makes of them."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ _NO_FILE = (errno.ELOOP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on. `journal` is None if there is nothing left to do."""
+    """The point at which a run goes on. `journal` is None if there is nothing left to do."""
 
     journal: Journal | None
     entries: Mapping[str, Entry] = field(default_factory=dict)
@@ -55,7 +55,9 @@ class _Contents:
 
     @property
     def unnamed(self) -> bool:
-        """Whether only the name of config.json is missing: its writer was killed before the last rename."""
+        """Return True if only the name of config.json is missing: its writer was killed before the last
+        rename.
+        """
         if self.manifest is None or self.journal is not None or self.complete:
             return False
         entry = self.manifest["files"].get(CONFIG_NAME)
@@ -81,7 +83,7 @@ class _Contents:
 
 
 def is_resumable(path: Path) -> bool:
-    """Whether the directory `path` holds a run that is unfinished, to go by its files at this moment."""
+    """Return True if the directory `path` holds an unfinished run, to go by its files at this moment."""
     last = path / TEMP_CONFIG_NAME
     return (path / JOURNAL_NAME).is_file() or (last.is_file() and not (path / CONFIG_NAME).exists())
 

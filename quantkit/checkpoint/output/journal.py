@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class JournalState:
-    """What a journal says. `length` is the number of its bytes that are whole lines."""
+    """The lines of a journal, read. `length` is the number of its bytes that are whole lines."""
 
     run: dict[str, Any]
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def _line(content: Mapping[str, Any]) -> bytes:
 
 
 def _content(raw: bytes) -> dict[str, Any]:
-    """What a line says without its hash; `ValueError` if a byte of it is another than was written."""
+    """Return a line without its hash; `ValueError` if a byte of it is another than was written."""
     line = parse_json(raw, "it")
     content = {key: value for key, value in line.items() if key != LINE_HASH}
     if LINE_HASH not in line:

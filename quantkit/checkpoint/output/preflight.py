@@ -1,4 +1,4 @@
-"""What must hold before a run may write into an output directory; each refusal names its remedy."""
+"""Conditions that must hold before a run writes into an output directory; each refusal names its remedy."""
 
 import os
 import shlex
@@ -65,10 +65,10 @@ def make_directory(out: Path) -> bool:
 
 
 def occupants(out: Path, *, known: bool) -> list[Path]:
-    """What is in `out`, sorted, less the lock and temporary files.
+    """Return what is in `out`, sorted, less the lock and temporary files.
 
-    With `known`, a journal or manifest shows that quantkit wrote here, and every `.tmp-*` file
-    counts as its own; without, only the one that can come before the journal.
+    With `known`, a journal or manifest shows that quantkit wrote here, and every `.tmp-*` file counts as its
+    own; without, only the one that can come before the journal.
     """
     return [
         path for path in _listed(out) if path.name not in _BEFORE_JOURNAL and not (known and _is_temp(path))

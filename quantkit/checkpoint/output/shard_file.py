@@ -50,8 +50,8 @@ class Coverage:
 class PrefixHasher:
     """Hashes a growing file in a thread of its own, as far as it is known to be written.
 
-    It reads the bytes back, mostly from the page cache, so that the order in which they were
-    written does not matter and no tensor is kept for it.
+    It reads the bytes back, mostly from the page cache. So the order in which they were written does not
+    matter, and no tensor is kept for it.
     """
 
     def __init__(self, fd: int) -> None:

@@ -40,7 +40,7 @@ class Followed:
         self._done = frozenset(done)
 
     def is_done(self, filename: str) -> bool:
-        """Whether the file was there when the run began."""
+        """Return True if the file was there when the run began."""
         return filename in self._done
 
     def discard(self, filename: str) -> None:

@@ -52,7 +52,7 @@ class Bound:
         return x, y if bias is None else bias, y, sums
 
     def fixed(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[FixedLaunch, ...] | None:
-        """Return the launches of calls like this one, with addresses instead of operands.
+        """Return the launches of calls with x [m, k] and bias [n], with addresses instead of operands.
 
         Returns None if kernels need a copy of x, an operand is not aligned to 16 bytes, or a launch has no
         fixed form. This call must have been made before.
@@ -71,5 +71,5 @@ class Bound:
 
 
 def _filled(arguments: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> list[Any]:
-    """Return the arguments with operands in place of their numbers."""
+    """Return a launch's arguments with x [m, k], bias [n], y [m, n] and sums in place of their numbers."""
     return [operands[one.number] if type(one) is Operand else one for one in arguments]

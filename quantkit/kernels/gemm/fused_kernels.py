@@ -35,7 +35,7 @@ from quantkit.packing.tensor import PackedTensor
 
 
 def build_fragments(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[torch.Tensor, ...]:
-    """Build the fragment layout on the device of the weight; see `fragment_layout.build`."""
+    """Build the fragment layout of a weight [count * N, K] on its device; see `fragment_layout.build`."""
     if weight.device.type != "cuda":
         return build(weight, dtype, count)
     with torch.cuda.device(weight.device):
@@ -63,6 +63,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
         tile: Any = None,
         **prepared: Any,
     ) -> torch.Tensor:
+        """Return y [m, n] for x [m, k] and bias [n]."""
         if bias is not None:
             bias = bias.contiguous()
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
@@ -81,6 +82,7 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
         bias: torch.Tensor | None,
         tile: Any,
     ) -> Bound:
+        """Return the launch for x [m, k] and bias [n], bound to its operands."""
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
         return on_device(x.device, lambda features: bind(operands, tile, features))
 
@@ -266,7 +268,8 @@ def grouped(
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
     """Compile what `row` launches for `problem`, into Triton's cache, without a GPU to run it.
 
-    `layout` has the dtypes of the weight's, on any device. The target is that of Triton's active driver.
+    `layout` has the dtypes and shapes of the weight [N, K], on any device. The target is that of Triton's
+    active driver.
     """
     x = torch.empty(problem.m, problem.k, dtype=problem.dtype, device="meta")
     parts = tuple(part.to("meta") for part in layout)

@@ -222,7 +222,7 @@ def why_no_gate_up_tiles(problem: Problem) -> str | None:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return `x`, copied unless it starts at a multiple of 16 bytes, the size of vector loads."""
+    """Return x [m, k], copied unless it starts at a multiple of 16 bytes, the size of vector loads."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
@@ -253,10 +253,12 @@ def bound(
     prepare: Callable[[torch.Tensor], torch.Tensor] = aligned,
     sums: tuple[int, ...] = (),
 ) -> Bound:
-    """Return the product by `launches`, for operands like `op`."""
+    """Return the product by `launches`, for operands like `op`: y [m, n]. `sums` is the shape of float32
+    partial sums.
+    """
     return Bound(launches, output_size(op), op.x.dtype, op.x.device, prepare, sums)
 
 
 def as_it_is(x: torch.Tensor) -> torch.Tensor:
-    """Return `x`, for kernels that load it from any address."""
+    """Return x [m, k], for kernels that load it from any address."""
     return x

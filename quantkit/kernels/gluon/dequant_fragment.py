@@ -26,10 +26,10 @@ def pdl_launch_dependents():
 
 @gluon.jit
 def row_tile_of(number, N, GATED: gl.constexpr):
-    """Return the row tile of a number. With GATED, number 2 i is tile i of the gate, number 2 i + 1 tile i of
-    up.
+    """Return the row tile of a number: int32 [...] or scalars.
 
-    Gate is the first half of all N rows, up the second.
+    With GATED, number 2 i is tile i of the gate, number 2 i + 1 tile i of up. Gate is the first half of all N
+    rows, up the second.
     """
     tile = number
     if GATED:
@@ -39,8 +39,9 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 
 @gluon.jit
 def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
-    """Return the row tile of a warp, of COUNT from number `first` on, at most `last`; warps beyond get the
-    last.
+    """Return the row tile of each warp [...], int32, of COUNT from number `first` on, at most `last`.
+
+    Warps beyond get the last.
     """
     return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
 
@@ -83,8 +84,9 @@ def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def fill_table(lut, FILL: gl.constexpr):
-    """Return the address that `Expression.table` takes: `lut`, or that of a table in shared memory filled
-    from it.
+    """Return the address that `Expression.table` takes, for values `lut` [2**bits], a pointer.
+
+    It is `lut`, or that of a table in shared memory filled from it.
     """
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
@@ -108,7 +110,7 @@ def dequant_a_fragment(
     PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
     TILES: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize a k_step of codes, without scales: for each of its SUBTILES a DTYPE [16 W, 128].
+    """Dequantize a k_step of codes, without scales: for each of its SUBTILES a DTYPE [16 * W, 128].
 
     `words` are int32 [W, C, 128] for each register of a code.
     """

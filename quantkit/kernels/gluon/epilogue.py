@@ -32,7 +32,7 @@ def _outputs_of(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _outputs(first, count, N, S: gl.constexpr):
-    """Return the output feature and the row of x of each output: [row tiles, rows of x * 16] if broadcast.
+    """Return the output feature and the row of x of each output, int32 [row tiles, rows * 16] if broadcast.
 
     The program has `count` row tiles, from number `first` on. Other row tiles get output feature N, a mask.
     """
@@ -106,7 +106,7 @@ def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
 
 @gluon.jit
 def _rms_of_outputs(rms_smem, S: gl.constexpr):
-    """Load 1 / rms of each row of x from shared memory and broadcast it to [row tiles, rows of x * 16]."""
+    """Load 1 / rms of each row of x, float32, from shared memory; broadcast it to [row tiles, rows * 16]."""
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     zeros = gl.reshape(
         gl.full([S.padded_row_tiles, S.rows * 16], 0.0, gl.float32, OUT), (S.padded_row_tiles, S.rows, 16)
@@ -120,6 +120,6 @@ def _rms_of_outputs(rms_smem, S: gl.constexpr):
 
 @gluon.jit
 def _gate_up_rows(values, S: gl.constexpr):
-    """Split [row tiles, rows of x * 16] into gate and up, [row tiles / 2, rows of x * 16] each."""
+    """Split float32 [row tiles, rows * 16] into gate and up, [row tiles / 2, rows * 16] each."""
     values = gl.reshape(values, (S.padded_row_tiles // 2, 2, S.rows * 16))
     return gl.split(gl.permute(values, (0, 2, 1)))

@@ -9,14 +9,18 @@ _BRING = tl.constexpr("prefetch.global.L2 [$1];\nmov.b32 $0, 0;")
 
 @triton.jit
 def cache_line_offsets(start, SIZE: tl.constexpr):
-    """Return the offsets of the 128-byte cache lines in SIZE elements, a power of two, from `start` on."""
+    """Return the offsets int32 [SIZE / A] of the 128-byte cache lines in SIZE elements from pointer `start`
+    on.
+
+    SIZE is a power of two; a cache line has A elements.
+    """
     A: tl.constexpr = 1024 // start.dtype.element_ty.primitive_bitwidth
     return tl.arange(0, SIZE // A if SIZE > A else 1) * A
 
 
 @triton.jit
 def prefetch_l2(at):
-    """Prefetch the cache lines at addresses `at` to L2.
+    """Prefetch the cache lines at pointers `at` [...] to L2.
 
     It is a hint. L2 is coherent, so data written later is read correctly.
     """

@@ -61,10 +61,10 @@ def stage_scales(
     values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr,
     STAGED_BLOCKS: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the scales of COUNT row tiles from number `first` on to shared memory: STAGED_BLOCKS
-    blocks.
+    """Start copying the scales of COUNT row tiles, from number `first` on, to shared memory.
 
-    Blocks begin at `block`. The copies belong to the next group of asynchronous copies that is committed.
+    Returns [STAGED_BLOCKS, W, words of a row tile], the first a power of two, for blocks from `block` on. The
+    copies belong to the next group of asynchronous copies that is committed.
     """
     KIND: gl.constexpr = _smem_type(values.dtype.element_ty, V)
     SIZE: gl.constexpr = triton.next_power_of_2(STAGED_BLOCKS)
@@ -94,7 +94,7 @@ def stage_scales(
 
 @gluon.jit
 def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Load the words of a block from `stage_scales`, in the form of `load_scale_words`."""
+    """Load the words of a block, int32 [W, 8], from `stage_scales`, in the form of `load_scale_words`."""
     KIND: gl.constexpr = _smem_type(STORED, V)
     if KIND[1] == 1:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -112,7 +112,7 @@ def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl
 
 @gluon.jit
 def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Unpack words to values [16 W, V] of DTYPE."""
+    """Unpack words int32 [W, 8] or [W, 8, WORDS] to values [16 * W, V] of DTYPE."""
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
         values = words.to(DTYPE, bitcast=True)
@@ -130,7 +130,7 @@ def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
 def dequant_scales(
     words, STORED: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr
 ):
-    """Convert words to scales [16 W, V] of DTYPE; KIND is the encoding of 8-bit scales."""
+    """Convert words int32 [W, 8] to scales [16 * W, V] of DTYPE; KIND is the encoding of 8-bit scales."""
     if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
         scales = _of_bytes(words, KIND, DTYPE, V, W)
     else:
@@ -140,7 +140,7 @@ def dequant_scales(
 
 @gluon.jit
 def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Convert words to scales [16 W, V] in an encoding KIND that carries a factor."""
+    """Convert words [W, 8] to scales [16 * W, V] of DTYPE, in an encoding KIND that carries a factor."""
     ASM: gl.constexpr = bfloat16_of_bytes(KIND, "4140", "4342")
     word = words.to(gl.int32)
     first, second = gl.inline_asm_elementwise(ASM, "=r,=r,r", [word], (gl.int32, gl.int32), True, 1)
@@ -149,14 +149,14 @@ def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W
 
 @gluon.jit
 def _rows_first(values, V: gl.constexpr, W: gl.constexpr):
-    """Reorder values of rows r and r + 8 of each row tile to [16 W, V]."""
+    """Reorder values [W, 8, V, 2] of rows r and r + 8 of each row tile to [16 * W, V]."""
     values = gl.reshape(values, (W, 8, V, 2))
     return gl.reshape(gl.permute(values, (0, 3, 1, 2)), (16 * W, V))
 
 
 @gluon.jit
 def _field(words, NUMBER: gl.constexpr, DTYPE: gl.constexpr):
-    """Return value NUMBER of each word."""
+    """Return value NUMBER of each word int32 [...], in DTYPE if that has 16 bits, else in int8."""
     bits = words >> (NUMBER * DTYPE.primitive_bitwidth)
     if DTYPE.primitive_bitwidth == 16:
         value = bits.to(gl.int16).to(DTYPE, bitcast=True)

@@ -70,8 +70,9 @@ def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def norm_weights(norm, S: gl.constexpr):
-    """Load the weights of the norm of x at the columns of each warp, as words of `_load_x`; () without a
-    norm.
+    """Load the weights [K] of the norm of x at the columns of each warp; () without a norm.
+
+    They are words of `_load_x`, int32 [W, 32, 4].
     """
     weights = ()
     if S.norms_x:
@@ -128,7 +129,7 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
 
 @gluon.jit
 def unpack2(words, DTYPE: gl.constexpr):
-    """Unpack the two 16-bit floats of each word to two float32."""
+    """Unpack the two 16-bit floats of each word int32 [...] to two float32."""
     if DTYPE == gl.bfloat16:
         low = (words << 16).to(gl.float32, bitcast=True)
         high = (words & -65536).to(gl.float32, bitcast=True)
@@ -140,14 +141,17 @@ def unpack2(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def pack2(low, high, DTYPE: gl.constexpr):
-    """Pack two float32 into the 16-bit floats of a word."""
+    """Pack two float32 [...] into the 16-bit floats of a word int32."""
     low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
 
 
 @gluon.jit
 def _copy(x, M, order, x_smem, S: gl.constexpr):
-    """Copy x to shared memory [vec4 number, warp, 1, row, word, t], 16 bytes at a time (cp.async)."""
+    """Copy x [M, K] to shared memory, 16 bytes at a time (cp.async).
+
+    There it is int32 [vec4 number, W, 1, row, word, t].
+    """
     SIZES: gl.constexpr = S.x_shape
     LAYOUT: gl.constexpr = copy_layout(SIZES, S.warps)
     number, warp = _axis_index(0, SIZES, LAYOUT), _axis_index(1, SIZES, LAYOUT)
@@ -245,9 +249,10 @@ def _load_x(x, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
-    """Return RMSNorm of x, of which this warp has `words`, or of x + `other`, which it writes to `total`.
+    """Return RMSNorm of x, or of x + `other`, [M, K], as words int32 [W, 32, 4] for each number.
 
-    Numbers are rounded where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
+    `words` are those of x that this warp has. The sum is written to `total` [M, K]. Numbers are rounded where
+    `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     ROW_LAYOUT: gl.constexpr = _row_layout(S)
@@ -311,14 +316,15 @@ def _unit_scales(S: gl.constexpr):
 
 @gluon.jit
 def _transpose_words(words):
-    """Transpose 16 bytes of x per warp lane to vec4s (p0, e1)."""
+    """Transpose 16 bytes of x per warp lane, int32 [W, 32, 4], to vec4s (p0, e1)."""
     return gl.inline_asm_elementwise(_EXCHANGE, "=r,=r,=r,=r,r,r,r,r", [words], gl.int32, True, 4)
 
 
 @gluon.jit
 def _stage_floats(words, x_smem, S: gl.constexpr):
-    """Store words of `_load_x` as `_copy` does, or with `S.shared_table` as (e0, e1) of each p0; return the
-    units.
+    """Store words of `_load_x`, int32 [W, 32, 4], as `_copy` does; return the units, float32 [W, rows].
+
+    With `S.shared_table` they are stored as (e0, e1) of each p0.
     """
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.float_shape
@@ -346,7 +352,7 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _stage_digits(words, x_smem, S: gl.constexpr):
-    """Store the digits of x in shared memory; return the units of x."""
+    """Store the digits of words int32 [W, 32, 4] in shared memory; return units of x, float32 [W, rows]."""
     GROUPS: gl.constexpr = S.column_groups
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.digit_shape
@@ -372,7 +378,10 @@ def _stage_digits(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
-    """Return the run of half HALF of an mma pair: bytes of planes APART apart, or for APART == 1 products."""
+    """Return the run of half HALF of an mma pair, int32 [...].
+
+    A run is of bytes of planes APART apart, or for APART == 1 of products.
+    """
     if APART == 1:
         run = 2 * mma_pair + HALF
     else:
@@ -429,7 +438,7 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
 
 @gluon.jit
 def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
-    """Return the two numbers of each word in units, as integers plus 0x808080."""
+    """Return the two numbers of each word int32 [W, 32, 4] in units, as integers plus 0x808080."""
     low, high = unpack2(words, DTYPE)
     low = (low * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
     high = (high * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
@@ -444,7 +453,9 @@ def _split_words(vec4s, W: gl.constexpr):
 
 @gluon.jit
 def _split_digits(a, b, c, d):
-    """Return the highest, middle and lowest digits of four numbers, as three words of four digits."""
+    """Split four int32 numbers [...] into highest, middle and lowest digits, three words of four
+    digits.
+    """
     return gl.inline_asm_elementwise(
         _SPLIT, "=&r,=&r,=&r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32), True, 1
     )

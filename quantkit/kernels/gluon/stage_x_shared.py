@@ -23,7 +23,7 @@ ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 @gluon.constexpr_function
 def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
-    """Return the layout of sums [16 W, BM]: a warp has 16 rows."""
+    """Return the layout of sums [16 * W, BM]: a warp has 16 rows."""
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
     return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
@@ -63,8 +63,9 @@ def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
 
 @gluon.jit
 def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Add weights [16 W, 128] times x [BM, 128] to `total` [16 W, BM]; with ON_SUMS, times `row_scales` [16
-    W].
+    """Add weights [16 * W, 128] times x [BM, 128] to `total` float32 [16 * W, BM].
+
+    With ON_SUMS the product is multiplied by `row_scales` [16 * W].
     """
     q = gl.convert_layout(q, A, assert_trivial=True)
     columns = x.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2))
@@ -83,7 +84,7 @@ def _in_place(count: int) -> str:
 
 @gluon.jit
 def _wait(product, BM: gl.constexpr):
-    """Wait for the products that this warp group started; return the sums of `product`, float32 [16 W, BM].
+    """Wait for the products that this warp group started; return the sums of `product`, float32 [16 * W, BM].
 
     Not `warpgroup_mma_wait`: from Triton 3.8 on it makes all W warps wait for each other. That took 1.07
     times as long (H200, median of 48 products with 4 to 32 rows of x). x is not overwritten, so no barrier is
@@ -102,10 +103,11 @@ def _wait(product, BM: gl.constexpr):
 
 @gluon.jit
 def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Start the product of weights [16 W, 128] and block `at` of x; return it and `row_scales` [16 W] for
-    `wait_mma`.
+    """Start the product of weights `q` [16 * W, 128] and block `at` of x [BM, 128]; `wait_mma` takes what it
+    returns.
 
-    The 128 columns are multiplied in two halves: operand A of all columns would take twice the registers.
+    That is the product, float32 [16 * W, BM], and `row_scales` [16 * W]. The 128 columns are multiplied in
+    two halves: operand A of all columns would take twice the registers.
     """
     first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
     first = gl.convert_layout(first, A, assert_trivial=True)
@@ -122,7 +124,7 @@ def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.con
 
 @gluon.jit
 def wait_mma(total, pending, ON_SUMS: gl.constexpr):
-    """Wait for a product of `start_mma` and return the sums [16 W, BM] with it."""
+    """Wait for a product of `start_mma` and return the sums, float32 [16 * W, BM], with it."""
     product, row_scales = pending
     found = _wait(product, total.shape[1])
     if ON_SUMS:

@@ -21,7 +21,8 @@ from quantkit.kernels.gluon.compat import barrier
 
 @gluon.jit
 def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.constexpr, BM: gl.constexpr):
-    """Return the work of this program: (whole tiles, all work items, first k_step, end k_step, has_partial).
+    """Return the work of this program, int32 scalars: (whole tiles, all work items, first k_step, end k_step,
+    has_partial).
 
     k_steps count over all shared tiles. `has_partial` is 1 if the program's last k_steps are the beginning of
     a tile that another program writes. That item is done first. The end of a tile that others began is done
@@ -40,7 +41,7 @@ def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.
 
 @gluon.jit
 def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, STEPS):
-    """Return (tile, first k_step, end k_step) of work item `number` of this program."""
+    """Return (tile, first k_step, end k_step), int32 scalars, of work item `number` of this program."""
     is_whole = (number >= has_partial) & (number < whole + has_partial)
     other = gl.where(number < has_partial, (end - 1) // TILE_STRIDE, begin // TILE_STRIDE)
     tile = gl.where(
@@ -53,7 +54,7 @@ def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, 
 
 @gluon.jit
 def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
-    """Return the first program with k_steps of a shared tile."""
+    """Return the first program with k_steps of a shared tile, an int32 scalar."""
     return (tile - WHOLE_TILES) * TILE_STRIDE // gl.maximum(STEPS_PER_PROGRAM, 1)
 
 
@@ -115,14 +116,20 @@ def _partial_pointers(
 
 @gluon.jit
 def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr):
-    """Return the pointer to the flag of a warp group of `program`."""
+    """Return the pointer to the flag, int64, of a warp group of `program` [...].
+
+    Flags follow the float32 sums [programs, BN * BM].
+    """
     flags = sums + gl.num_programs(0).to(gl.int64) * (BN * BM)
     return flags.to(gl.pointer_type(gl.int64), bitcast=True) + program * (BN // 64) + group
 
 
 @gluon.jit
 def _load_acquire(words):
-    """Load flags of other programs; what those wrote before the flag is visible after this."""
+    """Load flags of other programs from pointers [...] to int64.
+
+    Stores of those programs before the flag are visible after this.
+    """
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [words], dtype=gl.int64, is_pure=False, pack=1
     )

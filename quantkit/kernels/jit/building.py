@@ -69,7 +69,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def refuse_if(flag: torch.Tensor, message: str) -> None:
-    """Let the block raise `FormatError(message)` if `flag`, a one-element tensor, is not zero."""
+    """Let the block raise `FormatError(message)` if `flag`, bool or integer [1], is not zero."""
     _ask(_Pending(faults=[(flag, message)]))
 
 

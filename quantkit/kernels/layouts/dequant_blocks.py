@@ -38,7 +38,10 @@ def select_matrix(
     codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr,
     PLANES: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Offset the operands of stacked weights, each with N rows, to matrix number `matrix`."""
+    """Offset the operands of stacked weights [matrices, N, K], pointers, to matrix number `matrix`.
+
+    `factor` is float32 [matrices], `lut` [matrices, 2**bits].
+    """
     BITS: tl.constexpr = 16 * TILES // PLANES
     row_tile = matrix.to(tl.int64) * ((N + 15) // 16)
     lanes = row_tile * (16 * BLOCKS * V)
@@ -126,7 +129,7 @@ def _moved(lanes, FIELDS: tl.constexpr, PLANE: tl.constexpr, MOVE: tl.constexpr)
 
 @triton.jit
 def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: tl.constexpr):
-    """Run PTX with one int16 output per plane, for two elements at a time."""
+    """Run PTX on int16 operands [...], with one int16 output per plane, for two elements at a time."""
     if PLANES == 2:
         return tl.inline_asm_elementwise(ASM, CONSTRAINTS, operands, (tl.int16, tl.int16), True, 2)
     elif PLANES == 4:

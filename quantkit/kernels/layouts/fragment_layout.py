@@ -179,6 +179,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
+        """Reorder values of groups [N, groups] to the lanes that multiply them."""
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
@@ -221,8 +222,8 @@ def join(
     k: int,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[torch.Tensor, ...], ...]] | None:
-    """Concatenate layouts of weights of one scheme and K along N, for activations of `dtype`; `rows` has each
-    N.
+    """Concatenate layouts of weights [N, K] of one scheme and K along N, for activations of `dtype`; `rows`
+    has each N.
 
     Returns the tensors of the whole, and those of each weight as views. Returns None if a weight before the
     last has no whole row tiles, or if values differ. Factors may differ by powers of two that scales can take
@@ -275,7 +276,7 @@ def _rows_at_once(shape: Geometry) -> int:
 
 
 def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
-    """Return the codes of `weight` as int16 [row tiles, spans, tiles, 256]."""
+    """Return the codes of `weight` [N, K] as int16 [row_tiles, spans, tiles, 256]."""
     number_format, device, n = weight.scheme.format, weight.device, weight.shape[0]
     words = torch.empty(shape.row_tiles, shape.spans, shape.tiles, LANES, dtype=torch.int16, device=device)
     reserved = _reserved(number_format, device)
@@ -405,7 +406,10 @@ def repack_codes_reference(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack as `place_codes`, by torch operations in int32."""
+    """Repack codes uint8 [rows, columns] as `place_codes`, by torch operations in int32.
+
+    `words` is int16 [row_tiles, spans, tiles, 256], written from row tile `first` on; `found` int32 [1].
+    """
     if found is not None:
         reserved = _reserved(number_format, codes.device)
         assert reserved is not None

@@ -75,7 +75,9 @@ def padding(kind: str) -> int:
 
 
 def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None:
-    """Return scales of the layout times 2^-binades; None if `kind` cannot represent them."""
+    """Return scales of the layout [...] times 2^-binades, same dtype; None if `kind` cannot represent
+    them.
+    """
     if kind == "e8m0":
         return _bytes((scale.view(torch.uint8).int() - binades).clamp(min=0))
     if kind == "e5m3" and binades <= _ROOM:
@@ -85,10 +87,10 @@ def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """Return numbers 0 to 255 as int8 with the same bits."""
+    """Return integers 0 to 255 [...] as int8 with the same bits."""
     return numbers.to(torch.uint8).view(torch.int8)
 
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2^exponent, float64, exact on every device."""
+    """Return 2^exponent, float64, for integers [...]; exact on every device."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)

@@ -42,7 +42,10 @@ def activate_experts_reference(
     alpha: float = 1.0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Compute `activate_experts` by torch, row by row."""
+    """Compute `activate_experts` by torch, row by row.
+
+    y is [P, 2 * N], `index` [P], `bias` [experts, 2 * N]; returns [P, N] in y's dtype.
+    """
     rows = []
     for row, expert in zip(y.float(), index.flatten().tolist(), strict=True):
         gate, up = row.chunk(2)

@@ -268,7 +268,9 @@ def _grouped(
     single_row_ratio: int,
     chained: bool,
 ) -> tuple[Problem, str, Grouping, Any]:
-    """Return the problem of one matrix, the kernel's name, the grouping and the tile, for `x` [T or P, K]."""
+    """Return the problem of one matrix, the kernel's name, the grouping and the tile, for `x` [T, K] or [P,
+    K].
+    """
     routed, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, routed, out_features, columns, parse_token(scheme), x.dtype)
     top_k = routed // x.shape[0]

@@ -122,7 +122,7 @@ def route(
 
 @triton.jit
 def _sigmoid(x):
-    """Return sigmoid(x) [any shape]."""
+    """Return sigmoid(x), float32 [...]."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 

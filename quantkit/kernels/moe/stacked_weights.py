@@ -50,7 +50,10 @@ def can_be_one(weight: PackedTensor) -> bool:
 
 
 def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build the layouts of weights that `can_be_one`, or of one weight: tensors [len(weights), ...]."""
+    """Build the layouts of weights [N, K] that `can_be_one`, or of one weight.
+
+    Each tensor returned begins with an axis of weights.
+    """
     scheme, (n, k), count = weights[0].scheme, weights[0].shape, len(weights)
     of_all = zip(*(weight.tensors for weight in weights), strict=True)
     parts = {name: torch.cat(tensors) for name, tensors in zip(scheme.part_names, of_all, strict=True)}

@@ -21,7 +21,7 @@ def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.con
 
 @triton.jit
 def gated(x, up, KIND: tl.constexpr):
-    """Return f(x) * up [any shape] in x's dtype; f is SiLU or GELU by tanh, by KIND."""
+    """Return f(x) * up [...] in x's dtype; f is SiLU or GELU by tanh, by KIND."""
     numbers = x.to(tl.float32)
     if KIND == "silu":
         found = numbers / (1.0 + tl.exp(-numbers))

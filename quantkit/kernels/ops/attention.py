@@ -148,9 +148,10 @@ def _decode_attention(
 def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device: torch.device) -> bool:
     """Return True if `rotated_attention` is faster on `device` than `rotate_append` and `decode_attention`.
 
-    Tensors are as `why_not` takes them. With PDL it is faster in two cases. Either there are at most 1/6 key
-    heads per multiprocessor (the first of `PLANS`), and programs attend to all their keys in one step. Or
-    there is at most one key head per multiprocessor, and one program has all its keys.
+    Tensors are as `why_not` takes them: query [B, heads, 1, D], keys and values [B, kv_heads, L, D]. With PDL
+    it is faster in two cases. Either there are at most 1/6 key heads per multiprocessor (the first of
+    `PLANS`), and programs attend to all their keys in one step. Or there is at most one key head per
+    multiprocessor, and one program has all its keys.
 
     H200, a layer of Llama-3 8B: 44.7 to 45.5 us instead of 46.4 to 47.0 with 1 sequence, 76.6 to 77.6 instead
     of 78.4 to 79.0 with 16. Larger heads would spill registers.
@@ -181,8 +182,8 @@ def rotated_attention(
     """Compute `decode_attention` of the result of `rotate_append` for one token, T = 1, in one launch less.
 
     Results are equal to the bit, except that squares in `norms` are summed in another order. Shapes are those
-    of `rotate_append`; `mask` is [B or 1, 1, 1, L]. All tensors but `cache_length` have the dtype of `q`. The
-    last strides of `keys` and `values` are 1.
+    of `rotate_append`: `q` [B, H, 1, D]; `mask` is [B or 1, 1, 1, L]. All tensors but `cache_length` have the
+    dtype of `q`. The last strides of `keys` and `values` are 1.
 
     With `settled`, `keys`, `values`, `cache_length` and `mask` are read before PDL's wait. No kernel since
     the start of the last such attention may then write them. Each kernel with PDL must wait for the one

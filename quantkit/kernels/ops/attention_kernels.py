@@ -234,13 +234,13 @@ def _finish(
 
 @triton.jit
 def _relative(largest, top):
-    """Return exp2(largest - top) [any shape], which makes sums relative to `top`; 0 for -inf."""
+    """Return exp2(largest - top) [...], which makes sums relative to `top`; 0 for -inf."""
     return tl.where(largest > -float("inf"), tl.exp2(largest - top), 0.0)
 
 
 @triton.jit
 def _divided(acc, total):
-    """Return `acc` / `total` [any shape]; 0 where the sum of the weights is 0."""
+    """Return `acc` / `total` [...]; 0 where the sum of the weights is 0."""
     return acc / tl.where(total == 0.0, 1.0, total)
 
 
@@ -301,7 +301,7 @@ def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _other_half(at, d, valid, D: tl.constexpr):
-    """Load the partner of each feature `d` [any shape] under rotation, from the other half of a head."""
+    """Load the partner of each feature `d` [...] under rotation, from the other half of a head."""
     return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=valid, other=0.0)
 
 
@@ -325,7 +325,7 @@ def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.co
 
 @triton.jit
 def _rotated(x, other, cos, sin, is_low):
-    """Rotate features `x` [any shape] with their `other` halves, rounded as torch does."""
+    """Rotate features `x` [...] with their `other` halves, rounded as torch does."""
     one = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype).to(tl.float32)
     two = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype).to(tl.float32)
     return tl.where(is_low, one - two, one + two).to(x.dtype)
@@ -430,7 +430,7 @@ def _seen(
 
 @triton.jit
 def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
-    """Return what is added to the scores of keys `at` [any shape], float32: -inf for hidden keys."""
+    """Return what is added to the scores of keys `at` [...], float32: -inf for hidden keys."""
     if PTX:
         at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
     valid = at < LENGTH

@@ -91,8 +91,10 @@ class GpuBench:
 
 @contextmanager
 def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[None]:
-    """Turn lack of registers or memory into `Unfit`, and any other error into a `KernelError`: the GPU may be
+    """Turn lack of registers or memory into `Unfit`, and other errors into `KernelError`: the GPU may be
     lost.
+
+    `packed` is a weight [N, K], `m` the rows of x.
     """
     try:
         yield

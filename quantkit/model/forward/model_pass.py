@@ -90,7 +90,7 @@ class ModelPass:
 
     @property
     def call(self) -> Call:
-        """What the block is called with; its hidden states are at `home` outside of `loaded`."""
+        """Return the arguments of the block; its hidden states are at `home` outside of `loaded`."""
         assert self._call is not None
         return self._call
 
@@ -162,7 +162,7 @@ class ModelPass:
 
 
 def _is_plain(call: Call) -> bool:
-    """Whether a block can change nothing that it is called with."""
+    """Return True if a block can change nothing that it is called with."""
     return all(map(_is_constant, call.values))
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 class Abandoned(BaseException):
-    """Unwinds a suspended function that nobody will resume."""
+    """Unwinds a suspended function that will not be resumed."""
 
 
 class Suspended:
@@ -52,7 +52,7 @@ class Suspended:
         return self._wait()
 
     def abandon(self) -> None:
-        """End the thread where it next stops; whoever waits for it gets an exception."""
+        """End the thread where it next stops; a caller that waits for it gets an exception."""
         self._abandoned = True
         self._go.release()
         self._thread.join()

@@ -1,4 +1,6 @@
-"""What the forward of a model does to weights in place, noted on the meta device to be done to real ones."""
+"""Changes that the forward of a model makes to weights in place: noted on the meta device, then made to real
+ones.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -48,7 +48,7 @@ class Allocated:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Allocated":
-        """What `to_dict` made."""
+        """Read what `to_dict` wrote."""
         allocation = Allocation.from_dict(data["allocation"])
         return cls(Recipe.from_dict(data["recipe"]), allocation, tuple(data["notes"]))
 
@@ -85,12 +85,12 @@ def allocate_formats(
     read: Callable[[int], Samples],
     report: Progress | None = None,
 ) -> Allocated:
-    """The recipe that has the rules of `recipe` first and then, with the method of its default, for every
-    other linear of the decoder the format that makes the expected divergence the smallest within `budget`.
+    """Return a recipe that gives linears of the decoder the formats of least divergence within `budget`.
 
-    `read` gives calibration samples for an embedding of so many rows. `UsageError` for a budget out of reach,
-    formats that the method cannot do or whose costs are not known, and models whose sensitivity cannot be
-    measured.
+    The rules of `recipe` come first. Every other linear gets the method of its default, and a format such
+    that the sum of expected divergences is the smallest. `read` gives calibration samples for an embedding
+    with a number of rows. Raises `UsageError` for a budget out of reach and for formats that the method
+    cannot do or whose costs are not known. It also does for models whose sensitivity cannot be measured.
     """
     method, limit = method_named(recipe.default.method), budget.limit
     choices = candidates(method.name, budget.formats)
@@ -133,8 +133,9 @@ def _costs(
     groups: Sequence[Sequence[Linear]],
     schemes: Mapping[str, Sequence[Scheme]],
 ) -> tuple[list[dict[int, int]], tuple[str, ...]]:
-    """What each group costs by the number of its scheme, without those whose cost is not known; and a note
-    on these. `UsageError` where a group has no other.
+    """Return the cost of each group by the number of its scheme, and a note on schemes without known costs.
+
+    Those are left out. Raises `UsageError` where a group has no other.
     """
     rows = []
     unknown: dict[tuple[int, int], dict[str, None]] = {}
@@ -211,7 +212,7 @@ def _losses(
     read: Callable[[int], Samples],
     report: Progress | None,
 ) -> tuple[Losses, tuple[str, ...]]:
-    """What each scheme costs each linear: from the cache, or measured and put there; and notes."""
+    """Return the loss of each scheme for each linear, from the cache or measured and put there; and notes."""
     # float32 whatever the model is in: what is measured are small differences.
     decoder = Decoder(checkpoint, device, torch.float32)
     if decoder.head_name is None:

@@ -1,4 +1,4 @@
-"""What an allocation gave to every group of linears."""
+"""The result of an allocation: the scheme of every group of linears, and its cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from quantkit.quantization.allocate.budget import Limit
 
 @dataclass(frozen=True)
 class Share:
-    """What one group got: its linears, the scheme, its bytes, what it costs of the limit in what that counts,
-    and the divergence that is expected of it.
+    """The scheme of one group of linears, its bytes, its cost and its expected divergence.
+
+    The cost is in the unit that the limit counts.
     """
 
     linears: tuple[str, ...]
@@ -22,10 +23,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What was asked for and what every group got.
+    """A budget, and the share of it that every group got.
 
     `weights` are those of the groups, `allowed` what they may cost, in what the limit counts, and `cost` what
-    they do; `divergence` is the KL divergence in nats per token that is expected of all groups together.
+    they do. `divergence` is the KL divergence in nats per token that is expected of all groups together.
     """
 
     limit: Limit

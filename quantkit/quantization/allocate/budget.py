@@ -1,4 +1,4 @@
-"""What an allocation may spend, and what linears cost of it: bytes, or measured time of decoding."""
+"""Budgets of an allocation, and what linears cost of them: bytes, or measured time of decoding."""
 
 import math
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ Price = Callable[[Linear, Scheme], int | None]
 
 @dataclass(frozen=True)
 class Limit(ABC):
-    """How much may be spent on all linears that are allocated together: `amount` of the kind's unit."""
+    """The most that all linears allocated together may cost: `amount` of the kind's unit."""
 
     amount: float
 
@@ -47,16 +47,18 @@ class Limit(ABC):
 
     @property
     def option(self) -> str:
-        """Of the command line."""
+        """Return the option of the command line."""
         return f"--{self.key.replace('_', '-')}"
 
     @abstractmethod
     def in_one(self, weights: int) -> float:
-        """How many of what is counted are one of the unit, for so many weights."""
+        """Return the number of `counts` in one unit, for `weights` weights."""
 
     @abstractmethod
     def price(self, checkpoint: Checkpoint) -> Price:
-        """What linears of a checkpoint cost. `UsageError` where nothing is known of that."""
+        """Return the function that prices linears of a checkpoint. Raises `UsageError` where no times are
+        known.
+        """
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -64,7 +66,7 @@ class Limit(ABC):
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Limit":
-        """What `to_dict` wrote; `KeyError` or `TypeError` for anything else."""
+        """Read what `to_dict` wrote; `KeyError` or `TypeError` for anything else."""
         if MillisecondsPerToken.key in data:
             return MillisecondsPerToken(data[MillisecondsPerToken.key], data["gpu"])
         return BitsPerWeight(data[BitsPerWeight.key])
@@ -156,8 +158,9 @@ def stored_bytes(linear: Linear, scheme: Scheme) -> int:
 
 
 def launches(checkpoint: Checkpoint, linear: Linear) -> int:
-    """How often one token is multiplied with a matrix of a linear: once, or with those of the experts that it
-    chooses.
+    """Return the number of products of one token with matrices of a linear.
+
+    It is 1. For experts it is the number that a token chooses, and twice that for gate and up.
     """
     if linear.kind != "experts":
         return 1

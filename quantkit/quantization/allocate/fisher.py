@@ -1,4 +1,4 @@
-"""What passes forward and back show of linears: Hessians of inputs, and squares of gradients, over tokens.
+"""Hessians of inputs and squares of gradients of linears, summed over the tokens of passes forward and back.
 
 The gradients are those of the log probability of tokens that the model draws, so that their squares are the
 Fisher information (`quantization/allocate/sensitivity.py`).
@@ -19,7 +19,7 @@ from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What passes show of linears that share an input: sums over tokens, float32.
+    """Sums over tokens for linears that share an input, float32.
 
     weighted  [K, K] sum of |g|^2 x x^T, g of all of them together
     weight    sum of |g|^2
@@ -36,8 +36,10 @@ class Seen:
     def of(
         cls, name: str, inputs: torch.Tensor, slopes: Mapping[str, torch.Tensor], *, unweighted: bool
     ) -> Self:
-        """Of inputs [..., K] and the gradients [..., N] at the outputs of each linear; `unweighted` for
-        `inputs` too. `FormatError` with the `name` of one of them if an input is not finite.
+        """Sum over inputs [..., K] and the gradients [..., N] at the outputs of each linear.
+
+        With `unweighted` also `inputs`. Raises `FormatError` with the `name` of one of them if an input is
+        not finite.
         """
         flat = inputs.reshape(-1, inputs.shape[-1])
         check_finite(flat, name)
@@ -65,7 +67,7 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class ExpertCall:
-    """What fused experts are called with, and the gradients at what they return, on the host.
+    """Arguments of a call of fused experts, and the gradients at its result, on the host.
 
     inputs   [T, K]
     chosen   int64 [T, k], the experts of each token
@@ -108,7 +110,7 @@ class RoutedGradients:
 
     @classmethod
     def of(cls, experts: nn.Module, name: str, calls: Sequence[ExpertCall]) -> Self:
-        """Of the module called `name`, in the order of its calls."""
+        """Collect the `calls` of the module called `name`, in their order."""
         inputs, chosen = (torch.cat([getattr(call, part) for call in calls]) for part in ("inputs", "chosen"))
         weights, slopes = (
             torch.cat([getattr(call, part) for call in calls]) for part in ("weights", "slopes")
@@ -117,11 +119,11 @@ class RoutedGradients:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many tokens chose each expert."""
+        """Return the number of tokens that chose each expert."""
         return tuple(len(self.routed.tokens(expert)) for expert in range(len(self.experts.down_proj)))
 
     def seen(self, expert: int) -> dict[str, Seen]:
-        """What is seen of the two parameters of an expert, by their names; outputs as in `weight`."""
+        """Return the sums of the two parameters of an expert, by their names; outputs as in `weight`."""
         tokens, slots = (self.routed.chosen == expert).nonzero(as_tuple=True)
         if len(tokens):
             weights = self.weights[tokens, slots]

@@ -46,7 +46,7 @@ class Step:
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """What the block returned and wrote."""
+        """Return the tensors that the block returned and wrote."""
         return (*tensors_in(self.output), *self.written)
 
     def backward(

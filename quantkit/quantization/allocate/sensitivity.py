@@ -1,11 +1,11 @@
 """Sensitivity: how far a model's predictions move when some of its linears are stored in some scheme.
 
 Where stored weights W - E take the place of W, the outputs of a linear move by E x. To second order the KL
-divergence of the model's predictions then is half the mean square of g E x, for g the gradient of the log
-probability of tokens that the model itself draws (the Fisher information; Martens, "New insights and
-perspectives on the natural gradient method", arXiv 1412.1193). With what is taken for independent here (one
-output of another, one token of another, and the size of a token's gradient of how it is spread over outputs)
-it is, in nats per token,
+divergence of the model's predictions then is half the mean square of g E x. Here g is the gradient of the log
+probability of tokens that the model itself draws. Its squares are the Fisher information (Martens, "New
+insights and perspectives on the natural gradient method", arXiv 1412.1193). Outputs are taken to be
+independent of each other, and so are tokens. The size of a token's gradient is taken to be independent of its
+spread over outputs. Then the divergence is, in nats per token,
 
     1/2 sum_n f_n (E H E^T)_nn,    f_n = mean of g_n^2,    H = mean of |g|^2 x x^T over the mean of |g|^2.
 
@@ -68,7 +68,7 @@ Losses = Mapping[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """What was measured.
+    """Measured losses of linears, and tokens of experts.
 
     losses         by linear, what each of its schemes costs: nats per token of KL divergence of the whole
                    model, all other linears dense
@@ -87,11 +87,11 @@ def measure(
     lanes: int,
     report: Progress | None = None,
 ) -> Sensitivities:
-    """What each of its `schemes` costs each linear or fused parameter of experts, by its name.
+    """Measure the loss of each of its `schemes` for each linear or fused parameter of experts, by its name.
 
-    `tokens` are int64 [samples, length], `lanes` the number of workers, of one thread each, on which the
-    result does not depend. `CheckpointError` for a model that does not come in blocks or whose linears do not
-    run once, `FormatError` for weights or inputs that are not finite.
+    `tokens` are int64 [samples, length]. The result does not depend on `lanes`, the number of workers of one
+    thread each. Raises `CheckpointError` for a model that does not come in blocks or whose linears do not run
+    once. Raises `FormatError` for weights or inputs that are not finite.
     """
     with working(lanes, "sensitivity") as workers:
         return _Measurement(decoder, method, workers, lanes, report).run(schemes, tokens)
@@ -197,14 +197,20 @@ class _Measurement:
         earlier: Sequence[Sequence[torch.Tensor]],
         wanted: "_Wanted",
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, list[ExpertCall]]]:
-        """What all passes show of the linears of a block, stage by stage, and the calls of its experts, by
-        name in the block; gradients go on to the leaves in `earlier`.
+        """Sum over all passes for the linears of a block, stage by stage.
+
+        Returns these sums, and the calls of its experts, by name in the block. Gradients go on to the leaves
+        in `earlier`.
         """
         modules = (*wanted.linears, *wanted.experts)
         call = mapped(steps[0].call, lambda tensor: tensor.detach().to(self._decoder.device))
-        stages, repeated = stages_of(block, call, modules, alone=wanted.experts) if modules else ([], [])
+        stages, repeated, idle = (
+            stages_of(block, call, modules, alone=wanted.experts) if modules else ([], [], [])
+        )
         if repeated:
             raise UsageError(_not_once(block.full(repeated[0])))
+        if idle:
+            raise UsageError(_not_run(block.full(idle[0])))
         seen: dict[tuple[str, ...], Seen] = {}
         routed: dict[str, list[ExpertCall]] = {name: [] for name in wanted.experts}
 
@@ -304,7 +310,7 @@ class _Measurement:
         stages: Sequence[tuple[str, ...]],
         wanted: "_Wanted",
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
-        """What one micro-batch shows of the linears and experts of a block."""
+        """Return the sums over one micro-batch for the linears and experts of a block."""
         inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         outputs: dict[str, torch.Tensor] = {}
         thread = threading.get_ident()
@@ -411,7 +417,7 @@ def _not_run(name: str) -> str:
 
 
 def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, stats: LinearStats | None) -> torch.Tensor:
-    """What rows [n, K], float32, are as the method stores them."""
+    """Return rows [n, K], float32, as the method stores them."""
     search = method.scale_search
     if scheme.is_fitted:
         # Few weights show how they are spread.

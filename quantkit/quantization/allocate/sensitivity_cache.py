@@ -68,7 +68,7 @@ class SensitivityCache:
         return cls(key, None if directory is None else directory / "sensitivity" / f"{key}.json")
 
     def read(self, schemes: Mapping[str, Sequence[Scheme]]) -> tuple[Sensitivities | None, tuple[str, ...]]:
-        """What was measured for these linears and schemes, None if nothing was; and notes."""
+        """Return the sensitivities kept for these linears and schemes, None without; and notes."""
         if self.path is None:
             return None, ()
         try:
@@ -107,7 +107,7 @@ def _hash(facts: Mapping[str, Any]) -> str:
 
 
 def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Scheme]]) -> Sensitivities:
-    """What a file holds; `ValueError` if that is not of `schemes`, or another than was written."""
+    """Parse a file; `ValueError` if it is not of `schemes`, or not as it was written."""
     if data.keys() != {"key", "losses", "expert_tokens", _HASH} or data["key"] != key:
         raise ValueError("it does not hold the key that it is called by")
     losses, tokens = data["losses"], data["expert_tokens"]

@@ -16,6 +16,12 @@ NOT_SCALED = (
 #: Said of what is quantized by a method that learns the rounding of blocks, where that does not reach it.
 NOT_LEARNED = "its rounding is not learned: that is for the linears of a block, not for experts or a head"
 
+#: Said of what has a method with data, and does not run when the model is given tokens.
+NOT_RUN = (
+    "it does not run when the model is given the calibration text, so it is quantized without data, with the "
+    "scales of mse; a rule keeps it dense"
+)
+
 #: How many tokens chose each expert, and a note where those were too few.
 Coverage = tuple[list[int], str | None]
 
@@ -24,25 +30,25 @@ class BlockOutput:
     """The work file of a block while it is filled, and what the manifest says of its linears."""
 
     def __init__(self, file: WorkFile, todo: BlockTasks, report: Advance) -> None:
-        self._file, self._todo, self._report = file, todo, report
+        self._file, self.todo, self._report = file, todo, report
         self._details: dict[str, dict[str, dict[str, Any]]] = {}
 
     def write(self, finished: Mapping[str, Quantized]) -> None:
         """Write finished linears."""
         for name, one in finished.items():
-            task = self._todo.tasks[name]
+            task = self.todo.tasks[name]
             assert task.module is not None
             for part, spec in task.parts:
                 found = one.part(part, task)
                 self._file.write(spec.name, found.cpu().view(spec.torch_dtype))
             self._details.setdefault(task.module, {})[name] = one.detail
             matrix = task.source.name.removesuffix(".weight")
-            self._report(task.source.nbytes, one.line(matrix if name in self._todo.parts else task.module))
+            self._report(task.source.nbytes, one.line(matrix if name in self.todo.parts else task.module))
 
     def close(self, covered: Mapping[str, Coverage]) -> None:
         """Put errors, notes and the tokens of experts, by module, into the work file for the manifest."""
         notes = {module: [] if note is None else [note] for module, (_, note) in covered.items()}
-        for module, text in _not_done(self._todo):
+        for module, text in _not_done(self.todo):
             if text not in notes.setdefault(module, []):
                 notes[module].append(text)
         self._file.detail["layers"] = {
@@ -54,6 +60,10 @@ class BlockOutput:
 def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
     """Modules, and what their methods do that was not done to one of their matrices."""
     scaled = {name for fold in todo.folds for name in fold.consumers}
+    for name in todo.idle & todo.tasks.keys():
+        module = todo.tasks[name].module
+        assert module is not None
+        yield module, NOT_RUN
     for name, task in todo.calibrated.items():
         assert task.module is not None and task.method is not None
         if task.method.input_scaling and name not in scaled:

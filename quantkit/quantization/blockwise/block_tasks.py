@@ -1,6 +1,6 @@
 """The part of a plan that takes calibration data: what is to do in each block of the decoder."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantkit.calibrate.data.samples import Samples
@@ -24,6 +24,7 @@ class BlockTasks:
     such as `mlp.experts.3.gate`; `parts` says where in the block's parameters they are. `folds` are where
     scales of input features go, and `changed` the dense tensors that they change, by parameter. `number`
     counts the blocks of the model. `is_head` for the lm_head, which is worked on as if it were a block.
+    `idle` do not run when the model is given tokens: they are quantized as if their methods took no data.
     """
 
     name: str
@@ -33,6 +34,7 @@ class BlockTasks:
     folds: tuple[Fold, ...] = ()
     changed: Mapping[str, Task] = field(default_factory=dict)
     is_head: bool = False
+    idle: frozenset[str] = frozenset()
 
     @property
     def filename(self) -> str:
@@ -56,19 +58,26 @@ class BlockTasks:
 
     @property
     def calibrated(self) -> dict[str, Task]:
-        """Those with a method that takes data."""
-        return {name: task for name, task in self.tasks.items() if task.needs}
+        """Return the tasks with a method that takes data, as far as they run."""
+        return {name: task for name, task in self.tasks.items() if task.needs and name not in self.idle}
+
+    def without(self, modules: Collection[str]) -> "BlockTasks":
+        """Return these tasks where linears and experts called `modules` do not run."""
+        experts = [name for module in modules if module in self.experts for name in self.of_experts(module)]
+        return replace(self, idle=frozenset([*modules, *experts]))
 
     @property
     def refined(self) -> dict[str, Refinement]:
-        """What refines the codes of linears together, by linear: no matrices of experts, no head."""
+        """Return the refinement of the codes of each linear: no matrices of experts, no head."""
         if self.is_head:
             return {}
         refinements = {
             name: None if task.method is None else task.method.refine for name, task in self.tasks.items()
         }
         return {
-            name: step for name, step in refinements.items() if step is not None and name not in self.parts
+            name: step
+            for name, step in refinements.items()
+            if step is not None and name not in self.parts and name not in self.idle
         }
 
     @property
@@ -105,14 +114,14 @@ def weight_of(name: str) -> str:
 
 
 def needs_data(planned: Plan) -> bool:
-    """Whether a linear of the plan has a method that takes calibration data."""
+    """Return True if a linear of the plan has a method that takes calibration data."""
     return bool(needs_of(_packing(planned)))
 
 
 def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:
-    """What is to do in each block up to the last one with a method that takes data, the lm_head included.
+    """Return the tasks of each block up to the last one with a method that takes data, the lm_head included.
 
-    `UsageError` where such a method is asked for outside of them.
+    Raises `UsageError` where such a method is asked for outside of them.
     """
     kinds = {layer.linear.module: layer.linear.kind for layer in planned.layers}
     block_names = decoder.block_names
@@ -184,7 +193,7 @@ def _no_inputs(module: str, what: str, task: Task) -> str:
 
 
 def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
-    """Where all linears that see the features are packed by methods with one scaling."""
+    """Return the folds where all linears that see the features are packed by methods with one scaling."""
 
     def scaled(fold: Fold) -> bool:
         methods = [tasks[name].method for name in fold.consumers if name in tasks]

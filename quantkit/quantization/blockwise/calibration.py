@@ -28,7 +28,7 @@ from quantkit.workers import cpu_workers, working
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What a run with calibration data works with."""
+    """Samples, decoder and tasks of a run with calibration data."""
 
     samples: Samples
     seed: int
@@ -75,7 +75,7 @@ class Calibration:
 
     @property
     def quantized_files(self) -> tuple[str, ...]:
-        """Those of them whose tensors the shards take."""
+        """Return the names of the files whose tensors the shards take."""
         return tuple(block.filename for block in self.blocks if block.tasks)
 
     @property
@@ -85,7 +85,7 @@ class Calibration:
         return f"{count} samples of {length} tokens from {self.samples.origin}, sha256 {self.samples.digest}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What of it determines the bytes written."""
+        """Return all that determines the bytes written."""
         return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}
 
 

@@ -16,7 +16,9 @@ from quantkit.model.tokenizer import tokenize, tokenizer
 
 
 def sample_shape(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[int, int]:
-    """How many samples of how many tokens are asked for; no texts are read, which may give fewer."""
+    """Return the number of samples, and of tokens of each, that are asked for; texts, which are not read, may
+    give fewer.
+    """
     counts = shares(parse_sources(options.sources), options.samples, DEFAULT_SAMPLES)
     length = options.length or DEFAULT_LENGTH
     return sum(counts), min(length, _positions(checkpoint) or length)

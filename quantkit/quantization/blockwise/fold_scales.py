@@ -1,4 +1,4 @@
-"""Where scales of input features go: into the norm or the linear that makes a linear's inputs."""
+"""Folding scales of input features into the norm or the linear that makes a linear's inputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,9 +50,7 @@ def shared_rows(fold: Fold, rows: int, columns: int, config: Mapping[str, Any]) 
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """What the weights [N, K] of a linear are multiplied by: columns [K] and rows [N], float32, or None for
-    1.
-    """
+    """Multipliers of the weights [N, K] of a linear: columns [K] and rows [N], float32, or None for 1."""
 
     columns: torch.Tensor | None = None
     rows: torch.Tensor | None = None

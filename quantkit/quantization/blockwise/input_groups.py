@@ -17,15 +17,14 @@ from quantkit.model.blocks import Block, Stopped
 from quantkit.model.forward.model_pass import Call, ModelPass
 from quantkit.model.forward.suspended import Abandoned, Suspended
 
-#: Stages in the order they run, and the linears that run several times.
-Stages = tuple[list[tuple[str, ...]], list[str]]
+#: Stages in the order they run, the linears that run several times, and the modules that do not run.
+Stages = tuple[list[tuple[str, ...]], list[str], list[str]]
 
 
 def stages_of(block: Block, call: Call, wanted: Sequence[str], alone: Collection[str] = ()) -> Stages:
     """The modules `wanted`, by name inside the block, in the order they run, those with one input together.
 
-    Except those in `alone`. `CheckpointError` if one does not run in `call` of the block, or one of `alone`
-    runs several times.
+    Except those in `alone`. `CheckpointError` if one of `alone` runs several times in `call` of the block.
     """
     calls: list[tuple[str, torch.Tensor]] = []
     hooks = [
@@ -42,11 +41,11 @@ def stages_of(block: Block, call: Call, wanted: Sequence[str], alone: Collection
             hook.remove()
     counts = Counter(name for name, _ in calls)
     for name in wanted:
-        if counts[name] == 0 or (counts[name] > 1 and name in alone):
+        if counts[name] > 1 and name in alone:
             raise CheckpointError(
                 f"{block.full(name)} runs {counts[name]} times in a forward pass; quantkit calibrates "
-                "linears that run, and experts that run once. Keep it dense with a rule, or take a method "
-                "without data, such as --method mse."
+                f"experts that run once. Choose a method without data for them, such as --rule "
+                f"'{block.full(name)}.*=int8::mse', or keep them dense."
             )
     stages: list[list[str]] = []
     previous: torch.Tensor | None = None
@@ -58,7 +57,8 @@ def stages_of(block: Block, call: Call, wanted: Sequence[str], alone: Collection
         else:
             stages.append([name])
         previous = None if name in alone else inputs
-    return [tuple(stage) for stage in stages], [name for name, count in counts.items() if count > 1]
+    repeated = [name for name, count in counts.items() if count > 1]
+    return [tuple(stage) for stage in stages], repeated, [name for name in wanted if name not in counts]
 
 
 def inputs_of_calls(block: Block, one: ModelPass, name: str) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Forwards:
     """The forward passes of a block on all micro-batches, each stopping before every stage.
 
     While all are stopped the weights of the stage that comes next may be replaced. With `suspend` each pass
-    has a thread, which waits where it stopped, so every operation runs once and all that a block makes
+    has a thread, which waits where it stopped. So every operation runs once, and all that a block makes
     between two stages is in memory. Without, a pass starts anew for each stage. The numbers are the same.
     """
 

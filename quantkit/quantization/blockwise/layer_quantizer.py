@@ -36,8 +36,8 @@ Named = tuple[str, Piece]
 
 @dataclass(frozen=True, eq=False)
 class Solver:
-    """What quantizing takes; `read` gives a stored tensor on `device`, `lanes` is the number of `workers`,
-    and `ranks` share the work.
+    """Quantizes the linears of blocks. `read` gives a stored tensor on `device`, `lanes` is the number of
+    `workers`, and `ranks` share the work.
 
     `factors` are what weights are multiplied by first, by their stored name: those of the block in work.
     `seen` are the Hessians of the inputs of its linears whose rounding will be learned, by stored name.
@@ -68,7 +68,7 @@ class Solver:
         return {name: found.hessian() for name, found in sums.items()}
 
     def _sums_of_all(self, mine: Mapping[str, RunSum]) -> dict[str, RunSum]:
-        """What all ranks have summed; the memory of `mine` is used."""
+        """Return the sums of all ranks; the memory of `mine` is used."""
         records = [_record(name, part) for name, found in mine.items() for part in found.parts]
         sums: dict[str, RunSum] = {}
         for record in self.ranks.gather_records(records, self.device):
@@ -108,7 +108,8 @@ class Solver:
     def prepare(
         self, hessians: Mapping[str, Hessian], needs: Mapping[str, Set[Need]]
     ) -> dict[str, LinearStats]:
-        """What targets take of Hessians, whose linears' methods need `needs`, by the same names.
+        """Return the statistics for linears with the Hessians `hessians`, whose methods need `needs`, by the
+        same names.
 
         The input errors are used up.
         """
@@ -195,7 +196,7 @@ class Solver:
         return self.exchange(tasks, solve(mine) if mine else {})
 
     def exchange(self, tasks: Mapping[str, Task], mine: "Mapping[str, Quantized]") -> "dict[str, Quantized]":
-        """What all ranks found for `tasks`, of which this one has `mine`."""
+        """Return the results of all ranks for `tasks`, of which this one has `mine`."""
         records = [
             Record(dict(one.packed.parts()), {"name": name, "detail": one.detail})
             for name, one in mine.items()
@@ -218,7 +219,7 @@ class Solver:
         return torch.split(weight, chunk_rows(weight.shape[1], self.device))
 
     def fit(self, task: Task, weight: torch.Tensor, stats: LinearStats | None) -> TensorParameters:
-        """What the rows of a weight share."""
+        """Return the parameters that the rows of a weight share."""
         assert task.scheme is not None and task.method is not None
         method, search = task.method, task.method.scale_search
 
@@ -365,19 +366,19 @@ def merged(
     found: dict[str, Any] = {
         "squared": [sum(pair) for pair in zip(*(one["squared"] for one in details), strict=True)]
     }
-    if "output" not in details[0]:
-        return found
     own: dict[str, list[str]] = {}
     for name, detail in matrices.items():
-        if detail["note"] is not None:
+        if detail.get("note") is not None:
             own.setdefault(detail["note"], []).append(name)
     texts = [text if len(matrices) == 1 else f"{_shown(names)}: {text}" for text, names in own.items()]
+    found["note"] = "; ".join([*texts, *notes]) or None
+    if "output" not in details[0]:
+        return found
     found["output"] = [sum(pair) for pair in zip(*(one["output"] for one in details), strict=True)]
     # A linear whose rounding was learned is the only matrix of its module.
     found["block_error"] = details[0].get("block_error")
     dampings = [one["damping"] for one in details if one["damping"] is not None]
     found["damping"] = max(dampings, default=None)
-    found["note"] = "; ".join([*texts, *notes]) or None
     if tokens is not None:
         found["expert_tokens"] = list(tokens)
     return found

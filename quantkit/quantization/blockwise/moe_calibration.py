@@ -5,11 +5,11 @@ is
 
     H = (n H_own + m H_all) / (n + m),
 
-of the n tokens that chose it and of all tokens of the layer, whichever expert they chose, which count as much
-as m of its own: twice the features of its inputs. That is the mean of H given n samples if H_all is expected
-before (an inverse Wishart prior). An expert that no token chose has H_all. What down sees is made by the
-quantized gate and up of the expert, from either kind of tokens. A token counts the same whatever its weight
-in the sum of the experts.
+of the n tokens that chose it and of all tokens of the layer. Those count as much as m of its own: m is twice
+the features of its inputs. That is the mean of H given n samples if H_all is expected before (an inverse
+Wishart prior). An expert that no token chose has H_all. The quantized gate and up of the expert make the
+inputs of down, from either kind of tokens. A token counts the same whatever its weight in the sum of the
+experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ WORK_BYTES = 56
 
 @dataclass(frozen=True, eq=False)
 class Routed:
-    """What fused experts are called with: inputs [T, K] and the experts that each token chose, int64 [T, k].
+    """Arguments of fused experts: inputs [T, K] and the experts that each token chose, int64 [T, k].
 
     `originals` are the inputs [T, K] in the original model, where a method corrects for the input error.
     """
@@ -53,9 +53,9 @@ class Routed:
     def of(
         cls, calls: Sequence[tuple[torch.Tensor, ...]], originals: Sequence[torch.Tensor], name: str
     ) -> "Routed":
-        """Of the calls with all micro-batches; `originals` are empty without input error.
+        """Collect the calls with all micro-batches; `originals` are empty without input error.
 
-        `CheckpointError` if they are not inputs and choices.
+        Raises `CheckpointError` if they are not inputs and choices.
         """
         for call in calls:
             if len(call) < 2 or len(call[0]) != len(call[1]) or call[1].is_floating_point():
@@ -84,7 +84,7 @@ class Routed:
 def call_tensors(
     experts: nn.Module, call: Sequence[torch.Tensor], original: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """What `Routed.of` takes of a call: its tensors by number, and the inputs of the `original` model."""
+    """Return a call's tensors that `Routed.of` takes, by number, and the inputs of the `original` model."""
     tensors, rows = chosen_rows(experts, call)
     found = {str(at): one for at, one in enumerate(tensors)}
     if original is not None:
@@ -193,7 +193,7 @@ class _Kind:
 
     @torch.no_grad()
     def _read(self, expert: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the matrices of an expert see of some tokens, and see in the original."""
+        """Return the inputs of an expert's matrices for some tokens, and those of the original model."""
 
         def of(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
             found = inputs[tokens.to(inputs.device)].to(self._solver.device)
@@ -214,7 +214,9 @@ def _output(solver: Solver, task: Task, quantized: Quantized, own: Hessian) -> l
 
 
 def coverage(routed: Routed, numbers: Sequence[int], columns: int) -> tuple[list[int], str | None]:
-    """How many tokens chose each expert, and a note if some were fewer than the features of its inputs."""
+    """Return the number of tokens that chose each expert, and a note if some are below the features of its
+    inputs.
+    """
     counts = [len(routed.tokens(expert)) for expert in numbers]
     few = [expert for expert, count in zip(numbers, counts, strict=True) if count < columns]
     if not few:

@@ -32,7 +32,6 @@ from quantkit.calibrate.hessian import run_of
 from quantkit.calibrate.linear_stats import OF_ORIGINAL
 from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import UsageError
 from quantkit.memory import free_share, trim_cache
 from quantkit.model.blocks import Block, Decoder, set_weight
 from quantkit.model.distributed import Ranks, Record
@@ -71,7 +70,7 @@ READS_AHEAD = {"cpu": False, "cuda": True}
 
 
 def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """What activations are computed in: float32, or on a GPU bfloat16 for a model that is stored so."""
+    """Return the dtype of activations: float32, or on a GPU bfloat16 for a model that is stored so."""
     stored = {tensor.dtype for tensor in checkpoint.tensors.values()}
     return torch.bfloat16 if device.type == "cuda" and stored <= {"BF16"} else torch.float32
 
@@ -129,7 +128,9 @@ def _micro_batches(
 
 
 def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> int:
-    """How many samples of `shape` [count, length] go through a block at a time on this kind of device."""
+    """Return the number of samples of `shape` [count, length] that go through a block at a time on this kind
+    of device.
+    """
     count, length = shape
     tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
     return micro_batch(count, max(1, min((LEARNING_BATCH if refines else BATCH)[kind], tokens // length)))
@@ -137,7 +138,7 @@ def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> i
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """What working on a block takes."""
+    """The decoder, solver and seed with which a block is worked on."""
 
     decoder: Decoder
     solver: Solver
@@ -155,7 +156,9 @@ class _Worker:
         while missing:
             name = ranks.broadcast(lambda: states.block)
             if name is None:
-                raise UsageError(_never_run(by_name[min(missing)]))
+                for one in sorted(missing):
+                    self.quantize_idle(by_name[one], output, report)
+                return
             todo = by_name.get(name, BlockTasks(name, {}))
             block = self.decoder.block(name)
             if name not in missing:
@@ -229,8 +232,9 @@ class _Worker:
 
             # The original's passes first: their block takes the weights before any is replaced.
             suspend = self._suspends(block, states)
+            stages, repeated, idle = self._stages(block, todo, states)
+            todo = finished.todo = todo.without(idle)
             calibrated = todo.calibrated
-            stages, repeated = self._stages(block, todo, states)
             stops = [stage[0] for stage in stages]
             exact: Forwards | None = None
             if states.exact is not None and twin is not None:
@@ -292,7 +296,7 @@ class _Worker:
         return self.solver.solve_alike(block.full(name), {name: task}, share)
 
     def _without_data(self, todo: BlockTasks, store: Callable[[Mapping[str, Quantized]], None]) -> None:
-        """Quantize the linears whose methods take no data, some at a time."""
+        """Quantize the linears whose methods take no data, or that do not run, some at a time."""
         calibrated = todo.calibrated
         names = [name for name in todo.tasks if name not in calibrated]
         for at in range(0, len(names), FREE):
@@ -325,6 +329,15 @@ class _Worker:
             name: one.learned(learned.packed[name], weights[name], seen[name], errors)
             for name, one in found.items()
         }
+
+    def quantize_idle(self, todo: BlockTasks, output: WorkFiles, report: Advance) -> None:
+        """Quantize a block that does not run when the model is given tokens into its work file."""
+        todo = todo.without(list(todo.tasks))
+        self.solver.factors.clear()
+        with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
+            finished = BlockOutput(file, todo, report)
+            self._without_data(todo, finished.write)
+            finished.close({})
 
     def quantize_head(
         self,
@@ -417,14 +430,6 @@ def _following(blocks: Sequence[BlockTasks], todo: BlockTasks) -> str | None:
     """Return the name of the block that probably runs after this one."""
     names = [block.name for block in blocks if not block.is_head]
     return next(iter(names[names.index(todo.name) + 1 :]), None)
-
-
-def _never_run(todo: BlockTasks) -> str:
-    return (
-        f"{todo.name} does not run when the model is given tokens, so methods with data have no inputs for "
-        f"it. Keep it dense with --rule '{todo.name}*=keep', or choose a method without data for it, such as "
-        f"--rule '{todo.name}*=int8::mse'."
-    )
 
 
 def _reading(

@@ -2,11 +2,11 @@
 
 Rounding that looks at one linear at a time cannot know how its errors meet those of the others behind an
 activation or a softmax. So the codes of all linears of a block move together, by steps that shrink to
-nothing, until the block's outputs come close to the original's. How a step moves a code is the refinement's
+nothing. The block's outputs come close to the original's. How a step moves a code is the refinement's
 (`calibrate/signround.py`).
 
-The block runs on inputs that the quantized blocks before it make, and its outputs are compared with those of
-the original block on the original's inputs: what the blocks before it lost is made good as far as it can be.
+The block runs on inputs that the quantized blocks before it make. Its outputs are compared with those of the
+original block on the original's inputs. So it makes up for errors of the blocks before it as far as it can.
 """
 
 import random
@@ -35,7 +35,7 @@ CHECK_EVERY = 25
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What learning found: the linears by name, and the errors of the block's outputs before and after it.
+    """Learned linears by name, and the errors of the block's outputs before and after learning.
 
     An error is the sum of (original - output)^2 over that of original^2, on all samples.
     """
@@ -93,7 +93,7 @@ def _draws(seed: str, count: int) -> Iterator[list[int]]:
 class _Passes:
     """The passes of all micro-batches through a block, of which each rank runs its own.
 
-    What they find is added up in the order of micro-batches, whoever ran them.
+    Results are added up in the order of micro-batches, on all ranks.
     """
 
     def __init__(
@@ -118,7 +118,9 @@ class _Passes:
             self._weights[name].data.copy_(weight)
 
     def gradients(self, drawn: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Those of the squared error of some micro-batches by the weights of linears, float32 [N, K]."""
+        """Return the gradients of the squared error of some micro-batches by the weights of linears, float32
+        [N, K].
+        """
         mine = [at - self._first for at in drawn if 0 <= at - self._first < len(self._inputs)]
         found = list(self._solver.in_order(self._gradient, mine))
         total: dict[str, torch.Tensor] = {}

@@ -42,7 +42,7 @@ class States:
 
     @property
     def are_plain(self) -> bool:
-        """Whether hidden states are all that a resumed run needs."""
+        """Return True if hidden states are all that a resumed run needs."""
         return all(one.plain for one in (*self.passes, *(self.exact or ())))
 
     def write(self, output: WorkFiles, filename: str, count: int, ranks: Ranks) -> None:

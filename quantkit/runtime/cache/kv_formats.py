@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KvFormat:
-    """How a token's keys, and its values, of one head are stored: as a row of a weight in this scheme."""
+    """Storage of a token's keys, and of its values, for one head: a row of a weight in this scheme."""
 
     format: str
     group_size: int

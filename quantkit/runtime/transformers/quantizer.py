@@ -5,6 +5,7 @@ and to the loaded model.
 """
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.manifest import check_beside
-from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.checkpoint.quantization_config import QuantizationConfig, changed_config
 from quantkit.checkpoint.safetensors_header import read_header, read_json
 from quantkit.checkpoint.source import CONFIG_NAME
-from quantkit.model.names import names_in_own_class
+from quantkit.model.names import OwnNames, names_in_own_class
 from quantkit.packing.schemes import PARTS
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.ready import make_ready
-from quantkit.runtime.replace import packed_modules, swap_modules, unpack_modules
+from quantkit.runtime.replace import packed_modules, schemes_in, swap_modules, unpack_modules
 from quantkit.runtime.transformers.headers import check_headers
-from quantkit.runtime.transformers.patches import generation, loading, parallel, quantizers, table
+from quantkit.runtime.transformers.patches import adapters, generation, loading, parallel, quantizers, table
 
 
 class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -64,10 +65,12 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._routes_on_host = False
         self._dtypes: dict[str, torch.dtype] = {}
         self._experts: dict[str, tuple[str, ...]] = {}
+        self._own_names: OwnNames | None = None
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         paths = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
-        swap_modules(model, self.quantization_config.parsed, _names_in_section(model, paths))
+        self._own_names = _own_names(model, paths)
+        swap_modules(model, self.quantization_config.parsed, self._names)
         loading.skip_initializing(model)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             parallel.divide_packed(model)
@@ -92,7 +95,14 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         loading.keep_offloaded_dtypes(model)
         loading.cast_renamed(model, self._dtypes)
         generation.apply(model)
+        # Saved under the names of its own class.
+        loading.forget_renamed_base(model)
         return model
+
+    @property
+    def _names(self) -> Mapping[str, str] | None:
+        """Names in `quantization_config` of the modules, if the model is of another class than the files."""
+        return None if self._own_names is None else self._own_names.modules
 
     def note_experts(self, model: nn.Module) -> None:
         """Take note of the packed experts of `model`, before transformers asks how tensors are merged."""
@@ -104,6 +114,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         transformers passes the model from some version between 5.17 and 5.24 on.
         """
         own = loading.merge_experts(self._experts, weight_conversions)
+        if self._own_names is not None and self._own_names.prefix is not None:
+            own.append(loading.RenamedBase.of(*self._own_names.prefix))
         return super().update_weight_conversions([*own, *weight_conversions], *model)
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
@@ -115,14 +127,26 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """Return the state dict for `save_pretrained`; None if no weight is offloaded to disk.
 
+        `quantization_config` then says what the model has: other names as another class, new heads, linears
+        that were replaced.
+
         Offloaded weights are memory maps of their files. transformers would read them shard by shard, after
         it has removed or replaced files of the directory, possibly the very files.
         """
+        model.config.quantization_config = self._config_of(model)
         if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
             return None, {}
         state = model.state_dict()
         on_disk = [name for name, tensor in state.items() if tensor.is_meta]
         return {**state, **{name: load_offloaded_parameter(model, name) for name in on_disk}}, {}
+
+    def _config_of(self, model: nn.Module) -> QuantkitConfig:
+        """Return `quantization_config` for the modules that `model` has; verbatim if it packs the same."""
+        config, names = self.quantization_config, self._names
+        schemes = schemes_in(model, config.parsed, names)
+        if names is None and all(config.parsed.scheme_of(name) == one for name, one in schemes.items()):
+            return config
+        return QuantkitConfig(**changed_config(config.to_dict(), schemes, names))
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         unpack_modules(model, dtype or model.dtype)
@@ -141,7 +165,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         return not self._routes_on_host
 
 
-def _names_in_section(model: nn.Module, files: list[Path]) -> dict[str, str] | None:
+def _own_names(model: nn.Module, files: list[Path]) -> OwnNames | None:
     """Return `names_in_own_class` of the checkpoint in `files`; None if it is not a finished one."""
     if not files or not (files[0].parent / CONFIG_NAME).is_file():
         return None
@@ -153,6 +177,7 @@ def _names_in_section(model: nn.Module, files: list[Path]) -> dict[str, str] | N
 def register() -> None:
     """Register with transformers; does nothing if registered."""
     quantizers.apply(QuantkitConfig, QuantkitQuantizer)
+    adapters.apply_once_imported()
 
 
 def unregister() -> None:

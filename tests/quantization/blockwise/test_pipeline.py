@@ -596,7 +596,7 @@ def test_linears_with_one_input_are_one_stage(tmp_path):
         one = start(torch.arange(10)[None], Home(torch.device("cpu")))
         assert one.block == block.name
         stages = stages_of(block, one.call, LINEARS)
-        assert stages == ([LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]], [])
+        assert stages == ([LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]], [], [])
     assert all(parameter.is_meta for parameter in block.module.parameters())
 
 

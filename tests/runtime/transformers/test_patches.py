@@ -22,6 +22,7 @@ from quantkit.runtime.generate import generate
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.transformers.patches import (
+    adapters,
     attention,
     generation,
     loading,
@@ -151,6 +152,7 @@ def _share(model: Any) -> None:
 #: How each patch comes to be on a packed model.
 MADE: dict[str, Callable[[Any], object]] = {
     "quantizers": lambda _: register(),
+    "adapters": lambda _: adapters.apply(),
     "attention": lambda _: attention.apply(),
     "generation": generation.apply,
     "initialization": _set_a_flag,
@@ -169,6 +171,8 @@ def test_each_patch_can_be_undone(packed: Path, patch: Patch) -> None:
     assert patch.changes and patch.reason and patch.versions.startswith(">=5.")
     if patch.name.startswith("parallel") and VERSION < (5, 17):
         pytest.skip("this transformers has no such styles")
+    if patch.name == "adapters":
+        pytest.importorskip("peft.tuners.lora.model")
     model = from_pretrained(packed, dtype=torch.float32)
     expected = logits_of(model, ids().cpu())
     patch.undo(model)

@@ -208,7 +208,7 @@ def _per_weight(
 
 @triton.jit
 def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
-    """Return the rows of x of M routed tokens, [8, BM // 8]; numbers from M on repeat the last one."""
+    """Return the rows of x of M routed tokens, int32 [8, BM / 8]; numbers from M on repeat the last one."""
     m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
     return tl.load(order + tl.minimum(m, M - 1)) // TOP_K
 

@@ -245,7 +245,7 @@ def small_m_gemm(
 def _store_gated(
     out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
-    """Write y [M, N / 2] from gate and up: row tiles 2 i and 2 i + 1 of `out` [16 W, BM]."""
+    """Write y [M, N / 2] from gate and up: row tiles 2 i and 2 i + 1 of `out` [16 * W, BM]."""
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
     x, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
@@ -263,7 +263,7 @@ def _store_gated(
 
 @gluon.constexpr_function
 def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
-    """Return the layout of [16 W, BM] in which a thread has the same row of both row tiles of a pair."""
+    """Return the layout of [16 * W, BM] in which a thread has the same row of both row tiles of a pair."""
     rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -319,7 +319,9 @@ def _load_scale_words(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Load the scale words of block `block`, from shared memory if STAGED_BLOCKS, else from `values`."""
+    """Load the scale words int32 [W, 8] of block `block`, from shared memory if STAGED_BLOCKS, else from
+    `values`.
+    """
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
     else:
@@ -337,7 +339,7 @@ def _multiply(
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
-    """Add the MMAs of a chunk to `total` float32 [16 W, BM], from k_step `number` on.
+    """Add the MMAs of a chunk to `total` float32 [16 * W, BM], from k_step `number` on.
 
     Returns the sums, the ring of loaded codes, and the scales of the next chunk. IS_LAST skips loads past the
     end.

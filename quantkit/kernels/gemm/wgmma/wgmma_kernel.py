@@ -167,7 +167,10 @@ def _consumer(
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize and multiply rows [64 * `group`, + 64] of each tile of W, for BM rows of x."""
+    """Dequantize and multiply rows [64 * `group`, + 64] of each tile of W [BN, K], for BM rows of x.
+
+    Sums are float32 [64, BM]. y [M, N] and partial sums are written in x's dtype and float32.
+    """
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,

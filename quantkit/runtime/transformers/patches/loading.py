@@ -11,6 +11,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     SplitModulelist,
     WeightConverter,
+    WeightRenaming,
     build_glob_alternation,
 )
 
@@ -89,6 +90,22 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
             stack = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(parts) > 1 else [])]
             found[f"{owner}.{parameter}"] = WeightConverter(sources, f"{owner}.{parameter}", stack)
     return list(found.values())
+
+
+class RenamedBase(WeightRenaming):  # type: ignore[misc]
+    """Renaming of the base model, in the files of another class than the model's."""
+
+    @classmethod
+    def of(cls, own: str, here: str) -> "RenamedBase":
+        """Return the renaming of the prefix `own` to `here`, such as "model." to "transformer."."""
+        return cls(rf"^{re.escape(own)}", here)
+
+
+def forget_renamed_base(model: Any) -> None:
+    """Make `save_pretrained` write the names of the model's own class, not those of the files."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions:
+        model._weight_conversions = [one for one in conversions if not isinstance(one, RenamedBase)]
 
 
 def keep_expert_shapes(model: Any) -> None:

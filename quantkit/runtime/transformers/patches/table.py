@@ -1,4 +1,4 @@
-"""All changes that quantkit makes to transformers, accelerate and torch: why, and how to undo them.
+"""All changes that quantkit makes to transformers, accelerate, PEFT and torch: why, and how to undo them.
 
 Changes to the process add unique names, or a class that passes every config without a quantkit section to the
 original. All others change attributes of one packed model, or of objects that only it refers to.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantkit.runtime.transformers.patches import (
+    adapters,
     attention,
     generation,
     loading,
@@ -67,6 +68,13 @@ PATCHES = (
         reason="NCCL waits for graphs that sum over ranks, for ever; only once such a graph is captured",
         versions=">=5.17,<6",
         **_process(process_groups.undo, process_groups.is_applied),
+    ),
+    Patch(
+        name="adapters",
+        changes="_create_new_module and _maybe_include_all_linear_layers of PEFT, once it is imported",
+        reason="LoRA goes on packed linears; PEFT knows those of each tool by its class, and has no table",
+        versions=">=5.12,<6 with peft >=0.19",
+        **_process(adapters.undo, adapters.is_applied),
     ),
     Patch(
         name="generation",

@@ -1,0 +1,215 @@
+"""Tell linears by the names and shapes of tensors alone, where transformers does not have the class.
+
+A matrix is a linear unless a row of `SIGNS` says otherwise. No model is built and no code of the checkpoint
+runs. The class of the model would know better, so what is only likely can be packed by a rule all the same.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.model.structure import EMBEDDING, ONE_OUTPUT, QUANTIZABLE_DTYPES, Kind, Linear, Structure
+
+#: What the tensors do not say, for the plan.
+UNKNOWN = (
+    "--model-free: names and shapes decided what is a linear. They do not tell whether a matrix is stored as "
+    "[out, in], as nn.Linear has it, whether model code reads a weight itself, or what else has its weights; "
+    "--rule 'NAME=keep' leaves a linear dense"
+)
+
+HEAD: Kind = "lm_head"
+
+_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.+)")
+_BLOCK = re.compile(r"\blayers\.(\d+)\.")
+_LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
+
+_EMBEDDINGS = frozenset({"embed", "embeds", "embedding", "embeddings", "emb", "wte", "wpe", "position"})
+_ROUTERS = frozenset({"router", "gate", "gating"})
+_FURTHER_TOKENS = frozenset({"mtp", "nextn"})
+_SENSES = frozenset({"visual", "vision", "vit", "image", "audio", "speech", "video"})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor, and what its checkpoint tells of its surroundings.
+
+    `layers` is the number of blocks in config.json, `experts` how many there are by the name of the module
+    that has them, and `group` the weights of a row that share a scale; None where there is no such number.
+    """
+
+    tensor: StoredTensor
+    layers: int | None
+    experts: Mapping[str, int]
+    group: int | None
+
+    @property
+    def module(self) -> str:
+        """The name without `.weight`."""
+        return self.tensor.name.removesuffix(".weight")
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the name."""
+        return self.tensor.name.rpartition(".")[2]
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of the module's name: `layers.0.q_proj` has three."""
+        return self.module.lower().split(".")
+
+    @property
+    def words(self) -> frozenset[str]:
+        """All words in the name: `q_proj` is two."""
+        return frozenset(word for part in self.parts for word in part.split("_"))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def is_gate(self) -> bool:
+        """Whether a router's name goes with fewer rows than columns, which the gate of an MLP has not."""
+        named = "router" in self.words or not _ROUTERS.isdisjoint(self.parts)
+        return named and self.shape[0] < self.shape[1]
+
+    @property
+    def has_row_per_expert(self) -> bool:
+        return self.shape[0] == self.experts.get(self.module.rpartition(".")[0])
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is of a block beyond those that config.json counts."""
+        block = _BLOCK.search(self.module)
+        return block is not None and self.layers is not None and int(block[1]) >= self.layers
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether a row is several groups and not whole ones."""
+        return self.group is not None and self.shape[1] > self.group and self.shape[1] % self.group != 0
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A row of `SIGNS`: why a tensor stays dense, and when; `likely` if a rule may pack it all the same."""
+
+    reason: str
+    holds: Callable[[Seen], bool]
+    likely: bool = False
+
+
+#: Reasons to stay dense, in the order in which they are tried.
+SIGNS: tuple[Sign, ...] = (
+    Sign("its dtype is none that is quantized", lambda it: it.tensor.dtype not in QUANTIZABLE_DTYPES),
+    Sign("a bias", lambda it: it.leaf == "bias"),
+    Sign("a vector, such as the weight of a norm", lambda it: len(it.shape) < 2),
+    Sign(
+        "experts in one tensor, whose layout the tensors do not tell",
+        lambda it: len(it.shape) > 2 and "experts" in it.words,
+    ),
+    Sign("more than two dimensions, as convolutions have", lambda it: len(it.shape) > 2),
+    Sign("its name does not end in .weight, as that of a linear does", lambda it: it.leaf != "weight"),
+    Sign(EMBEDDING, lambda it: not _EMBEDDINGS.isdisjoint(it.words)),
+    Sign("a norm, by its name", lambda it: any("norm" in word for word in it.words)),
+    Sign("a table of biases, by its name", lambda it: "bias" in it.words),
+    Sign("a convolution, by its name", lambda it: any(word.startswith("conv") for word in it.words)),
+    Sign(ONE_OUTPUT, lambda it: it.shape[0] == 1),
+    Sign("a router, by its name and few rows", lambda it: it.is_gate, likely=True),
+    Sign("a router: it has a row for each expert beside it", lambda it: it.has_row_per_expert, likely=True),
+    Sign(
+        "of a head of further tokens, by its name",
+        lambda it: not _FURTHER_TOKENS.isdisjoint(it.words),
+        likely=True,
+    ),
+    Sign("of a block beyond those that config.json counts", lambda it: it.is_beyond, likely=True),
+    Sign(
+        "of a part for images or sounds, by its name",
+        lambda it: not _SENSES.isdisjoint(it.words),
+        likely=True,
+    ),
+    Sign("the head, by its name", lambda it: it.parts[-1] == HEAD, likely=True),
+    Sign(
+        "outside the repeated blocks: its name has no number",
+        lambda it: not any(part.isdecimal() for part in it.parts),
+        likely=True,
+    ),
+    Sign("its rows are not whole groups", lambda it: it.is_ragged, likely=True),
+)
+
+
+def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint, Structure]:
+    """Return `checkpoint`, with a note of what is not known, and its structure by `SIGNS`.
+
+    `group` is how many weights of a row share a scale by default; None for all or where that has no meaning.
+    The matrices of numbered experts are one linear for each of their names, as in `read_structure`.
+    """
+    layers, experts = _layers(checkpoint.config), _experts(checkpoint.tensors)
+    dense: dict[str, str] = {}
+    gathered: dict[str, dict[str, Sign | None]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        seen = Seen(tensor, layers, experts, group)
+        sign = next((sign for sign in SIGNS if sign.holds(seen)), None)
+        if sign is None or sign.likely:
+            expert = _EXPERT.fullmatch(seen.module)
+            gathered.setdefault(f"{expert[1]}.{expert[2]}" if expert else seen.module, {})[seen.module] = sign
+        else:
+            dense[name] = sign.reason
+    linears: dict[str, Linear] = {}
+    kept: dict[str, str] = {}
+    for module, signs in gathered.items():
+        shapes = {checkpoint.tensors[f"{one}.weight"].shape for one in signs}
+        alike = len(shapes) == 1 and len(set(signs.values())) == 1
+        for name, stored in (
+            {module: tuple(signs)}.items() if alike else {one: (one,) for one in signs}.items()
+        ):
+            rows, columns = checkpoint.tensors[f"{stored[0]}.weight"].shape
+            linears[name] = Linear(name, _kind(stored[0]), stored, (rows, columns))
+            if (sign := signs[stored[0]]) is not None and linears[name].kind != "lm_head":
+                kept[name] = sign.reason
+    others = [
+        name.removesuffix(".weight")
+        for name, reason in dense.items()
+        if reason != EMBEDDING and len(checkpoint.tensors[name].shape) > 1
+    ]
+    # A tied head has no tensor, and readers would take it to be packed.
+    others += [HEAD] if HEAD not in gathered else []
+    structure = Structure(
+        linears, dense, None, False, unpackable={name: (name,) for name in others}, kept=kept
+    )
+    return replace(checkpoint, notes=(*checkpoint.notes, UNKNOWN)), structure
+
+
+def _kind(module: str) -> Kind:
+    if _EXPERT.fullmatch(module):
+        return "experts"
+    return "lm_head" if module.rpartition(".")[2] == HEAD else "linear"
+
+
+def _layers(config: Mapping[str, Any]) -> int | None:
+    """Return how many blocks the text model has by config.json; None if that does not say."""
+    text = config.get("text_config")
+    for node in (text if isinstance(text, dict) else {}, config):
+        for key in _LAYERS:
+            if type(node.get(key)) is int:
+                return int(node[key])
+    return None
+
+
+def _experts(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+    """Return how many experts each module has, numbered ones or stacked in one tensor."""
+    counts: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        owner, found, rest = name.rpartition(".experts.")
+        first = rest.partition(".")[0]
+        count = (
+            int(first) + 1
+            if first.isdecimal() and len(first) < 10
+            else tensor.shape[0]
+            if len(tensor.shape) > 2
+            else 0
+        )
+        if found:
+            counts[owner] = max(counts.get(owner, 0), count)
+    return counts

@@ -1,0 +1,118 @@
+"""Make PEFT put LoRA on packed linears.
+
+PEFT knows the quantized linears of each tool by their classes, and has no table that others could add to.
+"""
+
+import inspect
+import sys
+from functools import cache
+from typing import Any
+
+import wrapt
+
+from quantkit.errors import UsageError
+from quantkit.runtime.packed_linear import PackedLinear
+
+_LORA = "peft.tuners.lora.model"
+_ALL_LINEAR = "all-linear"
+#: Initializations of LoRA that do not read the weight, beside True and False.
+_WITHOUT_WEIGHT = ("gaussian",)
+_DENSE = "Make the model dense first, with model.dequantize(), or "
+
+
+def apply_once_imported() -> None:
+    """Call `apply` when PEFT is imported; at once if it is."""
+    wrapt.register_post_import_hook(apply, _LORA)
+
+
+def apply(*_: Any) -> None:
+    """Have LoRA wrap packed linears, and "all-linear" find them; does nothing if applied."""
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora.model import LoraModel
+
+    if is_applied():
+        return
+    original, targets = LoraModel._create_new_module, tuners_utils._maybe_include_all_linear_layers
+
+    def create(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
+        base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
+        if not isinstance(base, PackedLinear):
+            return original(lora_config, adapter_name, target, **kwargs)
+        return _lora_class()(target, adapter_name, config=lora_config, **kwargs)
+
+    def include(peft_config: Any, model: Any) -> Any:
+        asked = getattr(peft_config, "target_modules", None)
+        found = targets(peft_config, model)
+        if isinstance(asked, str) and asked.lower() == _ALL_LINEAR:
+            head = getattr(model, "get_output_embeddings", lambda: None)()
+            packed = {
+                name
+                for name, module in model.named_modules()
+                if isinstance(module, PackedLinear) and module is not head
+            }
+            found.target_modules = {*found.target_modules, *packed}
+        return found
+
+    create.quantkit_original = original  # type: ignore[attr-defined]
+    include.quantkit_original = targets  # type: ignore[attr-defined]
+    LoraModel._create_new_module = staticmethod(create)
+    tuners_utils._maybe_include_all_linear_layers = include
+
+
+def undo() -> None:
+    """Restore both functions of PEFT."""
+    if not is_applied():
+        return
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora.model import LoraModel
+
+    LoraModel._create_new_module = staticmethod(LoraModel._create_new_module.quantkit_original)
+    include = tuners_utils._maybe_include_all_linear_layers
+    tuners_utils._maybe_include_all_linear_layers = include.quantkit_original
+
+
+def is_applied() -> bool:
+    """Return True if PEFT is imported and knows packed linears."""
+    model = getattr(sys.modules.get(_LORA), "LoraModel", None)
+    return hasattr(getattr(model, "_create_new_module", None), "quantkit_original")
+
+
+@cache
+def _lora_class() -> type:
+    from peft.tuners.lora.layer import Linear
+
+    if "config" not in inspect.signature(Linear.__init__).parameters:
+        from peft import __version__
+
+        raise UsageError(f"LoRA on packed linears takes peft 0.19 or newer; found {__version__}. Upgrade it.")
+
+    class PackedLoraLinear(Linear):  # type: ignore[misc]
+        """LoRA beside a packed linear: y = x W^T + b + scaling * B A x, with gradients of A and B."""
+
+        def __init__(self, base_layer: Any, adapter_name: str, config: Any, **kwargs: Any) -> None:
+            start = config.init_lora_weights
+            if isinstance(start, str) and start not in _WITHOUT_WEIGHT:
+                raise UsageError(
+                    f"init_lora_weights={start!r} reads or changes the dense weight, which a packed linear "
+                    f"does not have. {_DENSE}use True or 'gaussian'."
+                )
+            super().__init__(base_layer, adapter_name, config=config, **kwargs)
+
+        def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+            return module.in_features, module.out_features
+
+        def resolve_lora_variant(self, **options: Any) -> None:
+            variant = super().resolve_lora_variant(**options)
+            if variant is not None:
+                raise UsageError(
+                    f"{type(variant).__name__} may read or change the dense weight, which a packed linear "
+                    f"does not have. {_DENSE}use plain LoRA."
+                )
+
+        def merge(self, *args: Any, **kwargs: Any) -> None:
+            raise UsageError(
+                "a LoRA cannot be merged into a packed linear: its sum with the codes is not on their grid. "
+                f"{_DENSE}load the adapter into the original model; merge there and quantize the result."
+            )
+
+    return PackedLoraLinear

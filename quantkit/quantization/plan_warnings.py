@@ -126,8 +126,11 @@ def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
         if a.experts:
             how = json.dumps([row.stored.name, arguments])
             experts.setdefault(a.module.rpartition(".")[0], set()).add(how)
-    for refusal in refusals(stored):
+    refused = refusals(stored)
+    for refusal in refused:
         yield Note(f"{refusal}", tuple(engine.name for engine in refusal.engines))
+    if any(TRANSFORMERS in refusal.engines for refusal in refused):
+        narrow.clear()
     if any(scheme.has_zero_point for _, scheme in packed):
         yield Note(
             "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint.engines import ENGINES
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
@@ -199,6 +200,19 @@ def test_experts_stored_in_two_ways_are_noted(tmp_path):
     )
     assert "those of model.layers.0.mlp.experts and 1 more are not. Give them one with a rule, such" in vllm
     assert also == note
+
+
+@pytest.mark.parametrize(
+    ("format", "readers"), [("nvfp4", ("vLLM", "SGLang")), ("mxfp8", ("vLLM",)), ("fp8", ("transformers",))]
+)
+def test_experts_name_who_reads_them(tmp_path, format, readers):
+    source = write(tmp_path, "qwen3_moe")
+    kept = ("*.self_attn.*=keep",)
+    found = planned(source, format=format, rules=kept)
+    assert (found.config.container, found.readers) == ("compressed-tensors", readers)
+    unread = [engine for engine in ENGINES if engine.name not in readers]
+    assert len(found.notes) == len(unread)
+    assert all(any(note.startswith(f"{engine} cannot load ") for note in found.notes) for engine in unread)
 
 
 def test_formats_that_decode_slowly_on_a_gpu_are_noted(tmp_path):

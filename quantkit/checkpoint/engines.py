@@ -4,9 +4,9 @@ It is of the file and holds on every device; an engine may still lack a kernel f
 SGLang are held to their own code (`tests/compat/engines.py`), those of transformers to loading it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 LayerKind = Literal["linear", "experts", "lm_head"]
 
@@ -59,6 +59,16 @@ class Support:
     alone: bool = False
 
 
+#: Strategies: a scale per block of 128x128 in a matrix of whole blocks, and any other.
+BLOCK, OTHER_BLOCKS = "block", "other blocks"
+
+
+def strategy_of(arguments: Mapping[str, Any], rows: int) -> str:
+    """The strategy of a matrix of `rows` with these `weights` of a config group."""
+    whole = arguments.get("block_structure") in (None, [128, 128]) and rows % 128 == 0
+    return OTHER_BLOCKS if arguments["strategy"] == BLOCK and not whole else str(arguments["strategy"])
+
+
 @dataclass(frozen=True)
 class Stored:
     """How the matrices of a module are stored: a format and a strategy of compressed-tensors."""
@@ -95,6 +105,8 @@ _GIVE_CHANNELS = "Choose scales per channel: -g channel."
 _TENSOR = "integers with one scale per tensor"
 _GIVE_GROUPS = "Choose scales per channel or group: -g channel or -g 128."
 _FP8_GROUPS = "fp8 with scales per group"
+_HF = ("CompressedTensorsHfQuantizer",)
+_FP8_BLOCKS = "fp8 in other than whole blocks of 128x128"
 _FP8_EXPERTS = "fp8 experts with 16-bit inputs"
 
 #: The first row that fits decides. What no row fits was not tried, and is not promised.
@@ -104,10 +116,21 @@ SUPPORT: tuple[Support, ...] = (
     Support(VLLM, _INT, ("tensor",), _ALL, what=_TENSOR, instead=_GIVE_GROUPS),
     Support(VLLM, _FP8, _WHOLE, _LINEARS, ("CompressedTensorsW8A16Fp8",)),
     Support(VLLM, _FP8, ("group",), _LINEARS, what=_FP8_GROUPS, instead=_GIVE_CHANNELS),
+    Support(VLLM, _FP8, (BLOCK,), ("linear",), ("CompressedTensorsW8A16Fp8",)),
     Support(
         VLLM,
         _FP8,
-        (*_WHOLE, "group"),
+        (BLOCK,),
+        ("lm_head",),
+        what="an lm_head of fp8 in blocks",
+        why="it wants a scale for every token",
+        instead="Give it scales per channel, such as --lm-head fp8.",
+    ),
+    Support(VLLM, _FP8, (OTHER_BLOCKS,), _LINEARS, what=_FP8_BLOCKS, instead=_GIVE_CHANNELS),
+    Support(
+        VLLM,
+        _FP8,
+        (*_WHOLE, "group", BLOCK, OTHER_BLOCKS),
         _EXPERTS,
         what=_FP8_EXPERTS,
         instead="Give the experts int8, mxfp8 or nvfp4, such as --rule '*.experts.*=int8'.",
@@ -132,10 +155,11 @@ SUPPORT: tuple[Support, ...] = (
     Support(SGLANG, _INT, ("tensor",), _ALL, what=_TENSOR, instead=_GIVE_GROUPS),
     Support(SGLANG, _FP8, _WHOLE, _LINEARS, ("CompressedTensorsW8A16Fp8",)),
     Support(SGLANG, _FP8, ("group",), _LINEARS, what=_FP8_GROUPS, instead=_GIVE_CHANNELS),
+    Support(SGLANG, _FP8, (BLOCK, OTHER_BLOCKS), _LINEARS, what="fp8 in blocks", instead=_GIVE_CHANNELS),
     Support(
         SGLANG,
         _FP8,
-        (*_WHOLE, "group"),
+        (*_WHOLE, "group", BLOCK, OTHER_BLOCKS),
         _EXPERTS,
         what=_FP8_EXPERTS,
         instead="Give all linears int8 or nvfp4.",
@@ -153,18 +177,24 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support(SGLANG, _NVFP4, ("tensor_group",), _LINEARS, ("CompressedTensorsW4A16Fp4",)),
     Support(SGLANG, _NVFP4, ("tensor_group",), _EXPERTS, ("CompressedTensorsW4A16Nvfp4MoE",)),
-    Support(TRANSFORMERS, _INT, (*_GROUPS, "tensor"), _ALL, ("CompressedTensorsHfQuantizer",)),
-    Support(TRANSFORMERS, _FP8, (*_WHOLE, "group"), _LINEARS, ("CompressedTensorsHfQuantizer",)),
-    Support(TRANSFORMERS, _FP8, _WHOLE, _EXPERTS, ("CompressedTensorsHfQuantizer",)),
+    Support(TRANSFORMERS, _INT, (*_GROUPS, "tensor"), _ALL, _HF),
     Support(
         TRANSFORMERS,
         _FP8,
-        ("group",),
+        (*_WHOLE, "group", BLOCK, OTHER_BLOCKS),
+        _LINEARS,
+        _HF,
+    ),
+    Support(TRANSFORMERS, _FP8, _WHOLE, _EXPERTS, _HF),
+    Support(
+        TRANSFORMERS,
+        _FP8,
+        ("group", BLOCK, OTHER_BLOCKS),
         _EXPERTS,
-        what="fp8 experts with scales per group",
+        what="fp8 experts with scales per group or block",
         instead=_GIVE_CHANNELS,
     ),
-    Support(TRANSFORMERS, _MXFP8, ("group",), _LINEARS, ("CompressedTensorsHfQuantizer",)),
+    Support(TRANSFORMERS, _MXFP8, ("group",), _LINEARS, _HF),
     Support(
         TRANSFORMERS,
         _MXFP8,
@@ -173,8 +203,8 @@ SUPPORT: tuple[Support, ...] = (
         what="mxfp8 experts without quantkit",
         instead="There give the experts int8 or mxfp4.",
     ),
-    Support(TRANSFORMERS, _MXFP4, ("group",), _ALL, ("CompressedTensorsHfQuantizer",)),
-    Support(TRANSFORMERS, _NVFP4, ("tensor_group",), _LINEARS, ("CompressedTensorsHfQuantizer",)),
+    Support(TRANSFORMERS, _MXFP4, ("group",), _ALL, _HF),
+    Support(TRANSFORMERS, _NVFP4, ("tensor_group",), _LINEARS, _HF),
     Support(
         TRANSFORMERS,
         _NVFP4,

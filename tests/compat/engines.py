@@ -46,6 +46,8 @@ SCHEMES = (
     ("int8", "channel", "integer"),
     ("int8", "tensor", "none"),
     ("fp8", 128, "none"),
+    ("fp8", "128x128", "none"),
+    ("fp8", "64x64", "none"),
     ("fp8", "channel", "none"),
     ("fp8", "tensor", "none"),
     ("mxfp8", None, "none"),

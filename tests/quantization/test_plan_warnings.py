@@ -70,6 +70,12 @@ def test_one_scale_per_tensor_of_integers_is_noted():
     assert notes(default=Choice("fp8", "tensor")) == ()
 
 
+def test_blocks_that_vllm_does_not_load_are_noted():
+    vllm, sglang = notes(default=Choice("fp8", "4x4"))
+    assert vllm.startswith(f"{VLLM} cannot load fp8 in other than whole blocks of 128x128: model.")
+    assert sglang.startswith(f"{SGLANG} cannot load fp8 in blocks: model.")
+
+
 def test_scales_of_nvfp4_are_noted():
     kept = Rule("*.down_proj", Choice(keep=True))
     (note,) = notes(kept, default=Choice("nvfp4"))

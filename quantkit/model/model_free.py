@@ -249,10 +249,10 @@ def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> Structure:
 
     Names and shapes tell them. They stay dense unless a rule packs them.
     """
-    layers, experts = _layers(checkpoint.config), _experts(checkpoint.tensors)
+    around = Surroundings.of(checkpoint, None)
     found: dict[str, Linear] = {}
     for name, reason in structure.dense.items():
-        seen = Seen(checkpoint.tensors[name], layers, experts, None)
+        seen = Seen(checkpoint.tensors[name], around)
         signs = (sign for sign in SIGNS if not sign.is_place)
         if reason != NOT_A_PARAMETER or "head" in seen.words or any(sign.holds(seen) for sign in signs):
             continue

@@ -422,11 +422,9 @@ def scheme(
     packing: PackingName = "bits",
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Scheme:
-    """The scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
+    """Return the scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
 
-    What neither says is bfloat16, or float16 for a float16 weight.
-
-    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point, packing or scale
+    A scale that neither names is bfloat16, or float16 for a float16 weight. Raises `FormatError` for an unknown format, a group size out of range, or a zero-point, packing or scale
     per tensor that the format cannot have.
     """
     preset = PRESETS.get(name)

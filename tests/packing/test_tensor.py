@@ -364,7 +364,9 @@ def test_rows_of_one_scale_per_tensor_are_those_of_the_whole_matrix() -> None:
 
 
 def test_rows_that_share_scales_are_those_of_the_whole_matrix() -> None:
-    packed = quantize_tensor(torch.randn(37, 96), replace(PRESETS["fp8"], group_size=32, group_rows=16))
+    packed = quantize_tensor(
+        torch.randn(37, 96), Scheme(FORMATS["fp8-e4m3"], 32, scale_dtype=torch.float32, group_rows=16)
+    )
     _assert_rows(packed, torch.tensor([36, 0, 15, 16, 31, 32]))
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: Linears, of a layer or an expert, that inference engines fuse into one, which then has one scheme.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
+#: Names by which some engines find how the experts of a layer are stored.
+EXPERTS_OF_SGLANG = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+
 #: Part of the weights from which a part of the model that stays dense is worth a warning.
 LARGE = 0.1
 
@@ -168,6 +171,16 @@ def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
             "only; it stops with an error otherwise."
         )
     yield from _notes_on_experts(experts)
+    named = {a.stored[0].rpartition(".")[2] for a in assignments if a.experts}
+    ways = {one for stored in experts.values() for one in stored}
+    dense = any(a.experts and a.scheme is None for a in assignments)
+    if named - EXPERTS_OF_SGLANG and len(ways) + dense > 1:
+        yield Note(
+            f"{SGLANG} and vLLM 0.26.0 cannot load this: they look for experts by the names "
+            f"{', '.join(sorted(EXPERTS_OF_SGLANG))}, and take others, such as {min(named)}, to be stored as "
+            "most linears are. Give all experts one format.",
+            (SGLANG.name,),
+        )
 
 
 def readers_beside(notes: Iterable[Note]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoint.engines import ENGINES
+from quantkit.checkpoint.engines import ENGINES, SGLANG
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeConfig", MOE),
     "qwen2_moe": ("Qwen2MoeConfig", {**MOE, "shared_expert_intermediate_size": 48}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 
@@ -213,6 +214,17 @@ def test_experts_name_who_reads_them(tmp_path, format, readers):
     unread = [engine for engine in ENGINES if engine.name not in readers]
     assert len(found.notes) == len(unread)
     assert all(any(note.startswith(f"{engine} cannot load ") for note in found.notes) for engine in unread)
+
+
+@pytest.mark.parametrize("rule", ["*.layers.0.*.experts.*=int8", "*.layers.0.*.experts.*=keep"])
+def test_experts_that_some_engines_do_not_find_are_noted(tmp_path, rule):
+    source = write(tmp_path, "mixtral")
+    options = {"format": "int4", "group_size": 4}
+    assert planned(source, **options).notes == ()
+    found = planned(source, **options, rules=(rule,))
+    assert found.readers == ("vLLM", "transformers") if rule.endswith("keep") else ("vLLM",)
+    (note,) = (note for note in found.notes if "look for experts by the names" in note)
+    assert note.startswith(f"{SGLANG} and vLLM 0.26.0 cannot load this: ") and "such as w" in note
 
 
 def test_formats_that_decode_slowly_on_a_gpu_are_noted(tmp_path):

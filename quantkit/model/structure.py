@@ -46,8 +46,8 @@ class Linear:
     """Linear of the model, or one fused set of experts.
 
     `module` is its name in the loaded model. `stored` are the names of its matrices in the file, for experts
-    one per expert and half, for a tied head that has the table of a packed embedding none. `shape` is [N, K]
-    of each matrix, which the file has as [K, N] if `transposed`.
+    one per expert and half. A tied head with the table of a packed embedding has none. `shape` is [N, K] of
+    each matrix, which the file has as [K, N] if `transposed`.
     """
 
     module: str

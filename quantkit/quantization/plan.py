@@ -154,7 +154,7 @@ def make_plan(
     """The plan of quantizing `checkpoint` by `recipe`. Reads no weights.
 
     Raises `UsageError` for a recipe that fits no layer, splits fused experts or packs an embedding that
-    cannot be, and `CheckpointError` for a linear whose dtype cannot be quantized.
+    cannot be. Raises `CheckpointError` for a linear whose dtype cannot be quantized.
     """
     sources = _sources(checkpoint, structure)
     fates = recipe.fates(

@@ -31,7 +31,7 @@ from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
 from quantkit.memory import enough_memory, free_memory, say_if_short
 from quantkit.model.distributed import Ranks, join_ranks
-from quantkit.model.model_free import read_tensors
+from quantkit.model.model_free import read_tensors, with_other_parts
 from quantkit.model.prefixes import read_names
 from quantkit.model.structure import Structure, read_structure
 from quantkit.packing.packings import PackingName
@@ -46,6 +46,7 @@ from quantkit.quantization.blockwise.calibration import Calibration, calibrate, 
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.plan import Plan, make_plan
+from quantkit.quantization.plan_warnings import why_nothing
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.rotated_checkpoint import rotated
 from quantkit.quantization.run_record import model_record, run_record
@@ -88,6 +89,7 @@ def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkp
         checkpoint, structure = read_tensors(checkpoint, recipe.default.group_of_rows())
     else:
         checkpoint, structure = read_names(checkpoint)
+        structure = with_other_parts(checkpoint, structure)
     checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:
         return checkpoint, structure
@@ -293,10 +295,8 @@ def quantize_checkpoint(
             recipe = found.recipe
             planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
         if not planned.quantized_weights:
-            raise UsageError(
-                f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
-                "linear that can be packed. `quantkit plan` shows why each is kept."
-            )
+            reason = why_nothing(structure, checkpoint.tensors)
+            raise UsageError(f"there is nothing to quantize in {source}: {reason}")
         planned = _with_readers(planned, checkpoint, recipe)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         if calibrated is not None:

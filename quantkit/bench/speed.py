@@ -1,8 +1,8 @@
 """Time to first token, decoding and memory of one model.
 
-The rules, which docs/cli.md has for readers: greedy decoding with transformers' own static cache and
-forward, a host that waits for every token as a server does, a generation that does not count before those
-that do, and the median of the repetitions with the smallest and the largest.
+The rules, which docs/cli.md has for readers: greedy decoding with transformers' own static cache and forward.
+The host waits for every token, as a server does. The first generation does not count. Of the repetitions the
+median counts, with the smallest and the largest.
 """
 
 import time

@@ -103,7 +103,8 @@ GroupSizeText = Annotated[
     typer.Option(
         "--group-size",
         "-g",
-        help="Weights of a row that share a scale, 'channel' for a whole row or 'tensor' for all rows.",
+        help="Weights of a row that share a scale, 'channel' for a whole row, 'tensor' for all rows, or a "
+        "block such as 128x128, rows by columns.",
         show_default="by format",
     ),
 ]

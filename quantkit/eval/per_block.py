@@ -1,4 +1,4 @@
-"""What each block of a packed model costs on its own: the divergence of the original with that block in it.
+"""The cost of each block of a packed model on its own: the divergence of the original with that block in it.
 
 The original's blocks take their weights in turn. There is one set of passes for each block, in which that
 block is the packed one, and one set of the original. Up to its packed block a set takes what the original's

@@ -106,7 +106,7 @@ _BUFFER = "embed_scale"
 
 @dataclass(frozen=True)
 class Lookup:
-    """Product that a module makes of rows [..., K] of its table: `rows * factor`, in the dtype of the rows.
+    """Factor by which a module multiplies rows [..., K] of its table, in the dtype of the rows.
 
     `is_rounded` if the factor has that dtype too, as a tensor has; a number of Python is not rounded.
     """

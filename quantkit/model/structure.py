@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.completeness import has_base_names, is_only_head, lacks, missing_parameters
+from quantkit.model.conversions import RowsTensor, conversions, row_cuts
 from quantkit.model.model_class import meta_model
 from quantkit.model.names import Renamed, other_names, renamed
 from quantkit.model.parts import Parts, embeddings, packed_parts
@@ -46,8 +47,8 @@ class Linear:
     """Linear of the model, or one fused set of experts.
 
     `module` is its name in the loaded model. `stored` are the names of its matrices in the file, for experts
-    one per expert and half. A tied head with the table of a packed embedding has none. `shape` is [N, K] of
-    each matrix, which the file has as [K, N] if `transposed`.
+    one per expert and half. It is empty for a tied head that has the table of a packed embedding. `shape` is
+    [N, K] of each matrix, which the file has as [K, N] if `transposed`.
     """
 
     module: str
@@ -69,7 +70,7 @@ class Structure:
     `table` is the token embedding as a matrix that can be packed, or why it cannot. `model_class` is the
     class that the files are of, "" if none was asked. `kept` are linears that only a rule packs, with the
     reason, beside the head. `cuts` are the matrices of experts that are stored in one tensor for all, by the
-    name that each gets, with `.weight`.
+    name that each gets, with `.weight`; `row_cuts` are linears in one tensor.
     """
 
     linears: Mapping[str, Linear]
@@ -83,6 +84,7 @@ class Structure:
     model_class: str = ""
     kept: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, CutTensor] = field(default_factory=dict)
+    row_cuts: Mapping[str, RowsTensor] = field(default_factory=dict)
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:
@@ -96,6 +98,7 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     places = dict(renamed(model, checkpoint.tensors))
     missing = missing_parameters(model, {place.parameter for place in places.values()})
     structure = _classify_tensors(model, places, checkpoint)
+    structure = replace(structure, row_cuts=_row_cuts(model, checkpoint))
     # Some parameters are made of tensors of other names.
     if missing and REARRANGED not in structure.dense.values():
         raise lacks(model, missing, checkpoint)
@@ -129,6 +132,18 @@ def check_layer_counts(checkpoint: Checkpoint) -> None:
                     f"{checkpoint.directory / 'config.json'}: {key!r} is {value}, but the files hold "
                     f"{len(checkpoint.tensors)} tensors. The config does not belong to these weights."
                 )
+
+
+def _row_cuts(model: "nn.Module", checkpoint: Checkpoint) -> dict[str, RowsTensor]:
+    from quantkit.model.linears import is_linear, is_transposed
+
+    parts = packed_parts(model)
+    shapes = {
+        f"{name}.weight": tuple(module.get_parameter("weight").shape)
+        for name, module in model.named_modules()
+        if name in parts and is_linear(module) and not is_transposed(module)
+    }
+    return row_cuts(conversions(model, checkpoint.tensors).values(), checkpoint.tensors, shapes)
 
 
 def _names(places: Places) -> Names:
@@ -180,7 +195,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
             reason = SHARED if owner in shared else _why_dense_experts(module, leaf, parts, owner)
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and module is not None and _may_be_linear(module):
-            why = special.get(owner) or _why_dense_linear(module, owner, parts)
+            why = special.get(owner) or _why_dense_linear(module)
             reason = why_head if owner == head else why
             _sort_in(stored, owner, reason, gathered, dense)
         else:
@@ -212,6 +227,11 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         table=table,
         model_class=type(model).__name__,
         cuts=cuts,
+        kept={
+            name: parts.outside
+            for name, linear in linears.items()
+            if linear.kind == "linear" and name not in parts
+        },
     )
 
 
@@ -346,12 +366,10 @@ def _check_shape(stored: str, shape: tuple[int, ...], expected: tuple[int, ...])
         )
 
 
-def _why_dense_linear(module: "nn.Module", name: str, parts: Parts) -> str | None:
+def _why_dense_linear(module: "nn.Module") -> str | None:
     from quantkit.model.architectures import why_not_packable
     from quantkit.model.linears import is_linear, matrix_shape
 
-    if name not in parts:
-        return parts.outside
     if is_linear(module) and matrix_shape(module)[0] == 1:
         return ONE_OUTPUT
     return why_not_packable(module)

@@ -24,7 +24,7 @@ def at_least_16_bits(scale_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ZeroPointStorage:
-    """How the zero-points z [N, G] of a matrix are stored, for codes of `bits` bits.
+    """Storage of the zero-points z [N, G] of a matrix, for codes of `bits` bits.
 
     values(scale dtype)    dtype of z in memory
     dtype(scale dtype)     dtype of the stored tensor
@@ -134,7 +134,7 @@ class ZeroPointType:
     why_not_int8: str | None = None
 
     def why_not(self, number_format: NumberFormat) -> str | None:
-        """Why codes of a format have no such zero-point; None where they can have one."""
+        """Return why codes of a format have no such zero-point; None where they can have one."""
         if self.storage is None or isinstance(number_format, IntFormat):
             return None
         return f"format {number_format.name!r} has no zero-point; asymmetric schemes need an int format"

@@ -21,6 +21,7 @@ from quantkit.escaping import Code
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.publish.carried import carried_metadata
 from quantkit.publish.measurements import Accuracy, Measurements, Plot
+from quantkit.publish.usage import Usage, snippet, tag_of, usage_of
 from quantkit.quantization.plan_warnings import fused_sets
 from quantkit.report.bench_report import (
     SERVING_RULES,
@@ -97,7 +98,8 @@ def make_card(
     front: dict[str, Any] = {}
     if base is not None:
         front = {"base_model": base, "base_model_relation": "quantized"}
-    front |= {"library_name": "transformers", "pipeline_tag": "text-generation", **carried}
+    usage = usage_of(directory)
+    front |= {"library_name": "transformers", **tag_of(usage), **carried}
     front["tags"] = [
         "quantkit",
         *([record.container] if not record.needs_quantkit else []),
@@ -109,7 +111,7 @@ def make_card(
         Section("How it is stored", tuple(_storage(record))),
         Section("Accuracy", (*_accuracy_blocks(measurements), *_images(plots, "eval"))),
         Section("Speed and memory", (*_speed_blocks(measurements), *_images(plots, "bench"))),
-        Section("How to run it", tuple(_running(record, name))),
+        Section("How to run it", tuple(_running(record, usage, name))),
     )
     return Card(front, Document(name, sections), tuple(notes))
 
@@ -138,7 +140,7 @@ def _introduction(record: ModelRecord, base: str | None) -> Iterator[Block]:
         f", quantized with {quantkit} to {', '.join(_formats(record))}: "
         f"{sum(layer.matrices for layer in packed)} matrices in {len(packed)} linears."
     )
-    yield Text((Code(base) if base is not None else "A language model", how))
+    yield Text((Code(base) if base is not None else "A model", how))
     if record.calibration is not None:
         yield Text(f"Calibrated on {record.calibration}.")
 
@@ -187,7 +189,7 @@ def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
 
 
 def _tasks_table(tasks: Sequence[TaskMetrics]) -> Table:
-    """What was answered right, of a model without a reference."""
+    """Return the table of right answers, of a model without a reference."""
     rows = [
         (one.task, one.metric, str(one.items), percent_text(one.accuracy) + points_text(one.accuracy_se))
         for one in tasks
@@ -232,7 +234,7 @@ def _speed_blocks(measurements: Measurements) -> Iterator[Block]:
         yield Text("Nothing was measured.")
 
 
-def _running(record: ModelRecord, name: str) -> Iterator[Block]:
+def _running(record: ModelRecord, usage: Usage | None, name: str) -> Iterator[Block]:
     source = requirement()
     how = (
         (Code(f"pip install '{source}'"),)
@@ -241,14 +243,7 @@ def _running(record: ModelRecord, name: str) -> Iterator[Block]:
     )
     called = (". Its distribution is called ", Code(DISTRIBUTION), "; the package index has a ")
     yield Text(("Install quantkit first: ", *how, *called, Code("quantkit"), " that is not it."))
-    yield Command(
-        "import quantkit\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"model = AutoModelForCausalLM.from_pretrained({escaping.python(name)})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({escaping.python(name)})\n"
-        'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"
-    )
+    yield Command(snippet(usage, name))
     if record.needs_quantkit:
         yield Text(f"Only quantkit reads this checkpoint: {record.needs_quantkit[0]}.")
         return

@@ -28,7 +28,9 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
         if reasons and any(tensor is not None and tensor.stored_as for tensor in tensors):
             refused[name] = reasons[0]
     refused = {
-        name: reason for name, reason in refused.items() if not _may_stay_dense(structure.linears[name])
+        name: reason
+        for name, reason in refused.items()
+        if name not in structure.kept and not _may_stay_dense(structure.linears[name])
     }
     if refused:
         name, reason = next(iter(refused.items()))

@@ -153,8 +153,8 @@ def make_plan(
 ) -> Plan:
     """The plan of quantizing `checkpoint` by `recipe`. Reads no weights.
 
-    Raises `UsageError` for a recipe that fits no layer, splits fused experts or packs an embedding that
-    cannot be. Raises `CheckpointError` for a linear whose dtype cannot be quantized.
+    Raises `UsageError` for a recipe that fits no layer, splits fused experts, or packs an embedding that
+    cannot be packed. Raises `CheckpointError` for a linear whose dtype cannot be quantized.
     """
     sources = _sources(checkpoint, structure)
     fates = recipe.fates(
@@ -416,8 +416,8 @@ def _stays_dense(structure: Structure, fates: Mapping[str, Fate]) -> dict[str, s
     """The stored tensors that no rule packs, with the reason."""
     kept = [name for name, reason in structure.kept.items() if fates[name].reason == reason]
     return {
-        **structure.dense,
         **{f"{one}.weight": structure.kept[name] for name in kept for one in structure.linears[name].stored},
+        **structure.dense,
     }
 
 

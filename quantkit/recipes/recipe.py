@@ -32,13 +32,13 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.files import open_regular
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
-from quantkit.packing.schemes import MAX_GROUP_SIZE, SCALE_DTYPES, GroupSize, Scheme, scheme
+from quantkit.packing.schemes import BLOCK, MAX_GROUP_SIZE, SCALE_DTYPES, GroupSize, Scheme, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to make of a linear: a format with its options, or `keep` to leave it dense."""
+    """The treatment of a linear: a format with its options, or `keep` to leave it dense."""
 
     format: str = DEFAULT_FORMAT
     group_size: GroupSize = None
@@ -62,7 +62,7 @@ class Choice:
         )
 
     def group_of_rows(self) -> int | None:
-        """How many weights of a row share a scale; None where that is no number."""
+        """Return the number of weights of a row that share a scale; None where that is no number."""
         chosen = self.scheme(torch.bfloat16)
         return None if chosen is None or not isinstance(chosen.group_size, int) else chosen.group_size
 
@@ -90,7 +90,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rule:
-    """A glob over module names and what becomes of the linears it matches; `why` where nobody wrote it."""
+    """A glob over module names and the treatment of the linears it matches; `why` where quantkit wrote it."""
 
     match: str
     choice: Choice
@@ -99,7 +99,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one linear, and why."""
+    """The treatment of one linear, and why."""
 
     scheme: Scheme | None
     method: Method | None
@@ -151,9 +151,9 @@ class Recipe:
     ) -> dict[str, Fate]:
         """The fate of every linear.
 
-        `linears` maps module names to weight dtypes, `kept` those of them that only a rule quantizes to
-        the reason, and `dense` the modules that no rule can quantize to the reason. Raises `UsageError`
-        for a pattern that matches no linear.
+        `linears` maps module names to weight dtypes. `kept` maps those of them that only a rule quantizes to
+        the reason, and `dense` the modules that no rule can quantize. Raises `UsageError` for a pattern that
+        matches no linear.
         """
         used: set[int] = set()
         fates = {}
@@ -255,13 +255,18 @@ def parse_rule(text: str, default: Choice) -> Rule:
 
 
 def parse_group_size(text: str | None) -> GroupSize:
-    """A group size from the command line: a positive integer, `channel` or `tensor`; None as it is."""
-    match text:
-        case None | "channel" | "tensor":
-            return text
+    """A group size from the command line: an integer above 0, `channel`, `tensor` or a block (`128x128`).
+
+    None as it is.
+    """
+    if text in (None, "channel", "tensor") or BLOCK.fullmatch(text):
+        return text
     # The length first: Python refuses to convert thousands of digits.
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MAX_GROUP_SIZE:
-        raise UsageError(f"group size {text!r} is not a positive integer, 'channel' or 'tensor'.")
+        raise UsageError(
+            f"group size {text!r} is not a positive integer, 'channel' or 'tensor', nor a block such as "
+            "'128x128'."
+        )
     return int(text)
 
 

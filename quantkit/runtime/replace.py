@@ -166,13 +166,26 @@ def swap_modules(
             model.set_submodule(name, packed)
     for head, table in heads.items():
         tie_to_table(model, head, table)
-    unknown = sorted(name for name, scheme in config.modules.items() if scheme and name not in matched)
+    unknown = sorted(
+        name
+        for name, scheme in config.modules.items()
+        if scheme and name not in matched and not is_elsewhere(model, name)
+    )
     # Another class may be a part of the model.
     if unknown and names is None:
         raise CheckpointError(
             f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
             "does not have. Quantize the model again, or use the transformers version it was made with."
         )
+
+
+def is_elsewhere(model: nn.Module, name: str) -> bool:
+    """Return True if `model` lacks the part that module `name` is of, such as a head of further tokens."""
+    try:
+        model.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return True
+    return False
 
 
 def unpack_modules(model: Any, dtype: torch.dtype) -> None:

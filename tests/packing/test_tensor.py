@@ -363,6 +363,11 @@ def test_rows_of_one_scale_per_tensor_are_those_of_the_whole_matrix() -> None:
     _assert_rows(packed, torch.tensor([4, 1]))
 
 
+def test_rows_that_share_scales_are_those_of_the_whole_matrix() -> None:
+    packed = quantize_tensor(torch.randn(37, 96), replace(PRESETS["fp8"], group_size=32, group_rows=16))
+    _assert_rows(packed, torch.tensor([36, 0, 15, 16, 31, 32]))
+
+
 def _assert_rows(packed: PackedTensor, ids: torch.Tensor) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert_equal(packed.dequantize_rows(ids, dtype), packed.dequantize(dtype)[ids])

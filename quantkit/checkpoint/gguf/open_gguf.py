@@ -25,6 +25,7 @@ from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.checkpoint.stamp import FileStamp
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.files import temporary
 
 SUFFIX = ".gguf"
 #: Values of the arrays that a config may need, such as heads by layer; vocabularies have more.
@@ -67,23 +68,23 @@ def open_gguf(path: Path) -> Checkpoint:
     header = read_gguf_header(path)
     _check_not_split(header)
     tensors = gguf_tensors(header)
-    directory = Path(tempfile.mkdtemp(prefix="quantkit-gguf-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     rotary = _rotary(header, stamp)
-    _write_files(header, directory, rotary)
-    files = sorted(directory.iterdir())
-    side_files = tuple(file for file in files if file.name != CONFIG_NAME)
-    return Checkpoint(
-        directory=directory,
-        config=json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")),
-        tensors=dict(tensors),
-        shards=(path,),
-        side_files=side_files,
-        warnings=_warnings(header) if rotary is None else (),
-        stamps={path: stamp, **{file: FileStamp.of(file) for file in files}},
-        notes=(_note(header),),
-        derived=frozenset(files),
-    )
+    with temporary(f"{path}: its config.json and tokenizer"):
+        directory = Path(tempfile.mkdtemp(prefix="quantkit-gguf-"))
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        _write_files(header, directory, rotary)
+        files = sorted(directory.iterdir())
+        return Checkpoint(
+            directory=directory,
+            config=json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")),
+            tensors=dict(tensors),
+            shards=(path,),
+            side_files=tuple(file for file in files if file.name != CONFIG_NAME),
+            warnings=_warnings(header) if rotary is None else (),
+            stamps={path: stamp, **{file: FileStamp.of(file) for file in files}},
+            notes=(_note(header),),
+            derived=frozenset(files),
+        )
 
 
 def gguf_tensors(header: GgufHeader) -> dict[str, GgufRows]:
@@ -231,6 +232,9 @@ def _explained(path: Path, what: str) -> Iterator[None]:
     except (QuantkitError, MemoryError):
         raise
     except BaseException as error:
+        # Errors of transformers have no number, those of the disk do.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         # Panics of the tokenizers library have a class that none can import.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

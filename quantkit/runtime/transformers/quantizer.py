@@ -148,8 +148,10 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             return config
         return QuantkitConfig(**changed_config(config.to_dict(), schemes, names))
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        unpack_modules(model, dtype or model.dtype)
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        # Saving a model leaves the name of its dtype in the config, from where transformers has it.
+        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        unpack_modules(model, named or model.dtype)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

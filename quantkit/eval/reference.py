@@ -75,9 +75,9 @@ def _with_numbers(checkpoint: Checkpoint) -> Checkpoint:
 class Reference:
     """A reference model's logits, computed block by block and reused by every model compared with it.
 
-    Open it once for several models and close it at the end (it is a context manager): the files are
-    temporary unless `cache_dir` is given. There they stay in a subdirectory named after a hash of the
-    reference's files, the tokens, dtype, device and versions, and the next run finds them.
+    Open it once for several models and close it at the end (it is a context manager): the files are temporary
+    unless `cache_dir` is given. There they stay for the next run, in a subdirectory named after a hash of the
+    reference's files, the tokens, dtype, device and versions.
     """
 
     def __init__(self, source: Path | str, options: EvalOptions) -> None:

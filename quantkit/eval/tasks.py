@@ -68,7 +68,7 @@ class Tasks:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """What one model did: lm-eval's figures by task, and which items it got right by task and metric.
+    """Results of one model: lm-eval's figures by task, and the items that it got right by task and metric.
 
     `documents` is a hash of the items of each task, as the model was asked them.
     """

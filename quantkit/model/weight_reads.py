@@ -66,8 +66,8 @@ def _reads(kind: type) -> tuple[_Read, ...]:
     """Names before `.weight` in methods of a class, such as ("self", "dt_proj"), and when they run."""
     found: list[_Read] = []
     for base in kind.__mro__:
-        # The classes of torch, and of transformers that all models share, read no linear by its name.
-        if ".models." not in base.__module__:
+        # Other classes of torch, and those of transformers that all models share, read no linear by its name.
+        if ".models." not in base.__module__ and base is not nn.MultiheadAttention:
             continue
         for method in vars(base).values():
             function = inspect.unwrap(method) if callable(method) else None

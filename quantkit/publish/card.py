@@ -21,6 +21,7 @@ from quantkit.escaping import Code
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.publish.carried import carried_metadata
 from quantkit.publish.measurements import Accuracy, Measurements, Plot
+from quantkit.publish.usage import Usage, snippet, tag_of, usage_of
 from quantkit.quantization.plan_warnings import fused_sets
 from quantkit.report.bench_report import (
     SERVING_RULES,
@@ -97,7 +98,8 @@ def make_card(
     front: dict[str, Any] = {}
     if base is not None:
         front = {"base_model": base, "base_model_relation": "quantized"}
-    front |= {"library_name": "transformers", "pipeline_tag": "text-generation", **carried}
+    usage = usage_of(directory)
+    front |= {"library_name": "transformers", **tag_of(usage), **carried}
     front["tags"] = [
         "quantkit",
         *([record.container] if not record.needs_quantkit else []),
@@ -109,7 +111,7 @@ def make_card(
         Section("How it is stored", tuple(_storage(record))),
         Section("Accuracy", (*_accuracy_blocks(measurements), *_images(plots, "eval"))),
         Section("Speed and memory", (*_speed_blocks(measurements), *_images(plots, "bench"))),
-        Section("How to run it", tuple(_running(record, name))),
+        Section("How to run it", tuple(_running(record, usage, name))),
     )
     return Card(front, Document(name, sections), tuple(notes))
 
@@ -132,13 +134,13 @@ def _formats(record: ModelRecord) -> list[str]:
 
 
 def _introduction(record: ModelRecord, base: str | None) -> Iterator[Block]:
-    packed = [layer for layer in record.layers.values() if layer.scheme is not None]
+    packed = [layer for layer in record.layers.values() if layer.scheme is not None and layer.matrices]
     quantkit = " ".join(filter(None, ("quantkit", record.versions.get("quantkit"))))
     how = (
         f", quantized with {quantkit} to {', '.join(_formats(record))}: "
         f"{sum(layer.matrices for layer in packed)} matrices in {len(packed)} linears."
     )
-    yield Text((Code(base) if base is not None else "A language model", how))
+    yield Text((Code(base) if base is not None else "A model", how))
     if record.calibration is not None:
         yield Text(f"Calibrated on {record.calibration}.")
 
@@ -163,12 +165,13 @@ def _storage(record: ModelRecord) -> Iterator[Block]:
 
 
 def _mean_bits(layers: Sequence[LayerRecord]) -> float | None:
-    """Bits per weight of all weights together; None for dense ones."""
-    weights = [layer.matrices * math.prod(layer.shape) for layer in layers]
-    bits = [layer.bits_per_weight for layer in layers if layer.bits_per_weight is not None]
-    if not bits:
-        return None
-    return sum(b * n for b, n in zip(bits, weights, strict=True)) / sum(weights)
+    """Bits per weight of all stored weights together; None without packed ones."""
+    known = [
+        (layer.bits_per_weight, layer.matrices * math.prod(layer.shape))
+        for layer in layers
+        if layer.bits_per_weight is not None
+    ]
+    return sum(bits * count for bits, count in known) / sum(count for _, count in known) if known else None
 
 
 def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
@@ -186,7 +189,7 @@ def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
 
 
 def _tasks_table(tasks: Sequence[TaskMetrics]) -> Table:
-    """What was answered right, of a model without a reference."""
+    """Return the table of right answers, of a model without a reference."""
     rows = [
         (one.task, one.metric, str(one.items), percent_text(one.accuracy) + points_text(one.accuracy_se))
         for one in tasks
@@ -231,7 +234,7 @@ def _speed_blocks(measurements: Measurements) -> Iterator[Block]:
         yield Text("Nothing was measured.")
 
 
-def _running(record: ModelRecord, name: str) -> Iterator[Block]:
+def _running(record: ModelRecord, usage: Usage | None, name: str) -> Iterator[Block]:
     source = requirement()
     how = (
         (Code(f"pip install '{source}'"),)
@@ -240,14 +243,7 @@ def _running(record: ModelRecord, name: str) -> Iterator[Block]:
     )
     called = (". Its distribution is called ", Code(DISTRIBUTION), "; the package index has a ")
     yield Text(("Install quantkit first: ", *how, *called, Code("quantkit"), " that is not it."))
-    yield Command(
-        "import quantkit\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"model = AutoModelForCausalLM.from_pretrained({escaping.python(name)})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({escaping.python(name)})\n"
-        'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"
-    )
+    yield Command(snippet(usage, name))
     if record.needs_quantkit:
         yield Text(f"Only quantkit reads this checkpoint: {record.needs_quantkit[0]}.")
         return

@@ -1,4 +1,4 @@
-"""What a card takes over from the source's card, of which a packed directory has a copy in README.md.
+"""Fields that a card takes over from the source's card, of which a packed directory has a copy in README.md.
 
 Only that copy is read, and neither the hub nor the source is asked: a packed directory may come from anybody,
 and what its manifest calls the source may be any path or repository.
@@ -12,7 +12,7 @@ from quantkit.checkpoint.output.atomic_write import read_inside
 
 CARD_NAME = "README.md"
 #: What holds for every copy of the weights.
-_CARRIED = ("license", "license_name", "license_link", "language")
+_CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 #: Cards are text; the front matter of some has benchmarks of hundreds of kilobytes.
 _MAX_CARD_BYTES = 4 << 20
 _MAX_ENTRY_CHARS = 4096
@@ -20,7 +20,7 @@ _FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?\n)---[ \t]*(?:\r?\n|\Z)", re.
 
 
 def carried_metadata(directory: Path) -> dict[str, Any]:
-    """License and language in the front matter of README.md in `directory`, texts or lists of texts.
+    """License, language and pipeline in the front matter of README.md in `directory`: texts or lists of them.
 
     Empty without such a file. A card is for people: one that cannot be read, links out of the directory, or
     is not YAML only leaves fields out.

@@ -1,4 +1,4 @@
-"""Whether a packed checkpoint has the weights of its source, each one compared."""
+"""Comparison of a packed checkpoint's weights with those of its source, each one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from quantkit.checkpoint.open_source import exactly, open_source
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.model.model_free import with_other_parts
 from quantkit.model.prefixes import read_names
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress, counting
@@ -24,7 +25,7 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class Compared:
-    """How many tensors were compared, how many of them are packed, and what differs."""
+    """Counts of tensors that were compared and that are packed, and the differences."""
 
     tensors: int
     packed: int
@@ -38,9 +39,12 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
     for one that cannot be read.
     """
     checkpoint, structure = read_names(exactly(open_source(resolve(source))))
+    structure = with_other_parts(checkpoint, structure)
     packed = Checkpoint.open(directory)
     config = QuantizationConfig.from_dict(packed.config.get("quantization_config", {}))
     modules = {f"{one}.weight": name for name, linear in structure.linears.items() for one in linear.stored}
+    if not isinstance(structure.table, str) and config.modules.get(structure.table.module) is not None:
+        modules[f"{structure.table.stored[0]}.weight"] = structure.table.module
     advance = counting(checkpoint.nbytes, progress)
     problems: list[str] = []
     count = 0

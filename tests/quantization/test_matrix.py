@@ -1,5 +1,7 @@
 """Tiny models of transformers' classes are packed, load as their class and compute what their files say."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import transformers
 
 import quantkit
 from quantkit.errors import QuantkitError
+from quantkit.model.names import model_names
 from quantkit.quantization.blockwise.block_output import NOT_RUN
 
 from . import matrix
@@ -40,6 +43,17 @@ def test_blocks_with_parameters_made_of_several_tensors_are_calibrated(tmp_path:
     assert found["gptq"]["calibrated"] == 1.0
 
 
+def test_linears_that_are_rows_of_one_tensor_are_packed_one_by_one(tmp_path: Path) -> None:
+    name, rules = "NomicBertForMaskedLM", ("*.0.*.k_proj=keep",)
+    matrix.save_source(matrix.tiny_model(name), tmp_path / "source")
+    found = matrix.check(name, tmp_path, "int8", format="int8", rules=rules)
+    assert (found["result"], found["matrices"], found["readers"]) == ("right", 13, ["transformers"]), found
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "int8")
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(matrix.outputs(model.eval()), matrix.outputs(again.eval()))
+
+
 @pytest.mark.slow
 def test_no_class_is_wrong(tmp_path: Path) -> None:
     found = {name: matrix.attempt(name, tmp_path / name, matrix.COLUMNS) for name in matrix.names()}
@@ -61,6 +75,18 @@ def test_linears_that_do_not_run_are_quantized_without_data(tmp_path: Path) -> N
         assert (one.relative_error == plain.measured[name].relative_error) == (name in idle)
 
 
+def test_the_stored_results_are_those_of_the_readme() -> None:
+    """None is wrong, each refusal gives a reason and a remedy, and all columns reach what is promised."""
+    text = matrix.README.read_text()
+    assert text == matrix.with_summary(text), "run python -m tests.quantization.matrix summary"
+    classes = json.loads(matrix.STORED.read_text())["classes"]
+    for column in matrix.COLUMNS:
+        assert not [name for name, one in classes.items() if one[column]["result"] == "WRONG"]
+        assert sum(one[column]["result"] == "right" for one in classes.values()) >= 140
+    refused = [one[column] for one in classes.values() for column in matrix.COLUMNS if "late" in one[column]]
+    assert not [one for one in refused if one["late"] or not re.search(r"Take|Use|--rule", one["why"])]
+
+
 def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:
     matrix.tiny_model("LlamaForCausalLM").model.save_pretrained(tmp_path / "source")
     config = tmp_path / "source" / "config.json"
@@ -78,20 +104,99 @@ def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:
     assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
-def test_heads_of_further_tokens_are_kept_and_declared(tmp_path: Path) -> None:
+def test_rules_pack_vision_towers(tmp_path: Path) -> None:
+    source, out, dense = tmp_path / "source", tmp_path / "out", tmp_path / "dense"
+    # SigLIP initializes its linears by their weights, in a function that is not the whole model's.
+    matrix.tiny_model("Gemma3ForConditionalGeneration").save_pretrained(source)
+    result = quantkit.quantize(
+        source, out, format="int8", rules=("*vision_tower*=int4:32",), device="cpu", check=True
+    )
+    packed = [layer for layer in result.plan.layers if "vision_tower" in layer.linear.module]
+    # torch's MultiheadAttention reads the weight of this one itself.
+    assert not any("head.attention.out_proj" in layer.linear.module for layer in packed)
+    assert packed and all(layer.scheme and layer.scheme.format.name == "int4" for layer in packed)
+    matrix.rounded(source, out, dense)
+    cls = transformers.Gemma3ForConditionalGeneration
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    found, expected = (
+        cls.from_pretrained(path, dtype=torch.float32).model.vision_tower(pixels).last_hidden_state
+        for path in (out, dense)
+    )
+    assert float((found - expected).norm() / expected.norm()) < 1e-3
+
+
+def with_further_tokens(directory: Path) -> dict[str, torch.Tensor]:
+    """Write a model with heads of further tokens, which its class lacks; return their matrices."""
     from safetensors.torch import load_file, save_file
 
+    matrix.tiny_model("Qwen3ForCausalLM").save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    stem = tensors["model.layers.1.mlp.up_proj.weight"]
+    added = (
+        "mtp.fc",
+        "mtp.layers.0.mlp.up_proj",
+        "model.layers.2.mlp.up_proj",
+        "model.layers.2.shared_head.head",
+    )
+    found = {f"{name}.weight": stem.clone() for name in added} | {
+        "mtp.layers.0.mlp.gate.weight": stem[:4].clone()
+    }
+    save_file({**tensors, **found}, directory / "model.safetensors", metadata={"format": "pt"})
+    return found
+
+
+def test_heads_of_further_tokens_are_kept_and_declared(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
     source, out = tmp_path / "source", tmp_path / "out"
-    matrix.tiny_model("Qwen3ForCausalLM").save_pretrained(source)
-    tensors = load_file(source / "model.safetensors")
-    stem = "model.layers.1.mlp.up_proj"
-    added = {"mtp.fc": stem, "mtp.layers.0.mlp.up_proj": stem, "model.layers.2.mlp.up_proj": stem}
-    tensors |= {f"{name}.weight": tensors[f"{of}.weight"].clone() for name, of in added.items()}
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    added = with_further_tokens(source)
     result = quantkit.quantize(source, out, format="int8", device="cpu", check=True)
-    assert set(added) <= set(result.plan.model_config["quantization_config"]["ignore"])
+    ignored = set(result.plan.model_config["quantization_config"]["ignore"])
+    assert {name.removesuffix(".weight") for name in added} <= ignored
+    assert any("5 tensors" in note and "up_proj=int8' packs a linear" in note for note in result.plan.notes)
     written = load_file(out / "model.safetensors")
-    assert all(torch.equal(written[f"{name}.weight"], tensors[f"{name}.weight"]) for name in added)
+    assert all(torch.equal(written[name], tensor) for name, tensor in added.items())
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_rules_pack_heads_of_further_tokens(tmp_path: Path, format: str) -> None:
+    from safetensors.torch import load_file
+
+    from quantkit.runtime.replace import packed_modules
+    from quantkit.verification.verify import verify
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    added = with_further_tokens(source)
+    rules = ("mtp.*=int8:channel", "model.layers.2.*=int4:32")
+    result = quantkit.quantize(source, out, format=format, rules=rules, device="cpu", check=True)
+    formats = {layer.linear.module: layer.scheme and layer.scheme.format.name for layer in result.plan.layers}
+    assert {name: formats[name] for name in formats if name.startswith(("mtp", "model.layers.2."))} == {
+        "mtp.fc": "int8",
+        "mtp.layers.0.mlp.up_proj": "int8",
+        "model.layers.2.mlp.up_proj": "int4",
+    }
+    assert any("3 packed linears, such as" in note for note in result.plan.notes)
+    written = load_file(out / "model.safetensors")
+    dense = ("mtp.layers.0.mlp.gate.weight", "model.layers.2.shared_head.head.weight")
+    assert all(torch.equal(written[name], added[name]) for name in dense)
+    assert not any(check.problems for check in verify(out, reload=False))
+    values = verify(out, reload=False, against=source)[-1]
+    assert values.detail.startswith("30 tensors, 17 of them packed")
+    model = quantkit.load(out)
+    assert len(list(packed_modules(model))) == 14
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    if format == "int8":
+        targets = {name for group in config["config_groups"].values() for name in group["targets"]}
+        assert "model.layers.2.mlp.up_proj" in targets and "mtp.fc" not in config["ignore"]
+
+
+def test_methods_with_data_have_no_inputs_for_heads_of_further_tokens(tmp_path: Path) -> None:
+    with_further_tokens(tmp_path / "source")
+    with pytest.raises(QuantkitError, match=r"'mtp\.fc=int8::mse'"):
+        quantkit.quantize(
+            tmp_path / "source", tmp_path / "out", method="gptq", rules=("mtp.fc=int8",), device="cpu"
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_without_next_tokens_is_refused_by_what_needs_them(tmp_path: Path) -> None:
@@ -102,7 +207,36 @@ def test_a_model_without_next_tokens_is_refused_by_what_needs_them(tmp_path: Pat
         load_language_model(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "LlavaForConditionalGeneration"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("IBertModel", "'weight' of a QuantLinear, which is not a linear"),
+        ("SqueezeBertModel", "'weight' of a Conv1d, which is not a linear"),
+    ],
+)
+def test_a_class_without_linears_is_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
+    matrix.tiny_model(name).save_pretrained(tmp_path / "source")
+    text = f"{name} has no linear that quantkit packs, and ..% of its weights are .*{reason}. Use the model"
+    with pytest.raises(QuantkitError, match=text):
+        quantkit.quantize(tmp_path / "source", tmp_path / "out")
+
+
+def test_a_rename_that_fits_no_parameter_is_not_done() -> None:
+    """As transformers loads DeepSeek-V4: a rule for the norms of its blocks matches the last norm too."""
+    with torch.device("meta"):
+        cls = transformers.DeepseekV4ForCausalLM
+        model = cls(matrix.tiny_config(cls.config_class))
+    assert model_names(model, ["model.norm.weight"]) == {"model.norm.weight": ("model.norm.weight", False)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BartForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "T5GemmaForConditionalGeneration",  # only the whole config says that it has an encoder
+    ],
+)
 def test_classes_with_more_than_a_decoder_generate(name: str, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     matrix.tiny_model(name).save_pretrained(source)

@@ -21,7 +21,7 @@ from quantkit.checkpoint.gguf.header import ALIGNMENT_KEY, GgufHeader, read_gguf
 from quantkit.checkpoint.gguf.rotary import llama3_parameters
 from quantkit.checkpoint.gguf.rows import GgufRows, gguf_package
 from quantkit.checkpoint.manifest import pretty_json
-from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
+from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint, examining
 from quantkit.checkpoint.stamp import FileStamp
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, QuantkitError
@@ -41,13 +41,14 @@ def gguf_file(source: Path) -> Path | None:
 
     `CheckpointError` for a directory with several and no safetensors.
     """
-    if source.is_file():
-        return source
-    try:
-        entries = sorted(source.iterdir())
-    except OSError:
-        return None
-    found = [path for path in entries if path.suffix == SUFFIX and path.is_file()]
+    with examining(source):
+        if source.is_file():
+            return source
+        try:
+            entries = sorted(source.iterdir())
+        except OSError:
+            return None
+        found = [path for path in entries if path.suffix == SUFFIX and path.is_file()]
     if not found or any(path.suffix == ".safetensors" for path in entries):
         return None
     if len(found) > 1:

@@ -57,12 +57,14 @@ def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...],
     """The groups that an allocation decides on, in the order of the model: linears that share a format.
 
     Those are what engines fuse (q, k and v; gate and up) and the experts of a layer. Linears for which
-    `recipe` has a rule, and lm_head, are left out.
+    `recipe` has a rule, lm_head, and what is kept unless a rule packs it are left out.
     """
     free = {
         name: linear
         for name, linear in structure.linears.items()
-        if linear.kind != "lm_head" and not any(fnmatchcase(name, rule.match) for rule in recipe.rules)
+        if linear.kind != "lm_head"
+        and name not in structure.kept
+        and not any(fnmatchcase(name, rule.match) for rule in recipe.rules)
     }
     first: dict[str, str] = {}
     for members in fused_sets(free):
@@ -105,7 +107,7 @@ def allocate_formats(
     weights = sum(math.prod(linear.shape) * len(linear.stored) for group in groups for linear in group)
     allowed = math.floor(limit.amount * limit.in_one(weights))
     _check_reachable(limit, costs, allowed, limit.in_one(weights))
-    losses, notes = _losses(checkpoint, structure, schemes, recipe, device, read, report)
+    losses, notes = _losses(checkpoint, schemes, recipe, device, read, report)
     options = [
         [Option(cost, sum(losses[linear.module][i] for linear in group)) for i, cost in row.items()]
         for group, row in zip(groups, costs, strict=True)
@@ -205,7 +207,6 @@ def _check_reachable(limit: Limit, costs: Sequence[Mapping[int, int]], allowed: 
 
 def _losses(
     checkpoint: Checkpoint,
-    structure: Structure,
     schemes: Mapping[str, tuple[Scheme, ...]],
     recipe: Recipe,
     device: torch.device,

@@ -38,11 +38,19 @@ def skip_initializing(model: nn.Module) -> None:
         parameters = module.spec.parameters if isinstance(module, PackedExperts) else ("weight",)
         parent, _, leaf = name.rpartition(".")
         owner: Any = model.get_submodule(parent)
-        setup: Any = type(model)._init_weights  # type: ignore[attr-defined]
+        setup = _setup_of(model, parent)
         read = any(reads_weight(setup, leaf, parameter) for parameter in parameters)
         if not owner._buffers and (read or passes_on(setup, leaf)):
             owner._is_hf_initialized = True
             setattr(owner, _MARKED, True)
+
+
+def _setup_of(model: nn.Module, name: str) -> Any:
+    """Return the function that initializes module `name`: that of the innermost model which has it."""
+    parts = name.split(".")
+    inside = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), 0, -1))
+    owner: Any = next((one for one in inside if hasattr(one, "_init_weights")), model)
+    return type(owner)._init_weights
 
 
 def initialize_again(model: nn.Module) -> None:

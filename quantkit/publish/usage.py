@@ -1,0 +1,151 @@
+"""Python that loads and runs a packed model, by the auto class of transformers that has its class."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit import escaping
+from quantkit.checkpoint.safetensors_header import read_json
+from quantkit.checkpoint.source import CONFIG_NAME
+from quantkit.errors import QuantkitError
+
+_TOKENS = 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
+_TEXT = f"{_TOKENS}print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"
+#: Files of a processor, which makes inputs of images or sounds too.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The program that runs a kind of model.
+
+    mapping     what transformers calls the table of its classes; `Auto` class and `pipeline_tag` of the hub
+    processor   what makes the inputs: AutoTokenizer or AutoProcessor
+    run         the lines after both are loaded, as `model` and `tokenizer` or `processor`
+    without     arguments that models of this kind do not take: those that do take more than text
+    """
+
+    mapping: str
+    auto: str
+    pipeline_tag: str | None
+    run: str
+    processor: str = "AutoTokenizer"
+    without: tuple[str, ...] = ()
+
+
+#: Those that several tables have are of the first.
+USAGES = (
+    Usage(
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+        "AutoModelForImageTextToText",
+        "image-text-to-text",
+        'content = [{"type": "image", "path": "photo.jpg"}, {"type": "text", "text": "What is this?"}]\n'
+        "inputs = processor.apply_chat_template(\n"
+        '    [{"role": "user", "content": content}],\n'
+        '    add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",\n'
+        ").to(model.dtype)\n"
+        "print(processor.decode(model.generate(**inputs, max_new_tokens=32)[0]))",
+        "AutoProcessor",
+    ),
+    Usage(
+        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+        "AutoModelForSpeechSeq2Seq",
+        "automatic-speech-recognition",
+        "import soundfile  # pip install soundfile\n\n"
+        'sound, rate = soundfile.read("speech.wav")\n'
+        'inputs = processor(sound, sampling_rate=rate, return_tensors="pt").to(model.dtype)\n'
+        "print(processor.batch_decode(model.generate(**inputs)))",
+        "AutoProcessor",
+    ),
+    Usage("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM", None, _TEXT),
+    Usage("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM", "text-generation", _TEXT),
+    Usage(
+        "MODEL_FOR_MASKED_LM_MAPPING",
+        "AutoModelForMaskedLM",
+        "fill-mask",
+        'inputs = tokenizer(f"Once upon a {tokenizer.mask_token}.", return_tensors="pt")\n'
+        'masked = inputs["input_ids"][0] == tokenizer.mask_token_id\n'
+        "print(tokenizer.decode(model(**inputs).logits[0, masked].argmax(-1)))",
+    ),
+    Usage(
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+        "AutoModelForSequenceClassification",
+        "text-classification",
+        f"{_TOKENS}print(model.config.id2label, model(**inputs).logits)",
+    ),
+    Usage(
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+        "AutoModelForTokenClassification",
+        "token-classification",
+        f"{_TOKENS}found = model(**inputs).logits[0].argmax(-1)\n"
+        "print([model.config.id2label[label] for label in found.tolist()])",
+    ),
+    Usage(
+        "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+        "AutoModelForQuestionAnswering",
+        "question-answering",
+        'inputs = tokenizer("Who wrote it?", "Ada wrote it.", return_tensors="pt")\n'
+        "found = model(**inputs)\n"
+        "first, last = found.start_logits.argmax(), found.end_logits.argmax()\n"
+        'print(tokenizer.decode(inputs["input_ids"][0, first : last + 1]))',
+    ),
+    Usage(
+        "MODEL_FOR_MULTIPLE_CHOICE_MAPPING",
+        "AutoModelForMultipleChoice",
+        "multiple-choice",
+        'inputs = tokenizer(["Once upon a"] * 2, ["time", "tree"], return_tensors="pt", padding=True)\n'
+        "print(model(**{name: one[None] for name, one in inputs.items()}).logits)",
+    ),
+    Usage(
+        "MODEL_MAPPING",
+        "AutoModel",
+        "feature-extraction",
+        f"{_TOKENS}# A vector for each token; the original model's card says how to make one of them.\n"
+        "print(model(**inputs).last_hidden_state.shape)",
+        without=("pixel_values", "input_features", "input_values", "decoder_input_ids"),
+    ),
+)
+#: A model of images or sounds whose directory has nothing that makes inputs of them.
+_WITHOUT_PROCESSOR: Mapping[str, str] = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING": _TEXT}
+
+
+def usage_of(directory: Path) -> Usage | None:
+    """Return how the model in `directory` is run; None for a class that is in no row, or unknown."""
+    from quantkit.model.model_class import model_class, of_mapping
+
+    try:
+        cls, parsed = model_class(read_json(directory / CONFIG_NAME), directory)
+    except QuantkitError:
+        return None
+    takes = inspect.signature(cls.forward).parameters
+    for usage in USAGES:
+        found = of_mapping(usage.mapping, parsed)
+        if found is None or found[0] is not cls or not takes.keys().isdisjoint(usage.without):
+            continue
+        has_processor = any((directory / name).is_file() for name in _PROCESSOR_FILES)
+        if usage.processor == "AutoTokenizer" or has_processor:
+            return usage
+        run = _WITHOUT_PROCESSOR.get(usage.mapping)
+        return None if run is None else Usage(usage.mapping, usage.auto, usage.pipeline_tag, run)
+    return None
+
+
+def snippet(usage: Usage | None, name: str) -> str:
+    """Return a program that runs the model called `name`, a directory or a hub id."""
+    quoted = escaping.python(name)
+    if usage is None:
+        # For a class without a row: `load` finds it.
+        return f"import quantkit\n\nmodel = quantkit.load({quoted})"
+    maker = usage.processor.removeprefix("Auto").lower()
+    return (
+        f"import quantkit\nfrom transformers import {usage.auto}, {usage.processor}\n\n"
+        f"model = {usage.auto}.from_pretrained({quoted})\n"
+        f"{maker} = {usage.processor}.from_pretrained({quoted})\n{usage.run}"
+    )
+
+
+def tag_of(usage: Usage | None) -> dict[str, Any]:
+    """Return the entry of a card's front matter for the pipeline of the hub; empty where none is known."""
+    return {} if usage is None or usage.pipeline_tag is None else {"pipeline_tag": usage.pipeline_tag}

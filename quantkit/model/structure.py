@@ -192,7 +192,9 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         if parameter not in parameters and not fused:
             dense[stored] = NOT_A_PARAMETER
         elif fused:
-            reason = SHARED if owner in shared else _why_dense_experts(module, leaf, parts, owner)
+            is_matrix = places[stored].is_stacked
+            why = _why_dense_experts(module, leaf, parts, owner) if is_matrix else REARRANGED
+            reason = SHARED if owner in shared else why
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and module is not None and _may_be_linear(module):
             why = special.get(owner) or _why_dense_linear(module)

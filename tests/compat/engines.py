@@ -1,11 +1,12 @@
 """Ask vLLM and SGLang which class of theirs reads each scheme that quantkit writes, and record the answers.
 
     python -m tests.compat.engines                          all versions; writes engine_answers.json
-    python tests/compat/engines.py --versions vllm==0.33.0  one version, only printed
+    python -m tests.compat.engines --versions vllm==0.33.0  one version, only printed
 
 Downloads each wheel without what it requires, and imports what reads compressed-tensors from it. All else of
 the engine is a stub, so the answer is of the file and not of a device: stubs stand for an H100 with every
-kernel. Takes compressed-tensors as it is installed here. `tests/checkpoint/test_engines.py` holds quantkit's table to the answers.
+kernel. compressed-tensors is the one installed here. `tests/checkpoint/test_engines.py` holds quantkit's table
+to the answers.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 
 Downloads each wheel without what it requires, and imports what reads compressed-tensors from it. All else of
 the engine is a stub, so the answer is of the file and not of a device: stubs stand for an H100 with every
-kernel. compressed-tensors is the one installed here. `tests/checkpoint/test_engines.py` holds quantkit's table
-to the answers.
+kernel. compressed-tensors is the one installed here. `tests/checkpoint/test_engines.py` holds quantkit's
+table to the answers.
 """
 
 import argparse

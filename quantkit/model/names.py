@@ -102,9 +102,9 @@ def other_names(
 class OwnNames:
     """Names in the class that a checkpoint is of, where it is loaded as another class.
 
-    `modules` maps modules of the other class to them; those without a tensor, such as a new head, are left
-    out. `prefix` is the prefix of the base model in the files and in the other class, where transformers
-    does not see that they are the same.
+    `modules` maps modules of the other class to them. It leaves out those without a tensor, such as a new
+    head. `prefix` is that of the base model, in the files and in the other class. It is None where transformers
+    sees that both are the same.
     """
 
     modules: Mapping[str, str]

@@ -168,7 +168,7 @@ def fused_sets(linears: Mapping[str, T]) -> Iterator[dict[str, T]]:
 
 
 def _notes_on_other_parts(structure: "Structure", schemes: Mapping[str, Scheme | None]) -> Iterator[Note]:
-    """What becomes of tensors that the class lacks, such as heads of further tokens."""
+    """Yield the fate of tensors that the class lacks, such as heads of further tokens."""
     linears = [name for name, reason in structure.kept.items() if reason == NOT_A_PARAMETER]
     others = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
     packed = [name for name in linears if schemes[name] is not None]

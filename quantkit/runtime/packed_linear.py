@@ -104,11 +104,6 @@ class PackedLinear(PackedModule):
         return Matrix.of(self._parts("weight"), self._schemes["weight"], self._columns["weight"])
 
     @property
-    def qweight(self) -> torch.Tensor | None:
-        """Return the scales: PEFT asks a tensor of this name for the device of a quantized linear."""
-        return self._parameters[self._scale_key]
-
-    @property
     def own_bias(self) -> torch.Tensor | None:
         """Return the bias [N], or the share of a tensor-parallel rank."""
         return None if self._parameters["bias"] is None else self._local("bias")

@@ -109,7 +109,7 @@ def measure(dtype: torch.dtype, formats: Sequence[str], layers: int, repeats: in
         best, refusals = choose(problem).kernel.name, dict(explain(problem))
         for row in KERNELS:
             os.environ[FORCE_VARIABLE] = row.name
-            if "cpu" not in row.devices or row.supports(problem) is not None:
+            if "cpu" not in row.devices or row.why_unsupported(problem) is not None:
                 continue
             slow = row.name == "unpack" or refusals[row.name] is not None
             calls: Calls = [lambda p=p: linear(xs[p.shape[1]], p) for p in packed]

@@ -17,7 +17,7 @@ from statistics import median, quantiles
 
 from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
 from quantkit.kernels.gemm.operands import shape_of
-from quantkit.kernels.gemm.wgmma.wgmma_launch import TILING
+from quantkit.kernels.gemm.wgmma.wgmma_launch import TILE_SPACE
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import STEP_US, WgmmaTile, tile_time
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import KERNELS, choose, choose_by_rules
@@ -71,7 +71,7 @@ def parts(measured: Problem, tile: WgmmaTile, rows_of_x: tuple[int, ...]) -> Ite
     """The part of the time of `tile` that a fitted one should take, for each M where it is another one."""
     for m in rows_of_x:
         problem = replace(measured, m=m)
-        fitted = TILING.fitted(problem, tile, measured)
+        fitted = TILE_SPACE.adapt(problem, tile, measured)
         if fitted != tile:
             slower = max(1.0, time(measured, fitted) / time(measured, tile))
             grown = time(problem, fitted) / time(measured, fitted)

@@ -19,13 +19,13 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.memory import enough_memory
 from quantkit.model.prefixes import read_names
 from quantkit.progress import Progress, counting
-from quantkit.quantization.kept_fates import dense_share, kept_fates
+from quantkit.quantization.kept_fates import dense_share, kept_fates, kept_table
 from quantkit.quantization.plan import Plan, plan_of
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.run_record import model_record, versions
 from quantkit.quantization.side_files import check_side_files
 from quantkit.quantizing import OnPlan, QuantizeResult, files_to_write, source_bytes, write_output
-from quantkit.recipes.recipe import Recipe
+from quantkit.recipes.recipe import Fate, Recipe
 
 #: What the run and the manifest say in place of a recipe.
 CONVERTED = {"convert": "codes and scales of the source"}
@@ -40,6 +40,8 @@ class ConvertOptions:
     resume: bool = False
     overwrite: bool = False
     check: bool = True
+    #: Whether the token embedding is stored as numbers, which tools other than quantkit can read.
+    dense_embeddings: bool = False
 
     @property
     def mode(self) -> Mode:
@@ -58,7 +60,8 @@ def convert(
     """Write the packed checkpoint `out` with the codes and scales of `source`, a low-bit checkpoint.
 
     Every weight of the result is that of the source, bit by bit in float32, which is compared while it is
-    written. Tensors that are no linears are stored as numbers: float32 where the source has them packed.
+    written. So is the token embedding, unless `dense_embeddings`. Other tensors are stored as numbers:
+    float32 where the source has them packed.
 
     `progress(done_bytes, all_bytes, tensor)` is called as the source is dealt with, and `on_plan` once before
     any tensor is written. Raises `CheckpointError`, naming the tensor, where no scheme has its values, and
@@ -73,6 +76,7 @@ def convert(
             **CONVERTED,
             "source": checkpoint.fingerprint(),
             "max_shard_bytes": options.max_shard_bytes,
+            "dense_embeddings": options.dense_embeddings,
             "versions": versions(),
         }
         with OutputDirectory.open(
@@ -98,11 +102,16 @@ def plan(directory: Path, options: ConvertOptions = ConvertOptions()) -> tuple[C
     checkpoint, structure = read_names(checkpoint)
     checkpoint = check_side_files(checkpoint)
     fates = kept_fates(checkpoint, structure)
-    planned = plan_of(checkpoint, structure, fates, max_shard_bytes=options.max_shard_bytes)
-    dense = dense_share(checkpoint, fates, structure)
-    if not dense:
-        return checkpoint, planned
-    name, kind = next(iter(dense.items()))
-    more = f" and {len(dense) - 1} more" if len(dense) > 1 else ""
-    note = f"{name}{more}, {kind} in the source, is stored as float32: it is no linear that can be packed."
-    return checkpoint, replace(planned, notes=(*planned.notes, note))
+    table = "--dense-embeddings" if options.dense_embeddings else kept_table(checkpoint, structure)
+    found = table if isinstance(table, Fate) else None
+    planned = plan_of(checkpoint, structure, fates, found, max_shard_bytes=options.max_shard_bytes)
+    dense = dense_share(checkpoint, planned)
+    reasons: dict[str, list[str]] = {}
+    for name in dense:
+        is_table = name == structure.embedding and isinstance(table, str)
+        reasons.setdefault(str(table) if is_table else "it is no linear that can be packed", []).append(name)
+    notes = []
+    for reason, (name, *others) in reasons.items():
+        more = f" and {len(others)} more" if others else ""
+        notes.append(f"{name}{more}, {dense[name]} in the source, is stored as float32: {reason}.")
+    return checkpoint, replace(planned, notes=(*planned.notes, *notes))

@@ -11,13 +11,15 @@ import re
 import reprlib
 import stat
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from io import BufferedReader
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from quantkit.errors import EnvironmentProblem
 
 TEMP_PREFIX = ".tmp-"
 #: How deep JSON may be: what takes it apart recurses, and Python's own limit depends on who calls.
@@ -37,6 +39,18 @@ def os_error_text(error: OSError) -> str:
         return str(error.strerror)
     code = errno.errorcode.get(error.errno or 0, "no errno")
     return f"{error.strerror or error} ({code})"
+
+
+@contextmanager
+def temporary(what: str) -> Iterator[None]:
+    """Raise an `OSError` of the block as `EnvironmentProblem`: temporary files cannot hold `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{what} cannot be written to the temporary directory: {os_error_text(error)}. Make space there, "
+            "or name another directory in TMPDIR."
+        ) from error
 
 
 def size_text(nbytes: float) -> str:

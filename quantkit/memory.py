@@ -87,21 +87,22 @@ def say_if_short(needed: int, device: torch.device, *, calibrated: bool) -> None
     )
 
 
-def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: str) -> list[T]:
+def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: str, unit: int = 1) -> list[T]:
     """`function` of rows, each argument [n, K], or in their order of as many at a time as a GPU has memory
-    for.
+    for: a multiple of `unit`.
 
-    `EnvironmentProblem` about `what` where that is not even one row.
+    `EnvironmentProblem` about `what` where that is not even one.
     """
     try:
         return [function(*rows)]
     except torch.OutOfMemoryError as error:
         needed = _figures(error)
-        if len(rows[0]) == 1:
-            raise _too_little(f"{what}, even one row at a time", needed, RUN_AGAIN) from error
+        if len(rows[0]) <= unit:
+            least = "one row" if unit == 1 else f"{unit} rows"
+            raise _too_little(f"{what}, even {least} at a time", needed, RUN_AGAIN) from error
     # Not in the handler: what it handles keeps the tensors of the attempt alive.
     torch.cuda.empty_cache()
-    half = (len(rows[0]) + 1) // 2
+    half = -(-len(rows[0]) // (2 * unit)) * unit
     if half not in _said:
         _said.add(half)
         logger.warning(
@@ -113,7 +114,7 @@ def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: st
             half,
         )
     parts = zip(*(torch.split(of_one, half) for of_one in rows), strict=True)
-    return [done for part in parts for done in in_pieces(function, part, what)]
+    return [done for part in parts for done in in_pieces(function, part, what, unit)]
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from quantkit.quantization.blockwise.calibration import Calibration, calibrate, 
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.plan import Plan, make_plan
+from quantkit.quantization.plan_warnings import why_nothing
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.rotated_checkpoint import rotated
 from quantkit.quantization.run_record import model_record, run_record
@@ -185,6 +186,7 @@ def quantize(
     packing: PackingName | None = RecipeOptions.packing,
     recipe: Recipe | str | Path | None = RecipeOptions.recipe,
     lm_head: str | None = RecipeOptions.lm_head,
+    embeddings: str | None = RecipeOptions.embeddings,
     rules: tuple[str, ...] = RecipeOptions.rules,
     rotate: bool = RecipeOptions.rotate,
     model_free: bool = RecipeOptions.model_free,
@@ -205,10 +207,11 @@ def quantize(
 
     `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float"),
     `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits" or "radix") apply to every
-    linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says. With
-    `rotate` the weights are rotated first, and the model computes the same
-    (`quantization/rotated_checkpoint.py`). With `model_free` names and shapes decide what is a linear
-    (`model/model_free.py`). `QuantizeOptions` explains the options from `device` to `check`.
+    linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says.
+    `embeddings` packs the token embedding, with a head that is tied to it as one table. With `rotate` the
+    weights are rotated first, and the model computes the same (`quantization/rotated_checkpoint.py`). With
+    `model_free` names and shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains
+    the options from `device` to `check`.
 
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with,
     `measuring(done, all, at work)` while sensitivities are measured for a budget, `on_plan` once before any
@@ -228,6 +231,7 @@ def quantize(
         packing=packing,
         recipe=None if isinstance(recipe, Recipe) else recipe,
         lm_head=lm_head,
+        embeddings=embeddings,
         rules=tuple(rules),
         rotate=rotate,
         model_free=model_free,
@@ -253,7 +257,8 @@ def _only(recipe: Recipe, given: RecipeOptions) -> Recipe:
     if given != RecipeOptions():
         raise UsageError(
             "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
-            "scale_dtype, packing, lm_head, rules, rotate and model_free, or make the recipe with them."
+            "scale_dtype, packing, lm_head, embeddings, rules, rotate and model_free, or make the recipe "
+            "with them."
         )
     return recipe
 
@@ -290,10 +295,8 @@ def quantize_checkpoint(
             recipe = found.recipe
             planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
         if not planned.quantized_weights:
-            raise UsageError(
-                f"there is nothing to quantize in {source}: the recipe keeps every linear, or no layer is a "
-                "linear that can be packed. `quantkit plan` shows why each is kept."
-            )
+            reason = why_nothing(structure, checkpoint.tensors)
+            raise UsageError(f"there is nothing to quantize in {source}: {reason}")
         planned = _with_readers(planned, checkpoint, recipe)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         if calibrated is not None:

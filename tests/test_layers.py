@@ -28,8 +28,14 @@ ALLOWED = {
     "publish": PROVING | {"verification", "eval", "bench", "report"},
     "cli": PROVING | {"verification", "eval", "bench", "report", "publish", "quantizing", "converting"},
 }
-#: Lines of a file.
-LONGEST = 450
+#: Lines of a file, and parameters of a function that is no kernel.
+LONGEST, MOST_PARAMETERS = 450, 10
+#: Functions with more, and why.
+MANY_PARAMETERS = {
+    "quantize": "public: a script's call has an option per parameter and needs no other import",
+    "evaluate": "public: as `quantize`",
+    "rotated_attention": "the tensors of the two operations in whose place it is",
+}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
 
 
@@ -64,6 +70,19 @@ def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     """CONTRIBUTING.md says so."""
     lines = {path: path.read_text(encoding="utf-8").count("\n") for path in PACKAGE.rglob("*.py")}
     assert {path.name: count for path, count in lines.items() if count > LONGEST} == {}
+
+
+def test_functions_with_many_parameters_have_a_reason() -> None:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and not any(
+                ".jit" in ast.unparse(one) for one in node.decorator_list
+            ):
+                arguments = node.args
+                count = len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
+                found |= {node.name} if count > MOST_PARAMETERS else set()
+    assert found == set(MANY_PARAMETERS)
 
 
 def test_every_part_is_covered() -> None:

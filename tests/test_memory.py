@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from quantkit import memory
+from quantkit.errors import EnvironmentProblem
+from quantkit.memory import in_pieces
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,21 @@ def test_a_gpu_with_too_little_memory_is_named_before_work(
     assert "--calibration-length" in with_data and "--method mse" in with_data
     assert "--calibration-length" not in without
     assert with_data.endswith("or use --device cpu.") and without.endswith("or use --device cpu.")
+
+
+@pytest.mark.parametrize(
+    ("rows", "unit", "pieces"), [(9, 1, [3, 2, 2, 2]), (40, 16, [16, 16, 8]), (8, 16, None)]
+)
+def test_rows_are_halved_between_blocks(rows: int, unit: int, pieces: list[int] | None) -> None:
+    """As long as the GPU has too little memory for more than so many."""
+
+    def run(part: torch.Tensor) -> int:
+        if pieces is None or len(part) > max(3, unit):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return len(part)
+
+    if pieces is None:
+        with pytest.raises(EnvironmentProblem, match="'w', even 16 rows at a time"):
+            in_pieces(run, [torch.ones(rows, 2)], "'w'", unit)
+    else:
+        assert in_pieces(run, [torch.ones(rows, 2)], "'w'", unit) == pieces

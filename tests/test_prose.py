@@ -10,7 +10,8 @@ import pytest
 import quantkit
 
 PACKAGE = Path(quantkit.__file__).parent
-PARTS = ("checkpoint", "kernels", "model", "quantization", "runtime")
+#: All parts but cli, whose docstrings are help texts.
+PARTS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py") if path.parent.name != "cli")
 #: Words of a sentence.
 LONGEST = 25
 #: Openings of a sentence without a subject, and words that stand for a number or a name.
@@ -24,7 +25,7 @@ ON_DEVICE = re.compile(r"(triton|gluon)\.(jit|constexpr_function)\b")
 
 def faults(docstring: str) -> list[str]:
     # Indented lines are drawings; a name and two spaces begin the row of a table.
-    lines = [line for line in docstring.splitlines() if not re.match(r"    |\w[\w, ]*  \S", line)]
+    lines = [line for line in docstring.splitlines() if not re.match(r"    |\w[\w, ()]*  \S", line)]
     prose = "\n".join(lines)
     sentences = re.split(r"(?<=[.:;?])\s+|\n\n", prose)
     found = [one for one in sentences if len(one.split()) > LONGEST]

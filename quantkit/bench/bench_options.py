@@ -96,7 +96,7 @@ class Grid:
     modes: tuple[str, ...]
 
     def within(self, positions: int | None) -> tuple["Grid", tuple[str, ...]]:
-        """The part that a model with so many positions can run, and notes on what it cannot."""
+        """Return the part that a model with `positions` positions can run, and notes on the rest."""
         if positions is None:
             return self, ()
         fitting = tuple(prompt for prompt in self.prompts if prompt + self.new_tokens <= positions)

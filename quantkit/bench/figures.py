@@ -22,7 +22,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of at least one value."""
+        """Return the spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -42,13 +42,13 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Percentiles":
-        """Of at least one value."""
+        """Return the percentiles of at least one value."""
         return cls(*(percentile(values, percent) for percent in (50, 90, 99)))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What generating from `batch` prompts of `prompt` tokens each took.
+    """Times of generating from `batch` prompts of `prompt` tokens each.
 
     `mode` is how the decoding steps ran: `eager`, `flat` or `cuda-graph`; in older files also `compiled`.
     `first_token` is in seconds; `prefill` and `decode` are tokens per second of all sequences together;
@@ -83,7 +83,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Machine:
-    """What ran: the device and its name, CPU threads, the bytes per second it can read, and versions."""
+    """The machine: the device and its name, CPU threads, the bytes per second it can read, and versions."""
 
     device: str
     name: str
@@ -96,7 +96,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Speed:
-    """What `bench` measured of one model; `weight_bytes` are those that one decoding step reads, if known."""
+    """Figures of `bench` for one model; `weight_bytes` are those that one decoding step reads, if known."""
 
     label: str
     model: str
@@ -137,7 +137,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Serving:
-    """What `bench --serve-like` measured of one model."""
+    """Figures of `bench --serve-like` for one model."""
 
     label: str
     model: str
@@ -158,7 +158,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a file of `bench` has: speeds, or latencies under load; None for what it has not."""
+    """Contents of a file of `bench`: speeds, or latencies under load; None for what it has not."""
 
     speed: tuple[Speed, ...] | None = None
     serving: tuple[Serving, ...] | None = None
@@ -168,7 +168,7 @@ VERSION = 1
 
 
 def label_of(source: str) -> str:
-    """What tables call a model: the name of its directory, or its hub id."""
+    """Return the name of a model in tables: that of its directory, or its hub id."""
     path = Path(source)
     return path.resolve().name if path.is_dir() else source
 
@@ -181,7 +181,7 @@ def to_json(found: Sequence[Speed] | Sequence[Serving]) -> str:
 
 
 def read_benchmark(path: Path) -> Benchmark:
-    """What `to_json` wrote; `UsageError` for any other file."""
+    """Read what `to_json` wrote; `UsageError` for any other file."""
     try:
         data = json.loads(path.read_bytes())
         if data["version"] != VERSION:

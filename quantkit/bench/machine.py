@@ -1,4 +1,4 @@
-"""What a benchmark asks of the machine: memory in use, the bandwidth of reading, energy, names."""
+"""Questions of a benchmark to the machine: memory in use, the bandwidth of reading, energy, names."""
 
 import platform
 import resource

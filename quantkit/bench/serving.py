@@ -119,8 +119,8 @@ def measure_serving(source: str, options: ServeOptions, *, progress: Progress | 
         )
     loads = []
     with _running(model, trace, device) as manager:
-        # Continuous batching may have taken another, and gives it back at the end.
-        attention = str(model.config._attn_implementation)
+        # Continuous batching may have taken another, which some versions mark, and gives it back at the end.
+        attention = str(model.config._attn_implementation).removeprefix("paged|")
         _replay(manager, trace[:2], math.inf)
         for number, rate in enumerate(rates):
             if progress is not None:

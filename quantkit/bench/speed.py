@@ -1,8 +1,8 @@
 """Time to first token, decoding and memory of one model.
 
-The rules, which docs/cli.md has for readers: greedy decoding with transformers' own static cache and
-forward, a host that waits for every token as a server does, a generation that does not count before those
-that do, and the median of the repetitions with the smallest and the largest.
+The rules, which docs/cli.md has for readers: greedy decoding with transformers' own static cache and forward.
+The host waits for every token, as a server does. The first generation does not count. Of the repetitions the
+median counts, with the smallest and the largest.
 """
 
 import time
@@ -157,9 +157,10 @@ def weight_bytes(model: Any) -> int | None:
     if any("experts" in name.split(".") for name, _ in model.named_modules()):
         return None
     parameters = {id(parameter): parameter for parameter in model.parameters()}
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    if getattr(head, "weight", None) is not embedding:
-        del parameters[id(embedding)]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(head, "weight", None) is not embedding.weight:
+        for parameter in embedding.parameters():
+            del parameters[id(parameter)]
     return sum(int(parameter.nbytes) for parameter in parameters.values())
 
 

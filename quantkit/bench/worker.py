@@ -75,7 +75,7 @@ def _error(code: int, text: str) -> QuantkitError:
 
 
 def main() -> None:
-    """What the fresh process does."""
+    """Run in the fresh process."""
     # Libraries may print: that goes to stderr, and messages have stdout for themselves.
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -5,8 +5,8 @@ with it the code of every weight. Given scales and codes, the squared error is a
 
     sum_i s_i^2 (w_i / s_i - v)^2,    least at    v = sum_i s_i w_i / sum_i s_i^2,
 
-over the weights i that have the value. It starts from quantiles of the normal distribution, and moves further
-than the least squares say for most of the way, as that is too short a step: the scales follow. The book that
+over the weights i that have the value. It starts from quantiles of the normal distribution. For most of the
+way it moves further than the least squares say: as the scales follow, that is too short a step. The book that
 is kept is the one under which the method had the smallest error, so no round can make it worse.
 
 The book is free to be longer on one side, and groups are free to turn it: their scale may be negative.
@@ -29,7 +29,7 @@ STEPS = (2.0,) * 6 + (1.0,) * 2
 
 
 class Fit(Protocol):
-    """How a method chooses grids: groups float32 [R, g], and what their squared errors count by, or None."""
+    """Choice of grids by a method: groups float32 [R, g], and what their squared errors count by, or None."""
 
     def __call__(
         self, groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None
@@ -71,7 +71,8 @@ def bind(scheme: Scheme, book: Sequence[float]) -> Scheme:
 
 
 def normal_book(count: int) -> tuple[float, ...]:
-    """Where to start: evenly spaced quantiles of the normal distribution, one side with one more, and zero.
+    """Return the first book: evenly spaced quantiles of the normal distribution, one side with one more, and
+    zero.
 
     For 16 values this is nf4, whose offset it generalises (QLoRA, arXiv 2305.14314, appendix E).
     """

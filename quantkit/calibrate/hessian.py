@@ -1,10 +1,10 @@
 """The Hessian of a linear's inputs: all that calibrated methods know of the data.
 
 For inputs X [T, K] of a linear, H = X^T X / T. The squared error of the linear's outputs under stored weights
-Q is tr((W - Q) H (W - Q)^T), so that q, k and v projections, which have one input, share one H.
+Q is tr((W - Q) H (W - Q)^T). So q, k and v projections, which have one input, share one H.
 
 Inputs come from the part of the model that is quantized already, so they differ from those of the original,
-F. With the input error D = (F - X)^T X / T, the weights that bring W F closest from X are W + W D H^-1 (QEP,
+F. The input error is D = (F - X)^T X / T. The weights that bring W F closest from X are W + W D H^-1 (QEP,
 arXiv 2504.09629).
 """
 
@@ -128,7 +128,7 @@ class HessianSum:
 
     @classmethod
     def of(cls, piece: Piece) -> "HessianSum":
-        """Of one piece."""
+        """Start the sum with one piece."""
         columns, device = piece.inputs.shape[1], piece.inputs.device
         return cls(
             piece.run,
@@ -175,8 +175,8 @@ class HessianSum:
 class RunSum:
     """The Hessian of pieces of inputs that come in order: each run summed by itself, then run by run.
 
-    So whole runs can be summed apart, and adding their `parts` in order gives the same bits as all pieces at
-    once, which takes the memory of two sums.
+    So whole runs can be summed apart. Adding their `parts` in order gives the same bits as all pieces at
+    once. It takes the memory of two sums.
     """
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class RunSum:
         self.parts.append(HessianSum.of(part) if isinstance(part, Piece) else part)
 
     def hessian(self) -> Hessian:
-        """Those of all that was added, at least one piece; nothing can be added any more."""
+        """Return the Hessian of all that was added, at least one piece; nothing can be added any more."""
         total = self.parts.pop(0)
         while self.parts:
             total = total.plus(self.parts.pop(0))
@@ -214,8 +214,9 @@ def _add_gram(strips: torch.Tensor, wide: torch.Tensor) -> None:
 
 
 def _strips(strips: torch.Tensor, columns: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rows of a symmetric matrix [K, K] from their tile on the diagonal to the right, [n, K - at], some at a
-    time with the number of the first; they are in `strips`, one after the other.
+    """Yield rows of a symmetric matrix [K, K] from their tile on the diagonal to the right, [n, K - at].
+
+    They come some at a time, with the number of the first, and are in `strips`, one after the other.
     """
     most, start = TILE[strips.device.type], 0
     for at in range(0, columns, most):

@@ -65,7 +65,7 @@ def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
 
 
 def lp_error(errors: torch.Tensor) -> torch.Tensor:
-    """What `hqq` minimises: the sum of |e|^p of each group of errors ([R, g]), float64 [R, 1]."""
+    """Return what `hqq` minimises: the sum of |e|^p of each group of errors ([R, g]), float64 [R, 1]."""
     return _lp(errors.double())
 
 

@@ -1,4 +1,4 @@
-"""What calibration data says of one linear's inputs, as far as the steps of its method need it.
+"""Statistics of one linear's inputs from calibration data, as far as the steps of its method need them.
 
 Linears with the same input share one `LinearStats`.
 """
@@ -63,7 +63,7 @@ class LinearStats:
 
     @classmethod
     def corrected(cls, hessian: Hessian, needs: Set[Need]) -> "LinearStats":
-        """What targets need of `hessian`, whose input error is used up."""
+        """Return what targets need of `hessian`, whose input error is used up."""
         found = correction_(hessian) if "input_error" in needs else None
         return cls(
             replace(hessian, input_error=None),

@@ -69,7 +69,7 @@ class Method:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the steps need of calibration data."""
+        """Return what the steps need of calibration data."""
         return frozenset(need for step in self.steps for need in step.needs)
 
     @property
@@ -79,7 +79,7 @@ class Method:
 
     @property
     def needs_data(self) -> bool:
-        """Whether it can only quantize a linear whose inputs are known."""
+        """Return True if it can only quantize a linear whose inputs are known."""
         return bool(self.needs)
 
     @property
@@ -88,7 +88,7 @@ class Method:
         return next((step for step in self.transforms if isinstance(step, InputScaling)), None)
 
     def changes_target(self, stats: LinearStats) -> bool:
-        """Whether `target` differs from the rows that it is given."""
+        """Return True if `target` differs from the rows that it is given."""
         return any(step.changes_target(stats) for step in self.transforms)
 
     def target(self, rows: torch.Tensor, stats: LinearStats) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Method:
         return rows
 
     def note(self, stats: LinearStats) -> str | None:
-        """What the last step that did not do all of its work left out, and why; None if all did."""
+        """Return what the last step that did not do all of its work left out, and why; None if all did."""
         notes = (step.note(stats) for step in reversed(self.steps))
         return next((note for note in notes if note is not None), None)
 
@@ -203,9 +203,10 @@ class QuantizedRows:
 def quantize_rows(
     rows: torch.Tensor, scheme: Scheme, method: Method, parameters: TensorParameters = ALONE
 ) -> QuantizedRows:
-    """Quantize rows ([n, K], any float dtype) of a weight; each row only depends on itself and `parameters`.
+    """Quantize rows ([n, K], any float dtype) of a weight; each only depends on itself and `parameters`.
 
-    `parameters` are what the rows of the tensor share.
+    With blocks, on the rows of its block: the first row begins one. `parameters` are what the rows of the
+    tensor share.
 
     Raises `FormatError` if a weight is NaN or infinite, or a scale overflows its dtype.
     """
@@ -214,28 +215,48 @@ def quantize_rows(
     weights = rows.to(torch.float32).contiguous()
     norm = squared_norm(weights)
     weights, bound = parameters.normalised(weights), parameters.bind(scheme)
+    full = len(weights) // scheme.group_rows * scheme.group_rows
+    # The ragged last block and group are fitted on their own: padding would shift their statistics.
+    parts = [
+        _quantize_blocks(part, min(scheme.group_rows, len(part)), bound, method, parameters)
+        for part in (weights[:full], weights[full:])
+        if len(part)
+    ]
+    codes, scales, zeros, errors = zip(*parts, strict=True)
+    return QuantizedRows(
+        scheme.pack(torch.cat(codes) if len(codes) > 1 else codes[0]),
+        None if scheme.per_tensor else torch.cat(scales).to(scheme.scale_dtype),
+        torch.cat(zeros).to(scheme.zero_point_dtype) if scheme.has_zero_point else None,
+        sum(errors) / parameters.global_scale**2,
+        norm,
+    )
+
+
+def _quantize_blocks(
+    weights: torch.Tensor, rows: int, scheme: Scheme, method: Method, parameters: TensorParameters
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float]:
+    """Quantize weights float32 [B * rows, K], of which `rows` share scales.
+
+    Codes uint8 [B * rows, K], scales float32 [B, S], zero-points [B, G] or None, and the squared error.
+    """
     count, columns = weights.shape
+    blocks = count // rows
     codes, scales, zeros, error = [], [], [], 0.0
-    # The ragged last group of every row is fitted on its own: padding would shift its statistics.
     for span, width in scheme.group_spans(columns):
-        groups = weights[:, span].reshape(-1, width)
+        of_blocks = weights[:, span].reshape(blocks, rows, -1, width).transpose(1, 2)
+        groups = of_blocks.reshape(-1, rows * width)
         importance = None
         if parameters.column_scale is not None:
             squares = parameters.column_scale[span].float().square()
             importance = squares.expand(count, -1).reshape(-1, width)
-        done = _quantize_groups(groups, importance, bound, method, parameters)
+        done = _quantize_groups(groups, importance, scheme, method, parameters)
         error += float(done.squared_error.sum())
-        codes.append(done.codes.view(count, -1))
-        scales.append(done.scale.reshape(count, -1))
+        codes.append(done.codes.view(of_blocks.shape).transpose(1, 2).reshape(count, -1))
+        scales.append(done.scale.reshape(blocks, -1))
         if done.zero_point is not None:
-            zeros.append(done.zero_point.view(count, -1))
-    return QuantizedRows(
-        scheme.pack(torch.cat(codes, 1) if len(codes) > 1 else codes[0]),
-        None if scheme.per_tensor else torch.cat(scales, 1).to(scheme.scale_dtype),
-        torch.cat(zeros, 1).to(scheme.zero_point_dtype) if zeros else None,
-        error / parameters.global_scale**2,
-        norm,
-    )
+            zeros.append(done.zero_point.view(blocks, -1))
+    whole = torch.cat(codes, 1) if len(codes) > 1 else codes[0]
+    return whole, torch.cat(scales, 1), torch.cat(zeros, 1) if zeros else None, error
 
 
 @dataclass(frozen=True)
@@ -343,9 +364,9 @@ def quantize_tensor(
     in all; `packing` "radix" stores ternary codes in 1.6 bits. Runs on the weight's device and returns a
     tensor there.
 
-    Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity,
-    or whose scales overflow `scale_dtype`, for a scheme that the method cannot fit, and `UsageError` for an
-    unknown method.
+    Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity, or
+    whose scales overflow `scale_dtype`. Raises it too for a scheme that the method cannot fit, and
+    `UsageError` for an unknown method.
     """
     if not isinstance(weight, torch.Tensor):
         raise FormatError(f"the weight is a {type(weight).__name__}; expected a torch.Tensor [N, K].")
@@ -380,7 +401,7 @@ def quantize_tensor(
             f"method {method!r} needs to know the inputs of a weight, which quantize_tensor does not; "
             "quantize the model with calibration data, or take a method without data, such as mse."
         )
-    chunks = torch.split(weight.detach(), max(1, limit // columns))
+    chunks = torch.split(weight.detach(), chosen.whole_blocks(limit // columns))
     search = chosen_method.scale_search
     shared = fit_parameters(lambda: iter(chunks), (rows, columns), chosen, search.fit, search.fit_tensor)
     done = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]

@@ -41,7 +41,7 @@ Report = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Noise:
-    """What one scheme costs: relative squared errors, |W - Q|^2 / |W|^2, by method and distribution."""
+    """The relative squared errors of one scheme, |W - Q|^2 / |W|^2, by method and distribution."""
 
     label: str
     scheme: Scheme
@@ -113,7 +113,9 @@ def relative_error(weight: torch.Tensor, chosen: Scheme, method: str) -> float:
 
 
 def pareto_front(noises: Iterable[Noise], method: str, distribution: str) -> tuple[Noise, ...]:
-    """Those that none of fewer or as many bits beats, by bits, which count as equal to three digits."""
+    """Return the schemes that none of fewer or as many bits beats, by bits, which count as equal to three
+    digits.
+    """
 
     def rank(noise: Noise) -> tuple[float, float]:
         return round(noise.bits_per_weight, 3), noise.errors[method][distribution]

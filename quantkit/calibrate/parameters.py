@@ -1,6 +1,6 @@
-"""What is fitted to a whole tensor before its rows are quantized, one chunk of rows at a time.
+"""Parameters fitted to a whole tensor before its rows are quantized, one chunk of rows at a time.
 
-Chunks are read in order by whoever fits, so what is found depends on the weights and their shape alone.
+Chunks are read in order, so what is found depends on the weights and their shape alone.
 """
 
 import math
@@ -24,7 +24,7 @@ FitTensor = Callable[[ValueCounts, Scheme], float]
 
 @dataclass(frozen=True)
 class TensorParameters:
-    """What all rows of a tensor share: as far as the scheme has it.
+    """Parameters that all rows of a tensor share, as far as the scheme has them.
 
     global_scale  what all scales are divided by
     column_scale  float [K] as it is stored, what the weights of an input feature are multiplied by

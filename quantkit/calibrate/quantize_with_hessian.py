@@ -79,10 +79,10 @@ def quantize_calibrated_rows(
 def stored_nearest(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, search: ScaleSearch
 ) -> torch.Tensor:
-    """What is stored for each of some weights [C, n, K] rounded to nearest on the grid that their
-    `importance` [C, K] asks for, float32: to compare scalings by.
+    """Return what is stored for each of some weights [C, n, K], float32, to compare scalings by.
 
-    `scheme` has the values of its codes.
+    They are rounded to nearest on the grid that their `importance` [C, K] asks for. `scheme` has the values
+    of its codes.
     """
     shape = (weights.shape[1], weights.shape[2])
     parameters = [fit_parameters(partial(iter, [one]), shape, scheme, search.fit) for one in weights]

@@ -5,13 +5,13 @@ most. The best codes for given scales are those of the nearest level, and the be
 
     G s = b,    G[p, q] = sum_i v_p(i) v_q(i),    b[p] = sum_i v_p(i) x_i,
 
-with v_p(i) the value of weight i in plane p. `search` alternates the two from several starts, one of them the
+with v_p(i) the value of weight i in plane p. `search` alternates the two from several starts. One is the
 greedy one of `plain`, which fits each plane to what those before it have left. With two planes of `binary`
 this is residual binarization, W ~ a1*B1 + a2*B2 (ARB, arXiv 2410.03129).
 
-No step touches the weights. A group is sorted once. Each level has then an interval of it, and the count and
-the sum of the weights in an interval, which are all that G, b and the error depend on, are differences of two
-prefix sums. Scales are rounded to their dtype before their levels are formed: what is measured is stored.
+No step touches the weights. A group is sorted once. Each level has then an interval of it. G, b and the error
+depend only on the count and the sum of the weights in an interval: differences of two prefix sums. Scales are
+rounded to their dtype before their levels are formed: what is measured is stored.
 """
 
 import itertools

@@ -1,15 +1,15 @@
 """GPTQ and coordinate descent: codes for a small error of a linear's outputs, not of its weights.
 
-For weights W [N, K], stored values Q and the Hessian H of the inputs (`calibrate/hessian.py`), the
-squared error of the outputs is a quadratic of the error E = W - Q, row by row:
+Let W [N, K] be weights, Q stored values and H the Hessian of the inputs (`calibrate/hessian.py`). The squared
+error of the outputs is a quadratic of the error E = W - Q, row by row:
 
     tr(E H E^T) = sum over rows of e H e^T.
 
 With H = L D L^T, L unit lower triangular, that is sum_j D_j (e_j + sum_{k>j} e_k L_kj)^2. So a column is best
 rounded not at w_j but at w_j + sum_{k>j} e_k L_kj, once the columns after it have their errors. This is GPTQ
 (arXiv 2210.17323), written as LDLQ (QuIP, arXiv 2307.13304, theorem 6: the two are equal). It takes one
-factorization and no inverse, and every target is computed from the original weights and the errors so far, so
-that rounding errors do not add up as they do in repeated updates of the weights.
+factorization and no inverse. Every target is computed from the original weights and the errors so far. So
+rounding errors do not add up as they do in repeated updates of the weights.
 
 Columns come in the order of falling mean square of their feature (GPTQ's activation order): what is rounded
 first has all others to make good for it. Scales were chosen before, in the original order, so groups stay

@@ -1,25 +1,25 @@
-"""Grids: which scale, and which zero-point, a group of weights gets.
+"""Grids: the scale and the zero-point of a group of weights.
 
 A method sees groups, float32 [R, g], one group a row, and answers with a `ScaleZero`. Where there is
 calibration data, it also sees the `importance` of every weight, float32 [R, g]: whole numbers that its
 squared error counts by. Scales are computed in float32 and rounded to the dtype they are stored in before
-anything is measured with them, so what was searched is what is stored.
+anything is measured with them. So what was searched is what is stored.
 
-`mse` minimises the squared error of every group. It does not round the weights once per candidate.
-It counts each group into a histogram of `bins` cells over [-absmax, absmax], in which the error of all
-candidates is one matrix product with a table that only depends on the scheme:
+`mse` minimises the squared error of every group. It does not round the weights once per candidate. It counts
+each group into a histogram of `bins` cells over [-absmax, absmax]. The error of all candidates is then one
+matrix product with a table that only depends on the scheme:
 
     error[R, C] = counts[R, bins] @ table[bins, C],    table[b, c] = (v_b - nearest_c(v_b))^2
 
 With importance, a weight counts that often.
 
-The table holds small integers, multiples of a step, so that every sum is exact and a group's winner does
-not depend on which groups share its matrix or on the order of the additions. Where float32 holds such sums
+The table holds small integers, multiples of a step, so that every sum is exact. A group's winner then depends
+neither on the groups that share its matrix nor on the order of the additions. Where float32 holds such sums
 at a step well below the rounding error itself, the product is in float32, else in float64.
 
-The winner is then refitted in closed form, s = <x, q> / <q, q> for its codes q, and kept only where that,
-measured exactly, is better. Plain rounding competes too, so `mse` is never worse than `rtn`. On Gaussian
-groups of 128 at int4 this ends 0.2 % above an exhaustive search (docs/accuracy.md).
+The winner is then refitted in closed form, s = <x, q> / <q, q> for its codes q. That is kept only where it is
+better, measured exactly. Plain rounding competes too, so `mse` is never worse than `rtn`. On Gaussian groups
+of 128 at int4 this ends 0.2 % above an exhaustive search (docs/accuracy.md).
 """
 
 import math
@@ -105,7 +105,7 @@ def _power_below(x: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(absmax: float, scheme: Scheme) -> float:
-    """What all scales of a tensor with this absmax are divided by: its largest plain one becomes `max`."""
+    """Return the divisor of all scales of a tensor with this absmax: its largest plain one becomes `max`."""
     if not 0 < absmax < math.inf:
         return 1.0
     return min(scheme.scale_type.max * scheme.format.absmax / absmax, LARGEST_FACTOR)
@@ -333,7 +333,7 @@ def _integers(errors: torch.Tensor, count_of_group: int) -> torch.Tensor:
 
 
 def _histogram(units: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    """How much of each group, all in [-1, 1], is in which of equal cells: [R, bins], dtype of `errors`."""
+    """Return how much of each group, all in [-1, 1], is in which cell: [R, bins], dtype of `errors`."""
     bins = errors.shape[0]
     # A hair under bins / 2 keeps 1.0 inside the last cell.
     cells = (units * (bins / 2 * (1 - 1e-6))).add_(bins / 2).to(torch.int64)

@@ -1,11 +1,11 @@
 """Scaling: input features that matter more are rounded finer.
 
-A linear computes the same if the columns of its weights are multiplied by s and its inputs divided by it,
-which the operation before it can do for free. Rounding W s moves error away from features with a large s.
-An `InputScaling` says which s are tried; of several the one with the smallest error of the outputs is taken.
+A linear computes the same if the columns of its weights are multiplied by s and its inputs divided by it. The
+operation before it can do that for free. Rounding W s moves error away from features with a large s. An
+`InputScaling` says which s are tried; of several the one with the smallest error of the outputs is taken.
 
-AWQ (arXiv 2306.00978) tries s = a^r, a the magnitude of the features, and s = a^r / w^(1 - r), w that of the
-weights in them relative to their group, and runs the layer for each. With the Hessian H of the inputs
+AWQ (arXiv 2306.00978) tries s = a^r and s = a^r / w^(1 - r), and runs the layer for each. Here a is the
+magnitude of the features, w that of their weights relative to their group. With the Hessian H of the inputs
 no layer is run: the error of the outputs is tr(E H E^T), E = Q(W s) / s - W.
 
 SmoothQuant (arXiv 2211.10438) has s = max|x|^a / max|w|^(1 - a) and tries no other.
@@ -128,7 +128,9 @@ def output_errors(
 
 
 def _relative_magnitude(one: Consumer) -> torch.Tensor:
-    """How large the weights of each input feature are, of the largest in their group: mean over rows, [K]."""
+    """Return the size of each input feature's weights relative to the largest in their group: mean over rows,
+    [K].
+    """
     magnitude = one.weight.abs()
     groups = torch.split(magnitude, one.scheme.group_columns(magnitude.shape[1]), dim=1)
     return torch.cat([group / group.amax(1, keepdim=True).clamp_min(1e-30) for group in groups], 1).mean(0)

@@ -7,10 +7,10 @@ sign of an offset's gradient is that of its weight's times that of its scale: no
 rounding.
 
 Here it goes on from codes that are good already, each for its linear. V counts from halfway between the value
-of the code and the weight, or from the edge of the code's cell where the weight is that far away. So V = 0
-gives the codes there were, and a code changes only where many steps agree. SignRound starts from the nearest
-codes and counts from the weight itself: some codes then change in every step, by which a few steps lose more
-than they win. Scales and zero-points stay as they are.
+of the code and the weight. If that is beyond the code's cell, V counts from the cell's edge. So V = 0 gives
+the codes there were, and a code changes only where many steps agree. SignRound starts from the nearest codes
+and counts from the weight itself. Some codes then change in every step, so that a few steps lose more than
+they win. Scales and zero-points stay as they are.
 """
 
 from collections.abc import Iterator, Set

@@ -1,7 +1,7 @@
 """The kinds of steps that a method is composed of, and what each answers.
 
-A step says what it needs of calibration data (`needs`), which schemes it cannot do (`lacks`), what it did not
-do (`note`), and does its work in one function:
+A step says what it needs of calibration data (`needs`), which schemes it cannot do (`lacks`) and what it did
+not do (`note`). It does its work in one function:
 
     Transform     target(rows, stats)     the weights that are quantized instead
     ScaleSearch   fit(groups, scheme, importance)     scales and zero-points
@@ -38,7 +38,7 @@ class Step:
 
     @property
     def needs(self) -> Set[Need]:
-        """What it needs of calibration data; nothing by default."""
+        """Return what it needs of calibration data; nothing by default."""
         return frozenset()
 
     def lacks(self, scheme: Scheme) -> Iterator[str]:
@@ -51,11 +51,13 @@ class Step:
                 yield "several planes"
             if scheme.per_tensor:
                 yield "one scale per tensor"
+            if scheme.group_rows > 1:
+                yield "scales of blocks of rows"
             if scheme.column_scale:
                 yield "column scales"
 
     def note(self, stats: LinearStats) -> str | None:
-        """What it did not do with these statistics, and why; None if it did all."""
+        """Return what it did not do with these statistics, and why; None if it did all."""
         return None
 
 
@@ -90,7 +92,7 @@ class Transform(Step, ABC):
     name: str
 
     def changes_target(self, stats: LinearStats) -> bool:
-        """Whether `target` differs from the rows that it is given."""
+        """Return True if `target` differs from the rows that it is given."""
         return False
 
     def target(self, rows: torch.Tensor, stats: LinearStats) -> torch.Tensor:

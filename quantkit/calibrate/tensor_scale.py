@@ -1,9 +1,9 @@
 """One scale for a whole tensor, fitted to how often each value occurs in it.
 
 A tensor is too large to be held as one group. Its values are counted instead, as float32 with 12 digits,
-which 16-bit weights have or less: there are at most 2^20 values, the counts of chunks add up to the same
-integers in any order, and what is fitted to them is fitted to every weight. Weights with more digits are
-rounded to 12 for that, an error of 2^-13 of themselves; the largest magnitude is kept as it is.
+which 16-bit weights have or less. There are at most 2^20 values. The counts of chunks add up to the same
+integers in any order, and a fit to them is a fit to every weight. Weights with more digits are rounded to 12
+for that, an error of 2^-13 of themselves; the largest magnitude is kept as it is.
 """
 
 import math

@@ -35,6 +35,7 @@ class CompressedTensorsFormat:
                    it folds the scales of 8-bit floats into rows, and drops global scales
     fused          whether engines fuse matrices of it, and then give all the largest of what each has one of:
                    a global scale, or one scale
+    blocks         whether a scale may be that of a block of rows and columns
     bfloat16       whether compressed-tensors dequantizes to that whatever the dtype of the model
     """
 
@@ -51,6 +52,7 @@ class CompressedTensorsFormat:
     experts: tuple[str, ...] | None = None
     fused: bool = False
     bfloat16: bool = False
+    blocks: bool = False
 
     def arguments(self, scheme: Scheme, columns: int) -> dict[str, Any]:
         """The `weights` of a config group: `scheme` for rows of `columns`.
@@ -61,15 +63,17 @@ class CompressedTensorsFormat:
         size = self.group_size or scheme.group_size
         if isinstance(size, int) and columns % size:
             size = None
-        grouped = isinstance(size, int)
+        grouped, blocks = isinstance(size, int), scheme.group_rows > 1
         arguments: dict[str, Any] = {
             "num_bits": scheme.format.bits,
             "type": self.type,
             "symmetric": not scheme.has_zero_point,
-            "strategy": self.strategy or ("group" if grouped else size or "channel"),
-            "group_size": size if grouped else None,
+            "strategy": self.strategy or ("block" if blocks else "group" if grouped else size or "channel"),
+            "group_size": size if grouped and not blocks else None,
             "dynamic": False,
         }
+        if blocks:
+            arguments["block_structure"] = [scheme.group_rows, scheme.group_columns(columns)]
         return arguments if self.scale_dtype is None else {**arguments, "scale_dtype": self.scale_dtype}
 
 
@@ -93,6 +97,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         columns=4,
         experts=("channel", "tensor"),
         fused=True,
+        blocks=True,
     ),
     CompressedTensorsFormat(
         StoredFormat("mxfp8-quantized", "", torch.float8_e4m3fn, _E8M0, codes_per_element=1),
@@ -144,7 +149,8 @@ class _Case:
 
     @property
     def granularity(self) -> str:
-        return f"g{self.group}" if isinstance(self.scheme.group_size, int) else self.scheme.granularity
+        grouped = isinstance(self.scheme.group_size, int) and self.scheme.group_rows == 1
+        return f"g{self.group}" if grouped else self.scheme.granularity
 
 
 Row = CompressedTensorsFormat
@@ -183,6 +189,10 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
     (
         lambda row, case: not case.scheme.column_scale,
         lambda rows, case: "has no scales per input feature",
+    ),
+    (
+        lambda row, case: row.blocks or case.scheme.group_rows == 1,
+        lambda rows, case: f"has no scales of blocks for {case.scheme.format.name}",
     ),
     (
         lambda row, case: row.group_size in (None, case.group),

@@ -8,7 +8,8 @@ Two containers share one section, `quantkit`, which is all that quantkit itself 
 
     "quantkit": {"version": 1, "schemes": [{...}, ...], "default": 0, "modules": {"lm_head": null}}
 
-A linear layer not listed in `modules` has the default scheme; null means dense.
+A linear layer not listed in `modules` has the default scheme; null means dense. An embedding is packed
+only if it is listed, and then so is a head that is tied to it.
 """
 
 import json
@@ -24,6 +25,8 @@ from quantkit.packing.schemes import Scheme
 
 SECTION = "quantkit"
 VERSION = 1
+#: Why a checkpoint with a packed embedding needs quantkit.
+PACKED_TABLE = "vLLM, SGLang and transformers without quantkit take embeddings to be dense"
 _FIELDS = {"version", "schemes", "default", "modules"}
 
 
@@ -47,6 +50,8 @@ class Assignment:
     #: Whether its matrices are stored under names that only quantkit knows.
     own_names: bool = False
     transposed: bool = False
+    #: Whether it is the table of an embedding, and no linear.
+    is_table: bool = False
 
     @property
     def experts(self) -> bool:
@@ -72,7 +77,7 @@ class QuantizationConfig:
         counts = Counter(a.scheme for a in assignments if a.scheme is not None)
         default = counts.most_common(1)[0][0] if counts else None
         expressible = all(
-            not (a.own_names or a.transposed)
+            not (a.own_names or a.transposed or a.is_table)
             and why_not_compressed_tensors(a.scheme, a.shape[1], experts=a.experts) is None
             for a in assignments
             if a.scheme is not None
@@ -80,7 +85,7 @@ class QuantizationConfig:
         return cls(
             "compressed-tensors" if expressible else "quantkit",
             default,
-            {a.module: a.scheme for a in assignments if a.scheme != default},
+            {a.module: a.scheme for a in assignments if a.scheme != default or a.is_table},
         )
 
     def to_dict(self, assignments: Sequence[Assignment] = ()) -> dict[str, Any]:
@@ -167,7 +172,12 @@ def changed_config(
     """
     config = QuantizationConfig.from_dict(data)
     own = {} if names else {name: one for name, one in config.modules.items() if name not in schemes}
-    modules = {**own, **{name: scheme for name, scheme in schemes.items() if scheme != config.default}}
+    # What was listed stays so: an embedding is packed only if it is.
+    modules = own | {
+        name: scheme
+        for name, scheme in schemes.items()
+        if scheme != config.default or (name if names is None else names.get(name)) in config.modules
+    }
     changed = {**data, SECTION: QuantizationConfig(config.container, config.default, modules)._section()}
     prefixes = sorted({_prefixes(*pair) for pair in (names or {}).items()}, key=lambda pair: -len(pair[1]))
 

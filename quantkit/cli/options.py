@@ -103,7 +103,8 @@ GroupSizeText = Annotated[
     typer.Option(
         "--group-size",
         "-g",
-        help="Weights of a row that share a scale, 'channel' for a whole row or 'tensor' for all rows.",
+        help="Weights of a row that share a scale, 'channel' for a whole row, 'tensor' for all rows, or a "
+        "block such as 128x128, rows by columns.",
         show_default="by format",
     ),
 ]
@@ -166,6 +167,22 @@ AllocatedFormats = Annotated[
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
 LmHead = Annotated[
     str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
+]
+Embeddings = Annotated[
+    str | None,
+    typer.Option(
+        "--embeddings",
+        metavar="FORMAT",
+        help="FORMAT[:GROUP][:METHOD] for the token embedding, which stays dense otherwise. A head that is "
+        "tied to it gets the same table. Only quantkit reads the result.",
+    ),
+]
+DenseEmbeddings = Annotated[
+    bool,
+    typer.Option(
+        "--dense-embeddings",
+        help="Store the token embedding as float32, which tools other than quantkit can read.",
+    ),
 ]
 Rules = Annotated[
     list[str] | None,
@@ -244,6 +261,7 @@ class QuantizeArguments:
     packing: PackingText = None
     recipe: RecipeFile = None
     lm_head: LmHead = None
+    embeddings: Embeddings = None
     rule: Rules = None
     rotate: Rotate = False
     model_free: ModelFree = False
@@ -306,6 +324,7 @@ class QuantizeArguments:
             packing=None if self.packing is None else parse_packing(self.packing),
             recipe=self.recipe,
             lm_head=self.lm_head,
+            embeddings=self.embeddings,
             rules=tuple(self.rule or ()),
             rotate=self.rotate,
             model_free=self.model_free,

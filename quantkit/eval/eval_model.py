@@ -1,4 +1,4 @@
-"""What is evaluated and how: a checkpoint directory, its tokens, and the settings that must agree."""
+"""The evaluated model: a checkpoint directory, its tokens, and the settings that must agree."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from quantkit.model.tokenizer import tokenize
 
 @dataclass(frozen=True)
 class Settings:
-    """What has to be equal for two evaluations to compare: texts, windows, precision, device, batch.
+    """Settings that must be equal for two evaluations to compare: texts, windows, precision, device, batch.
 
     `kv_cache` is the format of the KV cache that a model's tokens attend to; a reference has none.
     """
@@ -38,7 +38,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: EvalOptions) -> "Settings":
-        """Those of options whose dtype is chosen, not "auto"."""
+        """Return the settings of options whose dtype is chosen, not "auto"."""
         return cls(
             texts=tuple(map(Path, options.texts)),
             window=options.window,

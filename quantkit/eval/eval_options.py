@@ -13,15 +13,15 @@ class EvalOptions:
     """The texts and tasks to score checkpoints on, how, and the checkpoint to compare with.
 
     Without `against` there are only perplexity and accuracy. `against` is the checkpoint to compare with, a
-    directory or hub id, whose logits are kept in at most `budget_bytes` of temporary files, or in `cache_dir`
+    directory or hub id. Its logits are kept in at most `budget_bytes` of temporary files, or in `cache_dir`
     for the next run.
 
     `dtype` is that of activations; "auto" is float32 on a CPU, and on a GPU that of the reference, or of the
     first checkpoint. Windows of `window` tokens start `stride` tokens apart, by default `window`; `batch` of
     them run at a time, and at most `max_windows` of each text.
 
-    With `noise_floor` the reference also runs in another dtype (`evaluate.CONTROL_DTYPES`), on texts and
-    tasks, and is compared with itself. With `per_block` it runs with each block of a model in turn, on a few
+    With `noise_floor` the reference also runs in another dtype (`evaluate.CONTROL_DTYPES`), and is compared
+    with itself on texts and tasks. With `per_block` it runs with each block of a model in turn, on a few
     windows of the first text. With `kv_cache`, a format of `runtime.cache.kv_formats.KV_FORMATS`, tokens
     attend to keys and values in that format; those of the reference and of single blocks do not.
     """

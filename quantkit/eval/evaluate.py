@@ -84,8 +84,8 @@ def evaluate_many(
     later calls. Only one model is in memory at a time. What is done goes to `partial`, from which a later
     call with the same arguments goes on, with the same figures.
 
-    Raises `UsageError` for options, texts and tasks, `CheckpointError` for checkpoints that are broken or
-    cannot be compared, `OutputError` where logits or partial results cannot be written.
+    Raises `UsageError` for options, texts and tasks, and `CheckpointError` for checkpoints that are broken or
+    cannot be compared. Raises `OutputError` where logits or partial results cannot be written.
     """
     if not options.texts and options.tasks is None:
         raise UsageError("there is nothing to evaluate on. Give at least one text or task.")
@@ -128,7 +128,7 @@ def _check_reference(reference: Reference, settings: Settings, against: Path | s
 
 @dataclass
 class _Run:
-    """What has been found for one model in one dtype while its blocks go by."""
+    """Results for one model in one dtype while its blocks go by."""
 
     subject: Subject
     dtype: str
@@ -182,7 +182,7 @@ def _start(
 
 
 def _conditions(settings: Settings) -> dict[str, Any]:
-    """What figures depend on beside models, texts and options."""
+    """Return all that figures depend on beside models, texts and options."""
     return {
         "device": str(pick_device(settings.device)),
         "versions": asdict(versions()),
@@ -240,7 +240,7 @@ def _evaluate(
 def _measure_blocks(
     run: _Run, reference: Subject, settings: Settings, partial: Partial | None, progress: Progress | None
 ) -> None:
-    """What each block of the model of `run` costs; a note where that cannot be told."""
+    """Measure the cost of each block of the model of `run`; a note where that cannot be told."""
     if not run.subject.checkpoint.is_quantized:
         name = run.subject.checkpoint.directory.name
         run.notes.append(f"the KL of its blocks was not measured: {name} is not quantized")

@@ -47,7 +47,7 @@ class QuantkitLM(HFLM):  # type: ignore[misc]
         return super().generate_until(requests, disable_tqdm=self._counted(requests) or disable_tqdm)
 
     def _counted(self, requests: Sequence[Any]) -> bool:
-        """Whether `report` will be called as `requests` are answered."""
+        """Return True if `report` will be called as `requests` are answered."""
         if self.report is not None:
             self.set_cache_hook(_Counter(len(requests), self.report))
         return self.report is not None

@@ -1,13 +1,13 @@
-"""What quantization cost, per token and per text: negative log likelihood, KL divergence, same top-1.
+"""The cost of quantization, per token and per text: negative log likelihood, KL divergence, same top-1.
 
-All logarithms are natural, all arithmetic on logits is float64: a loss of 8-bit weights is about 1e-3
-nats a token, and float32 log-softmax over a large vocabulary is only good to about 1e-6.
+All logarithms are natural, all arithmetic on logits is float64. A loss of 8-bit weights is about 1e-3 nats a
+token. A float32 log-softmax over a large vocabulary is only good to about 1e-6.
 
-The measures are those of llama.cpp's `perplexity --kl-divergence`. Standard errors treat a window as
-one draw (clustered standard errors, Miller 2024, arXiv 2411.00640), because the tokens of a window are
-far from independent; the excess is a paired difference, which is much tighter than two separate errors.
-The error of a quantile is that of the share of tokens below it, carried over to the values there
-(Woodruff 1952, doi:10.1080/01621459.1952.10483443).
+The measures are those of llama.cpp's `perplexity --kl-divergence`. Standard errors treat a window as one draw
+(clustered standard errors, Miller 2024, arXiv 2411.00640), because the tokens of a window are far from
+independent. The excess is a paired difference, which is much tighter than two separate errors. The error of a
+quantile is that of the share of tokens below it, carried over to the values there (Woodruff 1952,
+doi:10.1080/01621459.1952.10483443).
 """
 
 import math
@@ -44,14 +44,14 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class TextMetrics:
-    """What one text says about one model; the fields that compare are None without a reference.
+    """Metrics of one model on one text; the fields that compare are None without a reference.
 
-    `perplexity` is exp of the mean `nll`, None where that is beyond a float64; `excess` is
-    ln(perplexity / reference_perplexity), and the `_se` are standard errors clustered by window, None
-    for a single window. Nats throughout; `same_top1` is a fraction of `tokens`, the predicted tokens.
-    `rms_dp` is the root of the mean squared difference of the probabilities that the two models give to
-    the tokens of the text. `kl_histogram` counts tokens by their divergence: below `KL_EDGES[0]`, between
-    each edge and the next, and from the last edge on.
+    `perplexity` is exp of the mean `nll`, None where that is beyond a float64; `excess` is ln(perplexity /
+    reference_perplexity). The `_se` are standard errors clustered by window, None for a single window. Nats
+    throughout; `same_top1` is a fraction of `tokens`, the predicted tokens. `rms_dp` is the root of the mean
+    squared difference of the probabilities that the two models give to the tokens of the text. `kl_histogram`
+    counts tokens by their divergence: below `KL_EDGES[0]`, between each edge and the next, and from the last
+    edge on.
     """
 
     perplexity: float | None

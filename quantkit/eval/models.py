@@ -1,4 +1,4 @@
-"""What evaluation knows of models before they run: limits, dtypes, versions."""
+"""Facts about models before they run: limits, dtypes, versions."""
 
 import gc
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def dtype_for(name: str, device: str, source: Path | str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What `dtype_named` knows `dtype` as."""
+    """Return the name by which `dtype_named` knows `dtype`."""
     return next(name for name, one in DTYPES.items() if one == dtype)
 
 
@@ -58,7 +58,9 @@ def language_limits(path: Path) -> tuple[int, int | None]:
 
 
 def _language_config(path: Path) -> Any:
-    """What transformers reads in config.json: what that leaves out is a default of the model's class."""
+    """Return config.json as transformers reads it: fields that it leaves out are defaults of the model's
+    class.
+    """
     from transformers import AutoConfig
 
     try:

@@ -1,4 +1,4 @@
-"""What each block of a packed model costs on its own: the divergence of the original with that block in it.
+"""The cost of each block of a packed model on its own: the divergence of the original with that block in it.
 
 The original's blocks take their weights in turn. There is one set of passes for each block, in which that
 block is the packed one, and one set of the original. Up to its packed block a set takes what the original's
@@ -129,5 +129,5 @@ def _check_exchangeable(packed: Checkpoint, original: Checkpoint) -> None:
     if ours.shape != theirs.shape or not torch.equal(ours.to(theirs.dtype), theirs):
         raise CheckpointError(
             f"{packed.directory}: {name} is not the original's, so its blocks see other hidden states, as "
-            "after --rotate"
+            "after --rotate and with --embeddings"
         )

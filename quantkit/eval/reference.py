@@ -27,7 +27,7 @@ from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.models import dtype_for, dtype_named, versions
 from quantkit.eval.runner import open_passes
 from quantkit.eval.text import check_tokens
-from quantkit.files import open_regular, os_error_text, replace_file
+from quantkit.files import open_regular, os_error_text, replace_file, temporary
 from quantkit.progress import Advance
 
 _CACHE_VERSION = 2
@@ -75,9 +75,9 @@ def _with_numbers(checkpoint: Checkpoint) -> Checkpoint:
 class Reference:
     """A reference model's logits, computed block by block and reused by every model compared with it.
 
-    Open it once for several models and close it at the end (it is a context manager): the files are
-    temporary unless `cache_dir` is given. There they stay in a subdirectory named after a hash of the
-    reference's files, the tokens, dtype, device and versions, and the next run finds them.
+    Open it once for several models and close it at the end (it is a context manager): the files are temporary
+    unless `cache_dir` is given. There they stay for the next run, in a subdirectory named after a hash of the
+    reference's files, the tokens, dtype, device and versions.
     """
 
     def __init__(self, source: Path | str, options: EvalOptions) -> None:
@@ -107,14 +107,16 @@ class Reference:
         self.nbytes = min(total, options.budget_bytes)
         #: Names the logits: a hash of the reference's files, the tokens, dtype, batch, device and versions.
         self.key = self._key()
-        place = Path(tempfile.gettempdir() if options.cache_dir is None else options.cache_dir) / self.key
-        _check_space(place, self.nbytes)
         self._temporary = None
-        self._files = place
+        with temporary(f"the logits of {self.directory}"):
+            folder = tempfile.gettempdir() if options.cache_dir is None else options.cache_dir
+        self._files = Path(folder) / self.key
+        _check_space(self._files, self.nbytes)
         if options.cache_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(
-                prefix="quantkit-reference-", ignore_cleanup_errors=True
-            )
+            with temporary(f"the logits of {self.directory}"):
+                self._temporary = tempfile.TemporaryDirectory(
+                    prefix="quantkit-reference-", ignore_cleanup_errors=True
+                )
             self._files = Path(self._temporary.name)
 
     def __enter__(self) -> "Reference":

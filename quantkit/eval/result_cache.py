@@ -1,7 +1,7 @@
-"""What an evaluation has found so far, in files, so that it goes on where it was interrupted.
+"""Results of an evaluation so far, in files, so that it goes on where it was interrupted.
 
-Files hold the scores of every batch of windows and the answers to every task, each written whole behind its
-hash and under a key of all that its figures depend on. What is damaged is measured again. They are deleted
+Files hold the scores of every batch of windows and the answers to every task. Each is written whole behind
+its hash, under a key of all that its figures depend on. What is damaged is measured again. They are deleted
 when the evaluation is done: they are no cache.
 """
 
@@ -35,7 +35,7 @@ class Partial:
 
     @property
     def logits(self) -> Path:
-        """Where the reference's logits go."""
+        """Return the directory of the reference's logits."""
         return self.directory / _LOGITS
 
     def scores(self, key: str, name: str, shape: tuple[int, int]) -> TokenScores | None:

@@ -20,7 +20,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """What the reference itself loses where it runs in another dtype: a difference as small is none."""
+    """The loss of the reference itself in another dtype: a difference as small is none."""
 
     dtype: str
     texts: Mapping[str, TextMetrics]
@@ -37,12 +37,12 @@ class NoiseFloor:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """What an evaluation found; `to_json` is the content of eval.json.
+    """The results of an evaluation; `to_json` is the content of eval.json.
 
-    `window` and `stride` are those used, after any cut to the model's positions; `seconds` are those of
-    this model on the texts in this run, `reference_seconds` those spent on the reference so far, which other
-    models may share, and `reference_logits` the bytes that its logits took on disk at a time. `notes` are
-    for people: anything that was not done as asked.
+    `window` and `stride` are those used, after any cut to the model's positions; `seconds` are those of this
+    model on the texts in this run, `reference_seconds` those spent on the reference so far, which other
+    models may share. `reference_logits` are the bytes that its logits took on disk at a time. `notes` are for
+    people: anything that was not done as asked.
     """
 
     model: str

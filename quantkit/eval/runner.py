@@ -143,7 +143,7 @@ class _BlockByBlock(Passes):
 
 
 def predictions(logits: torch.Tensor, scored: int, directory: Path) -> torch.Tensor:
-    """Those of logits [B, W, V] that predict the last `scored` tokens, checked by `check_finite`."""
+    """Return the logits of [B, W, V] that predict the last `scored` tokens, checked by `check_finite`."""
     found = logits[:, -scored - 1 : -1]
     check_finite(found, directory)
     return found

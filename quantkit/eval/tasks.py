@@ -7,18 +7,23 @@ same items: `quantkit.eval.paired`.
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial as bind
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
 
 from quantkit.about import pip_install
-from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
+from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.escaping import one_line
 from quantkit.eval.paired import Paired, accuracy_error, compare
 from quantkit.eval.result_cache import Partial
+from quantkit.memory import is_lack_of_memory
+from quantkit.model.hf_files import PACKAGE
 from quantkit.progress import Progress
 
 #: What makes a directory a model's, from which no task is read.
@@ -26,6 +31,8 @@ _MODEL_FILE = "config.json"
 
 #: lm-eval's own, so that examples before a question are those of its command line.
 _FEWSHOT_SEED = 1234
+#: Of the text of an error of lm-eval, which may hold a whole document.
+_SHOWN_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Tasks:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """What one model did: lm-eval's figures by task, and which items it got right by task and metric.
+    """Results of one model: lm-eval's figures by task, and the items that it got right by task and metric.
 
     `documents` is a hash of the items of each task, as the model was asked them.
     """
@@ -115,10 +122,11 @@ def task_manager(tasks: Tasks) -> Any:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # lm-eval's own index takes seconds to read, and is not needed where the folder has all tasks.
     for defaults in (False, True) if tasks.path is not None else (True,):
-        manager = TaskManager(
-            include_path=None if tasks.path is None else str(tasks.path), include_defaults=defaults
-        )
-        unknown = [task for task in tasks.names if not manager.match_tasks([task])]
+        with _explained(f"tasks {', '.join(tasks.names)}"):
+            manager = TaskManager(
+                include_path=None if tasks.path is None else str(tasks.path), include_defaults=defaults
+            )
+            unknown = [task for task in tasks.names if not manager.match_tasks([task])]
         if not unknown:
             return manager
     raise UsageError(
@@ -166,28 +174,46 @@ def _labeled(progress: Progress, label: str, done: int, total: int) -> None:
     progress(done, total, label)
 
 
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn what lm-eval and its libraries raise about a task into one line; errors of quantkit pass."""
+    try:
+        yield
+    except QuantkitError:
+        raise
+    # Those of huggingface_hub and datasets are of this class too.
+    except OSError as error:
+        raise UsageError(
+            f"{what}: its data cannot be read ({one_line(str(error))}). Files are looked for from the "
+            "directory that the command runs in; data sets of the hub need a network, or the cache and "
+            "HF_HUB_OFFLINE=1."
+        ) from error
+    except Exception as error:
+        *_, at = extract_tb(error.__traceback__)
+        if is_lack_of_memory(error) or Path(at.filename).is_relative_to(PACKAGE):
+            raise
+        text = one_line(str(error))[:_SHOWN_CHARS]
+        raise UsageError(
+            f"{what}: lm-eval ended with {type(error).__name__} ({text}) in {Path(at.filename).name}, line "
+            f"{at.lineno}. Check the task's files and data, or choose another task."
+        ) from error
+
+
 def _run_task(lm: Any, name: str, tasks: Tasks, manager: Any) -> dict[str, Any]:
-    from datasets.exceptions import DatasetNotFoundError
-    from huggingface_hub.errors import OfflineModeIsEnabled
     from lm_eval import evaluate
 
     from quantkit.checkpoint.hub.answers import FILE_SECONDS
     from quantkit.checkpoint.hub.client import guarded
 
-    try:
-        # What lm_eval.simple_evaluate does, less seconds of looking at the machine and at git.
-        with guarded(FILE_SECONDS):
-            loaded = manager.load([name])
+    # What lm_eval.simple_evaluate does, less seconds of looking at the machine and at git. Metrics may be of
+    # the hub too.
+    with _explained(f"task {name}"), guarded(FILE_SECONDS):
+        loaded = manager.load([name])
         for task in loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=_FEWSHOT_SEED)
         found = evaluate(lm, loaded, limit=tasks.limit, bootstrap_iters=0)
-    except (OSError, DatasetNotFoundError, OfflineModeIsEnabled) as error:
-        raise UsageError(
-            f"task {name}: its data cannot be read ({error}). Files are looked for from the directory that "
-            "the command runs in; data sets of the hub need a network, or the cache and HF_HUB_OFFLINE=1."
-        ) from error
     correct: dict[str, dict[str, list[bool]]] = {}
     documents = {}
     for task, samples in found["samples"].items():

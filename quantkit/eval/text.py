@@ -1,12 +1,12 @@
 """Texts to score on: read strictly, tokenized as one stream, cut into windows.
 
-The protocol is GPTQ's (arXiv 2210.17323): the whole text is one stream of tokens, no token is added to
-it (no BOS, not even for tokenizers that add one by default), windows of 2048 tokens do not overlap, the
-tokens after the last whole window are not used. Position 0 of a window has no context and is not scored,
-so a window of W tokens scores W - 1.
+The protocol is GPTQ's (arXiv 2210.17323): the whole text is one stream of tokens. No token is added to it: no
+BOS, not even for tokenizers that add one by default. Windows of 2048 tokens do not overlap; the tokens after
+the last whole window are not used. Position 0 of a window has no context and is not scored, so a window of W
+tokens scores W - 1.
 
-A window may start less than its length after the one before. Of each window the last `stride` tokens are
-then scored, and every one of them has at least window - stride tokens of context.
+A window may start less than its length after the one before. Of each window the last `stride` tokens are then
+scored, and every one of them has at least window - stride tokens of context.
 """
 
 from collections import Counter

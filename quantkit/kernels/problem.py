@@ -152,25 +152,25 @@ class Outline:
 
 
 def as_measured(problem: "Problem", tile: Any, measured: "Problem") -> Any:
-    """Return the tile as it is: `Tiling.fitted` of kernels without a rule for it."""
+    """Return the tile as it is: `TileSpace.adapt` of kernels without a rule for it."""
     return tile
 
 
 @dataclass(frozen=True)
-class Tiling:
+class TileSpace:
     """Space of the tiles of a kernel: frozen records of the class `record`.
 
     `values` has the values of each field, and `rule(problem)` is the tile where none was measured.
-    `why_not(problem, tile)` says why the kernel cannot take a tile, `loses(problem, tile)` why it is not
-    worth measuring. `fitted(problem, tile, measured)` adapts a `tile` that was fastest for more rows of x.
+    `why_invalid(problem, tile)` says why the kernel cannot take a tile, `why_pruned(problem, tile)` why it is
+    not worth measuring. `adapt(problem, tile, measured)` adapts a `tile` that was fastest for more rows of x.
     """
 
     record: type[Any]
     values: Mapping[str, tuple[int, ...]]
     rule: Callable[[Problem], Any]
-    why_not: Callable[[Problem, Any], str | None]
-    loses: Callable[[Problem, Any], str | None]
-    fitted: Callable[[Problem, Any, Problem], Any] = as_measured
+    why_invalid: Callable[[Problem, Any], str | None]
+    why_pruned: Callable[[Problem, Any], str | None]
+    adapt: Callable[[Problem, Any, Problem], Any] = as_measured
 
 
 @dataclass(frozen=True)
@@ -210,14 +210,14 @@ def same_problem(problem: Problem) -> Problem:
 
 
 @dataclass(frozen=True)
-class GroupedTiling:
+class GroupedGemm:
     """Use of a kernel for a grouped GEMM: routed tokens with their experts, block by block.
 
     `block_rows` has the least and most routed tokens of an expert block for which the kernel is chosen,
     `forced_rows` those if `QUANTKIT_KERNEL` names it.
 
-    `tile(problem, grouping)` returns the tile, None if none fits. `supports(problem)` says why it cannot run.
-    Both take the problem of one expert: M is the rows of a block, N those of all its matrices.
+    `tile(problem, grouping)` returns the tile, None if none fits. `why_unsupported(problem)` says why it
+    cannot run. Both take the problem of one expert: M is the rows of a block, N those of all its matrices.
 
     With `shares_x` all warps read one x in shared memory, and all matrices of an expert are one weight. With
     `gates` it can gate y of experts with two matrices.
@@ -226,7 +226,7 @@ class GroupedTiling:
     block_rows: tuple[int, int]
     forced_rows: tuple[int, int]
     tile: Callable[[Problem, Any], Any]
-    supports: Verdict = always
+    why_unsupported: Verdict = always
     shares_x: bool = False
     gates: bool = False
 
@@ -235,11 +235,11 @@ class GroupedTiling:
 class Kernel:
     """A kernel of the registry: one way to compute a packed linear layer.
 
-    `supports(problem)` says why it cannot compute a problem, `pays(problem)` why a later kernel is faster.
-    Forcing a kernel by name overrides `pays`, never `supports`.
+    `why_unsupported(problem)` says why it cannot compute a problem, `why_slower(problem)` why a later kernel
+    is faster. Forcing a kernel by name overrides `why_slower`, never `why_unsupported`.
 
     `layout` is None for a kernel that reads the storage layout. `launch(x [m, k], weight, layout, bias [n])`
-    returns y [m, n] in x's dtype, for m >= 1 and contiguous x; with a `tiling` it takes a `tile` too. A
+    returns y [m, n] in x's dtype, for m >= 1 and contiguous x; with a `tile_space` it takes a `tile` too. A
     column scale is in x already. Where the layout is `whole`, `weight` is only the `Outline`.
 
     `bind` takes the arguments of `launch` and returns what computes y for other x of that shape:
@@ -258,16 +258,16 @@ class Kernel:
     name: str
     summary: str
     devices: tuple[str, ...]
-    supports: Verdict
-    pays: Verdict
+    why_unsupported: Verdict
+    why_slower: Verdict
     layout: Layout | None
     launch: Callable[..., torch.Tensor]
-    tiling: Tiling | None = None
+    tile_space: TileSpace | None = None
     no_norm: Callable[[Problem, Any, str], str | None] = never_normed
     no_gate: Callable[[Problem, Any], str | None] = never_gated
     bind: Callable[..., Any] | None = None
     run: Callable[..., torch.Tensor] | None = None
-    grouped: GroupedTiling | None = None
+    grouped: GroupedGemm | None = None
     representative: Callable[[Problem], Problem] = same_problem
 
 

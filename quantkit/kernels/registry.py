@@ -132,7 +132,7 @@ class Chosen:
 
 
 def choose(problem: Problem) -> Chosen:
-    """Return what runs `problem`: the forced kernel, else the tile table's, else the first that pays.
+    """Return what runs `problem`: the forced kernel, the tile table's, or the first that no other beats.
 
     Raises `KernelError` with the reason of every kernel, or of the forced one, and with known names for an
     unknown one.
@@ -158,7 +158,10 @@ def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
 def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, str | None], ...]:
     if measured is None:
         return tuple(
-            (kernel.name, _unsupported(kernel, problem) or kernel.pays(problem) or _unbuilt(kernel, problem))
+            (
+                kernel.name,
+                _unsupported(kernel, problem) or kernel.why_slower(problem) or _unbuilt(kernel, problem),
+            )
             for kernel in KERNELS
         )
     before = [kernel.name for kernel in KERNELS].index(measured.entry.kernel)
@@ -177,7 +180,7 @@ def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
     us = entry.others.get(kernel.name)
     if us is not None:
         return f"measured slower {where}: {us:.1f} us against {entry.us:.1f} us"
-    reason = kernel.pays(problem) or "not measured"
+    reason = kernel.why_slower(problem) or "not measured"
     return f"{reason}; {where} {entry.kernel} was measured: {entry.us:.1f} us"
 
 
@@ -234,7 +237,7 @@ def _runs(entry: Entry, problem: Problem) -> bool:
     kernel = kernel_named(entry.kernel)
     if _unable(kernel, problem) is not None:
         return False
-    return kernel.tiling is None or kernel.tiling.why_not(problem, entry.tile) is None
+    return kernel.tile_space is None or kernel.tile_space.why_invalid(problem, entry.tile) is None
 
 
 @lru_cache(maxsize=8192)
@@ -268,10 +271,10 @@ def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chos
     if measured is not None and measured.entry.kernel != kernel.name:
         measured = None
     tile = None
-    if kernel.tiling is not None and measured is None:
-        tile = kernel.tiling.rule(problem)
-    elif kernel.tiling is not None and measured is not None:
-        tile = kernel.tiling.fitted(problem, measured.entry.tile, replace(problem, m=measured.m))
+    if kernel.tile_space is not None and measured is None:
+        tile = kernel.tile_space.rule(problem)
+    elif kernel.tile_space is not None and measured is not None:
+        tile = kernel.tile_space.adapt(problem, measured.entry.tile, replace(problem, m=measured.m))
     return Chosen(
         kernel, tile, measured, kernel.launch if tile is None else partial(kernel.launch, tile=tile)
     )
@@ -286,7 +289,7 @@ def _unsupported(kernel: Kernel, problem: Problem) -> str | None:
     """Return why a kernel does not support `problem`."""
     if problem.device not in kernel.devices:
         return f"it runs on {' and '.join(kernel.devices)}, the tensors are on {problem.device}"
-    return kernel.supports(problem)
+    return kernel.why_unsupported(problem)
 
 
 def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:

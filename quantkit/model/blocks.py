@@ -103,6 +103,8 @@ class Decoder:
         self._parts = expert_parts(self._model, checkpoint.tensors)
         self._conversions = conversions(self._model, checkpoint.tensors)
         self._tied = _tied_parameters(self._model, self._stored)
+        every = self._model.named_parameters(remove_duplicate=False)
+        self._shapes = {name: one.shape for name, one in every}
         self._place_buffers()
         self._run_experts_one_by_one()
         self._blocks = {name: Block(name, module) for name, module in _blocks_of(self._model)}
@@ -203,7 +205,7 @@ class Decoder:
 
         blocks = {name: block.module for name, block in self._blocks.items()}
         with ExitStack() as stack:
-            self._outer = stack.enter_context(LazyWeights(self._outside(blocks.values()), read or self._read))
+            self._outer = stack.enter_context(self._lazily(blocks.values(), read or self._read))
             stack.enter_context(waiting_at(blocks))
             try:
                 yield start
@@ -230,10 +232,11 @@ class Decoder:
             ModelPass(forward, tokens, Home(self.device), self.device).abandon()
         self._changes = changes.found
 
-    def _outside(self, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
-        """Modules outside of `blocks`, by name."""
+    def _lazily(self, blocks: Iterable[nn.Module], read: Callable[[str], torch.Tensor]) -> LazyWeights:
+        """Have the modules outside of `blocks` read their weights when they are asked for."""
         inside = {module for block in blocks for module in block.modules()}
-        return {name: module for name, module in self._model.named_modules() if module not in inside}
+        outside = {name: module for name, module in self._model.named_modules() if module not in inside}
+        return LazyWeights(outside, read, self.device, self.dtype)
 
     def _forward(self, tokens: torch.Tensor, beside: Beside | None = None) -> Any:
         """Run the model on tokens [B, T]: those of the encoder, where it has one, and of the decoder."""
@@ -252,11 +255,11 @@ class Decoder:
             raise
         except Exception as error:  # Models raise what they like.
             main = getattr(self._model, "main_input_name", "input_ids")
-            alone = main == "input_ids"
-            alone_text = "it does not run on tokens" + (" alone" if beside is None else " and images")
-            what = alone_text if alone else f"it runs on {main}, not on tokens"
-            reason = f"{what} ({type(error).__name__}: {error})"
-            raise self._refusal(reason) from error
+            given = "tokens alone" if beside is None else "tokens and images"
+            reason = f"it does not run on {given} ({type(error).__name__}: {error})"
+            raise self._refusal(
+                reason if main == "input_ids" else f"it runs on {main}, not on tokens"
+            ) from error
 
     @contextmanager
     def loaded(self, block: Block, overrides: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
@@ -332,8 +335,7 @@ class Decoder:
         stored = (self._stored, self._tied, self._conversions)
         if not self._has_parts(parameter) and all(parameter not in one for one in stored):
             return self._computed(parameter)
-        shape = self._model.get_parameter(parameter).shape
-        return torch.zeros((), dtype=self.dtype, device=self.device).expand(shape)
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self._shapes[parameter])
 
     def _has_parts(self, parameter: str) -> bool:
         return any(part.parameter == parameter for part in self._parts.values())
@@ -362,8 +364,7 @@ class Decoder:
 
     def empty(self, parameter: str) -> torch.Tensor:
         """Allocate memory for a parameter, in its shape."""
-        shape = self._model.get_parameter(parameter).shape
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(self._shapes[parameter], dtype=self.dtype, device=self.device)
 
     @contextmanager
     def head(self, outputs: Mapping[str, Any]) -> Iterator[Logits]:
@@ -383,7 +384,7 @@ class Decoder:
             return result
 
         with (
-            LazyWeights(self._outside(blocks.values()), self._read),
+            self._lazily(blocks.values(), self._read),
             returning(blocks, lambda name: with_hidden(outputs[name], here.hidden)),
         ):
             yield logits

@@ -15,7 +15,8 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.memory import is_lack_of_memory
 
 GENERATION_CONFIG_NAME = "generation_config.json"
-_PACKAGE = Path(quantkit.__file__).parent
+#: Where quantkit's own code is.
+PACKAGE = Path(quantkit.__file__).parent
 #: Errors that Python and torch raise in quantkit's code for bad files: values out of range, such as
 #: probabilities below 0, missing keys, and errors of the disk.
 _OF_FILES = (OSError, ValueError, KeyError, RuntimeError)
@@ -68,7 +69,7 @@ def _is_bug(error: BaseException) -> bool:
     if isinstance(error, _OF_FILES):
         return False
     frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
-    return Path(frames[-1]).is_relative_to(_PACKAGE)
+    return Path(frames[-1]).is_relative_to(PACKAGE)
 
 
 def _of_the_disk(error: BaseException) -> str:

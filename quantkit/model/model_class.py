@@ -54,6 +54,8 @@ def model_config(config: Mapping[str, Any], directory: Path) -> Any:
             f"Check it, or install a transformers that knows the architecture{_without(config)}."
         )
     fields = {k: _with_floats(v) for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    # Some versions of huggingface-hub refuse the config for a name that is none.
+    fields["architectures"] = list(named_classes(config)) or None
     try:
         return CONFIG_MAPPING[kind].from_dict(fields)
     except Exception as error:

@@ -32,26 +32,59 @@ HEAD: Kind = "lm_head"
 
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.+)")
 _BLOCK = re.compile(r"\blayers\.(\d+)\.")
+#: The number of a block, which other parts of the name follow.
+_NUMBER = re.compile(r"(?<![^.])\d+\.")
 _LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 
 _EMBEDDINGS = frozenset({"embed", "embeds", "embedding", "embeddings", "emb", "wte", "wpe", "position"})
 _ROUTERS = frozenset({"router", "gate", "gating"})
+#: Step sizes of Mamba, weights of heads of DeepSeek's indexer.
+_READ = frozenset({"dt_proj", "weights_proj"})
 _FURTHER_TOKENS = frozenset({"mtp", "nextn"})
-_SENSES = frozenset({"visual", "vision", "vit", "image", "audio", "speech", "video"})
+#: Of parts for images and sounds, and of what joins them with text.
+_SENSES = frozenset(
+    {
+        *("visual", "vision", "vit", "sam", "image", "audio", "speech", "video"),
+        *("projector", "merger", "connector", "resampler", "qformer"),
+    }
+)
+_TEXT = "language_model"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The surroundings of the tensors of a checkpoint.
+
+    `layers` is the number of blocks in config.json, `experts` the number of experts by the name of their
+    module. `group` is the number of weights of a row that share a scale. None is no such number. `parts` are
+    all parts of names. `only_senses` is True if all blocks have names of parts for images and sounds.
+    """
+
+    layers: int | None
+    experts: Mapping[str, int]
+    group: int | None
+    parts: frozenset[str]
+    only_senses: bool
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, group: int | None) -> "Surroundings":
+        names = [name.removesuffix(".weight").lower() for name in checkpoint.tensors]
+        blocks = [one for one in names if _NUMBER.search(one)]
+        return cls(
+            _layers(checkpoint.config),
+            _experts(checkpoint.tensors),
+            group,
+            frozenset(part for name in names for part in name.split(".")),
+            all(not _SENSES.isdisjoint(re.split(r"[._]", name)) for name in blocks),
+        )
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor, and what its checkpoint tells of its surroundings.
-
-    `layers` is the number of blocks in config.json, `experts` how many there are by the name of the module
-    that has them, and `group` the weights of a row that share a scale; None where there is no such number.
-    """
+    """A tensor and its surroundings."""
 
     tensor: StoredTensor
-    layers: int | None
-    experts: Mapping[str, int]
-    group: int | None
+    around: Surroundings
 
     @property
     def module(self) -> str:
@@ -79,24 +112,33 @@ class Seen:
 
     @property
     def is_gate(self) -> bool:
-        """Whether a router's name goes with fewer rows than columns, which the gate of an MLP has not."""
-        named = "router" in self.words or not _ROUTERS.isdisjoint(self.parts)
-        return named and self.shape[0] < self.shape[1]
+        """Return True if it is in a router, or has a router's name and fewer rows than columns."""
+        inside = "router" in self.words or not _ROUTERS.isdisjoint(self.parts[:-1])
+        return inside or (self.parts[-1] in _ROUTERS and self.shape[0] < self.shape[1])
 
     @property
     def has_row_per_expert(self) -> bool:
-        return self.shape[0] == self.experts.get(self.module.rpartition(".")[0])
+        return self.shape[0] == self.around.experts.get(self.module.rpartition(".")[0])
 
     @property
     def is_beyond(self) -> bool:
-        """Whether it is of a block beyond those that config.json counts."""
+        """Return True if it is of a block beyond those that config.json counts."""
         block = _BLOCK.search(self.module)
-        return block is not None and self.layers is not None and int(block[1]) >= self.layers
+        layers = self.around.layers
+        return block is not None and layers is not None and int(block[1]) >= layers
 
     @property
     def is_ragged(self) -> bool:
-        """Whether a row is several groups and not whole ones."""
-        return self.group is not None and self.shape[1] > self.group and self.shape[1] % self.group != 0
+        """Return True if a row is several groups and not whole ones."""
+        group = self.around.group
+        return group is not None and self.shape[1] > group and self.shape[1] % group != 0
+
+    @property
+    def is_beside_text(self) -> bool:
+        """Return True if it is of a part for images or sounds, or beside what is called language_model."""
+        senses = not self.around.only_senses and not _SENSES.isdisjoint(self.words)
+        beside = _TEXT in self.around.parts and _TEXT not in self.parts and self.parts[-1] != HEAD
+        return senses or beside
 
 
 @dataclass(frozen=True)
@@ -124,12 +166,13 @@ SIGNS: tuple[Sign, ...] = (
     Sign("more than two dimensions, as convolutions have", lambda it: len(it.shape) > 2),
     Sign("its name does not end in .weight, as that of a linear does", lambda it: it.leaf != "weight"),
     Sign(EMBEDDING, lambda it: not _EMBEDDINGS.isdisjoint(it.words)),
-    Sign("a norm, by its name", lambda it: any("norm" in word for word in it.words)),
+    Sign("a norm, by its name", lambda it: "norm" in it.parts[-1]),
     Sign("a table of biases, by its name", lambda it: "bias" in it.words),
-    Sign("a convolution, by its name", lambda it: any(word.startswith("conv") for word in it.words)),
+    Sign("a convolution, by its name", lambda it: it.parts[-1].split("_")[-1].startswith("conv")),
     Sign(ONE_OUTPUT, lambda it: it.shape[0] == 1),
-    Sign("a router, by its name and few rows", lambda it: it.is_gate, likely=True),
+    Sign("a router, by its name", lambda it: it.is_gate, likely=True),
     Sign("a router: it has a row for each expert beside it", lambda it: it.has_row_per_expert, likely=True),
+    Sign("model code reads its weight itself, by its name", lambda it: it.parts[-1] in _READ, likely=True),
     Sign(
         "of a head of further tokens, by its name",
         lambda it: not _FURTHER_TOKENS.isdisjoint(it.words),
@@ -143,15 +186,15 @@ SIGNS: tuple[Sign, ...] = (
         is_place=True,
     ),
     Sign(
-        "of a part for images or sounds, by its name",
-        lambda it: not _SENSES.isdisjoint(it.words),
+        "of a part beside that for text, by its name",
+        lambda it: it.is_beside_text,
         likely=True,
         is_place=True,
     ),
     Sign("the head, by its name", lambda it: it.parts[-1] == HEAD, likely=True),
     Sign(
-        "outside the repeated blocks: its name has no number",
-        lambda it: not any(part.isdecimal() for part in it.parts),
+        "outside the repeated blocks: its name has no number of one",
+        lambda it: _NUMBER.search(it.module) is None,
         likely=True,
         is_place=True,
     ),
@@ -165,11 +208,11 @@ def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint,
     `group` is how many weights of a row share a scale by default; None for all or where that has no meaning.
     The matrices of numbered experts are one linear for each of their names, as in `read_structure`.
     """
-    layers, experts = _layers(checkpoint.config), _experts(checkpoint.tensors)
+    around = Surroundings.of(checkpoint, group)
     dense: dict[str, str] = {}
     gathered: dict[str, dict[str, Sign | None]] = {}
     for name, tensor in checkpoint.tensors.items():
-        seen = Seen(tensor, layers, experts, group)
+        seen = Seen(tensor, around)
         sign = next((sign for sign in SIGNS if sign.holds(seen)), None)
         if sign is None or sign.likely:
             expert = _EXPERT.fullmatch(seen.module)
@@ -206,10 +249,10 @@ def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> Structure:
 
     Names and shapes tell them. They stay dense unless a rule packs them.
     """
-    layers, experts = _layers(checkpoint.config), _experts(checkpoint.tensors)
+    around = Surroundings.of(checkpoint, None)
     found: dict[str, Linear] = {}
     for name, reason in structure.dense.items():
-        seen = Seen(checkpoint.tensors[name], layers, experts, None)
+        seen = Seen(checkpoint.tensors[name], around)
         signs = (sign for sign in SIGNS if not sign.is_place)
         if reason != NOT_A_PARAMETER or "head" in seen.words or any(sign.holds(seen) for sign in signs):
             continue

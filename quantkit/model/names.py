@@ -102,9 +102,9 @@ def other_names(
 class OwnNames:
     """Names in the class that a checkpoint is of, where it is loaded as another class.
 
-    `modules` maps modules of the other class to them. It leaves out those without a tensor, such as a new
-    head. `prefix` is that of the base model, in the files and in the other class. It is None where transformers
-    sees that both are the same.
+    `modules` maps modules of the other class to them; those without a tensor, such as a new head, are left
+    out. `prefix` is the prefix of the base model in the files and in the other class. It is None where
+    transformers sees that they are the same.
     """
 
     modules: Mapping[str, str]
@@ -228,6 +228,9 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
         elif target not in parameters and inside in parameters and not hasattr(model, prefix):
             # The bare decoder of a file with lm_head.
             target = inside
+        if target not in parameters and name in parameters:
+            # As transformers does with the norm of DeepSeek-V4, which a rule for those inside blocks renames.
+            target, found = name, Renamed(name)
         yield name, replace(found, parameter=target)
 
 

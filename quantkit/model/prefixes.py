@@ -12,7 +12,7 @@ from dataclasses import replace
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.names import as_matrices
-from quantkit.model.split_experts import split_experts
+from quantkit.model.split_experts import with_cuts
 from quantkit.model.structure import Structure, read_structure
 
 #: Names that wrappers insert as a path component.
@@ -44,10 +44,11 @@ def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
     transposed = (linear for linear in structure.linears.values() if linear.transposed)
     names = [f"{name}.weight" for linear in transposed for name in linear.stored]
     checkpoint = as_matrices(checkpoint, names)
-    if not structure.cuts:
+    cuts, row_cuts = structure.cuts, structure.row_cuts
+    if not cuts and not row_cuts:
         return checkpoint, structure
-    split = split_experts(checkpoint, structure.cuts)
-    return split, replace(read_structure(split), cuts=structure.cuts)
+    split = with_cuts(checkpoint, {**cuts, **row_cuts})
+    return split, replace(read_structure(split), cuts=cuts, row_cuts=row_cuts)
 
 
 def _with_tied_head(checkpoint: Checkpoint, stored: str, embedding: str) -> tuple[Checkpoint, Structure]:

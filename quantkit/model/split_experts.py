@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quantkit.model.conversions import RowsTensor
     from quantkit.model.experts import ExpertsSpec
     from quantkit.model.names import Renamed
 
@@ -91,7 +92,22 @@ class CutTensor(StoredTensor):
         if found is None or found.matrices is None or found.transposed != self.spec.transposed:
             return None
         rows, columns = self.shape
-        return replace(found, shape=(rows, columns), matrices=None, transposed=False)
+        return replace(
+            found,
+            shape=(rows, columns),
+            matrices=None,
+            transposed=False,
+            group_rows=self._group_rows(found),
+        )
+
+    def _group_rows(self, found: GridSpec) -> int:
+        """Return the rows that share a scale; 1 where a block of the source has rows of two matrices."""
+        size, rows = found.group_rows, self.shape[0]
+        if size >= found.shape[0]:
+            return rows
+        if self._alternates:
+            return size // self.parts if size % self.parts == 0 else 1
+        return size if self.parts == 1 or rows % size == 0 else 1
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
         """Codes and scales of rows `[start, stop)`."""
@@ -109,7 +125,7 @@ class CutTensor(StoredTensor):
         return StoredGrid(spec, found.codes[own], found.scales[own], zeros, biases, divisor, found.groups)
 
 
-def split_experts(checkpoint: Checkpoint, cuts: Mapping[str, CutTensor]) -> Checkpoint:
+def with_cuts(checkpoint: Checkpoint, cuts: "Mapping[str, CutTensor | RowsTensor]") -> Checkpoint:
     """Return `checkpoint` with `cuts`, by name, in place of the tensors that they are of.
 
     These can still be read, for experts that stay dense.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.completeness import has_base_names, is_only_head, lacks, missing_parameters
+from quantkit.model.conversions import RowsTensor, conversions, row_cuts
 from quantkit.model.model_class import meta_model
 from quantkit.model.names import Renamed, other_names, renamed
 from quantkit.model.parts import Parts, embeddings, packed_parts
@@ -38,7 +39,7 @@ REARRANGED = "transformers splits or joins it when it loads, so its rows are not
 
 _LAYER_COUNT = re.compile(r"(num|n)_(\w+_)?layers?")
 
-Kind = Literal["linear", "experts", "lm_head"]
+Kind = Literal["linear", "experts", "lm_head", "embedding"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Linear:
     """Linear of the model, or one fused set of experts.
 
     `module` is its name in the loaded model. `stored` are the names of its matrices in the file, for experts
-    one per expert and half. `shape` is [N, K] of each matrix, which the file has as [K, N] if `transposed`.
+    one per expert and half. It is empty for a tied head that has the table of a packed embedding. `shape` is
+    [N, K] of each matrix, which the file has as [K, N] if `transposed`.
     """
 
     module: str
@@ -65,9 +67,10 @@ class Structure:
     module name, with their stored names without `.weight`; readers of the output must be told about them.
     `tied_head` is set if the file has a tied weight as lm_head only: (its stored name, name of the embedding
     in the model). `aliases` are the names by which AutoModelForCausalLM knows a module, where they differ.
-    `model_class` is the class that the files are of, "" if none was asked. `kept` are linears that only a
-    rule packs, with the reason, beside the head. `cuts` are the matrices of experts that are stored in one
-    tensor for all, by the name that each gets, with `.weight`.
+    `table` is the token embedding as a matrix that can be packed, or why it cannot. `model_class` is the
+    class that the files are of, "" if none was asked. `kept` are linears that only a rule packs, with the
+    reason, beside the head. `cuts` are the matrices of experts that are stored in one tensor for all, by the
+    name that each gets, with `.weight`; `row_cuts` are linears in one tensor.
     """
 
     linears: Mapping[str, Linear]
@@ -77,9 +80,11 @@ class Structure:
     unpackable: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tied_head: tuple[str, str] | None = None
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    table: Linear | str = "no token embedding is known"
     model_class: str = ""
     kept: Mapping[str, str] = field(default_factory=dict)
     cuts: Mapping[str, CutTensor] = field(default_factory=dict)
+    row_cuts: Mapping[str, RowsTensor] = field(default_factory=dict)
 
 
 def read_structure(checkpoint: Checkpoint) -> Structure:
@@ -93,6 +98,7 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     places = dict(renamed(model, checkpoint.tensors))
     missing = missing_parameters(model, {place.parameter for place in places.values()})
     structure = _classify_tensors(model, places, checkpoint)
+    structure = replace(structure, row_cuts=_row_cuts(model, checkpoint))
     # Some parameters are made of tensors of other names.
     if missing and REARRANGED not in structure.dense.values():
         raise lacks(model, missing, checkpoint)
@@ -128,6 +134,18 @@ def check_layer_counts(checkpoint: Checkpoint) -> None:
                 )
 
 
+def _row_cuts(model: "nn.Module", checkpoint: Checkpoint) -> dict[str, RowsTensor]:
+    from quantkit.model.linears import is_linear, is_transposed
+
+    parts = packed_parts(model)
+    shapes = {
+        f"{name}.weight": tuple(module.get_parameter("weight").shape)
+        for name, module in model.named_modules()
+        if name in parts and is_linear(module) and not is_transposed(module)
+    }
+    return row_cuts(conversions(model, checkpoint.tensors).values(), checkpoint.tensors, shapes)
+
+
 def _names(places: Places) -> Names:
     return {stored: (place.parameter, place.is_fused) for stored, place in places.items()}
 
@@ -152,8 +170,8 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     tied = f"{head}.weight" in {*ties, *ties.values()}
     shared = {name.rpartition(".")[0] for name in (*ties, *ties.values())} - {head}
-    special = {**_special_linears(model), **dict.fromkeys(shared, SHARED)}
     tied_otherwise = tied and set(ties) != {f"{head}.weight"}
+    special = {**dict.fromkeys(shared, SHARED), **_special_linears(model)}
     why_head = special.get(head or "") or _why_dense_head(head, modules, tied_otherwise)
     transposed = {name for name, _ in transposed_linears(model)}
     parts = packed_parts(model)
@@ -201,9 +219,12 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
     tied_head = None
     if tied and embedding is None and stored_head is not None:
         tied_head = stored_head, f"{_input_name(model, modules)}.weight"
+    packs_head = head in linears if tied else None
+    table = _table(model, modules, embedding, special, packs_head, stored_head, checkpoint)
     unpackable = {**_unpackable(modules, linears, names), **_strangers(dense, checkpoint)}
     return Structure(
         *(linears, dense, embedding, tied, unpackable, tied_head),
+        table=table,
         model_class=type(model).__name__,
         cuts=cuts,
         kept={
@@ -223,6 +244,38 @@ def _why_dense_head(head: str | None, modules: Mapping[str, "nn.Module"], tied_o
     if tied_otherwise:
         return TIED
     return why_not_packable(modules[head])
+
+
+def _table(
+    model: Any,
+    modules: Mapping[str, "nn.Module"],
+    embedding: str | None,
+    special: Mapping[str, str],
+    packs_head: bool | None,
+    stored_head: str | None,
+    checkpoint: Checkpoint,
+) -> Linear | str:
+    """Return the token embedding as a matrix, or why it cannot be packed.
+
+    `packs_head` is None without a tied head, and else whether that can be packed.
+    """
+    from quantkit.model.linears import lookup_of
+
+    name = _input_name(model, modules)
+    if embedding is None or name is None:
+        return Structure.table
+    kind, reason = type(model).__name__, special.get(name)
+    reasons = (
+        # Of the head alone, which then has the same table.
+        (reason is not None and not (packs_head and reason == SHARED), str(reason)),
+        (lookup_of(modules[name]) is None, f"{type(modules[name]).__name__} does more than look rows up"),
+        (not model.can_generate(), f"a {kind} generates no text, and takes its dtype from the embedding"),
+        (packs_head is False, "the head has the same weights, and cannot be packed"),
+        (packs_head and stored_head, f"config.json ties {stored_head} to it, and the files have both"),
+    )
+    rows, columns = checkpoint.tensors[embedding].shape
+    table = Linear(name, "embedding", (embedding.removesuffix(".weight"),), (rows, columns))
+    return next((reason for applies, reason in reasons if applies), table)
 
 
 def _unpackable(

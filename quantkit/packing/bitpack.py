@@ -1,17 +1,17 @@
 """Codes <-> int32 words, the storage layout of `docs/format.md`.
 
-A row of K codes is cut into blocks of 32. A block of b-bit codes takes exactly b words, for any b from
-1 to 8, because b is split into parts of 8, 4, 2 or 1 bits and each part is packed densely on its own:
+A row of K codes is cut into blocks of 32. A block of b-bit codes takes exactly b words, for any b from 1 to
+8. For that b is split into parts of 8, 4, 2 or 1 bits, each packed densely on its own:
 
     bits   parts       words of one block of 32 codes
      4     4           [4444]
      6     4 + 2       [4444][22]        low 4 bits of the 32 codes, then their high 2 bits
      7     4 + 2 + 1   [4444][22][1]
 
-Inside a part of p bits, code i of the block sits at bit `p*i % 32` of word `p*i // 32` (little-endian).
-No code straddles a word, no bit is wasted, and a slice of K at a multiple of 32 is a slice of the words.
-The last block of a row is cut per part to the words it needs: `ceil(r*p/32)` for r remaining codes.
-For 1, 2, 4 and 8 bits this is byte for byte what compressed-tensors calls `pack-quantized`.
+Inside a part of p bits, code i of the block sits at bit `p*i % 32` of word `p*i // 32` (little-endian). No
+code straddles a word, no bit is wasted, and a slice of K at a multiple of 32 is a slice of the words. The
+last block of a row is cut per part to the words it needs: `ceil(r*p/32)` for r remaining codes. For 1, 2, 4
+and 8 bits this is byte for byte what compressed-tensors calls `pack-quantized`.
 """
 
 import sys
@@ -112,6 +112,27 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
         shift += p
     assert codes is not None
     return codes[..., :columns]
+
+
+def take(words: torch.Tensor, bits: int, count: int, ids: torch.Tensor) -> torch.Tensor:
+    """Codes `ids` (int64 [n]) of each column of `words`, uint8 [n, G].
+
+    `words` (int32 [words_per_row(count), G]) are columns of `count` codes, packed as rows are by `pack`.
+    """
+    inside = ids % BLOCK
+    at = ids // BLOCK * bits
+    # The last block has fewer words of each part.
+    size = (count - ids // BLOCK * BLOCK).clamp(max=BLOCK)
+    codes: torch.Tensor | None = None
+    shift = 0
+    for p in parts(bits):
+        word = words.index_select(0, at + p * inside // 32)
+        plane = (word >> (p * inside % 32)[:, None]) & ((1 << p) - 1)
+        codes = plane << shift if codes is None else codes | (plane << shift)
+        at = at + (size * p + BLOCK - 1) // BLOCK
+        shift += p
+    assert codes is not None
+    return codes.to(torch.uint8)
 
 
 # Eight codes are one int64, code i in byte i. Three folds bring them together, and back apart:

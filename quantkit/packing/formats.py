@@ -1,7 +1,7 @@
-"""Number formats: what each code point of a format is worth.
+"""Number formats: the value of each code point of a format.
 
-A format is a frozen record. Its values, limits, rounding and codes all follow from its fields, so a
-new format is a new row of `FORMATS`, and nothing else in the project knows what a code means.
+A format is a frozen record. Its values, limits, rounding and codes all follow from its fields. So a new
+format is a new row of `FORMATS`, and nothing else in the project knows what a code means.
 
 Codes are unsigned integers below `2**bits`, one per element, in a uint8 tensor:
 
@@ -73,7 +73,7 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        """Of the codes nearest to `x`, `encode` takes the one with the smallest of these."""
+        """Return a key: of the codes nearest to `x`, `encode` takes the one with the smallest."""
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Values (float32) of `codes` (uint8, each below `2**bits`)."""
@@ -106,7 +106,7 @@ class NumberFormat(ABC):
 
     @cached_property
     def is_symmetric(self) -> bool:
-        """Whether the negative of every value is a value."""
+        """Return True if the negative of every value is a value."""
         return all(-value in self.numbers for value in self.numbers)
 
     @property
@@ -116,13 +116,13 @@ class NumberFormat(ABC):
 
     @cached_property
     def even_step(self) -> float | None:
-        """How far neighbouring values are apart; None if not all are equally far."""
+        """Return the distance of neighbouring values; None if not all are equally far apart."""
         steps = {b - a for a, b in pairwise(self.numbers)}
         return steps.pop() if len(steps) == 1 else None
 
     @property
     def has_zero(self) -> bool:
-        """Whether a zero weight is stored exactly."""
+        """Return True if a zero weight is stored exactly."""
         return 0.0 in self.values
 
     @property

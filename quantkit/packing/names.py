@@ -1,9 +1,9 @@
 """The names and dtypes that the parts of a packed parameter have in a state dict and in a file.
 
 A parameter `weight` becomes `weight_packed`, `weight_scale`, `weight_zero_point` and `weight_shape`, the
-vocabulary of compressed-tensors. In quantkit's own container the words keep the plain name `weight`:
-transformers without quantkit then finds int32 words where it expects the matrix and stops with a shape
-mismatch, where an unknown extra name would only have cost a warning and left the layer random.
+vocabulary of compressed-tensors. In quantkit's own container the words keep the plain name `weight`. So
+transformers without quantkit finds int32 words where it expects the matrix, and stops with a shape mismatch.
+An unknown extra name would only cost a warning and leave the layer random.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,12 +21,12 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How a file shows the parts of a packed matrix: the same bytes under other names and dtypes.
+    """Names and dtypes under which a file shows the parts of a packed matrix: the bytes are the same.
 
     `words_suffix` follows the parameter's name in the name of its words, and `words_dtype` is what their
     bytes are shown as. `scale_dtype` is what scales are shown as, None for their own. `codes_per_element` is
-    how many codes an element of the words holds, None if that does not say how many there are: the logical
-    shape is then stored beside them.
+    how many codes an element of the words holds. It is None if that does not say how many there are: the
+    logical shape is then stored beside them.
     """
 
     name: str
@@ -73,7 +73,7 @@ def _view(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_aligned(tensor: torch.Tensor, size: int = 4) -> bool:
-    """Whether a tensor begins where a word of `size` bytes can, in memory and in its storage.
+    """Return True if a tensor begins where a word of `size` bytes can, in memory and in its storage.
 
     What is mapped from a file need not.
     """

@@ -15,11 +15,11 @@ PackingName = Literal["bits", "radix"]
 
 @dataclass(frozen=True)
 class Packing:
-    """How the codes of a row become int32 words, where `why_not` has no reason against its format and planes.
+    """Conversion of a row's codes to int32 words, where `why_not` has no reason against format and planes.
 
     `pack` maps codes (uint8 [..., K]), a format and planes to words (int32 [..., W]), W being
-    `words_per_row(K, format, planes)`, and `unpack` maps words, format, planes and K back. A code holds the
-    codes of all planes. At multiples of `codes_per_cut(format, planes)` a row can be cut between words.
+    `words_per_row(K, format, planes)`. `unpack` maps words, format, planes and K back. A code holds the codes
+    of all planes. At multiples of `codes_per_cut(format, planes)` a row can be cut between words.
     """
 
     name: PackingName
@@ -32,7 +32,9 @@ class Packing:
 
 
 def base(number_format: NumberFormat) -> int:
-    """What the codes of a format are digits to: the number of its values, -0 and +0 counted apart."""
+    """Return the base in which codes of a format are digits: the number of its values, -0 and +0 counted
+    apart.
+    """
     if isinstance(number_format, FittedFormat):
         return int(2**number_format.bits)
     return sum(not math.isnan(value) for value in number_format.values)

@@ -22,7 +22,7 @@ WORD_BYTES = 4
 
 @lru_cache(maxsize=256)
 def digits_per_byte(base: int) -> int:
-    """How many codes below `base` a byte holds: 5 for 3, 3 for 5 and 6, 2 for 7 to 16."""
+    """Return the number of codes below `base` that a byte holds: 5 for 3, 3 for 5 and 6, 2 for 7 to 16."""
     if not 2 <= base <= 256:
         raise FormatError(f"the digits of a byte are to base 2 to 256, got {base}.")
     digits = 1

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -21,17 +22,18 @@ from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, at_least_16_bits
 
-#: What may be asked for: None is the format's own.
-GroupSize = int | Literal["channel", "tensor"] | None
+#: What may be asked for: columns, "channel", "tensor" or a block such as "128x128"; None is the format's own.
+GroupSize = int | str | None
+BLOCK = re.compile(r"([1-9][0-9]{0,7})x([1-9][0-9]{0,7})")
 
 
 @dataclass(frozen=True)
 class ScaleType:
-    """What scales may be stored as.
+    """A type in which scales may be stored.
 
-    `max` is the largest scale, `digits` the bits of its significand, `signed` whether one may be negative,
-    and `relative` whether they are divided by one float32 factor per tensor, because the dtype's own range
-    is too small for weights.
+    `max` is the largest scale, `digits` the bits of its significand, `signed` is True if one may be negative.
+    With `relative` they are divided by one float32 factor per tensor, because the dtype's own range is too
+    small for weights.
     """
 
     name: str
@@ -72,18 +74,19 @@ PARTS = ("packed", "scale", "zero_point", "global_scale", "column_scale", "codeb
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weight of one linear layer, [N output channels, K input features], is stored.
+    """Storage of the weight of one linear layer, [N output channels, K input features].
 
-    A weight is `scale * value(code)`, or with a zero-point, which is a code or a float between codes,
-    `scale * (code - zero_point)`, or with a minimum `scale * code + minimum`. A scale is shared by
+    A weight is `scale * value(code)`. With a zero-point, which is a code or a float between codes, it is
+    `scale * (code - zero_point)`. With a minimum it is `scale * code + minimum`. A scale is shared by
     `group_size` consecutive input features of one output channel; the last group of a row holds what is left.
     None is one group per output channel, and "tensor" one scale for all weights. With `global_scale`, all
     scales of a tensor are divided by one float32.
 
-    With `planes` above 1 a weight is the sum of so many values, each with a scale of its own, and its code
-    holds theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a
-    factor of its input feature. A `FittedFormat` has its values stored with each tensor. `packing` says how
-    codes become words: a row of `PACKINGS`.
+    With `planes` above 1 a weight is the sum of `planes` values, each with a scale of its own. Its code holds
+    theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a factor of its
+    input feature. A `FittedFormat` has its values stored with each tensor. `packing` says how codes become
+    words: a row of `PACKINGS`. With `group_rows` above 1 a scale is that of a block: `group_rows` output
+    channels share it, fewer in the last block.
     """
 
     format: NumberFormat
@@ -94,6 +97,7 @@ class Scheme:
     planes: int = 1
     column_scale: bool = False
     packing: PackingName = "bits"
+    group_rows: int = 1
 
     def __post_init__(self) -> None:
         if type(self.group_size) is not int and self.group_size not in (None, "tensor"):
@@ -117,8 +121,12 @@ class Scheme:
                 f"scale dtype {self.scale_dtype} is not supported; use one of {', '.join(SCALE_DTYPES)}."
             )
         self._check_planes()
-        if self.per_tensor:
-            self._check_per_tensor()
+        if type(self.group_rows) is not int or not 1 <= self.group_rows <= MAX_GROUP_SIZE:
+            raise FormatError(
+                f"{self.group_rows!r} rows of a block are out of range; use 1 to {MAX_GROUP_SIZE}."
+            )
+        if self.per_tensor or self.group_rows > 1:
+            self._check_shared_by_rows()
         if (reason := PACKINGS[self.packing].why_not(self.format, self.planes)) is not None:
             raise FormatError(f"packing {self.packing!r} is not for {self.format.name!r}: {reason}.")
 
@@ -139,33 +147,36 @@ class Scheme:
                 "of fixed values."
             )
 
-    def _check_per_tensor(self) -> None:
-        """One scale per tensor leaves nothing to what is fitted to groups, rows or columns beside scales."""
+    def _check_shared_by_rows(self) -> None:
+        """A scale of several rows leaves nothing to what is fitted to groups, rows or columns beside it."""
         unfit = {
+            f"blocks of {self.group_rows} rows": self.per_tensor and self.group_rows > 1,
             f"{self.planes} planes": self.planes > 1,
             "column scales": self.column_scale,
             f"the fitted values of {self.format.name!r}": self.is_fitted,
             f"{self.zero_point} zero-points": self.has_zero_point,
             # All they have for them is their size.
-            f"{self.scale_type.name} scales": self.scale_dtype.itemsize < 2,
+            f"{self.scale_type.name} scales": self.per_tensor and self.scale_dtype.itemsize < 2,
             "a global scale": self.global_scale,
         }
         for what, there in unfit.items():
             if there:
+                one = "tensor" if self.per_tensor else "block"
+                kind = "group size 'tensor'" if self.per_tensor else f"a block of {self.group_rows} rows"
+                dtypes = ", and is float32, float16 or bfloat16" if self.per_tensor else ""
                 raise FormatError(
-                    f"group size 'tensor' does not go with {what}: one scale per tensor is for symmetric "
-                    "schemes of fixed values, and is float32, float16 or bfloat16. Change that, or use a "
-                    "group size or 'channel'."
+                    f"{kind} does not go with {what}: one scale per {one} is for symmetric schemes of fixed "
+                    f"values{dtypes}. Change that, or use a group size or 'channel'."
                 )
 
     @property
     def per_tensor(self) -> bool:
-        """Whether all weights of a tensor have one scale."""
+        """Return True if all weights of a tensor have one scale."""
         return self.group_size == "tensor"
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the values of codes are stored with each tensor."""
+        """Return True if the values of codes are stored with each tensor."""
         return isinstance(self.format, FittedFormat)
 
     @property
@@ -195,18 +206,18 @@ class Scheme:
 
     @property
     def has_zero_point(self) -> bool:
-        """Whether the value of a code is the code less a zero-point."""
+        """Return True if the value of a code is the code less a zero-point."""
         return self.zero_point_type.storage is not None
 
     @property
     def zero_point_dtype(self) -> torch.dtype:
-        """What zero-points [N, G] are in memory; float32 where there are none."""
+        """Return the dtype of zero-points [N, G] in memory; float32 where there are none."""
         storage = self.zero_point_type.storage
         return torch.float32 if storage is None else storage.values(self.scale_dtype)
 
     @property
     def column_scale_dtype(self) -> torch.dtype:
-        """What column scales are stored as: like the scales, but at least 16 bits."""
+        """Return the dtype of stored column scales: that of the scales, but at least 16 bits."""
         return at_least_16_bits(self.scale_dtype)
 
     def for_columns(self, columns: int) -> "Scheme":
@@ -216,7 +227,7 @@ class Scheme:
         return self
 
     def group_columns(self, columns: int) -> int:
-        """How many of a row's `columns` weights share a scale; those of a ragged last group are fewer."""
+        """Return how many of a row's `columns` weights share a scale; a ragged last group has fewer."""
         return min(self.group_size, columns) if isinstance(self.group_size, int) else columns
 
     def group_spans(self, columns: int) -> tuple[tuple[slice, int], ...]:
@@ -231,10 +242,13 @@ class Scheme:
         return -(-columns // self.group_columns(columns))
 
     def row_units(self) -> dict[str, int]:
-        """What rows of a weight are stored in, and how many each takes: between those it can be cut."""
+        """Return the kinds of units of which stored rows are whole, and the rows of each; cuts lie between
+        units.
+        """
         storage = self.zero_point_type.storage
         count = 1 if storage is None else storage.cut(self.format.bits)
-        return {} if count == 1 else {f"words of {count} zero-points": count}
+        units = {f"words of {count} zero-points": count, f"blocks of {self.group_rows} rows": self.group_rows}
+        return {name: unit for name, unit in units.items() if unit > 1}
 
     def column_units(self, columns: int) -> dict[str, int]:
         """The same for the `columns` of a row."""
@@ -243,6 +257,25 @@ class Scheme:
         groups = {f"groups of {group}": group} if group < columns else {}
         return {**groups, f"words of {count} codes": count}
 
+    def whole_blocks(self, rows: int) -> int:
+        """About `rows`, at least one block, that begin and end where blocks do."""
+        return max(1, rows // self.group_rows) * self.group_rows
+
+    def row_scale(
+        self, scale: torch.Tensor, rows: int, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        """Scales of rows `start:stop` of `rows`, [stop - start, groups * planes], from those stored."""
+        start, stop, _ = slice(start, stop).indices(rows)
+        if self.per_tensor:
+            return scale.expand(rows, 1)[start:stop]
+        first, size = start // self.group_rows, self.group_rows
+        if size == 1:
+            return scale[start:stop]
+        blocks = scale[first : -(-stop // size)]
+        # Not every dtype of 8 bits can be repeated.
+        of_rows = blocks.unsqueeze(1).expand(-1, size, -1).reshape(-1, scale.shape[1])
+        return of_rows[start - first * size : stop - first * size]
+
     def storage_shapes(self, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each stored part of a weight [N, K], by part name."""
         rows, columns = shape
@@ -250,7 +283,9 @@ class Scheme:
             "packed": (torch.int32, (rows, self.words_per_row(columns))),
             "scale": (
                 self.scale_dtype,
-                (1,) if self.per_tensor else (rows, self.groups(columns) * self.planes),
+                (1,)
+                if self.per_tensor
+                else (-(-rows // self.group_rows), self.groups(columns) * self.planes),
             ),
         }
         if (storage := self.zero_point_type.storage) is not None:
@@ -285,7 +320,7 @@ class Scheme:
         """JSON-able form; `from_dict` is its inverse."""
         return {
             "format": format_to_json(self.format),
-            "group_size": self.group_size,
+            "group_size": self.group_size if self.group_rows == 1 else [self.group_rows, self.group_size],
             "zero_point": self.zero_point,
             "scale_dtype": self.scale_type.name,
             "global_scale": self.global_scale,
@@ -297,14 +332,19 @@ class Scheme:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Scheme":
         """Parse what `to_dict` wrote; `FormatError` for a missing, unknown or ill-typed field."""
-        expected = {field.name for field in fields(cls)}
+        expected = {field.name for field in fields(cls)} - {"group_rows"}
         if not isinstance(data, Mapping) or set(data) != expected:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise FormatError(f"a scheme has the fields {sorted(expected)}; found {found}.")
-        group_size = data["group_size"]
-        if type(group_size) is not int and group_size not in (None, "tensor"):
+        group_rows, group_size = 1, data["group_size"]
+        is_block = isinstance(group_size, list) and len(group_size) == 2 and group_size[0] != 1
+        if is_block:
+            group_rows, group_size = group_size
+        others = (None,) if is_block else (None, "tensor")
+        if type(group_rows) is not int or (type(group_size) is not int and group_size not in others):
             raise FormatError(
-                f"scheme field 'group_size' is {group_size!r}; it is an integer, null or 'tensor'."
+                f"scheme field 'group_size' is {data['group_size']!r}; it is an integer, null or 'tensor', "
+                "or the rows and columns of a block."
             )
         if not isinstance(data["zero_point"], str) or data["zero_point"] not in ZERO_POINTS:
             raise FormatError(
@@ -333,6 +373,7 @@ class Scheme:
             data["planes"],
             data["column_scale"],
             PACKINGS[data["packing"]].name,
+            group_rows,
         )
 
     @cached_property
@@ -342,7 +383,9 @@ class Scheme:
 
     @property
     def granularity(self) -> str:
-        """What has a scale of its own: `tensor`, `channel` or a group, such as `g128`."""
+        """Return what has a scale of its own: `tensor`, `channel`, a group `g128` or a block `128x128`."""
+        if self.group_rows > 1:
+            return f"{self.group_rows}x{self.group_size or 'K'}"
         if isinstance(self.group_size, int):
             return f"g{self.group_size}"
         return self.group_size or "channel"
@@ -379,17 +422,17 @@ def scheme(
     packing: PackingName = "bits",
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Scheme:
-    """The scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
+    """Return the scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
 
-    What neither says is bfloat16, or float16 for a float16 weight.
-
-    Raises `FormatError` for an unknown format, a group size out of range, or a zero-point, packing or scale
+    A scale that neither names is bfloat16, or float16 for a float16 weight. Raises `FormatError` for an unknown format, a group size out of range, or a zero-point, packing or scale
     per tensor that the format cannot have.
     """
     preset = PRESETS.get(name)
     if preset is None:
         raise FormatError(f"unknown format {name!r}; known are {', '.join(PRESETS)}.")
-    size = preset.group_size if group_size is None else group_size
+    size: Any = preset.group_size if group_size is None else group_size
+    block = BLOCK.fullmatch(size) if isinstance(size, str) else None
+    rows, size = (int(block[1]), int(block[2])) if block else (1, size)
     if scale_dtype is None:
         named = preset.scale_dtype
         scale_dtype = default_scale_dtype(weight_dtype) if named is None else SCALE_DTYPES[named]
@@ -402,4 +445,5 @@ def scheme(
         preset.planes,
         preset.column_scale,
         packing,
+        rows,
     )

@@ -17,7 +17,8 @@ class PackedTensor:
     `tensors` are the parts called `scheme.part_names`, in that order; of these a scheme has some:
 
     packed      int32 [N, W]   codes, packed along K as `scheme.packing` says
-    scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p; or [1]
+    scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p; or [1]; or,
+                                                   of blocks, [blocks, groups]
     zero_point  [R, groups]   as `scheme.zero_point_type` stores them: codes, packed along N, or floats
     global_scale  float32 [1]   by which all scales are divided
     column_scale  float [K]   by which all weights of an input feature are multiplied
@@ -129,13 +130,15 @@ class PackedTensor:
         return self.scheme.unpack(self.words[start:stop], self.shape[1])
 
     def row_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The stored scales of rows `start:stop`, [rows, groups * planes]; a tensor's only one repeated."""
-        return (self.scale.expand(self.shape[0], 1) if self.scheme.per_tensor else self.scale)[start:stop]
+        """The stored scales of rows `start:stop`, [rows, groups * planes]; those that rows share repeated."""
+        return self.scheme.row_scale(self.scale, self.shape[0], start, stop)
 
     def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """What the values of rows `start:stop` are multiplied by, float32 [rows, groups * planes]."""
-        scale = self.row_scale(start, stop).to(torch.float32)
-        divisor = self.part("global_scale")
+        """Return the multipliers of the values of rows `start:stop`, float32 [rows, groups * planes]."""
+        return self._scaled(self.row_scale(start, stop))
+
+    def _scaled(self, scale: torch.Tensor) -> torch.Tensor:
+        scale, divisor = scale.to(torch.float32), self.part("global_scale")
         return scale if divisor is None else scale / divisor
 
     def zero_points(self) -> torch.Tensor | None:
@@ -147,7 +150,7 @@ class PackedTensor:
         return storage.unpack(stored, self.shape[0], self.scheme.format.bits)
 
     def zeros_in_codes(self) -> torch.Tensor | None:
-        """What is subtracted from codes, [N, groups]; within float32 rounding of a minimum."""
+        """Return what is subtracted from codes, [N, groups]; within float32 rounding of a minimum."""
         zeros = self.zero_points()
         return None if zeros is None else self.scheme.zero_point_type.in_codes(zeros, self.group_scale())
 
@@ -157,8 +160,28 @@ class PackedTensor:
         """Weights of rows `start:stop`, `dtype` [rows, K]: products in float32, rounded once."""
         zeros = self.zero_points()
         weights = self.without_column_scale(start, stop, None if zeros is None else zeros[start:stop])
+        return self._with_column_scale(weights).to(dtype)
+
+    def dequantize_rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return rows `ids`, int64 [n]: `dtype` [n, K], bit by bit those of `dequantize`.
+
+        Reads no other rows, and asks the device for no number.
+        """
+        rows = self.scale.expand(self.shape[0], 1) if self.scheme.per_tensor else self.scale
+        # Scales of 8 bits as bytes: torch selects no rows of such floats.
+        stored = rows.view(torch.uint8) if rows.itemsize == 1 else rows
+        # A scale is that of `group_rows` rows.
+        scale = self._scaled(stored.index_select(0, ids // self.scheme.group_rows).view(rows.dtype))
+        zeros, storage = self.part("zero_point"), self.scheme.zero_point_type.storage
+        if zeros is not None and storage is not None:
+            zeros = storage.take(zeros, self.shape[0], self.scheme.format.bits, ids)
+        codes = self.scheme.unpack(self.words.index_select(0, ids), self.shape[1])
+        weights = dequantize_codes(codes, scale, zeros, self.scheme, self.part("codebook"))
+        return self._with_column_scale(weights).to(dtype)
+
+    def _with_column_scale(self, weights: torch.Tensor) -> torch.Tensor:
         columns = self.part("column_scale")
-        return (weights if columns is None else weights.mul_(columns.to(torch.float32))).to(dtype)
+        return weights if columns is None else weights.mul_(columns.to(torch.float32))
 
     def without_column_scale(self, start: int, stop: int | None, zeros: torch.Tensor | None) -> torch.Tensor:
         """Weights of rows `start:stop`, float32 [rows, K], before the column scale is applied.

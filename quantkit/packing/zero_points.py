@@ -24,7 +24,7 @@ def at_least_16_bits(scale_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ZeroPointStorage:
-    """How the zero-points z [N, G] of a matrix are stored, for codes of `bits` bits.
+    """Storage of the zero-points z [N, G] of a matrix, for codes of `bits` bits.
 
     values(scale dtype)    dtype of z in memory
     dtype(scale dtype)     dtype of the stored tensor
@@ -32,6 +32,7 @@ class ZeroPointStorage:
     cut(bits)              rows of the matrix, at whose multiples the stored tensor can be cut
     pack(z, scale dtype, bits)    the stored tensor, contiguous
     unpack(stored, N, bits)       z
+    take(stored, N, bits, ids)    z of rows `ids`, int64 [n]: [n, G]
     """
 
     values: Callable[[torch.dtype], torch.dtype]
@@ -40,6 +41,7 @@ class ZeroPointStorage:
     cut: Callable[[int], int]
     pack: Callable[[torch.Tensor, torch.dtype, int], torch.Tensor]
     unpack: Callable[[torch.Tensor, int, int], torch.Tensor]
+    take: Callable[[torch.Tensor, int, int, torch.Tensor], torch.Tensor]
 
 
 def plain_storage(dtype: Callable[[torch.dtype], torch.dtype]) -> ZeroPointStorage:
@@ -53,6 +55,7 @@ def plain_storage(dtype: Callable[[torch.dtype], torch.dtype]) -> ZeroPointStora
             memory_format=torch.contiguous_format
         ),
         unpack=lambda stored, rows, bits: stored,
+        take=lambda stored, rows, bits, ids: stored.index_select(0, ids),
     )
 
 
@@ -69,6 +72,7 @@ PACKED_CODES = ZeroPointStorage(
     cut=bitpack.codes_per_cut,
     pack=_pack_codes,
     unpack=lambda stored, rows, bits: bitpack.unpack(stored.T.contiguous(), bits, rows).T,
+    take=lambda stored, rows, bits, ids: bitpack.take(stored, bits, rows, ids),
 )
 
 
@@ -130,7 +134,7 @@ class ZeroPointType:
     why_not_int8: str | None = None
 
     def why_not(self, number_format: NumberFormat) -> str | None:
-        """Why codes of a format have no such zero-point; None where they can have one."""
+        """Return why codes of a format have no such zero-point; None where they can have one."""
         if self.storage is None or isinstance(number_format, IntFormat):
             return None
         return f"format {number_format.name!r} has no zero-point; asymmetric schemes need an int format"

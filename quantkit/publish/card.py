@@ -134,7 +134,7 @@ def _formats(record: ModelRecord) -> list[str]:
 
 
 def _introduction(record: ModelRecord, base: str | None) -> Iterator[Block]:
-    packed = [layer for layer in record.layers.values() if layer.scheme is not None]
+    packed = [layer for layer in record.layers.values() if layer.scheme is not None and layer.matrices]
     quantkit = " ".join(filter(None, ("quantkit", record.versions.get("quantkit"))))
     how = (
         f", quantized with {quantkit} to {', '.join(_formats(record))}: "
@@ -165,12 +165,13 @@ def _storage(record: ModelRecord) -> Iterator[Block]:
 
 
 def _mean_bits(layers: Sequence[LayerRecord]) -> float | None:
-    """Bits per weight of all weights together; None for dense ones."""
-    weights = [layer.matrices * math.prod(layer.shape) for layer in layers]
-    bits = [layer.bits_per_weight for layer in layers if layer.bits_per_weight is not None]
-    if not bits:
-        return None
-    return sum(b * n for b, n in zip(bits, weights, strict=True)) / sum(weights)
+    """Bits per weight of all stored weights together; None without packed ones."""
+    known = [
+        (layer.bits_per_weight, layer.matrices * math.prod(layer.shape))
+        for layer in layers
+        if layer.bits_per_weight is not None
+    ]
+    return sum(bits * count for bits, count in known) / sum(count for _, count in known) if known else None
 
 
 def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
@@ -188,7 +189,7 @@ def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
 
 
 def _tasks_table(tasks: Sequence[TaskMetrics]) -> Table:
-    """What was answered right, of a model without a reference."""
+    """Return the table of right answers, of a model without a reference."""
     rows = [
         (one.task, one.metric, str(one.items), percent_text(one.accuracy) + points_text(one.accuracy_se))
         for one in tasks

@@ -1,4 +1,4 @@
-"""What a card takes over from the source's card, of which a packed directory has a copy in README.md.
+"""Fields that a card takes over from the source's card, of which a packed directory has a copy in README.md.
 
 Only that copy is read, and neither the hub nor the source is asked: a packed directory may come from anybody,
 and what its manifest calls the source may be any path or repository.

@@ -1,4 +1,4 @@
-"""What `eval` and `bench` measured of a model: read from their files, with the plots of their reports."""
+"""Figures of `eval` and `bench` for a model: read from their files, with the plots of their reports."""
 
 import html
 import json
@@ -21,7 +21,7 @@ _Measured = TypeVar("_Measured", bound=Speed | Serving)
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What `eval` measured on one text; the fields that compare are None without a reference."""
+    """Figures of `eval` on one text; the fields that compare are None without a reference."""
 
     text: str
     tokens: int
@@ -34,10 +34,11 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured of a model, and how: nothing at all, if so.
+    """Figures of a model, and how they were measured; there may be none.
 
-    `tasks` are the metrics of the model by its name, and with a noise floor those of the original in another
-    dtype by what tables call that. Of `speed` and `serving` the first is the model, the others the original.
+    `tasks` are the metrics of the model by its name. With a noise floor they have those of the original in
+    another dtype, by its name in tables. Of `speed` and `serving` the first is the model, the others the
+    original.
     """
 
     accuracy: tuple[Accuracy, ...] = ()
@@ -60,10 +61,10 @@ class Plot:
 def read_measurements(
     directory: Path, evaluation: Path | None, benchmarks: Sequence[Path] = ()
 ) -> Measurements:
-    """What a file of `eval` and files of `bench` have of the model in `directory`.
+    """Read the figures of the model in `directory` from a file of `eval` and files of `bench`.
 
-    `UsageError` for other files, for files that are about other models only, and for two files of `bench`
-    with the same kind of figures.
+    Raises `UsageError` for other files, for files that are about other models only, and for two files of
+    `bench` with the same kind of figures.
     """
     found = Measurements() if evaluation is None else _evaluated(directory, evaluation)
     files = [(path, read_benchmark(path)) for path in benchmarks]

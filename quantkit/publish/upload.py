@@ -44,11 +44,12 @@ class Upload:
 
 
 def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | None = None) -> Upload:
-    """What to upload: the files of the checkpoint, its manifest, and the `card` with its plots by name.
+    """Return what to upload: the files of the checkpoint, its manifest, and the `card` with its plots by
+    name.
 
-    A README.md of the checkpoint, a copy of the source's, gives way to that of the card; the manifest that is
-    uploaded does not list it, so that `verify` passes for who downloads the repository. Every file is
-    compared with its hash first, if there is a manifest. `CheckpointError` if a check of `verify` fails.
+    A README.md of the checkpoint, a copy of the source's, gives way to that of the card. The manifest that is
+    uploaded does not list it, so that `verify` passes on a download of the repository. Every file is compared
+    with its hash first, if there is a manifest. `CheckpointError` if a check of `verify` fails.
     """
     checks = verify(directory, reload=False, progress=progress)
     problems = [problem for check in checks for problem in check.problems]
@@ -86,9 +87,10 @@ def push(
 ) -> str:
     """Create the repository if it is not there, and commit all files at once; the address of the commit.
 
-    `revision` is a branch, created where it is not there. `UsageError` for a repository that may not be
-    written, `EnvironmentProblem` without a token or a network, `CheckpointError` for a file that has changed
-    since it was verified. `saying` is called with what is done next, before the hub is waited for.
+    `revision` is a branch, created where it is not there. Raises `UsageError` for a repository that may not
+    be written, and `EnvironmentProblem` without a token or a network. Raises `CheckpointError` for a file
+    that has changed since it was verified. `saying` is called with what is done next, before the hub is
+    waited for.
 
     Each answer has a deadline, which the bytes that are sent put off: `ANSWER_SECONDS`, and for the commit
     `COMMIT_SECONDS`.
@@ -132,7 +134,9 @@ def push(
 
 
 def _operation(name: str, content: Path | bytes, verified: str | None) -> Any:
-    """What adds a file to a commit; one whose hash is not the `verified` one is a `CheckpointError`."""
+    """Return the operation that adds a file to a commit; `CheckpointError` if its hash is not the `verified`
+    one.
+    """
     from huggingface_hub import CommitOperationAdd
 
     try:
@@ -184,7 +188,8 @@ _STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
 
 @contextmanager
 def _explained(repo: str, state: str) -> Iterator[None]:
-    """What huggingface_hub raises, also for answers that it cannot use, as a `QuantkitError` about `repo`.
+    """Raise what huggingface_hub raises, also for answers that it cannot use, as a `QuantkitError` about
+    `repo`.
 
     `state` is what is then known of the commit, unless the error says that there is none.
     """

@@ -19,7 +19,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 @dataclass(frozen=True)
 class Usage:
-    """How a kind of model is run.
+    """The program that runs a kind of model.
 
     mapping     what transformers calls the table of its classes; `Auto` class and `pipeline_tag` of the hub
     processor   what makes the inputs: AutoTokenizer or AutoProcessor

@@ -1,13 +1,12 @@
 """Fates of linears where a source is converted: the scheme that has its values, or dense."""
 
-from collections.abc import Mapping
-
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.model.structure import Linear, Structure
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.nesting import nested_scheme, why_not_nested
+from quantkit.quantization.plan import Plan
 from quantkit.recipes.recipe import Fate
 
 SCALES_OF_SCALES = "its scales have scales of their own"
@@ -23,7 +22,7 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
     refused: dict[str, str] = {}
     for name, linear in structure.linears.items():
         tensors = [checkpoint.tensors.get(f"{one}.weight") for one in linear.stored]
-        found = [_fate(tensor) for tensor in tensors]
+        found = [kept_fate(tensor) for tensor in tensors]
         reasons = [fate for fate in found if isinstance(fate, str)]
         fates[name] = Fate(None, None, reasons[0]) if reasons else _same(found)
         if reasons and any(tensor is not None and tensor.stored_as for tensor in tensors):
@@ -48,18 +47,20 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
     return fates
 
 
-def dense_share(checkpoint: Checkpoint, fates: Mapping[str, Fate], structure: Structure) -> dict[str, str]:
+def kept_table(checkpoint: Checkpoint, structure: Structure) -> Fate | str:
+    """The fate of the token embedding, as `kept_fates` says it of linears, or why it has no such scheme."""
+    if isinstance(structure.table, str):
+        return structure.table
+    return kept_fate(checkpoint.tensors[f"{structure.table.stored[0]}.weight"])
+
+
+def dense_share(checkpoint: Checkpoint, planned: Plan) -> dict[str, str]:
     """Tensors of the source that are packed there and become float32, with what they are there."""
-    packed = {
-        f"{one}.weight"
-        for name, fate in fates.items()
-        if fate.scheme
-        for one in structure.linears[name].stored
-    }
+    copied = {task.source.name for shard in planned.shards for task in shard.tasks if task.scheme is None}
     return {
         name: tensor.stored_as
         for name, tensor in checkpoint.tensors.items()
-        if tensor.stored_as is not None and name not in packed
+        if tensor.stored_as is not None and name in copied
     }
 
 
@@ -68,7 +69,7 @@ def _may_stay_dense(linear: Linear) -> bool:
     return linear.kind == "lm_head"
 
 
-def _fate(tensor: StoredTensor | None) -> Fate | str:
+def kept_fate(tensor: StoredTensor | None) -> Fate | str:
     """The fate of one matrix, or why no scheme has its values."""
     if tensor is None:
         return "its weights are the embedding's"

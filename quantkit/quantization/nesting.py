@@ -68,13 +68,18 @@ def nested_scheme(spec: GridSpec) -> Scheme:
         raise FormatError(f"no scheme has its values: {reason}.")
     rows, columns = spec.shape
     whole = spec.group_rows >= rows and spec.group_size >= columns
-    plain = spec.affine == "none" and not spec.global_scale and spec.scale_dtype.itemsize > 1
+    plain = spec.affine == "none" and not spec.global_scale
+    per_tensor = whole and plain and rows > 1 and spec.scale_dtype.itemsize > 1
+    group_rows = spec.group_rows if plain and not per_tensor else 1
+    # All blocks of a model have one size, also where a matrix is smaller.
+    size = spec.group_size if spec.group_size < columns or group_rows > 1 else None
     return Scheme(
         spec.format,
-        "tensor" if whole and plain and rows > 1 else spec.group_size if spec.group_size < columns else None,
+        "tensor" if per_tensor else size,
         _ZERO_POINTS[spec.affine],
         spec.scale_dtype,
         spec.global_scale,
+        group_rows=group_rows,
     )
 
 
@@ -89,8 +94,8 @@ def nested_rows(grid: StoredGrid, scheme: Scheme) -> PackedTensor:
         codes, scales, zeros = _without_zero_scales(codes, scales, grid.biases, scheme)
     if zeros is not None:
         zeros = _exactly(zeros, scheme)
-    if scheme.per_tensor:
-        scales = scales[:1, 0]
+    # Each row has its scale, also where rows share it; blocks begin with the first of these rows.
+    scales = scales[:1, 0] if scheme.per_tensor else scales[:: scheme.group_rows]
     return PackedTensor.from_codes(
         codes,
         scales.to(torch.float32),

@@ -15,7 +15,7 @@ from quantkit.checkpoint.compressed_tensors import (
 )
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
 from quantkit.checkpoint.model_record import LayerRecord, Measured
-from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+from quantkit.checkpoint.quantization_config import PACKED_TABLE, Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
@@ -25,6 +25,7 @@ from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes
 from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.quantization.table import HEAD_KEPT, asked_table, packed_table, with_table
 from quantkit.quantization.task import Task
 from quantkit.recipes.recipe import Fate, Recipe
 
@@ -36,7 +37,6 @@ READERS: Mapping[Container, tuple[str, ...]] = {
     "compressed-tensors": ("vLLM", "SGLang", "transformers"),
     "quantkit": (),
 }
-HEAD_KEPT = "no --lm-head or rule for it"
 CUT = "transformers has one tensor for all experts of this model, and finds none of theirs without quantkit"
 
 
@@ -64,8 +64,9 @@ class LayerPlan:
     output_bytes: int
 
     @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.output_bytes / self.weights
+    def bits_per_weight(self) -> float | None:
+        """Stored bits per weight; None for a head that has the table of a packed embedding."""
+        return 8 * self.output_bytes / self.weights if self.weights else None
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,8 @@ def make_plan(
 ) -> Plan:
     """The plan of quantizing `checkpoint` by `recipe`. Reads no weights.
 
-    Raises `UsageError` for a recipe that fits no layer or splits fused experts, and `CheckpointError` for
-    a linear whose dtype cannot be quantized.
+    Raises `UsageError` for a recipe that fits no layer, splits fused experts, or packs an embedding that
+    cannot be packed. Raises `CheckpointError` for a linear whose dtype cannot be quantized.
     """
     sources = _sources(checkpoint, structure)
     fates = recipe.fates(
@@ -168,17 +169,24 @@ def make_plan(
             **{name.removesuffix(".weight"): reason for name, reason in structure.dense.items()},
         },
     )
-    return plan_of(checkpoint, structure, fates, max_shard_bytes=max_shard_bytes)
+    table = asked_table(checkpoint, structure, recipe, fates)
+    return plan_of(checkpoint, structure, fates, table, max_shard_bytes=max_shard_bytes)
 
 
 def plan_of(
     checkpoint: Checkpoint,
     structure: Structure,
     fates: Mapping[str, Fate],
+    table: Fate | None = None,
     *,
     max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
 ) -> Plan:
-    """The plan of giving every linear its fate, by module; raises as `make_plan` does. Reads no weights."""
+    """The plan of giving every linear its fate, by module, and the token embedding that of its `table`.
+
+    Raises as `make_plan` does. Reads no weights.
+    """
+    if table is not None:
+        structure, fates = with_table(structure, fates, table)
     sources = _sources(checkpoint, structure)
     schemes = {
         name: None if fate.scheme is None else fate.scheme.for_columns(structure.linears[name].shape[1])
@@ -198,6 +206,7 @@ def plan_of(
             head=linear.kind == "lm_head",
             own_names=_is_cut(structure, linear),
             transposed=linear.transposed,
+            is_table=linear.kind == "embedding",
             aliases=names(name),
         )
         for name, linear in structure.linears.items()
@@ -239,20 +248,24 @@ def plan_of(
         _layer(linear, fates[name], schemes[name], sources, layer_bytes.get(name, 0))
         for name, linear in structure.linears.items()
     )
+    not_portable = _not_portable(structure, layers)
     return Plan(
         _split(tasks, max_shard_bytes),
         layers,
         structure.dense,
         config,
         assignments,
-        _not_portable(structure, layers),
+        not_portable,
         _model_config(checkpoint, structure, config, assignments, untied),
         checkpoint.nbytes,
         (*checkpoint.notes, *(one.text for one in notes)),
         readers=tuple(
             one for one in READERS[config.container] if structure.model_class and one not in cannot
         ),
-        warnings=dense_parts(_stays_dense(structure, fates), checkpoint.tensors),
+        warnings=(
+            *dense_parts(_stays_dense(structure, fates), checkpoint.tensors),
+            *packed_table(structure.linears, not_portable),
+        ),
     )
 
 
@@ -361,14 +374,16 @@ def _layer(
 
 def _is_cut(structure: Structure, linear: Linear) -> bool:
     """Return True if the matrices of a linear are cut from the tensors of the source."""
-    return f"{linear.stored[0]}.weight" in structure.cuts
+    return any(f"{one}.weight" in structure.cuts for one in linear.stored[:1])
 
 
 def _not_portable(structure: Structure, layers: Sequence[LayerPlan]) -> tuple[str, ...]:
     """Return why the output needs quantkit to load, by layer; empty if compressed-tensors can express it."""
     reasons = []
     for layer in layers:
-        if layer.scheme is not None and layer.linear.transposed:
+        if layer.scheme is not None and layer.linear.kind == "embedding":
+            reasons.append(f"{layer.linear.module}: {PACKED_TABLE}")
+        elif layer.scheme is not None and layer.linear.transposed:
             reasons.append(f"{layer.linear.module}: other readers have no packed form of its class")
         elif layer.scheme is not None:
             experts = layer.linear.kind == "experts"
@@ -408,8 +423,8 @@ def _stays_dense(structure: Structure, fates: Mapping[str, Fate]) -> dict[str, s
 
 def _untied_head(structure: Structure, schemes: Mapping[str, Scheme | None]) -> str | None:
     """The name of a packed lm_head whose weights were those of the embedding."""
-    heads = (name for name, linear in structure.linears.items() if linear.kind == "lm_head")
-    return next((name for name in heads if structure.tied and schemes[name] is not None), None)
+    heads = (one for one in structure.linears.values() if one.kind == "lm_head" and one.stored)
+    return next((one.module for one in heads if structure.tied and schemes[one.module] is not None), None)
 
 
 def _model_config(

@@ -88,6 +88,15 @@ def plan_notes(
             Note(f"{untied} and the embedding are stored apart: packed, it can no longer be tied to it.")
         )
     notes += _notes_on_other_parts(structure, schemes)
+    if structure.row_cuts:
+        first, others = next(iter(structure.row_cuts)), len(structure.row_cuts) - 1
+        notes.append(
+            Note(
+                f"vLLM and SGLang may not load this: {first} and {others} more are rows of larger tensors in "
+                "the source, and stored under the names that transformers splits them into.",
+                ("vLLM", "SGLang"),
+            )
+        )
     fitted = [name for name, scheme in schemes.items() if scheme is not None and scheme.is_fitted]
     if fitted:
         more = f" and {len(fitted) - 1} more linears" if len(fitted) > 1 else ""
@@ -103,15 +112,39 @@ def plan_notes(
 
 def dense_parts(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     """Warnings of what of `dense`, tensors by name with reasons, is much of the model, but for embeddings."""
+    return tuple(
+        f"{share:.0%} of the weights stay dense: {text}."
+        for share, text in _shares(dense, tensors)
+        if share > LARGE
+    )
+
+
+def why_nothing(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> str:
+    """Return why no linear of a plan is packed, and what to do."""
+    if structure.linears:
+        return (
+            "the recipe keeps every linear. Leave out its rules with keep, or choose a format for some, such "
+            f"as --rule '{next(iter(structure.linears))}=int8'."
+        )
+    share, text = max(_shares(structure.dense, tensors), key=lambda one: one[0], default=(0.0, ""))
+    most = f", and {share:.0%} of its weights are {text}" if text else ""
+    what = structure.model_class or "the checkpoint"
+    return f"{what} has no linear that quantkit packs{most}. Use the model as it is."
+
+
+def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list[tuple[float, str]]:
+    """Return for each reason to stay dense its share of all weights, and the tensors with the reason."""
     weights = sum(tensor.elements for tensor in tensors.values())
-    found = []
-    for reason in dict.fromkeys(dense.values()):
-        names = [name for name, why in dense.items() if why == reason and len(tensors[name].shape) > 1]
-        share = sum(tensors[name].elements for name in names) / max(1, weights)
-        if reason not in (EMBEDDING, TIED) and share > LARGE:
-            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-            found.append(f"{share:.0%} of the weights stay dense: {names[0]}{more}: {reason}.")
-    return tuple(found)
+    names: dict[str, list[str]] = {}
+    for name, reason in dense.items():
+        if reason not in (EMBEDDING, TIED) and len(tensors[name].shape) > 1:
+            names.setdefault(reason, []).append(name)
+    shares = []
+    for reason, those in names.items():
+        more = f" and {len(those) - 1} more tensors" if len(those) > 1 else ""
+        share = sum(tensors[name].elements for name in those) / max(1, weights)
+        shares.append((share, f"{those[0]}{more}: {reason}"))
+    return shares
 
 
 def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[Note]:
@@ -168,7 +201,7 @@ def fused_sets(linears: Mapping[str, T]) -> Iterator[dict[str, T]]:
 
 
 def _notes_on_other_parts(structure: "Structure", schemes: Mapping[str, Scheme | None]) -> Iterator[Note]:
-    """Yield the fate of tensors that the class lacks, such as heads of further tokens."""
+    """Yield what becomes of tensors that the class lacks, such as heads of further tokens."""
     linears = [name for name, reason in structure.kept.items() if reason == NOT_A_PARAMETER]
     others = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
     packed = [name for name in linears if schemes[name] is not None]

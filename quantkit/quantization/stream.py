@@ -266,8 +266,8 @@ def _quantize_rows(
     try:
         pieces = [
             piece
-            for rows in torch.split(weights, _piece_rows(weights.shape[1], device))
-            for piece in in_pieces(quantized, [rows], repr(task.source.name))
+            for rows in torch.split(weights, scheme.whole_blocks(_piece_rows(weights.shape[1], device)))
+            for piece in in_pieces(quantized, [rows], repr(task.source.name), scheme.group_rows)
         ]
     except FormatError as error:
         raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error

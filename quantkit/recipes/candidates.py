@@ -1,7 +1,7 @@
 """The menu of automatic bit allocation: the formats that a group of linears may get, and the names for them.
 
 A row is a format in the granularity in which it is worth its bits (docs/accuracy.md). Rows that cost more and
-lose more than another on a model are never chosen there, so that a row too many costs the time to measure it.
+lose more than another on a model are never chosen there. So a row too many costs only the time to measure it.
 """
 
 from dataclasses import replace

@@ -26,18 +26,18 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Option:
-    """What a group may become: its cost, a whole number such as bytes, and its loss."""
+    """A candidate of a group: its cost, a whole number such as bytes, and its loss."""
 
     cost: int
     loss: float
 
 
 def allocate(groups: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...]:
-    """For each group the number of its option, such that the costs add up to at most `budget` and the losses,
-    added in the order of the groups, to the least that is possible.
+    """Return for each group the number of its option, such that the sum of losses is the least possible.
 
-    Of two options of one cost and loss the first is taken. The result depends on the arguments alone.
-    `UsageError` if even the cheapest options cost more, or a loss is not a finite number of at least zero.
+    The costs add up to at most `budget`; losses are added in the order of the groups. Of two options of one
+    cost and loss the first is taken. The result depends on the arguments alone. Raises `UsageError` if even
+    the cheapest options cost more, or a loss is not a finite number of at least zero.
     """
     numbers = [_front(options) for options in groups]
     fronts = [[options[i] for i in front] for options, front in zip(groups, numbers, strict=True)]
@@ -107,14 +107,14 @@ class _Relaxation:
     losses: Floats
 
     def below(self, budgets: Ints) -> Floats:
-        """What no choice for `budgets` [n] goes below, infinite where there is none."""
+        """Return a lower bound of the loss for `budgets` [n], infinite where there is no choice."""
         found: Floats = np.interp(budgets.astype(np.float64), self.costs, self.losses)
         found[budgets < self.costs[0]] = np.inf
         return found
 
 
 def _relaxations(hulls: Sequence[Sequence[Option]]) -> list[_Relaxation]:
-    """Of the groups after each group."""
+    """Return the relaxation of the groups after each group."""
     found = []
     steps: list[tuple[float, int, float]] = []
     cost, loss = 0, 0.0

@@ -11,8 +11,9 @@ shell-style glob over the whole name (`*` also crosses dots), so an exact name i
     match = "model.layers.0.*"
     keep = true
 
-What no rule matches gets the recipe's default. A pattern that matches no linear is an error. `rotate = true`
-at the top has the model rotated first (`quantization/rotated_checkpoint.py`).
+What no rule matches gets the recipe's default. A pattern that matches no linear is an error. `[embeddings]`
+is for the token embedding. `rotate = true` at the top has the model rotated first
+(`quantization/rotated_checkpoint.py`).
 """
 
 import io
@@ -31,13 +32,13 @@ from quantkit.errors import QuantkitError, UsageError
 from quantkit.files import open_regular
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
-from quantkit.packing.schemes import MAX_GROUP_SIZE, SCALE_DTYPES, GroupSize, Scheme, scheme
+from quantkit.packing.schemes import BLOCK, MAX_GROUP_SIZE, SCALE_DTYPES, GroupSize, Scheme, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What to make of a linear: a format with its options, or `keep` to leave it dense."""
+    """The treatment of a linear: a format with its options, or `keep` to leave it dense."""
 
     format: str = DEFAULT_FORMAT
     group_size: GroupSize = None
@@ -61,7 +62,7 @@ class Choice:
         )
 
     def group_of_rows(self) -> int | None:
-        """How many weights of a row share a scale; None where that is no number."""
+        """Return the number of weights of a row that share a scale; None where that is no number."""
         chosen = self.scheme(torch.bfloat16)
         return None if chosen is None or not isinstance(chosen.group_size, int) else chosen.group_size
 
@@ -89,7 +90,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rule:
-    """A glob over module names and what becomes of the linears it matches; `why` where nobody wrote it."""
+    """A glob over module names and the treatment of the linears it matches; `why` where quantkit wrote it."""
 
     match: str
     choice: Choice
@@ -98,7 +99,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one linear, and why."""
+    """The treatment of one linear, and why."""
 
     scheme: Scheme | None
     method: Method | None
@@ -109,19 +110,26 @@ class Fate:
 class Recipe:
     """Ordered rules and the default for what they leave; `rotate` if the model is rotated first.
 
-    With `model_free`, names and shapes decide what is a linear (`model/model_free.py`): no model runs, so
-    there are neither methods with data nor rotation.
+    `embeddings` is for the token embedding, which is dense without and which no rule matches. With
+    `model_free`, names and shapes decide what is a linear (`model/model_free.py`): no model runs, so there
+    are neither methods with data nor rotation.
     """
 
     default: Choice = Choice()
     rules: tuple[Rule, ...] = ()
     rotate: bool = False
     model_free: bool = False
+    embeddings: Choice | None = None
 
     def __post_init__(self) -> None:
         choices = (self.default, *(rule.choice for rule in self.rules))
-        for choice in choices:
+        for choice in (*choices, *([] if self.embeddings is None else [self.embeddings])):
             choice.check()
+        if self.embeddings is not None and (method := method_named(self.embeddings.method)).needs_data:
+            raise UsageError(
+                f"method {method.name!r} takes calibration data, and an embedding has no inputs. Choose a "
+                f"method without data, such as {DEFAULT_METHOD}."
+            )
         if not self.model_free:
             return
         if self.rotate:
@@ -134,14 +142,18 @@ class Recipe:
                     f"of {without}."
                 )
 
+    def embeddings_fate(self, dtype: torch.dtype) -> Fate | None:
+        """The fate of a token embedding of `dtype`; None where it stays dense."""
+        return None if self.embeddings is None else _fate(None, self.embeddings, None, dtype)
+
     def fates(
         self, linears: Mapping[str, torch.dtype], kept: Mapping[str, str], dense: Mapping[str, str]
     ) -> dict[str, Fate]:
         """The fate of every linear.
 
-        `linears` maps module names to weight dtypes, `kept` those of them that only a rule quantizes to
-        the reason, and `dense` the modules that no rule can quantize to the reason. Raises `UsageError`
-        for a pattern that matches no linear.
+        `linears` maps module names to weight dtypes. `kept` maps those of them that only a rule quantizes to
+        the reason, and `dense` the modules that no rule can quantize. Raises `UsageError` for a pattern that
+        matches no linear.
         """
         used: set[int] = set()
         fates = {}
@@ -161,6 +173,7 @@ class Recipe:
         """JSON-able form, for the manifest."""
         return {
             "rotate": self.rotate,
+            **({} if self.embeddings is None else {"embeddings": vars(self.embeddings)}),
             **({"model_free": True} if self.model_free else {}),
             "default": vars(self.default),
             "rules": [
@@ -172,8 +185,11 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Any) -> "Recipe":
         """The recipe that `to_dict` wrote; `UsageError` for anything else."""
-        if not isinstance(data, dict) or data.keys() != {"rotate", "default", "rules"}:
-            raise UsageError("a recipe is an object of 'rotate', 'default' and 'rules'.")
+        if not isinstance(data, dict) or data.keys() - {"embeddings"} != {"rotate", "default", "rules"}:
+            raise UsageError(
+                "a recipe is an object of 'rotate', 'default' and 'rules', and of 'embeddings' if it packs "
+                "them."
+            )
         rules = data["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
             raise UsageError("the 'rules' of a recipe are a list of objects.")
@@ -184,10 +200,13 @@ class Recipe:
                 raise UsageError(f"the 'why' of a rule is {why!r}; it is a text.")
             given = {k: v for k, v in rule.items() if v is not None and k != "why"}
             found.append(replace(_rule(given, Choice()), why=why))
-        default = data["default"]
-        if isinstance(default, dict):
-            default = {k: v for k, v in default.items() if v is not None}
-        return cls(_choice(default, Choice()), tuple(found), _flag(data["rotate"]))
+        default, table = (
+            {k: v for k, v in one.items() if v is not None} if isinstance(one, dict) else one
+            for one in (data["default"], data.get("embeddings"))
+        )
+        embeddings = None if table is None else _choice(table, Choice())
+        rotate = _flag(data["rotate"])
+        return cls(_choice(default, Choice()), tuple(found), rotate, embeddings=embeddings)
 
 
 def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dtype) -> Fate:
@@ -236,13 +255,18 @@ def parse_rule(text: str, default: Choice) -> Rule:
 
 
 def parse_group_size(text: str | None) -> GroupSize:
-    """A group size from the command line: a positive integer, `channel` or `tensor`; None as it is."""
-    match text:
-        case None | "channel" | "tensor":
-            return text
+    """A group size from the command line: an integer above 0, `channel`, `tensor` or a block (`128x128`).
+
+    None as it is.
+    """
+    if text in (None, "channel", "tensor") or BLOCK.fullmatch(text):
+        return text
     # The length first: Python refuses to convert thousands of digits.
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MAX_GROUP_SIZE:
-        raise UsageError(f"group size {text!r} is not a positive integer, 'channel' or 'tensor'.")
+        raise UsageError(
+            f"group size {text!r} is not a positive integer, 'channel' or 'tensor', nor a block such as "
+            "'128x128'."
+        )
     return int(text)
 
 
@@ -302,9 +326,10 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
         data = _parse_toml(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}.") from error
-    if unknown := set(data) - {"rotate", "default", "rule"}:
+    if unknown := set(data) - {"rotate", "embeddings", "default", "rule"}:
         raise UsageError(
-            f"recipe {path} has unknown keys {sorted(unknown)}; it has 'rotate', 'default' and 'rule'."
+            f"recipe {path} has unknown keys {sorted(unknown)}; it has 'rotate', 'embeddings', 'default' and "
+            "'rule'."
         )
     try:
         base = _choice(data.get("default", {}), default)
@@ -312,7 +337,8 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
             raise UsageError("'rule' must be an array of tables; write [[rule]] above each.")
         rotate = _flag(data.get("rotate", False))
-        return Recipe(base, tuple(_written_rule(rule, base) for rule in rules), rotate)
+        embeddings = _choice(data["embeddings"], Choice()) if "embeddings" in data else None
+        return Recipe(base, tuple(_written_rule(rule, base) for rule in rules), rotate, embeddings=embeddings)
     except QuantkitError as error:
         raise UsageError(f"recipe {path}: {error}") from error
 

@@ -22,8 +22,9 @@ class RecipeOptions:
     """Formats, rounding and rules: None leaves it to the recipe file `recipe`, and that to `Choice`.
 
     `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep") come first, then `lm_head` (a format), then
-    the rules of the file, then the default that the other fields make. The model is rotated if `rotate` or
-    the file says so. `model_free` has names and shapes of tensors decide what is a linear.
+    the rules of the file, then the default that the other fields make. `embeddings`
+    ("FORMAT[:GROUP][:METHOD]") is for the token embedding. The model is rotated if `rotate` or the file says
+    so. `model_free` has names and shapes of tensors decide what is a linear.
     """
 
     format: str | None = None
@@ -34,6 +35,7 @@ class RecipeOptions:
     packing: "PackingName | None" = None
     recipe: str | Path | None = None
     lm_head: str | None = None
+    embeddings: str | None = None
     rules: tuple[str, ...] = ()
     rotate: bool = False
     model_free: bool = False
@@ -70,8 +72,11 @@ class RecipeOptions:
         first = [parse_rule(rule, from_file.default) for rule in self.rules]
         if self.lm_head is not None:
             first.append(parse_rule(f"*lm_head={self.lm_head}", Choice(method=from_file.default.method)))
-        rotate = self.rotate or from_file.rotate
-        return Recipe(from_file.default, (*first, *from_file.rules), rotate, self.model_free)
+        embeddings = from_file.embeddings
+        if self.embeddings is not None:
+            embeddings = parse_rule(f"embeddings={self.embeddings}", Choice()).choice
+        rotate, rules = self.rotate or from_file.rotate, (*first, *from_file.rules)
+        return Recipe(from_file.default, rules, rotate, self.model_free, embeddings)
 
 
 def _option(name: str) -> str:

@@ -52,7 +52,7 @@ SERVING_RULES = (
 
 
 def speed_document(found: Sequence[Speed], command: Sequence[str]) -> Document:
-    """What `bench` measured of at least one model; `command` is what was typed."""
+    """Return the document of speeds of at least one model; `command` is what was typed."""
     blocks: list[Block] = [models_table(found), speed_table(found)]
     figures = _speed_figures(found)
     notes = [f"{one.label}: {note}" for one in found for note in one.notes]
@@ -72,7 +72,7 @@ def speed_document(found: Sequence[Speed], command: Sequence[str]) -> Document:
 
 
 def serving_document(found: Sequence[Serving], command: Sequence[str]) -> Document:
-    """What `bench --serve-like` measured of at least one model; `command` is what was typed."""
+    """Return the document of latencies of at least one model; `command` is what was typed."""
     how = (*_how(found[0].machine, serving_settings(found), command), Bullets(SERVING_RULES))
     return Document(
         "Latency under load",
@@ -144,7 +144,7 @@ def serving_table(found: Sequence[Serving]) -> Table:
 
 
 def serving_settings(found: Sequence[Serving]) -> str:
-    """What the requests were that at least one model answered, and how it did."""
+    """Return in words the requests that at least one model answered, and how it did."""
     first = found[0]
     return (
         f"{first.requests} requests per rate, seed {first.seed}; prompts of {first.prompt_tokens[0]} to "

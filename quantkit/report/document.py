@@ -45,7 +45,7 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Command:
-    """What to type to get the figures again, as it is."""
+    """A command that prints the figures again, as it is typed."""
 
     text: str
 

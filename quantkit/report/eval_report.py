@@ -167,7 +167,7 @@ def _text_table(reports: Sequence[EvalReport], text: str) -> Table:
 
 
 def labelled(reports: Sequence[EvalReport]) -> list[tuple[str, EvalReport | NoiseFloor]]:
-    """What tables have rows of: the models by their labels, and last what is no difference: the floor."""
+    """Return the rows of tables: the models by their labels, and last the noise floor."""
     found: list[tuple[str, EvalReport | NoiseFloor]] = [(report.label, report) for report in reports]
     against, floor = reports[0].against, reports[0].noise_floor
     if against is not None and floor is not None:
@@ -375,7 +375,7 @@ def _bits(report: EvalReport) -> float:
 
 
 def floor_label(against: str, dtype: str) -> str:
-    """What tables call the noise floor, that of the directory `against` in `dtype`."""
+    """Return the name of the noise floor in tables, that of the directory `against` in `dtype`."""
     return f"noise floor: {Path(against).name} in {dtype}"
 
 

@@ -1,4 +1,4 @@
-"""Packed replacement for linear layers."""
+"""Packed matrices as modules, and the packed replacement for linear layers."""
 
 from dataclasses import replace
 from typing import Any, Protocol
@@ -24,61 +24,24 @@ class SharesInput(Protocol):
         """Drop the joined layouts."""
 
 
-class PackedLinear(PackedModule):
-    """Linear layer with packed W: y [..., N] = x [..., K] W^T + b; y has the dtype of x.
+class PackedMatrix(PackedModule):
+    """Module with one packed matrix, the parameter `weight` [rows, columns].
 
-    `scheme` is the effective scheme, `Scheme.for_columns(in_features)`. Entries of the state dict, container
-    compressed-tensors: `weight_packed` int32, `weight_scale`, `weight_zero_point` int32 if asymmetric,
-    `weight_shape` [2] int64, and `bias` [N]. `Scheme.storage_shapes` gives their shapes. The container
-    quantkit calls the words `weight`. Float formats of compressed-tensors store the same bytes under other
-    names and dtypes; see `StoredFormat`.
+    `scheme` is the effective scheme, `Scheme.for_columns(columns)`. Entries of the state dict, container
+    compressed-tensors: `weight_packed` int32, `weight_scale`, `weight_zero_point` int32 if asymmetric, and
+    `weight_shape` [2] int64. `Scheme.storage_shapes` gives their shapes. The container quantkit calls the
+    words `weight`. Float formats of compressed-tensors store the same bytes under other names and dtypes; see
+    `StoredFormat`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        scheme: Scheme,
-        container: Container,
-        *,
-        bias_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(container, {"weight": (scheme, in_features)})
-        self.in_features = in_features
-        self.out_features = out_features
+    def __init__(self, columns: int, rows: int, scheme: Scheme, container: Container) -> None:
+        super().__init__(container, {"weight": (scheme, columns)})
+        self.rows, self.columns = rows, columns
         self.scheme = scheme
-        self._words_key, self._scale_key = (entry.name for entry in self._entries["weight"][:2])
-        #: Scheme tokens by dtype of the scale, which a cast of the model may change.
-        self._tokens: dict[torch.dtype, str] = {}
-        #: The group of linears that share this input, and the index of this one in it.
-        self._shared: tuple[SharesInput, int] | None = None
         self._register_parts(self.part_specs())
-        bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-
-    @classmethod
-    def from_packed(
-        cls, packed: PackedTensor, bias: torch.Tensor | None = None, container: Container = "quantkit"
-    ) -> "PackedLinear":
-        """Create a layer that owns the tensors of `packed` and `bias` [N], without copies."""
-        rows, columns = packed.shape
-        with torch.device("meta"):
-            layer = cls(
-                columns, rows, packed.scheme, container, bias_dtype=bias.dtype if bias is not None else None
-            )
-        shape = torch.tensor(packed.shape, dtype=torch.int64, device=packed.device)
-        stored, parts = layer._stored["weight"], {**dict(packed.parts()), "shape": shape}
-        for name, spec in layer.part_specs().items():
-            tensor = stored.to_file(spec.part, parts[spec.part])
-            # Keep buffers buffers.
-            is_buffer = name in layer._buffers
-            setattr(layer, name, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
-        if bias is not None:
-            layer.bias = nn.Parameter(bias, requires_grad=False)
-        return layer
 
     def part_specs(self) -> dict[str, PartSpec]:
-        shape = (self.out_features, self.in_features)
+        shape = (self.rows, self.columns)
         stored = self._stored["weight"]
         return {
             stored.part_name("weight", part): PartSpec(
@@ -104,20 +67,73 @@ class PackedLinear(PackedModule):
         return Matrix.of(self._parts("weight"), self._schemes["weight"], self._columns["weight"])
 
     @property
-    def own_bias(self) -> torch.Tensor | None:
-        """Return the bias [N], or the share of a tensor-parallel rank."""
-        return None if self._parameters["bias"] is None else self._local("bias")
-
-    @property
     def packed(self) -> PackedTensor:
         """Return the weight as a `PackedTensor` on stored or restored words; under ranks, the local share."""
         return self._packed("weight", 0, self.matrix)
 
     def logical(self) -> dict[str, tuple[Scheme, tuple[int, int], int]]:
-        return {"weight": (self.scheme, (self.out_features, self.in_features), 1)}
+        return {"weight": (self.scheme, (self.rows, self.columns), 1)}
 
     def dense_weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {"weight": self.packed.dequantize(dtype)}
+
+
+class PackedLinear(PackedMatrix):
+    """Linear layer with packed W: y [..., N] = x [..., K] W^T + b; y has the dtype of x.
+
+    W [N, K] is the matrix; entries of the state dict are its own and `bias` [N].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        container: Container,
+        *,
+        bias_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, scheme, container)
+        self.in_features = in_features
+        self.out_features = out_features
+        self._words_key, self._scale_key = (entry.name for entry in self._entries["weight"][:2])
+        #: Scheme tokens by dtype of the scale, which a cast of the model may change.
+        self._tokens: dict[torch.dtype, str] = {}
+        #: The group of linears that share this input, and the index of this one in it.
+        self._shared: tuple[SharesInput, int] | None = None
+        bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    @classmethod
+    def from_packed(
+        cls, packed: PackedTensor, bias: torch.Tensor | None = None, container: Container = "quantkit"
+    ) -> "PackedLinear":
+        """Create a layer that owns the tensors of `packed` and `bias` [N], without copies."""
+        rows, columns = packed.shape
+        with torch.device("meta"):
+            layer = cls(
+                columns, rows, packed.scheme, container, bias_dtype=bias.dtype if bias is not None else None
+            )
+        shape = torch.tensor(packed.shape, dtype=torch.int64, device=packed.device)
+        stored, parts = layer._stored["weight"], {**dict(packed.parts()), "shape": shape}
+        for name, spec in layer.part_specs().items():
+            tensor = stored.to_file(spec.part, parts[spec.part])
+            # Keep buffers buffers.
+            is_buffer = name in layer._buffers
+            setattr(layer, name, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
+        if bias is not None:
+            layer.bias = nn.Parameter(bias, requires_grad=False)
+        return layer
+
+    @property
+    def qweight(self) -> torch.Tensor | None:
+        """Return the scales: PEFT asks a tensor of this name for the device of a quantized linear."""
+        return self._parameters[self._scale_key]
+
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """Return the bias [N], or the share of a tensor-parallel rank."""
+        return None if self._parameters["bias"] is None else self._local("bias")
 
     def build_kernel_layouts(self, dtype: torch.dtype) -> None:
         self.layout(dtype)
@@ -128,7 +144,9 @@ class PackedLinear(PackedModule):
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         layout = super()._build(parameter, index, matrix, dtype)
-        self._free(parameter, [matrix], [layout])
+        # An embedding looks its rows up in the words.
+        if self.table is None:
+            self._free(parameter, [matrix], [layout])
         return layout
 
     def share(self, shared: SharesInput, index: int) -> None:

@@ -142,6 +142,8 @@ class PackedModule(nn.Module):
 
     #: How ranks divide the model, once known; see `quantkit.runtime.tensor_parallel`.
     tensor_parallel: "TensorParallelPlan | None" = None
+    #: Name of the embedding whose parameters this module has, tied as dense weights are; None for its own.
+    table: str | None = None
     #: True if forward receives the very tensor that the model passes, not a tensor made from it.
     shares_x: bool = True
 

@@ -9,6 +9,7 @@ from quantkit.kernels.ops.attention import DTYPES
 from quantkit.kernels.problem import device_features
 from quantkit.kernels.triton_support import why_slow
 from quantkit.runtime.cuda_graphs import capture
+from quantkit.runtime.packed_embedding import activation_dtype
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.shared_input import shared_inputs
 
@@ -21,12 +22,13 @@ def make_ready(model: Any) -> None:
     Called after loading, and at the first forward after a move or cast. Raises `FormatError` for unsound
     weights.
     """
+    dtype = activation_dtype(model)
     with building():
         # Join layouts while building, so that at most the weights of one shared input are in memory twice.
         for shared in shared_inputs(model):
-            shared.build(model.dtype)
+            shared.build(dtype)
         for _, module in packed_modules(model):
-            module.build_kernel_layouts(model.dtype)
+            module.build_kernel_layouts(dtype)
     if capture.captures_on(model.device):
         _tell(model)
 

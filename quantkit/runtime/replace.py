@@ -17,9 +17,10 @@ from quantkit.model.experts import (
     find_spec,
     is_fused_experts,
 )
-from quantkit.model.linears import is_linear, is_transposed, matrix_shape
+from quantkit.model.linears import is_linear, is_transposed, lookup_of, matrix_shape
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
+from quantkit.runtime.packed_embedding import PackedEmbedding, tie_dense, tie_to_table, tied_to
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.packed_module import PackedModule
@@ -68,6 +69,25 @@ def packed_replacement(
     return PackedExperts.replacing(experts, first, down, container)
 
 
+def packed_table(
+    name: str, module: nn.Embedding, scheme: Scheme | None, container: Container
+) -> PackedEmbedding | None:
+    """Create the uninitialised packed replacement of an embedding called `name`; None without a scheme.
+
+    Raises `FormatError` if a scheme is assigned to one that does more than look rows up.
+    """
+    if scheme is None:
+        return None
+    lookup, (rows, columns) = lookup_of(module), module.weight.shape
+    if lookup is None:
+        raise FormatError(
+            f"embedding {name!r} cannot be packed: {type(module).__name__} does more than look rows up. "
+            "Quantize the model again."
+        )
+    _refuse_empty(name, columns)
+    return PackedEmbedding(columns, rows, scheme.for_columns(columns), container, lookup, module.weight.dtype)
+
+
 def schemes_in(
     model: nn.Module, config: QuantizationConfig, names: Mapping[str, str] | None = None
 ) -> dict[str, Scheme | None]:
@@ -83,7 +103,7 @@ def schemes_in(
                 own = config.scheme_of(full if names is None else names.get(full, ""))
                 same = own is not None and own.for_columns(columns) == scheme
                 found[full] = own if same else scheme
-        elif is_linear(module):
+        elif is_linear(module) or (isinstance(module, nn.Embedding) and config.modules.get(name) is not None):
             found[name] = None
         elif is_fused_experts(module):
             found.update({f"{name}.{leaf}": None for leaf in MATRICES if leaf in module._parameters})
@@ -104,26 +124,48 @@ def swap_modules(
     """Replace, on the meta device, the modules of `model` that `config` packs.
 
     `names` maps modules to their names in `config` where `model` is of another class than the checkpoint;
-    those that it lacks, such as a new head, stay dense. Raises `CheckpointError` if `config` names modules
-    that the model lacks or cannot pack, or a matrix tied to the embedding.
+    those that it lacks, such as a new head, stay dense. A head that the model ties to a packed embedding gets
+    its parameters. Raises `CheckpointError` if `config` names modules that the model lacks or cannot pack, or
+    a matrix tied to a dense embedding.
     """
     matched = set()
 
     def scheme_of(name: str) -> Any:
         matched.add(name)
+        # A tied head has no tensor, by which classes would know its name.
+        if name in heads:
+            return config.modules[tables[heads[name]]]
         known = name if names is None else names.get(name)
         return None if known is None else config.scheme_of(known)
 
-    for name, module in list(model.named_modules()):
+    modules = list(model.named_modules())
+    # Only what is named: the default scheme is that of linears.
+    tables = {
+        name: known
+        for name, module in modules
+        if isinstance(module, nn.Embedding)
+        and (known := name if names is None else names.get(name)) is not None
+        and config.modules.get(known) is not None
+    }
+    heads = {head: table for table in tables for head in tied_to(model, table)}
+    for name, module in modules:
         try:
             with torch.device("meta"):
-                packed = packed_replacement(name, module, scheme_of, config.container)
+                if isinstance(module, nn.Embedding):
+                    packed: PackedModule | None = packed_table(
+                        name, module, scheme_of(name) if name in tables else None, config.container
+                    )
+                else:
+                    packed = packed_replacement(name, module, scheme_of, config.container)
         except FormatError as error:
             raise CheckpointError(str(error)) from error
         if packed is not None:
-            _refuse_tied(model, name)
+            if name not in heads.keys() | tables.keys():
+                _refuse_tied(model, name)
             packed.train(module.training)
             model.set_submodule(name, packed)
+    for head, table in heads.items():
+        tie_to_table(model, head, table)
     unknown = sorted(
         name
         for name, scheme in config.modules.items()
@@ -176,7 +218,11 @@ def unpack_modules(model: Any, dtype: torch.dtype) -> None:
             for parameter, weight in {**module._parameters, **weights}.items():
                 if parameter in dense._parameters:
                     dense._parameters[parameter] = None if weight is None else nn.Parameter(weight)
+            if isinstance(module, PackedEmbedding):
+                module.restore_buffers(dense)
             model.set_submodule(name, dense.train(module.training))
+        if any(isinstance(module, PackedEmbedding) for module in packed.values()):
+            tie_dense(model)
         # Buffers, such as rope frequencies, and parameters kept in float32 keep their dtype.
         for parameter in model.parameters():
             if parameter.dtype == before:

@@ -13,13 +13,14 @@ from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.checkpoint.output.journal import JOURNAL_NAME
-from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
+from quantkit.checkpoint.quantization_config import PACKED_TABLE, SECTION, QuantizationConfig
 from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.files import os_error_text
 from quantkit.model.model_class import meta_model
 from quantkit.model.structure import check_layer_counts
+from quantkit.runtime.packed_embedding import PackedEmbedding
 from quantkit.runtime.packed_module import PackedModule
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.transformers.headers import check_headers, stored_by_entry
@@ -101,19 +102,21 @@ def record_of(checkpoint: Checkpoint) -> ModelRecord:
                 for entry, spec in module.part_specs().items()
                 if entry.removesuffix(spec.suffix) == parameter
             }
-            tensors = [tensor for entry in specs for tensor in by_entry[f"{name}.{entry}"]]
-            matrices = max(count for spec in specs.values() for count in spec.stored)
+            # A head that is tied to a packed embedding has no tensors.
+            own = specs if module.table is None else {}
+            tensors = [tensor for entry in own for tensor in by_entry[f"{name}.{entry}"]]
+            matrices = max((count for spec in own.values() for count in spec.stored), default=0)
             nbytes, weights = sum(tensor.nbytes for tensor in tensors), matrices * math.prod(shape)
-            kind = "lm_head" if name in heads else "linear" if parameter == "weight" else "experts"
-            layers[layer] = LayerRecord(
-                kind, shape, matrices, str(scheme), None, 8 * nbytes / weights, None, "default"
-            )
+            kind = _kind(module, parameter, name in heads)
+            bits = 8 * nbytes / weights if weights else None
+            layers[layer] = LayerRecord(kind, shape, matrices, str(scheme), None, bits, None, "default")
             reason = why_not_compressed_tensors(scheme, shape[1], experts=kind == "experts")
+            reason = PACKED_TABLE if kind == "embedding" else reason
             reasons += [] if reason is None else [f"{layer}: {reason}"]
             packed_bytes, packed_weights = packed_bytes + nbytes, packed_weights + weights
             packed_elements += sum(tensor.elements for tensor in tensors)
     elements = sum(tensor.elements for tensor in checkpoint.tensors.values())
-    bits = {
+    bits_per_weight = {
         "linears": 8 * packed_bytes / packed_weights if packed_weights else None,
         "model": 8 * checkpoint.nbytes / (elements - packed_elements + packed_weights),
     }
@@ -122,12 +125,18 @@ def record_of(checkpoint: Checkpoint) -> ModelRecord:
         source_bytes=None,
         container=config.container,
         needs_quantkit=tuple(reasons) if config.container == "quantkit" else (),
-        bits_per_weight=bits,
+        bits_per_weight=bits_per_weight,
         versions={},
         recipe={},
         layers={**layers, **_dense(model, heads)},
         dense={},
     )
+
+
+def _kind(module: PackedModule, parameter: str, is_head: bool) -> str:
+    if isinstance(module, PackedEmbedding):
+        return "embedding"
+    return "lm_head" if is_head else "linear" if parameter == "weight" else "experts"
 
 
 def _dense(model: nn.Module, heads: set[str]) -> dict[str, LayerRecord]:

@@ -1,4 +1,4 @@
-"""Whether a packed checkpoint has the weights of its source, each one compared."""
+"""Comparison of a packed checkpoint's weights with those of its source, each one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class Compared:
-    """How many tensors were compared, how many of them are packed, and what differs."""
+    """Counts of tensors that were compared and that are packed, and the differences."""
 
     tensors: int
     packed: int
@@ -43,6 +43,8 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
     packed = Checkpoint.open(directory)
     config = QuantizationConfig.from_dict(packed.config.get("quantization_config", {}))
     modules = {f"{one}.weight": name for name, linear in structure.linears.items() for one in linear.stored}
+    if not isinstance(structure.table, str) and config.modules.get(structure.table.module) is not None:
+        modules[f"{structure.table.stored[0]}.weight"] = structure.table.module
     advance = counting(checkpoint.nbytes, progress)
     problems: list[str] = []
     count = 0

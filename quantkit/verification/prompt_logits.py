@@ -24,6 +24,7 @@ from quantkit.memory import enough_memory
 from quantkit.model.hf_files import explained
 from quantkit.model.parts import embeddings
 from quantkit.runtime.load import load
+from quantkit.runtime.packed_embedding import PackedEmbedding
 from quantkit.runtime.saved_model import is_saved
 
 KEY = "prompt_logits"
@@ -182,9 +183,9 @@ class TakesNoText(CheckpointError):
 def _prompt(model: Any) -> tuple[int, ...]:
     """Return tokens spread over the vocabulary: the stride is a prime."""
     table = embeddings(model, "input")
-    if not isinstance(table, torch.nn.Embedding) or model.main_input_name != "input_ids":
+    if not isinstance(table, torch.nn.Embedding | PackedEmbedding) or model.main_input_name != "input_ids":
         raise TakesNoText(f"a {type(model).__name__} takes {model.main_input_name}, and the prompt is text")
-    rows = int(table.weight.shape[0])
+    rows = table.num_embeddings
     try:
         config = model.config.get_text_config()
     except ValueError:  # for a model of several texts

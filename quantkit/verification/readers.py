@@ -7,9 +7,11 @@ a dense linear that is not declared there would be made up, which is only a warn
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from quantkit.checkpoint.compressed_tensors import stored_format
@@ -18,6 +20,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError
 from quantkit.model.completeness import missing_parameters
+from quantkit.model.conversions import conversions
 from quantkit.model.model_class import build, meta_model, model_class, model_config, of_mapping, why_no_class
 from quantkit.model.names import PART, model_names
 from quantkit.model.structure import REARRANGED
@@ -30,7 +33,7 @@ from quantkit.runtime.transformers.registration import register_plugin
 def with_readers(planned: Plan, checkpoint: Checkpoint) -> Plan:
     """Return `planned` with only those readers that load what it writes; `checkpoint` is the source.
 
-    Raises `CheckpointError` if its own class does not load it with quantkit. Without such a class nobody is
+    Raises `CheckpointError` if its own class does not load it with quantkit. Without such a class none is
     asked, and a note says so.
     """
     if not planned.quantized_weights:
@@ -81,7 +84,7 @@ def check_written(planned: Plan, checkpoint: Checkpoint, tensors: Mapping[str, T
 
 
 def readers_of(checkpoint: Checkpoint) -> tuple[tuple[str, ...], str | None]:
-    """Return who reads a packed checkpoint without quantkit, or why nobody does."""
+    """Return the programs that read a packed checkpoint without quantkit, or why none does."""
     reason = why_no_class(checkpoint.config, checkpoint.directory)
     if reason is not None:
         return (), f"{reason}: it is not known who can run this."
@@ -144,9 +147,35 @@ def why_not_transformers(
     causal = of_mapping("MODEL_FOR_CAUSAL_LM_MAPPING", model_config(config, directory))
     for cls, parsed in dict([own] if causal is None else [own, causal]).items():
         model = build(cls, parsed, directory)
-        for problem in _misread(model, config["quantization_config"], tensors):
+        for problem in chain(
+            _misread(model, config["quantization_config"], tensors), _stopped(model, tensors)
+        ):
             return f"{cls.__name__} {problem}"
     return None
+
+
+def _stopped(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> Iterator[str]:
+    """Yield where transformers stops as it loads packed weights into `model`, which loses its own."""
+    packed = _packed_names(tensors)
+    weights = dict.fromkeys(PART.sub(".weight", name) for name in tensors)
+    for parameter, one in conversions(model, weights).items():
+        sources = {name for names in one.sources.values() for name in names}
+        if parameter.endswith(".weight") and not sources & packed:
+            yield f"has {parameter!r} in several tensors, which transformers does not join beside packed ones"
+    modules = dict(model.named_modules())
+    for name, (parameter, fused) in model_names(model, weights).items():
+        owner = modules.get(parameter.rpartition(".")[0])
+        if name in packed and not fused and owner is not None:
+            owner._parameters.pop("weight", None)
+    initialize: Any = getattr(model, "_init_weights", None)
+    with torch.device("meta"), torch.no_grad():
+        for name, module in model.named_modules():
+            try:
+                initialize(module)
+            except Exception as error:  # Another model's code may fail in any way.
+                if "no attribute 'weight'" in str(error):
+                    yield f"initializes {name!r} by weights that packed linears do not have"
+                    return
 
 
 def taken_as_packed(model: nn.Module, section: Mapping[str, Any]) -> set[str]:
@@ -162,6 +191,10 @@ def taken_as_packed(model: nn.Module, section: Mapping[str, Any]) -> set[str]:
     }
 
 
+def _packed_names(tensors: Mapping[str, TensorSpec]) -> set[str]:
+    return {PART.sub(".weight", name) for name in tensors if name.endswith(".weight_scale")}
+
+
 def _matches(name: str, module: nn.Module, patterns: Collection[str]) -> bool:
     """Return True if one of `patterns`, names of modules or classes, is that of `module`."""
     return name in patterns or any(cls.__name__ in patterns for cls in type(module).__mro__)
@@ -170,7 +203,7 @@ def _matches(name: str, module: nn.Module, patterns: Collection[str]) -> bool:
 def _misread(
     model: nn.Module, section: Mapping[str, Any], tensors: Mapping[str, TensorSpec]
 ) -> Iterator[str]:
-    packed = {PART.sub(".weight", name) for name in tensors if name.endswith(".weight_scale")}
+    packed = _packed_names(tensors)
     weights = dict.fromkeys(PART.sub(".weight", name) for name in tensors)
     stored = {
         parameter.removesuffix(".weight"): name in packed

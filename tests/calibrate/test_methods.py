@@ -1,5 +1,6 @@
 """`quantize_tensor` takes any sensible matrix, and each row of the result depends on that row alone."""
 
+import itertools
 import math
 
 import pytest
@@ -218,3 +219,24 @@ def test_quantized_rows_report_the_error_that_dequantizing_shows():
 # A weight of 2**31 elements takes 4 GB and is not made here. Rows are quantized in chunks of at most
 # `CHUNK_WEIGHTS` weights, or one row, and offsets are Python integers, so no index passes 2**31 unless a
 # single row has that many.
+
+
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_a_block_is_quantized_as_one_row_of_its_weights(monkeypatch, method, name):
+    """Also the last ones, which are smaller, and however many rows are in work."""
+    weight = gaussian(37, 70)
+    packed = quantize_tensor(weight, name, group_size="16x32", method=method)
+    codes = packed.codes()
+    for i, j in itertools.product(range(0, 37, 16), range(0, 70, 32)):
+        block = weight[i : i + 16, j : j + 32]
+        row = quantize_tensor(block.reshape(1, -1), name, group_size="channel", method=method)
+        assert_equal(codes[i : i + 16, j : j + 32], row.codes().view(block.shape))
+        assert_equal(packed.scale[i // 16, j // 32], row.scale[0, 0])
+    monkeypatch.setattr(methods, "CHUNK_WEIGHTS", 3 * 70)
+    assert_same(quantize_tensor(weight, name, group_size="16x32", method=method), packed)
+
+
+def test_methods_with_data_choose_no_scales_of_blocks():
+    with pytest.raises(FormatError, match="scales of blocks of rows"):
+        METHODS["gptq"].check(scheme("fp8", group_size="128x128"))

@@ -1,21 +1,25 @@
 """GGUF files: values of every block type, names of every architecture, the files that metadata stand for."""
 
+import errno
 import json
+import os
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
+from quantkit.checkpoint.gguf import open_gguf as open_gguf_module
 from quantkit.checkpoint.gguf.block_types import BLOCK_TYPES, BlockType
 from quantkit.checkpoint.gguf.gguf_names import ARCHITECTURES
 from quantkit.checkpoint.gguf.open_gguf import gguf_file, open_gguf
 from quantkit.checkpoint.gguf.rows import GgufRows
 from quantkit.checkpoint.open_source import open_source
 from quantkit.checkpoint.tensors import StoredTensor
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.model.prefixes import read_names
 
 from ..support.compare import assert_equal
@@ -116,6 +120,27 @@ def test_a_file_has_the_weights_of_the_model_that_it_was_made_of(arch: str, tmp_
         else:
             wanted = expected[name]
         assert_equal(found, wanted, name)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_temporary_directory_without_room_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", tiny_model("llama"))
+    code = errno.ENOSPC if full else errno.ENOENT
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    owner, name = (open_gguf_module, "write_outline") if full else (tempfile, "mkdtemp")
+    monkeypatch.setattr(owner, name, refuse)
+    with pytest.raises(EnvironmentProblem) as caught:
+        open_gguf(path)
+    assert str(caught.value) == (
+        f"{path}: its config.json and tokenizer cannot be written to the temporary directory: "
+        f"{os.strerror(code)} ({errno.errorcode[code]}). Make space there, or name another directory in "
+        "TMPDIR."
+    )
 
 
 def test_metadata_become_the_files_of_a_checkpoint(tmp_path: Path) -> None:

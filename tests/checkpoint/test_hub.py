@@ -22,10 +22,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import get_session
 from safetensors.torch import save
 
 from quantkit.checkpoint.hub import answers as hub_answers
 from quantkit.checkpoint.hub import repository as hub
+from quantkit.checkpoint.hub.client import guarded
 from quantkit.checkpoint.hub.repository import locate, resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
@@ -56,7 +58,7 @@ def test_local_directory_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyP
         resolve(tmp_path, revision="main")
 
 
-PATHS = ["./no", "../no", "/no/such", "~/no", "a/b/c", "a/", "", "a b", "a..b/c", "org/.name"]
+PATHS = ["./no", "../no", "/no/such", "~/no", "a/b/c", "a/", "", "a b", "a..b/c", "org/.name", "org/no.gguf"]
 
 
 @pytest.mark.parametrize("source", [*PATHS, Path("org/name")])
@@ -292,6 +294,7 @@ def test_what_is_no_start_of_weights(cache: Path, answer: Answer, found: str) ->
         ),
         ("config.json", CONFIG[:-2], "which is no JSON"),
         ("config.json", b"", "nothing, which is no JSON"),
+        ("config.json", b"null", "'null', which is no JSON object; expected the file config.json"),
         ("vocab.txt", b"\n<!DOCTYPE HTML>", "which is an HTML page; expected the file vocab.txt"),
     ],
 )
@@ -382,6 +385,33 @@ def test_weights_of_which_hardly_a_byte_comes(cache: Path, monkeypatch: pytest.M
     assert str(caught.value).startswith(
         f"{url}: the server answered too slowly; expected 16384 bytes a second."
     )
+
+
+def test_weights_come_over_http_where_the_hub_offers_xet(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hf_xet would ask the other host, with the token, without a bound of time or size."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr("huggingface_hub.file_download.is_xet_available", lambda: True)
+    answers = answers_of(FILES)
+    answers[file_path("model.safetensors")].headers |= {
+        "X-Xet-Hash": "a" * 64,
+        "X-Xet-Refresh-Route": "https://elsewhere.test/token",
+    }
+    with answering(answers) as asked:
+        assert (resolve("org/name") / "model.safetensors").read_bytes() == WEIGHTS
+    assert {request.url.host for request in asked} == {"huggingface.co"}
+
+
+def test_a_file_that_is_read_piece_by_piece_has_a_deadline_too(cache: Path) -> None:
+    slow = Answer(stream=OneByteAtATime(), headers={"Content-Length": "100000"})
+    with (
+        answering({file_path("x.parquet"): slow}),
+        guarded(0.3),
+        get_session().stream("GET", f"https://huggingface.co{file_path('x.parquet')}") as response,
+        pytest.raises(TimeoutError, match=r"\d+ bytes in 0 s; expected 16384 a second"),
+    ):
+        [*response.iter_bytes()]
 
 
 @pytest.fixture

@@ -119,6 +119,17 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (scheme("fp8", group_size=64, scale_dtype=torch.float16), 256, None),
         (scheme("fp8", group_size=64), 100, "compressed-tensors needs groups that divide 100, not 64"),
         (scheme("fp8", group_size="tensor"), 100, None),
+        (replace(scheme("fp8"), group_size=64, group_rows=64), 256, None),
+        (
+            replace(scheme("fp8"), group_size=64, group_rows=64),
+            100,
+            "compressed-tensors needs groups that divide 100, not 64",
+        ),
+        (
+            replace(scheme("int8"), group_size=64, group_rows=64),
+            256,
+            "compressed-tensors has no scales of blocks for int8",
+        ),
         (scheme("int4", group_size="tensor"), 101, None),
         (scheme("int8", group_size="tensor"), 101, None),
         (

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.manifest import read_manifest
+from quantkit.converting import ConvertOptions, plan
 
 from ..checkpoint.gguf_files import CHAT_TEMPLATE, tiny_model, tokenizer_metadata, write_gguf
 from ..conftest import Run
@@ -93,13 +94,27 @@ def test_what_is_written_is_said(run: Run, source: Path, tmp_path: Path) -> None
     done = run("convert", source, tmp_path / "out", "--no-check")
     assert done.code == 0, done.err
     assert "14 int4 g32 asym-min float16: Q4_1 in the source (model.layers.*.mlp.down_proj, ...)" in done.out
-    assert f"14 linears have the values of {source}, bit by bit" in done.out
-    assert "model.embed_tokens.weight, Q8_0 in the source, is stored as float32" in done.err
+    assert f"14 linears and the token embedding have the values of {source}, bit by bit" in done.out
+    assert "1 int8 g32 float16: Q8_0 in the source (model.embed_tokens)" in done.out
+    assert "1 int8 g32 float16: the table of model.embed_tokens (lm_head)" in done.out
     manifest = read_manifest(tmp_path / "out")
     assert manifest["recipe"] == {"convert": "codes and scales of the source"}
     assert manifest["source_kind"] == "file"
     layer = manifest["layers"]["model.layers.0.mlp.up_proj"]
     assert (layer["relative_error"], layer["method"], layer["reason"]) == (0.0, None, "Q4_1 in the source")
+    done = run("report", tmp_path / "out", "--out", tmp_path / "card")
+    assert done.code == 0, done.err
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert "15 matrices in 15 linears" in card and "| int8 g32 float16 | - | 2 | 8.508 |" in card
+
+
+def test_a_dense_embedding_is_stored_for_other_tools(run: Run, source: Path, tmp_path: Path) -> None:
+    done = run("convert", source, tmp_path / "out", "--no-check", "--dense-embeddings")
+    assert done.code == 0, done.err
+    assert f"14 linears have the values of {source}, bit by bit" in done.out
+    note = "model.embed_tokens.weight, Q8_0 in the source, is stored as float32: --dense-embeddings."
+    assert note in " ".join(done.err.split())
+    assert load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"].is_floating_point()
 
 
 def test_tokenizer_template_and_generation_go_along(run: Run, converted: Path) -> None:
@@ -121,7 +136,7 @@ def test_a_finished_output_is_resumed_and_the_source_is_the_same(
 def test_verify_compares_every_weight(run: Run, source: Path, converted: Path, tmp_path: Path) -> None:
     done = run("verify", converted, "--against", source)
     assert done.code == 0, done.out + done.err
-    assert f"ok     values: 20 tensors, 14 of them packed, against {source}" in done.out
+    assert f"ok     values: 20 tensors, 15 of them packed, against {source}" in done.out
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for path in converted.iterdir():
@@ -154,10 +169,16 @@ def test_verify_compares_every_weight(run: Run, source: Path, converted: Path, t
 def test_each_type_becomes_its_scheme(
     model: Any, tmp_path: Path, kind: str, scheme: str, container: str
 ) -> None:
-    path = write_gguf(tmp_path / "a.gguf", "llama", model, types(kind), general__name="a")
+    of = types(kind, {"token_embd.weight": kind})
+    path = write_gguf(tmp_path / "a.gguf", "llama", model, of, general__name="a")
     result = quantkit.convert(path, tmp_path / "out")
     assert {str(layer.scheme) for layer in result.plan.layers if layer.scheme} == {scheme}
-    assert result.plan.config.container == container
+    assert result.plan.config.container == "quantkit"
+    # Other tools could read it but for the embedding.
+    _, dense = plan(path, ConvertOptions(dense_embeddings=True))
+    assert dense.config.container == container
+    said = any("for model.embed_tokens is packed" in text for text in result.plan.warnings)
+    assert said == (container == "compressed-tensors") and not dense.warnings
     assert set(result.relative_errors.values()) == {0.0}
 
 

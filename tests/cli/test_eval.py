@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ def test_eval_without_lm_eval(run: Run, packed: Path, monkeypatch: pytest.Monkey
     done = run("eval", packed, "--text", STORIES, "--tasks", "arc_easy")
     assert (done.code, done.out) == (7, "")
     assert "pip install 'lm-eval[hf]>=" in done.err
+
+
+def test_eval_of_directories_on_texts_asks_the_network_nothing(
+    run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a token, which is for models and tasks of the hub."""
+    asked: list[object] = []
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(socket.socket, "connect", lambda *address: asked.append(address))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: asked.append(address))
+    done = run("eval", packed, "--against", SOURCE, "--text", STORIES, "--window", 32, "--max-windows", 1)
+    assert (done.code, asked) == (0, [])
 
 
 def test_eval_compares_models_and_goes_on_after_an_interruption(

@@ -97,7 +97,7 @@ def test_blocks_of_a_rotated_model_are_not_exchanged(tmp_path: Path) -> None:
     (note,) = [note for note in found.notes if "blocks" in note]
     assert note == (
         f"the KL of its blocks was not measured: {tmp_path / 'rotated'}: model.embed_tokens.weight is not "
-        "the original's, so its blocks see other hidden states, as after --rotate"
+        "the original's, so its blocks see other hidden states, as after --rotate and with --embeddings"
     )
 
 

@@ -172,6 +172,27 @@ def test_answers_of_the_hub_are_bounded_while_a_task_is_read():
         _run_task(None, "arc_easy", Tasks(("arc_easy",)), Manager())
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("choices"), r"task arc_easy: lm-eval ended with KeyError ('choices') in "),
+        (ValueError("a\x1b[31m\nb" + "x" * 900), r"ValueError (a\x1b[31m b"),
+        (ConnectionError("Couldn't reach 'ai2_arc' on the Hub"), "its data cannot be read (Couldn't reach"),
+    ],
+)
+def test_what_lm_eval_raises_is_one_line(error, said):
+    pytest.importorskip("lm_eval")
+
+    class Manager:
+        def load(self, names):
+            raise error
+
+    with pytest.raises(UsageError) as caught:
+        _run_task(None, "arc_easy", Tasks(("arc_easy",)), Manager())
+    text = str(caught.value)
+    assert said in text and len(text) < 700 and text.isprintable()
+
+
 def test_lm_eval_finds_the_model_class_by_name():
     pytest.importorskip("lm_eval")
     from lm_eval.api.registry import get_model

@@ -35,7 +35,7 @@ def decode(
         for k, code in enumerate(codes):
             g, total, size = k // group, 0.0, 0.0
             for plane in range(planes):
-                at = (0,) if scheme.per_tensor else (n, g * planes + plane)
+                at = (0,) if scheme.per_tensor else (n // scheme.group_rows, g * planes + plane)
                 one = code >> (plane * bits) & ((1 << bits) - 1)
                 scale = float(scales[at])
                 if scheme.zero_point == "minimum":

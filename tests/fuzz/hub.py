@@ -81,6 +81,7 @@ _HEADERS: dict[str, tuple[str, ...]] = {
     "ETag": ("", '"', "../../x", "W/x", '"a/b"', "x" * 300, "\0"),
     "X-Repo-Commit": ("", "main", "../../../x", "2" * 40, "x" * 300),
     "X-Linked-Size": ("-1", "x", "9223372036854775808", "", "0"),
+    "X-Xet-Hash": ("a" * 64, "x", ""),
     "X-Error-Code": ("GatedRepo", "RepoNotFound", "RevisionNotFound", "EntryNotFound", "x"),
     "X-Error-Message": ("\x1b[31m", "x" * 20_000, "Access to this resource is disabled."),
     "Content-Type": ("text/html; charset=nonsense", "application/json; charset=utf-16", "\x7f"),
@@ -150,6 +151,8 @@ def mutate_hub(case: bytes, random: Random) -> bytes:
             one.headers[name] = random.choice(_HEADERS[name])
             if name == "Content-Range" and random.randrange(2):
                 one.status, one.body = 206, one.body[:100]
+            if name == "X-Xet-Hash":
+                one.headers["X-Xet-Refresh-Route"] = "https://other/token"
             if name == "Location":
                 one.status = random.choice((301, 302, 303, 307, 308, 300, 200))
         elif kind == 3:
@@ -185,7 +188,8 @@ def check_hub(case: bytes, directory: Path) -> None:
         patch.setattr(constants, "HF_HUB_CACHE", str(directory / "hub"))
         # What huggingface_hub notes of itself.
         patch.setattr(constants, "AGENT_HARNESSES_PATH", str(directory / "harnesses.json"), raising=False)
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        # With it the file would come by other ways than HTTP.
+        patch.setattr("huggingface_hub.file_download.is_xet_available", lambda: True)
         patch.setattr(tempfile, "tempdir", str(directory))
         # That is tried out in a directory which is then removed.
         patch.setattr("huggingface_hub.file_download.are_symlinks_supported", lambda *_: True)

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -204,6 +204,7 @@ _CUSTOM = (
     Scheme(IntFormat("mine-int5", 5), 24, "integer"),
     scheme("ternary", group_size=16, packing="radix"),
     scheme("int8", group_size="tensor"),
+    replace(scheme("fp8"), group_size=16, group_rows=16),
     scheme("int3", group_size=8, zero_point="float", scale_dtype=torch.float8_e4m3fn),
     scheme("int4", group_size=32, zero_point="minimum", scale_dtype=torch.float16),
 )
@@ -246,7 +247,8 @@ def _check_shapes(one: Scheme, rows: int, columns: int) -> None:
     shapes = one.storage_shapes((rows, columns))
     size = one.group_size if isinstance(one.group_size, int) else columns
     groups = math.ceil(columns / size)
-    assert shapes["scale"][1] == ((1,) if one.group_size == "tensor" else (rows, groups * one.planes))
+    blocks = math.ceil(rows / one.group_rows)
+    assert shapes["scale"][1] == ((1,) if one.group_size == "tensor" else (blocks, groups * one.planes))
     assert one.words_per_row(columns) * 32 >= columns * (1 if one.packing == "radix" else one.code_bits)
     assert one.pack(torch.zeros(rows, columns, dtype=torch.uint8)).shape == shapes["packed"][1]
     assert len(one.format.values) == 2**one.format.bits
@@ -407,8 +409,8 @@ def _table(shapes: Sequence[tuple[int, int]], formats: Sequence[str]) -> bytes:
     for name in formats:
         for n, k in shapes:
             for m, row in ((1, "fused-portable-gemv"), (16, "fused-portable"), (64, "dequantize")):
-                problem, tiling = _problem(name, m, n, k), kernel_named(row).tiling
-                tile = None if tiling is None else tiling.rule(problem)
+                problem, tile_space = _problem(name, m, n, k), kernel_named(row).tile_space
+                tile = None if tile_space is None else tile_space.rule(problem)
                 others = {} if row == "fused-portable-gemv" else {"fused-portable-gemv": 31.5}
                 entries[Key.of(problem)] = Entry(12.5, row, tile, others)
     return to_json(TileTable(GPU, {"quantkit": "0.1.0", "triton": "3.6.0"}, entries), KERNELS)
@@ -435,8 +437,11 @@ def _check_table(case: bytes, directory: Path) -> None:
             key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, GPU, key.fp16_accumulation
         )
         assert 0 < entry.us < math.inf
-        if row.tiling is not None:
-            assert row.supports(problem) is None and row.tiling.why_not(problem, entry.tile) is None
+        if row.tile_space is not None:
+            assert (
+                row.why_unsupported(problem) is None
+                and row.tile_space.why_invalid(problem, entry.tile) is None
+            )
 
 
 # Recipes

@@ -27,7 +27,7 @@ from quantkit.kernels.gemm.decode import decode_launch, decode_tiles
 from quantkit.kernels.gemm.dequantize import dequantize_launch
 from quantkit.kernels.gemm.dequantize.dequantize_kernel import dequantize
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.gemm.operands import GROUP_M, Grouping, constants, table_bytes
+from quantkit.kernels.gemm.operands import GROUP_M, GemmSpec, Grouping, constants, table_bytes
 from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm
 from quantkit.kernels.gemm.portable.portable_gemm_launch import (
     WAIT_PTX,
@@ -64,11 +64,14 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class Case(NamedTuple):
     """A kernel, preset, GPU and M.
 
-    It is skinny, present (skinny that loads only rows of x that are there), tiled, halves (tiles with sums in
-    float16), dense or order; skinny and tiled with "experts" for several weights at once, skinny with "long"
-    for a weight with long rows; or one of those that work on pairs of tokens and experts, count, sort, sort
-    few and weigh. Or it is narrow or stream, and the numbers of a tile. Or it is attend and what
-    `build_attention` says, with a dtype in place of a preset, and the features of a head in place of M.
+    The kernel is one of
+
+    - portable-gemv, portable-gemm: with "experts" for several weights at once, the first with "long" for long
+      rows; predicated: the first with loads of only those rows of x that are there; fp16 sums: the second
+    - dequantize, repack
+    - count, sort, sort few, weigh: for routed tokens
+    - small-m, decode, wgmma: with the numbers of a tile
+    - attend: with what `build_attention` says; a dtype is the preset, and M the features of a head
     """
 
     kernel: str
@@ -108,7 +111,7 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     features = frozenset(() if amd else ("ptx", "wgmma") if case.capability == 90 else ("ptx",))
     k = LONG if case.kernel.endswith("long") else K
     shape, known = geometry(N, k, row, dtype), constants(N, k, row, dtype, not amd)
-    if case.kernel == "dense":
+    if case.kernel == "dequantize":
         spans = max(128 // shape.span, 1)
         return Source(
             dequantize, dict(known, C=spans, W=dequantize_launch.WARPS), dequantize_launch.WARPS, 3, None
@@ -118,15 +121,15 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
         names = kernel.arg_names
         known = {"EXPERTS": 8, "BUCKETS": 16, "PDL": 90 <= case.capability < 942, **sizes}
         return Source(kernel, {name: known[name] for name in names if name in known}, 4, 3, None)
-    if case.kernel == "order":
+    if case.kernel == "repack":
         check = any(map(math.isnan, row.format.values))
         return Source(repack_codes, repack_constants(row.format, shape, row.format.bits, check), 4, 3, None)
     experts = case.kernel.endswith("experts")
     known = dict(known, HAS_BIAS=not experts, MATRICES=2 if experts else 1, TOP_K=2 if experts else 1)
     if not experts:
         known |= {"order": None, "expert_blocks": None}
-    if case.kernel.startswith("skinny") or case.kernel == "present":
-        tile = replace(portable_gemv_tile(shape, case.m), predicate_x=case.kernel == "present")
+    if case.kernel.startswith("portable-gemv") or case.kernel == "predicated":
+        tile = replace(portable_gemv_tile(shape, case.m), predicate_x=case.kernel == "predicated")
         known |= {"W": tile.warps, "NG": tile.columns // shape.dot, "R": tile.row_tiles}
         known |= {"BM": rows_of_x(case.m, features), "PREFETCH": tile.prefetch}
         known |= {
@@ -139,7 +142,7 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
     tile = portable_gemm_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED), features=features)
     if experts:
         tile = replace(tile, split_k=1)
-    half = fp16_weight_scale(N, K, row) if case.kernel == "halves" else None
+    half = fp16_weight_scale(N, K, row) if case.kernel == "fp16 sums" else None
     known |= {
         "RT": tile.row_tiles,
         "BM": tile.block_m,
@@ -252,7 +255,7 @@ def build_attention(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     return triton.compile(code, target=target, options=others), found
 
 
-def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+def build_wgmma(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for many rows of x, in the tile that its name has the numbers of, or that of the rules.
 
     With "by" and a number rows of y are multiples of that, else of 8. After the preset there may be another
@@ -266,7 +269,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     asked, _, even = case.kernel.partition(" by ")
     numbers = map(int, asked.split()[1:])
     tile = WgmmaTile(*numbers)
-    if asked == "hopper":
+    if asked == "wgmma":
         tile = wgmma_tile(shape, case.m, zeros=row.has_zero_point)
     known = constants_of(N, K, row, dtype, tile)
     known = {name: value for name, value in known.items() if name in wgmma_gemm.arg_names}
@@ -311,7 +314,7 @@ def build_hopper(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     return triton.compile(code, target=target, options=options), found
 
 
-def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+def build_small_m(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for some rows of x, in the tile that its name has the numbers of, with a bias.
 
     With "long", it is for a weight with long rows, with "gate" y is gated, with "end" a norm ended. With
@@ -330,12 +333,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
     n, has_bias = (N, True) if grouping is None else (2 * N, False)
     launches = small_m_launch._launches(
-        case.m,
-        n,
-        k,
-        row,
-        dtype,
-        has_bias,
+        GemmSpec(case.m, n, k, row, dtype, has_bias),
         tile,
         features,
         H200_PROCESSORS,
@@ -371,7 +369,7 @@ def build_narrow(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     return triton.compile(code, target=target, options=others), found
 
 
-def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+def build_decode(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for a few rows of x, in the tile that its name has the numbers of, with a bias.
 
     With "long", it is for a weight with long rows, with "small" for one of few; with "norm" x is the norm of
@@ -390,7 +388,13 @@ def build_stream(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     features = frozenset({"ptx", "gluon", *(["overlap"] if case.capability >= 90 else [])})
     grouping = Grouping(2, 8, case.m, 2, 2, "chained" in numbers) if "experts" in numbers else None
     launch, _ = decode_launch._launch(
-        case.m, n, k, row, dtype, grouping is None, tile, features, H200_PROCESSORS, norm, gate, grouping
+        GemmSpec(case.m, n, k, row, dtype, grouping is None),
+        tile,
+        features,
+        H200_PROCESSORS,
+        norm,
+        gate,
+        grouping,
     )
     names, options = launch._kernel.arg_names, dict(launch._options)
     known = options.pop("S")
@@ -420,16 +424,16 @@ def build(case: Case) -> tuple[Any, Source]:
         return build_attention(case, target)
     if case.kernel == "ops":
         return build_ops(case, target)
-    if case.kernel.startswith("hopper"):
-        return build_hopper(case, target)
-    if case.kernel.startswith("narrow"):
-        return build_narrow(case, target)
-    if case.kernel.startswith("stream"):
-        return build_stream(case, target)
-    dtype = torch.float16 if case.kernel == "halves" else torch.bfloat16
+    if case.kernel.startswith("wgmma"):
+        return build_wgmma(case, target)
+    if case.kernel.startswith("small-m"):
+        return build_small_m(case, target)
+    if case.kernel.startswith("decode"):
+        return build_decode(case, target)
+    dtype = torch.float16 if case.kernel == "fp16 sums" else torch.bfloat16
     row = scheme(case.name)
     found = source(case, row, dtype)
-    lane = "*fp16" if case.kernel == "halves" else "*bf16"
+    lane = "*fp16" if case.kernel == "fp16 sums" else "*bf16"
     types = {
         **dict.fromkeys(("codes", "words"), "*i16"),
         **dict.fromkeys(("stored", "reserved"), "*u8"),

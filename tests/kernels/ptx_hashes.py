@@ -129,26 +129,35 @@ def cases() -> list[tuple[str, str, int, int]]:
         )
 
     every = {
-        **{"skinny": 1, "present": 1, "tiled": 64, "dense": 1, "order": 1},
-        **{"stream 8 2 1 2 @": 1, "stream 16 1 2 1 0": 2},
-        **{"narrow 8 8 2 0": 16, "narrow 8 8 2 1": 32, "hopper": 64},
+        **{"portable-gemv": 1, "predicated": 1, "portable-gemm": 64, "dequantize": 1, "repack": 1},
+        **{"decode 8 2 1 2 @": 1, "decode 16 1 2 1 0": 2},
+        **{"small-m 8 8 2 0": 16, "small-m 8 8 2 1": 32, "wgmma": 64},
     }
     add(every, names, 90)
-    add({"skinny": 1, "tiled": 64, "dense": 1, "order": 1}, kinds, 80, 100)
-    add({"stream 8 2 1 2 @": 1, "narrow 16 1 2 0": 16}, kinds, 80, 100)
-    add({"skinny": 16, "skinny experts": 1, "skinny long": 1, "tiled experts": 64}, kinds, 90)
-    add({"tiled": 128, "halves": 64}, ("int4", "int3"), 80, 90)
+    add({"portable-gemv": 1, "portable-gemm": 64, "dequantize": 1, "repack": 1}, kinds, 80, 100)
+    add({"decode 8 2 1 2 @": 1, "small-m 16 1 2 0": 16}, kinds, 80, 100)
+    add(
+        {
+            "portable-gemv": 16,
+            "portable-gemv experts": 1,
+            "portable-gemv long": 1,
+            "portable-gemm experts": 64,
+        },
+        kinds,
+        90,
+    )
+    add({"portable-gemm": 128, "fp16 sums": 64}, ("int4", "int3"), 80, 90)
     streams = ("norm", "norm gate", "begin", "end gate", "long", "norm long", "begin long", "small")
     experts = ("experts", "experts gate", "experts chained")
-    add({f"stream {words} 8 2 1 2 @": 1 for words in (*streams, *experts)}, ("int4", "nf4", "nvfp4"), 90)
-    narrows = {f"narrow {words} 16 1 2 0": 16 for words in ("end", "gate", "gate end", "long")}
-    add(narrows | {"narrow gate end 16 1 2 1": 16}, ("int4", "nf4", "nvfp4"), 90)
-    add({"narrow begin 8 8 2 0": 16}, ("int4",), 80, 90, 100)
-    add({f"narrow {words} 8 1 2 0": 8 for words in experts}, ("int8", "nvfp4", "nf4"), 90)
-    add({"hopper": 4096}, kinds, 90)
-    add({f"hopper {tile}": 0 for tile in ("16 128 1", "32 128 2", "64 128 1 0 256")}, ("int4", "mxfp4"), 90)
-    add({f"hopper 64 128 1 by {even}": 0 for even in (1, 2, 4)}, ("int4",), 90)
-    add({"hopper": 64}, ("int7 16 integer", "int8 32 float", "int4 16 integer"), 90)
+    add({f"decode {words} 8 2 1 2 @": 1 for words in (*streams, *experts)}, ("int4", "nf4", "nvfp4"), 90)
+    small_m = {f"small-m {words} 16 1 2 0": 16 for words in ("end", "gate", "gate end", "long")}
+    add(small_m | {"small-m gate end 16 1 2 1": 16}, ("int4", "nf4", "nvfp4"), 90)
+    add({"small-m begin 8 8 2 0": 16}, ("int4",), 80, 90, 100)
+    add({f"small-m {words} 8 1 2 0": 8 for words in experts}, ("int8", "nvfp4", "nf4"), 90)
+    add({"wgmma": 4096}, kinds, 90)
+    add({f"wgmma {tile}": 0 for tile in ("16 128 1", "32 128 2", "64 128 1 0 256")}, ("int4", "mxfp4"), 90)
+    add({f"wgmma 64 128 1 by {even}": 0 for even in (1, 2, 4)}, ("int4",), 90)
+    add({"wgmma": 64}, ("int7 16 integer", "int8 32 float", "int4 16 integer"), 90)
     add({"count": 1, "sort": 1, "sort few": 1, "weigh": 1}, ("int4",), 80, 90, 100)
     ops = dict.fromkeys(("embed", "gate", "argmax partial", "argmax combine"), 1)
     ops |= {"norm": 4096, "activate": 2880, "small_linear": 2048, "norm_linear": 2048, "route groups": 256}

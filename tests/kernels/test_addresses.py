@@ -114,16 +114,16 @@ def operands(make: Callable[..., PackedTensor], m: int, k: int, dtype: torch.dty
 
 
 RUNS: dict[str, Callable[[Operands], torch.Tensor]] = {
-    "skinny": lambda op: portable_gemv_launch.run(op, PortableGemvTile(1, 128, 4), FEATURES),
-    "tiled": lambda op: portable_gemm_launch.run(op, PortableGemmTile(4, 64, stages=2), FEATURES),
-    "stream": lambda op: decode_launch.run(
+    "portable-gemv": lambda op: portable_gemv_launch.run(op, PortableGemvTile(1, 128, 4), FEATURES),
+    "portable-gemm": lambda op: portable_gemm_launch.run(op, PortableGemmTile(4, 64, stages=2), FEATURES),
+    "decode": lambda op: decode_launch.run(
         op, DecodeTile(4, 1, prefetch=1), FEATURES or GPU_FEATURES - {"overlap"}
     ),
 }
 
 
 @pytest.mark.fault(46)
-@pytest.mark.parametrize(("name", "m"), [("skinny", 32), ("tiled", 40)])
+@pytest.mark.parametrize(("name", "m"), [("portable-gemv", 32), ("portable-gemm", 40)])
 def test_codes_and_outputs_may_lie_beyond_two_to_the_31(
     make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any], name: str, m: int
 ) -> None:
@@ -143,11 +143,11 @@ def test_x_may_have_more_than_two_to_the_31_elements(
     make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]
 ) -> None:
     op = operands(make_packed, LAST, 256)
-    expected = RUNS["tiled"](op)
+    expected = RUNS["portable-gemm"](op)
     x = far(op.x, FAR // 256 + LAST)
     assert x.numel() > FAR
     with last_programs():
-        y = RUNS["tiled"](replace(op, x=x))
+        y = RUNS["portable-gemm"](replace(op, x=x))
     assert_equal(y[-LAST:], expected)
 
 
@@ -182,13 +182,13 @@ def test_the_layout_builder(last_programs: Callable[[], Any]) -> None:
 
 
 @pytest.mark.fault(46)
-@pytest.mark.parametrize(("name", "size"), [("skinny", 8), ("tiled", 64), ("stream", 1)])
+@pytest.mark.parametrize(("name", "size"), [("portable-gemv", 8), ("portable-gemm", 64), ("decode", 1)])
 def test_the_last_of_many_experts(
     make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any], name: str, size: int
 ) -> None:
     """Its weights lie beyond 2^31, and so do the outputs of the last pairs."""
     # `fused-gemv` takes no float32.
-    op = operands(make_packed, size, 128, torch.bfloat16 if name == "stream" else DTYPE)
+    op = operands(make_packed, size, 128, torch.bfloat16 if name == "decode" else DTYPE)
     expected = RUNS[name](op)
     experts = FAR // op.layout[0].numel() + 2
     pairs_ = FAR // (LAST * size) * size + size

@@ -140,15 +140,15 @@ def assert_portable_kernels_fit(case: Case, found: dict[str, Any]) -> None:
     """Without PTX values are computed too, products are those of tensor cores, and shared memory suffices."""
     kernel, name, _, _ = case
     assert found["looks_up"] == (name in TABLES), case
-    if kernel == "dense" or name not in TABLES:
+    if kernel == "dequantize" or name not in TABLES:
         assert found["shared"] <= found["limit"], (case, found)
-        assert (found["products"] > 0) == (kernel != "dense"), case
+        assert (found["products"] > 0) == (kernel != "dequantize"), case
         assert found["spills"] == 0, (case, found)
-        if kernel.startswith("skinny"):
+        if kernel.startswith("portable-gemv"):
             # What is loaded passes through it once, in the order of these tensor cores; not decoded weights.
             assert found["shared"] <= 16 << 10, (case, found)
             assert found["shared_reads"] <= found["global_loads"] * 1.3, (case, found)
-        assert not kernel.startswith("tiled") or found["shared"] <= found["bound"], (case, found)
+        assert not kernel.startswith("portable-gemm") or found["shared"] <= found["bound"], (case, found)
 
 
 def test_every_preset_has_a_ceiling() -> None:
@@ -161,13 +161,13 @@ def test_every_preset_has_a_ceiling() -> None:
 )
 def test_on_hopper_kernels_are_what_makes_them_fast(compiled: Compiled, name: str) -> None:
     """In both nothing spills. Few rows: few instructions. Tiles: weights are decoded into operand A."""
-    skinny, tiled = ("skinny", name, 90, 1), ("tiled", name, 90, 64)
-    of = compiled([skinny, tiled])
-    case, found = skinny, of[skinny]
+    gemv, gemm = ("portable-gemv", name, 90, 1), ("portable-gemm", name, 90, 64)
+    of = compiled([gemv, gemm])
+    case, found = gemv, of[gemv]
     assert_few_rows_stay_in_registers(case, found)
     assert found["spills"] == 0, (case, found)
     assert found["per_weight"] <= INSTRUCTIONS[name], (case, found)
-    case, found = tiled, of[tiled]
+    case, found = gemm, of[gemm]
     assert_tiles_wait_for_products(case, found)
     assert found["spills"] == 0, (case, found)
     assert found["wgmma"] > 0 and found["wgmma_registers"] == found["wgmma"], (case, found)
@@ -177,21 +177,25 @@ def test_on_hopper_kernels_are_what_makes_them_fast(compiled: Compiled, name: st
 
 
 def test_few_rows_of_x_are_loaded_where_there_are_any(compiled: Compiled) -> None:
-    for case, found in compiled([("present", name, 90, 1) for name in ("int4", "int8", "nf4")]).items():
+    for case, found in compiled([("predicated", name, 90, 1) for name in ("int4", "int8", "nf4")]).items():
         assert_few_rows_stay_in_registers(case, found)
         assert found["spills"] == 0, (case, found)
 
 
 def test_on_ampere_few_rows_stay_in_registers(compiled: Compiled) -> None:
     for case, found in compiled(
-        [("skinny", name, 80, 1) for name in ("int4", "int7", "nvfp4", "fp8")]
+        [("portable-gemv", name, 80, 1) for name in ("int4", "int7", "nvfp4", "fp8")]
     ).items():
         assert_few_rows_stay_in_registers(case, found)
 
 
 def test_tiles_of_any_size_wait_for_a_product_before_they_decode_the_next(compiled: Compiled) -> None:
-    cases: list[Case] = [("tiled", "int4", 90, 128), ("tiled", "int3", 90, 32), ("tiled", "nvfp4", 90, 128)]
-    cases += [("tiled", "int8", 90, 1024), ("tiled", "int3", 90, 128)]
+    cases: list[Case] = [
+        ("portable-gemm", "int4", 90, 128),
+        ("portable-gemm", "int3", 90, 32),
+        ("portable-gemm", "nvfp4", 90, 128),
+    ]
+    cases += [("portable-gemm", "int8", 90, 1024), ("portable-gemm", "int3", 90, 128)]
     chains = {}
     for case, found in compiled(cases).items():
         assert_tiles_wait_for_products(case, found)
@@ -208,22 +212,30 @@ def test_tiles_of_any_size_wait_for_a_product_before_they_decode_the_next(compil
 def test_other_targets_compile(compiled: Compiled) -> None:
     """Blackwell and a consumer GPU."""
     cases: list[Case] = [
-        (kernel, name, 100, 8) for name in ("int4", "nvfp4") for kernel in ("skinny", "tiled")
+        (kernel, name, 100, 8) for name in ("int4", "nvfp4") for kernel in ("portable-gemv", "portable-gemm")
     ]
-    for case, found in compiled([*cases, ("tiled", "int7", 89, 128)]).items():
+    for case, found in compiled([*cases, ("portable-gemm", "int7", 89, 128)]).items():
         assert found["products"] > 0, case
         assert found["shared"] <= found["limit"], case
 
 
 def test_the_layout_builder_compiles(compiled: Compiled) -> None:
-    for case, found in compiled([("order", "int5", 80, 1), ("order", "fp4", AMD, 1)]).items():
+    for case, found in compiled([("repack", "int5", 80, 1), ("repack", "fp4", AMD, 1)]).items():
         assert found["spills"] == 0, case
 
 
 def test_kernels_without_ptx_compute_values_in_the_memory_there_is(compiled: Compiled) -> None:
-    cases: list[Case] = [("skinny", "int4", AMD, 1), ("skinny", "mxfp4", AMD, 1), ("dense", "nf4", AMD, 1)]
+    cases: list[Case] = [
+        ("portable-gemv", "int4", AMD, 1),
+        ("portable-gemv", "mxfp4", AMD, 1),
+        ("dequantize", "nf4", AMD, 1),
+    ]
     # Steps of 256 columns take the most shared memory.
-    cases += [("tiled", "fp6", AMD, 64), ("tiled", "binary", AMD, 128), ("dense", "nvfp4", AMD, 1)]
+    cases += [
+        ("portable-gemm", "fp6", AMD, 64),
+        ("portable-gemm", "binary", AMD, 128),
+        ("dequantize", "nvfp4", AMD, 1),
+    ]
     for case, found in compiled(cases).items():
         assert_portable_kernels_fit(case, found)
 
@@ -231,11 +243,11 @@ def test_kernels_without_ptx_compute_values_in_the_memory_there_is(compiled: Com
 def test_with_experts_kernels_are_as_fast_as_with_one_weight(compiled: Compiled) -> None:
     """They read the same bytes in the same way; a tenth of an instruction per weight finds them."""
     names = ("int4", "nvfp4")
-    cases: list[Case] = [("skinny experts", name, 90, 1) for name in names]
-    cases += [("tiled experts", name, 90, m) for name in names for m in (32, 128)]
+    cases: list[Case] = [("portable-gemv experts", name, 90, 1) for name in names]
+    cases += [("portable-gemm experts", name, 90, m) for name in names for m in (32, 128)]
     for case, found in compiled(cases).items():
         assert found["spills"] == 0, (case, found)
-        if case[0] == "skinny experts":
+        if case[0] == "portable-gemv experts":
             assert_few_rows_stay_in_registers(case, found)
             assert found["per_weight"] <= INSTRUCTIONS[case[1]] + 0.1, (case, found)
             continue
@@ -249,8 +261,8 @@ def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> N
         (kernel, "int4", capability, m)
         for capability in (80, AMD)
         for kernel, m in (
-            ("skinny experts", 1),
-            ("tiled experts", 64),
+            ("portable-gemv experts", 1),
+            ("portable-gemm experts", 64),
             ("count", 1),
             ("sort", 1),
             ("sort few", 1),
@@ -258,7 +270,7 @@ def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> N
         )
     ]
     for case, found in compiled(
-        [*cases, ("sort", "int4", 90, 1), ("skinny experts", "nvfp4", AMD, 1)]
+        [*cases, ("sort", "int4", 90, 1), ("portable-gemv experts", "nvfp4", AMD, 1)]
     ).items():
         kernel, _, capability, _ = case
         assert found["shared"] <= found["limit"], (case, found)
@@ -268,7 +280,7 @@ def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> N
             assert_portable_kernels_fit(case, found)
         else:
             assert found["products"] > 0, (case, found)
-            if kernel == "skinny experts":
+            if kernel == "portable-gemv experts":
                 assert_few_rows_stay_in_registers(case, found)
 
 
@@ -278,7 +290,7 @@ def test_kernels_with_experts_compile_for_other_targets(compiled: Compiled) -> N
 def test_long_rows_of_wide_codes_leave_registers_to_load_ahead(
     compiled: Compiled, name: str, capability: int, m: int
 ) -> None:
-    for case, found in compiled([("skinny long", name, capability, m)]).items():
+    for case, found in compiled([("portable-gemv long", name, capability, m)]).items():
         assert found["spills"] == 0, (case, found)
         assert_few_rows_stay_in_registers(case, found)
 
@@ -368,7 +380,7 @@ def assert_rotation_stays(found: dict[Case, dict[str, Any]]) -> None:
 )
 def test_hopper_leaves_products_in_flight(compiled: Compiled, name: str, m: int) -> None:
     """Of 8 products of 16 columns and 64 rows each, from weights in registers."""
-    (found,) = compiled([("hopper", name, 90, m)]).values()
+    (found,) = compiled([("wgmma", name, 90, m)]).values()
     assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], found
     assert found["spills"] <= HOPPER_SPILLS and found["spills_in_loops"] == 0, found
     # Two or three groups of warps, two units; of some formats a unit has 256 columns, in two turns.
@@ -393,7 +405,7 @@ def test_hopper_leaves_products_in_flight(compiled: Compiled, name: str, m: int)
     ],
 )
 def test_hopper_has_registers_for_many_scales_and_zero_points(compiled: Compiled, name: str, m: int) -> None:
-    (found,) = compiled([("hopper", name, 90, m)]).values()
+    (found,) = compiled([("wgmma", name, 90, m)]).values()
     assert found["spills_in_loops"] <= 8, found
 
 
@@ -407,7 +419,7 @@ def test_hopper_has_registers_for_many_scales_and_zero_points(compiled: Compiled
 )
 def test_hopper_multiplies_with_many_columns_at_a_time(compiled: Compiled, name: str, tile: str) -> None:
     """Of 16 products, which wait for both blocks of x and once for all."""
-    (found,) = compiled([(f"hopper {tile} 0 256", name, 90, 0)]).values()
+    (found,) = compiled([(f"wgmma {tile} 0 256", name, 90, 0)]).values()
     assert found["shared"] <= found["bound"] and found["shared"] <= found["limit"], found
     assert found["spills"] == 0, found
     assert found["wgmma"] == found["wgmma_registers"] == 2 * 2 * 16, found
@@ -426,13 +438,13 @@ def test_hopper_writes_as_much_at_once_as_rows_of_y_allow(
     compiled: Compiled, even: int, written: str
 ) -> None:
     """Sums that are left take 16 bytes at a time, and words that say so 8."""
-    (found,) = compiled([(f"hopper 64 128 1 by {even}", "int4", 90, 0)]).values()
+    (found,) = compiled([(f"wgmma 64 128 1 by {even}", "int4", 90, 0)]).values()
     assert found["written"] == sorted({"v4.b32", "b64", written}), found
 
 
 @pytest.mark.parametrize("name", ["mxfp4", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_three_groups_of_few_rows_of_x_stay_in_registers(compiled: Compiled, name: str) -> None:
-    (found,) = compiled([("hopper 64 192 2", name, 90, 64)]).values()
+    (found,) = compiled([("wgmma 64 192 2", name, 90, 64)]).values()
     assert found["shared"] <= found["bound"] and found["loops"] == 3, found
     assert found["spills"] <= HOPPER_SPILLS and found["spills_in_loops"] == 0, found
     assert found["wgmma"] == found["wgmma_registers"] == 3 * 2 * 8, found
@@ -447,7 +459,7 @@ def test_three_groups_of_few_rows_of_x_stay_in_registers(compiled: Compiled, nam
     ],
 )
 def test_two_programs_of_few_rows_of_x_fit_a_multiprocessor(compiled: Compiled, name: str, m: int) -> None:
-    (found,) = compiled([(f"hopper {m} 128 1", name, 90, 0)]).values()
+    (found,) = compiled([(f"wgmma {m} 128 1", name, 90, 0)]).values()
     assert 2 * (found["shared"] + RESERVED) <= found["limit"] + RESERVED, found
     # Of three groups launched with 80 registers a thread, the others have 104 and 24.
     assert found["registers"] <= 3 * 80 - 104 - 24, found
@@ -457,22 +469,22 @@ def test_two_programs_of_few_rows_of_x_fit_a_multiprocessor(compiled: Compiled, 
 
 #: Products, ends of norms, experts and gates, for an old GPU and the one that it is for.
 SHARED_X: list[Case] = [
-    *(("narrow 8 8 2 0", name, 90, 16) for name in ("int4", "mxfp4", "nf4")),
-    ("narrow 16 1 2 0", "int4", 80, 16),
-    ("narrow end 8 8 2 0", "fp6", 90, 16),
-    ("narrow experts 8 1 2 0", "nvfp4", 90, 8),
-    ("narrow experts chained 16 4 2 0 long", "int4", 90, 8),
-    ("narrow gate end 16 1 2 0", "int4", 90, 16),
-    ("narrow experts gate 16 1 2 0", "int4", 90, 8),
+    *(("small-m 8 8 2 0", name, 90, 16) for name in ("int4", "mxfp4", "nf4")),
+    ("small-m 16 1 2 0", "int4", 80, 16),
+    ("small-m end 8 8 2 0", "fp6", 90, 16),
+    ("small-m experts 8 1 2 0", "nvfp4", 90, 8),
+    ("small-m experts chained 16 4 2 0 long", "int4", 90, 8),
+    ("small-m gate end 16 1 2 0", "int4", 90, 16),
+    ("small-m experts gate 16 1 2 0", "int4", 90, 8),
 ]
 #: The same in other formats and for other GPUs.
 MORE_SHARED_X: list[Case] = [
-    *(("narrow 8 8 2 0", name, 90, 16) for name in ("int8", "nvfp4", "fp6")),
-    *(("narrow 16 1 2 0", "int4", capability, 16) for capability in (89, 90, 100)),
-    *(("narrow 16 1 4 0", "int4", 90, 8), ("narrow 16 1 2 0", "mxfp6", 90, 16)),
-    *(("narrow end 8 8 2 0", "nf4", 90, 16), ("narrow 16 1 2 0", "nvfp4", 90, 8)),
-    *(("narrow experts 8 1 2 0", name, 90, 8) for name in ("int8", "nf4")),
-    ("narrow experts 16 1 2 0", "int4", 80, 8),
+    *(("small-m 8 8 2 0", name, 90, 16) for name in ("int8", "nvfp4", "fp6")),
+    *(("small-m 16 1 2 0", "int4", capability, 16) for capability in (89, 90, 100)),
+    *(("small-m 16 1 4 0", "int4", 90, 8), ("small-m 16 1 2 0", "mxfp6", 90, 16)),
+    *(("small-m end 8 8 2 0", "nf4", 90, 16), ("small-m 16 1 2 0", "nvfp4", 90, 8)),
+    *(("small-m experts 8 1 2 0", name, 90, 8) for name in ("int8", "nf4")),
+    ("small-m experts 16 1 2 0", "int4", 80, 8),
 ]
 
 
@@ -507,8 +519,8 @@ def test_warps_that_share_x_keep_all_else_in_registers(compiled: Compiled, cases
 )
 def test_four_warps_multiply_what_they_have_in_registers(compiled: Compiled, name: str) -> None:
     tiles = [("8 8 2", 16), ("8 8 2", 32), ("16 1 2", 16), ("16 8 2 long", 16)]
-    cases: list[Case] = [(f"narrow {tile} 1".replace("long 1", "1 long"), name, 90, m) for tile, m in tiles]
-    for case, found in compiled([*cases, ("narrow gate end 16 1 2 1", name, 90, 16)]).items():
+    cases: list[Case] = [(f"small-m {tile} 1".replace("long 1", "1 long"), name, 90, m) for tile, m in tiles]
+    for case, found in compiled([*cases, ("small-m gate end 16 1 2 1", name, 90, 16)]).items():
         assert found["wgmma"] == found["wgmma_registers"] == found["products"] > 0, (case, found)
         assert found["spills"] == 0 and found["registers"] <= 128, (case, found)
         assert found["shared"] == found["bound"] and found["wide_copies"] == 1.0, (case, found)
@@ -518,7 +530,7 @@ def test_four_warps_multiply_what_they_have_in_registers(compiled: Compiled, nam
     "capability", [80, 90, *(pytest.param(at, marks=pytest.mark.slow) for at in (89, 100))]
 )
 def test_parts_are_added_up_in_few_registers(compiled: Compiled, capability: int) -> None:
-    (found,) = compiled([("narrow begin 8 8 2 0", "int4", capability, 16)]).values()
+    (found,) = compiled([("small-m begin 8 8 2 0", "int4", capability, 16)]).values()
     assert found["spills"] == 0 and found["shared"] <= 1024 and found["registers"] <= 64, found
 
 
@@ -534,7 +546,7 @@ def test_parts_are_added_up_in_few_registers(compiled: Compiled, capability: int
 )
 def test_streamed_codes_stay_in_registers(compiled: Compiled, name: str, integers: int) -> None:
     ahead = {"int8": 2, "int7": 1, "int6": 2, "nf4": 2, "book4": 2}.get(name, 4)
-    (found,) = compiled([(f"stream 8 2 1 {ahead} {integers}", name, 90, 1)]).values()
+    (found,) = compiled([(f"decode 8 2 1 {ahead} {integers}", name, 90, 1)]).values()
     assert found["products"] > 0 and found["loops"] == 1, found
     # Of nf4 an address is put away before the loop, and fetched after it.
     assert found["spills"] <= 2 * (name == "nf4") and found["spills_in_loops"] == 0, found
@@ -552,12 +564,12 @@ def test_streamed_codes_stay_in_registers(compiled: Compiled, name: str, integer
 @pytest.mark.parametrize(
     "kernel",
     [
-        "stream long 16 1 2 3 1",
-        "stream norm 8 2 1 4 1",
-        "stream norm long 16 1 2 3 1",
-        "stream norm gate 8 2 1 4 1",
-        "stream end gate 8 2 1 2 1",
-        "stream begin long 16 1 2 3 1",
+        "decode long 16 1 2 3 1",
+        "decode norm 8 2 1 4 1",
+        "decode norm long 16 1 2 3 1",
+        "decode norm gate 8 2 1 4 1",
+        "decode end gate 8 2 1 2 1",
+        "decode begin long 16 1 2 3 1",
     ],
 )
 def test_turns_norms_and_gates_stay_in_registers(compiled: Compiled, kernel: str) -> None:
@@ -570,16 +582,16 @@ def test_turns_norms_and_gates_stay_in_registers(compiled: Compiled, kernel: str
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
-        ("nvfp4", "stream 16 2 1 1 0"),
-        ("fp8", "stream norm gate 16 2 1 1 0"),
-        ("mxfp4", "stream 8 3 1 2 0"),
+        ("nvfp4", "decode 16 2 1 1 0"),
+        ("fp8", "decode norm gate 16 2 1 1 0"),
+        ("mxfp4", "decode 8 3 1 2 0"),
         *(
             pytest.param(name, kernel, marks=pytest.mark.slow)
             for name in ("nvfp4", "mxfp8", "mxfp6", "mxfp4", "fp8")
             for kernel in (
-                "stream norm gate 16 2 1 1 0",
-                "stream begin 16 2 1 1 0",
-                "stream end gate 16 2 1 1 0",
+                "decode norm gate 16 2 1 1 0",
+                "decode begin 16 2 1 1 0",
+                "decode end gate 16 2 1 1 0",
             )
         ),
     ],
@@ -606,7 +618,7 @@ def test_more_warps_have_registers(compiled: Compiled, name: str, kernel: str) -
     ],
 )
 def test_streams_past_sixteen_rows_stay_in_registers(compiled: Compiled, name: str, tile: str) -> None:
-    (found,) = compiled([(f"stream small {tile}", name, 90, 16)]).values()
+    (found,) = compiled([(f"decode small {tile}", name, 90, 16)]).values()
     assert found["products"] > 0 and found["spills"] == 0 and found["registers"] <= 128, found
     assert found["shared"] == found["bound"] <= found["limit"], found
     assert found["wide_copies"] == 1.0, found
@@ -616,11 +628,11 @@ def test_streams_past_sixteen_rows_stay_in_registers(compiled: Compiled, name: s
     ("name", "kernel", "most"),
     [
         # Faster than one row tile at a time, for which no register is put away.
-        ("int4", "stream experts gate 4 4 2 1 1", 2),
-        ("nvfp4", "stream experts chained 4 4 2 1 0", 0),
-        ("int4", "stream experts chained 16 1 2 1 1", 0),
+        ("int4", "decode experts gate 4 4 2 1 1", 2),
+        ("nvfp4", "decode experts chained 4 4 2 1 0", 0),
+        ("int4", "decode experts chained 16 1 2 1 1", 0),
         *(
-            pytest.param(name, f"stream experts {words} 8 2 2 1 {integers}", most, marks=pytest.mark.slow)
+            pytest.param(name, f"decode experts {words} 8 2 2 1 {integers}", most, marks=pytest.mark.slow)
             for name, integers, most in (("int8", 1, 3), ("int4", 1, 0), ("mxfp4", 0, 0), ("fp6", 0, 0))
             for words in ("gate", "chained")
         ),
@@ -636,10 +648,10 @@ def test_streams_of_experts_hardly_spill(compiled: Compiled, name: str, kernel: 
 @pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow), 100])
 def test_streams_compile_for_every_nvidia_gpu(compiled: Compiled, capability: int) -> None:
     cases: list[Case] = [
-        ("stream 8 2 1 4 1", "int4", capability, 2),
-        ("stream 16 1 1 2 0", "fp6", capability, 7),
-        ("stream norm 8 2 1 2 0", "nf4", capability, 1),
-        ("stream experts gate 8 2 2 1 0", "fp8", capability, 1),
+        ("decode 8 2 1 4 1", "int4", capability, 2),
+        ("decode 16 1 1 2 0", "fp6", capability, 7),
+        ("decode norm 8 2 1 2 0", "nf4", capability, 1),
+        ("decode experts gate 8 2 2 1 0", "fp8", capability, 1),
     ]
     for case, found in compiled(cases).items():
         assert found["products"] > 0 and found["spills"] == 0, (case, found)
@@ -679,14 +691,16 @@ def test_ops_compile_for_every_target(compiled: Compiled, targets: tuple[int, ..
 
 
 def test_float16_sums_are_what_consumer_gpus_multiply_at_full_rate(compiled: Compiled) -> None:
-    for case, found in compiled([("halves", "int4", capability, 64) for capability in (80, 86, 89)]).items():
+    for case, found in compiled(
+        [("fp16 sums", "int4", capability, 64) for capability in (80, 86, 89)]
+    ).items():
         assert found["sums"] == ["f16"], case
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kernel_compiles_for_every_target(compiled: Compiled, name: str) -> None:
-    kernels = (("skinny", 1), ("skinny", 16), ("tiled", 64), ("dense", 1))
+    kernels = (("portable-gemv", 1), ("portable-gemv", 16), ("portable-gemm", 64), ("dequantize", 1))
     cases: list[Case] = [(kernel, name, cap, m) for cap in (80, 89, 90, 100, AMD) for kernel, m in kernels]
     for case, found in compiled(cases).items():
         kernel, _, capability, _ = case
@@ -694,4 +708,4 @@ def test_every_kernel_compiles_for_every_target(compiled: Compiled, name: str) -
             assert_portable_kernels_fit(case, found)
             continue
         assert found["shared"] <= found["limit"], (case, found)
-        assert (found["products"] > 0) == (kernel != "dense"), (case, found)
+        assert (found["products"] > 0) == (kernel != "dequantize"), (case, found)

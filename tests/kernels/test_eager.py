@@ -112,8 +112,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         name="dense",
         summary="",
         devices=("cpu",),
-        supports=lambda problem: None if problem.dtype == torch.float32 else "it is for float32",
-        pays=always,
+        why_unsupported=lambda problem: None if problem.dtype == torch.float32 else "it is for float32",
+        why_slower=always,
         layout=Layout("dense", lambda packed, dtype: (packed.dequantize(dtype),), join),
         launch=lambda x, weight, layout, bias: bind(x, weight, layout, bias)(
             x, None if bias is None else bias.contiguous()
@@ -358,7 +358,7 @@ def test_tile_tables_that_are_read_anew_are_asked(ran, monkeypatch):
     layer(x_of(2))
     check(layer, x_of(2), ran, FAST)
     asked = []
-    first = replace(registry.KERNELS[0], pays=asked.append)
+    first = replace(registry.KERNELS[0], why_slower=asked.append)
     monkeypatch.setattr(registry, "KERNELS", (first, *registry.KERNELS[1:]))
     registry.forget_tile_tables()
     check(layer, x_of(2), ran, ANY)

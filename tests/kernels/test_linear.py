@@ -1,6 +1,8 @@
 """Packed linear layers against the float64 product of the dequantized weight."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import KernelError
 from quantkit.kernels.gemm import unpack
 from quantkit.kernels.gemm.unpack import BLOCK_WEIGHTS
+from quantkit.kernels.layouts import fragment_layout
 from quantkit.kernels.linear import build_layout, join_layouts, linear, linear_parts
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Problem, device_features
 from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, explain
@@ -49,7 +52,7 @@ def integers(m, k, dtype):
 def computes(row, packed, m, dtype):
     """Whether the row can be forced on this product."""
     problem = Problem(m, *packed.shape, packed.scheme, dtype, "cpu", device_features("cpu"))
-    return "cpu" in row.devices and row.supports(problem) is None
+    return "cpu" in row.devices and row.why_unsupported(problem) is None
 
 
 #: Sums of their values need more digits than float32 has.
@@ -111,6 +114,44 @@ def test_what_runs_unforced_is_right_for_every_m(dtype, make_packed, reference):
         for m in ROWS_OF_X[1:]:
             x = torch.randn(m, 256, generator=torch.Generator().manual_seed(m)).to(dtype)
             assert_close(linear(x, packed).double(), reference(x, packed), norm=ERROR[dtype])
+
+
+def of_blocks(name, shape, scale_dtype=torch.float32):
+    """The same weight with scales of blocks of 16 x 32, and with one for each row of a block."""
+    rows, columns = shape
+    blocks = Scheme(number_format(name), 32, scale_dtype=scale_dtype, group_rows=16)
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 127, shape, generator=generator, dtype=torch.uint8)
+    scale = torch.exp2(torch.randint(-3, 3, (-(-rows // 16), -(-columns // 32)), generator=generator).float())
+    packed = PackedTensor.from_codes(codes, scale, None, blocks)
+    of_rows = scale.repeat_interleave(16, 0)[:rows]
+    return packed, PackedTensor.from_codes(codes, of_rows, None, replace(blocks, group_rows=1))
+
+
+@pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.name)
+@pytest.mark.parametrize("name", ["fp8-e4m3", "int8"])
+def test_scales_of_blocks_are_those_of_each_row(name, row, monkeypatch):
+    """Bit for bit, with ragged last blocks."""
+    monkeypatch.setenv(FORCE_VARIABLE, row.name)
+    monkeypatch.setitem(BLOCK_WEIGHTS, "cpu", 7 * 172)
+    packed, of_rows = of_blocks(name, (37, 172))
+    assert packed.scale.numel() < of_rows.scale.numel() / 10
+    assert_equal(packed.dequantize(start=5, stop=33), of_rows.dequantize(start=5, stop=33))
+    for m, dtype in itertools.product((1, 17), ACTIVATION_DTYPES):
+        if computes(row, packed, m, dtype):
+            x = torch.randn(m, 172, generator=torch.Generator().manual_seed(m)).to(dtype)
+            assert_equal(linear(x, packed), linear(x, of_rows))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
+def test_layouts_of_blocks_are_those_of_each_row(scale_dtype):
+    """All kernels of GPUs read these layouts; words are restored from them and the stored scales."""
+    packed, of_rows = of_blocks("fp8-e4m3", (64, 256), scale_dtype)
+    for dtype in ACTIVATION_DTYPES:
+        layout = fragment_layout.build(packed, dtype)
+        for found, expected in zip(layout, fragment_layout.build(of_rows, dtype), strict=True):
+            assert_equal(found, expected)
+        assert_equal(fragment_layout.restore(layout, packed.scheme, packed.shape, packed.scale), packed.words)
 
 
 def test_unpack_crosses_block_boundaries(make_packed, reference, monkeypatch, poisoned):
@@ -372,6 +413,6 @@ def test_minimums_of_q4_1_are_zero_points_to_kernels(bits, dtype, device, monkey
         assert_close(linear(x, packed).double(), expected, norm=ERROR[dtype])
         for row in KERNELS:
             problem = Problem(m, 96, 256, chosen, dtype, device, device_features(device))
-            if device in row.devices and row.supports(problem) is None:
+            if device in row.devices and row.why_unsupported(problem) is None:
                 monkeypatch.setenv(FORCE_VARIABLE, row.name)
                 assert_close(linear(x, packed).double(), expected, norm=ERROR[dtype])

@@ -51,6 +51,8 @@ CLASSES = {
 def experts_of(name: str, config: str, **changes) -> nn.Module:
     family, _, kind = name.partition(".")
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    if not hasattr(module, kind):
+        pytest.skip("the experts of this transformers are no module")
     with torch.device("meta"):
         return getattr(module, kind)(getattr(transformers, config)(**{**SIZES, **changes}))
 
@@ -58,11 +60,16 @@ def experts_of(name: str, config: str, **changes) -> nn.Module:
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_of_transformers(name):
     config, spec = CLASSES[name]
-    assert spec_of(experts_of(name, config)) == spec
+    experts = experts_of(name, config)
+    if not experts._parameters:
+        pytest.skip("the experts of this transformers have a module for each matrix")
+    assert spec_of(experts) == spec
 
 
 def test_numbers_are_those_of_the_module():
-    experts = experts_of("gpt_oss.GptOssExperts", "GptOssConfig", swiglu_limit=3.5, swiglu_alpha=2.25)
+    experts = experts_of("gpt_oss.GptOssExperts", "GptOssConfig")
+    # Not all versions of transformers take them from the config.
+    experts.limit, experts.alpha = 3.5, 2.25
     assert spec_of(experts).activation == Activation(SWIGLU, limit=3.5, alpha=2.25)
 
 

@@ -19,7 +19,11 @@ TENSORS: dict[str, tuple[tuple[int, ...], str, str | None]] = {
     f"{LAYER}self_attn.k_proj.weight": ((8, 256), "F16", LINEAR),
     # The gate of an MLP, not that of a mixture.
     f"{LAYER}mlp.gate.weight": ((512, 256), "F32", LINEAR),
-    f"{LAYER}mixer.dt_proj.weight": ((512, 64), "BF16", LINEAR),
+    f"{LAYER}mixer.x_proj.weight": ((512, 64), "BF16", LINEAR),
+    f"{LAYER}mixer.dt_proj.weight": (
+        *((512, 64), "BF16"),
+        "rule: model code reads its weight itself, by its name",
+    ),
     f"{LAYER}mixer.A_log": ((512, 16), "BF16", "its name does not end in .weight, as that of a linear does"),
     f"{LAYER}mixer.conv1d.weight": ((512, 1, 4), "BF16", "more than two dimensions, as convolutions have"),
     f"{LAYER}mixer.short_conv.weight": ((512, 4), "BF16", "a convolution, by its name"),
@@ -27,8 +31,8 @@ TENSORS: dict[str, tuple[tuple[int, ...], str, str | None]] = {
     f"{LAYER}head_norm.weight": ((4, 64), "F32", "a norm, by its name"),
     f"{LAYER}attn.relative_attention_bias.weight": ((32, 8), "F32", "a table of biases, by its name"),
     f"{LAYER}ids.weight": ((4, 4), "I64", "its dtype is none that is quantized"),
-    f"{LAYER}moe.gate.weight": ((8, 256), "BF16", "rule: a router, by its name and few rows"),
-    f"{LAYER}moe.router.proj.weight": ((8, 256), "BF16", "rule: a router, by its name and few rows"),
+    f"{LAYER}moe.gate.weight": ((8, 256), "BF16", "rule: a router, by its name"),
+    f"{LAYER}moe.router.proj.weight": ((8, 256), "BF16", "rule: a router, by its name"),
     f"{LAYER}moe.shared_gate.weight": (
         *((1, 256), "BF16"),
         "it has one output: packing it saves next to nothing",
@@ -41,20 +45,29 @@ TENSORS: dict[str, tuple[tuple[int, ...], str, str | None]] = {
         *((6, 256), "BF16"),
         "rule: a router: it has a row for each expert beside it",
     ),
+    f"{LAYER}zaya.gate.up.weight": ((512, 256), "BF16", "rule: a router, by its name"),
+    # Parts of names that do not say what a tensor is.
+    f"{LAYER}input_norm.up.weight": ((64, 256), "BF16", LINEAR),
+    f"{LAYER}conv.in_proj.weight": ((64, 256), "BF16", LINEAR),
+    "model.blocks.0.fc.weight": ((64, 256), "BF16", LINEAR),
+    "model.heads.0.weight": (
+        *((64, 256), "BF16"),
+        "rule: outside the repeated blocks: its name has no number of one",
+    ),
     f"{LAYER}wide.weight": ((64, 200), "BF16", "rule: its rows are not whole groups"),
     "model.layers.2.eh_proj.weight": (
         *((256, 512), "BF16"),
         "rule: of a block beyond those that config.json counts",
     ),
     "mtp.layers.0.fc.weight": ((256, 512), "BF16", "rule: of a head of further tokens, by its name"),
-    "visual.blocks.0.qkv.weight": ((384, 128), "BF16", "rule: of a part for images or sounds, by its name"),
+    "visual.blocks.0.qkv.weight": ((384, 128), "BF16", "rule: of a part beside that for text, by its name"),
     "visual.patch_embed.proj.weight": (
         *((128, 3, 2, 14, 14), "BF16"),
         "more than two dimensions, as convolutions have",
     ),
     "visual.pos_embed.weight": ((64, 128), "BF16", "an embedding"),
     "model.embed_tokens.weight": ((512, 256), "BF16", "an embedding"),
-    "model.merger.weight": ((256, 128), "BF16", "rule: outside the repeated blocks: its name has no number"),
+    "model.merger.mlp.0.fc.weight": ((256, 128), "BF16", "rule: of a part beside that for text, by its name"),
 }  # fmt: skip
 
 
@@ -78,6 +91,16 @@ def test_every_tensor_is_a_linear_or_has_a_reason():
     # All signs but that of the head, which has a test of its own.
     seen = {str(reason).removeprefix("rule: ") for reason in reasons.values()}
     assert {sign.reason for sign in SIGNS} - seen == {"the head, by its name"}
+
+
+def test_a_model_of_images_alone_is_packed():
+    """And of a model beside a language model, only that."""
+    tensors = {f"vision_model.layers.0.{leaf}.weight": ((64, 64), "BF16") for leaf in ("q_proj", "fc1")}
+    _, structure = read_tensors(checkpoint(tensors), None)
+    assert len(structure.linears) == 2 and structure.kept == {}
+    text = {f"{name}.0.fc.weight": ((64, 64), "BF16") for name in ("language_model.layers", "encoder.layers")}
+    _, structure = read_tensors(checkpoint({**tensors, **text, "lm_head.weight": ((64, 64), "BF16")}), None)
+    assert set(structure.linears) - set(structure.kept) == {"language_model.layers.0.fc", "lm_head"}
 
 
 def test_what_no_rule_packs_is_declared_but_for_embeddings():

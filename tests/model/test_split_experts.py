@@ -12,7 +12,7 @@ from quantkit.checkpoint.low_bit.weight import LowBitTensor, Settings
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.model.experts import ExpertsSpec
 from quantkit.model.names import Renamed
-from quantkit.model.split_experts import CutTensor, cuts_of, split_experts
+from quantkit.model.split_experts import CutTensor, cuts_of, with_cuts
 from quantkit.quantization.nesting import nested_scheme, why_not_nested
 
 from ..support.compare import assert_equal
@@ -51,7 +51,7 @@ def split(directory: Path, operations: tuple, gate_up: dict[str, torch.Tensor], 
     places["moe.down_proj"] = Renamed("layers.0.moe.down_proj")
     places |= {name: Renamed(name) for name in more}
     cuts = cuts_of({"layers.0.moe": Toy()}, checkpoint.tensors, places)
-    return split_experts(checkpoint, cuts) if cuts else None
+    return with_cuts(checkpoint, cuts) if cuts else None
 
 
 @pytest.mark.parametrize("kind", STORED)

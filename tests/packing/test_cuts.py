@@ -19,6 +19,7 @@ SCHEMES = {
     "int4 asym-float": scheme("int4", group_size=32, zero_point="float"),
     "int4 channel": scheme("int4", group_size="channel"),
     "int8 tensor": scheme("int8", group_size="tensor"),
+    "fp8 blocks": Scheme(scheme("fp8").format, 40, group_rows=8),
     "ternary radix": scheme("ternary", group_size=60, packing="radix"),
     "rank one in groups": Scheme(scheme("binary").format, 32, column_scale=True),
 }

@@ -88,6 +88,8 @@ def test_the_page_lists_every_format_of_compressed_tensors() -> None:
     assert [row[3] for row in listed] == [
         str(row.group_size or "that divide K, the row, the matrix") for row in FORMATS_OF_COMPRESSED_TENSORS
     ]
+    lines = [line for line in section.splitlines() if line.startswith("| `") and "blocks of rows" in line]
+    assert len(lines) == sum(row.blocks for row in FORMATS_OF_COMPRESSED_TENSORS) == 1
     assert all(PAGE.count(f"| `{row.stored.name}` |") == 2 for row in FORMATS_OF_COMPRESSED_TENSORS)
     assert all(f'`"{name}"`' in section for name in PACKINGS)
 

@@ -34,6 +34,7 @@ SCHEMES: dict[str, Scheme] = {
     "book3-e4m3": Scheme(FittedFormat("book3", 3), 28, scale_dtype=torch.float8_e4m3fn, global_scale=True),
     "ternary-radix": scheme("ternary", packing="radix"),
     "fp8-tensor": scheme("fp8", group_size="tensor"),
+    "fp8-blocks": Scheme(FORMATS["fp8-e4m3"], 32, scale_dtype=torch.float32, group_rows=4),
     "ternary-radix-tensor": scheme("ternary", group_size="tensor", packing="radix"),
     "custom-radix": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32, packing="radix"),
     "custom": Scheme(CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0)), 32),
@@ -53,7 +54,9 @@ def example(scheme: Scheme) -> PackedTensor:
     between = torch.tensor(zero) + 0.375
     return PackedTensor.from_codes(
         torch.tensor(codes, dtype=torch.uint8),
-        torch.tensor(scale).flatten()[-1:] if scheme.per_tensor else torch.tensor(scale),
+        torch.tensor(scale).flatten()[-1:]
+        if scheme.per_tensor
+        else torch.tensor(scale)[:: scheme.group_rows],
         {"none": None, "integer": torch.tensor(zero, dtype=torch.uint8), "float": between}[scheme.zero_point],
         scheme,
         torch.tensor([512.0]) if scheme.global_scale else None,

@@ -169,6 +169,8 @@ CASES: dict[str, Scheme] = {
     "fp8 groups": scheme("fp8", group_size=64),
     "fp8 tensor": scheme("fp8", group_size="tensor"),
     "fp8 tensor float32": scheme("fp8", group_size="tensor", scale_dtype=torch.float32),
+    # Of six rows the second block has two.
+    "fp8 blocks": Scheme(FORMATS["fp8-e4m3"], 64, scale_dtype=torch.float32, group_rows=4),
     "mxfp8": scheme("mxfp8"),
     "mxfp4": scheme("mxfp4"),
     "nvfp4": scheme("nvfp4"),

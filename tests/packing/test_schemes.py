@@ -23,6 +23,8 @@ from quantkit.packing.schemes import (
 )
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint
 
+from ..support.compare import assert_equal
+
 INT4 = FORMATS["int4"]
 VALID = {
     "format": "int4",
@@ -54,6 +56,10 @@ EVERY = [
         if not scheme(name).is_fitted and scheme(name).planes == 1 and not scheme(name).column_scale
     ],
     scheme("ternary", group_size="tensor", packing="radix"),
+    *[
+        Scheme(scheme(name).format, size, scale_dtype=dtype, group_rows=128)
+        for name, size, dtype in itertools.product(("fp8", "int8"), (128, None), SCALE_DTYPES.values())
+    ],
 ]
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
@@ -207,6 +213,58 @@ def test_one_scale_per_tensor_has_no_global_scale() -> None:
         Scheme(INT4, "tensor", global_scale=True)
 
 
+BLOCKS = Scheme(FORMATS["fp8-e4m3"], 128, scale_dtype=torch.float32, group_rows=128)
+
+
+def test_a_block_has_one_scale_and_the_last_ones_are_cut() -> None:
+    assert str(BLOCKS) == "fp8-e4m3 128x128 float32"
+    assert BLOCKS.to_dict()["group_size"] == [128, 128]
+    assert BLOCKS.storage_shapes((300, 130))["scale"] == (torch.float32, (3, 2))
+    assert BLOCKS.row_units() == {"blocks of 128 rows": 128} and scheme("int8").row_units() == {}
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (0, 5), (3, 4), (2, 7), (6, 8), (4, 4), (5, 99)])
+@pytest.mark.parametrize("dtype", SCALE_DTYPES.values(), ids=str)
+def test_rows_of_a_block_have_its_scale(start: int, stop: int | None, dtype: torch.dtype) -> None:
+    chosen = replace(BLOCKS, group_rows=3, scale_dtype=dtype)
+    scale = torch.arange(1, 7).view(3, 2).float().to(dtype)
+    slow = torch.stack([scale[row // 3].float() for row in range(8)])
+    assert_equal(chosen.row_scale(scale, 8, start, stop).float(), slow[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"format": FORMATS["int4"], "zero_point": "integer"}, "integer zero-points"),
+        ({"format": FORMATS["binary"], "planes": 2}, "2 planes"),
+        ({"column_scale": True}, "column scales"),
+        ({"global_scale": True}, "a global scale"),
+        ({"format": FittedFormat("book2", 2)}, "the fitted values of 'book2'"),
+    ],
+)
+def test_a_block_is_refused_beside_what_rows_have(change: dict[str, Any], what: str) -> None:
+    with pytest.raises(
+        FormatError, match=rf"a block of 128 rows does not go with {what}: one scale per block"
+    ):
+        replace(BLOCKS, **change)
+
+
+@pytest.mark.parametrize("rows", [0, -1, True, 2.0, 1 << 21])
+def test_rows_of_a_block_are_counted(rows: Any) -> None:
+    with pytest.raises(FormatError, match=rf"{rows} rows of a block are out of range; use 1 to 1048576"):
+        replace(BLOCKS, group_rows=rows)
+    with pytest.raises(FormatError, match="group size 'tensor' does not go with blocks of 128 rows"):
+        replace(BLOCKS, group_size="tensor")
+
+
+@pytest.mark.parametrize("size", ["128x", "x128", "0x128", "128x0", "1.5x2", "128x128x1", "12y3", "128X128"])
+def test_a_block_is_rows_times_columns(size: str) -> None:
+    assert scheme("fp8", group_size="128x128", scale_dtype=torch.float32) == BLOCKS
+    assert scheme("int4", group_size="1x64") == scheme("int4", group_size=64)
+    with pytest.raises(FormatError, match="use a positive integer"):
+        scheme("fp8", group_size=size)
+
+
 def test_storage_shapes_of_an_asymmetric_weight() -> None:
     assert scheme("int4", zero_point="integer").storage_shapes((9, 300)) == {
         "packed": (torch.int32, (9, 38)),
@@ -282,6 +340,12 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
         ({"group_size": ["tensor"]}, "scheme field 'group_size' is ..tensor.."),
         ({"group_size": "tensor", "planes": 2}, "group size 'tensor' does not go with 2 planes"),
         ({"group_size": 0}, "group size 0 is out of range"),
+        *[
+            ({"group_size": size}, "it is an integer, null or 'tensor', or the rows and columns of a block")
+            for size in ([1, 128], [128], [128, 128, 1], [128, "tensor"], ["a", 1], [True, 4], [2.0, 4], [])
+        ],
+        ({"group_size": [0, 128]}, "0 rows of a block are out of range"),
+        ({"group_size": [128, 0]}, "group size 0 is out of range"),
         ({"zero_point": "half"}, "scheme field 'zero_point' is 'half'; it is one of none, integer, float"),
         ({"zero_point": []}, r"scheme field 'zero_point' is \[\]"),
         ({"zero_point": "integer", "format": "fp6-e2m3"}, "format 'fp6-e2m3' has no zero-point"),

@@ -10,8 +10,10 @@ import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
+from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat, IntFormat
+from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, dequantize_codes, encode_groups, spread
 
@@ -335,3 +337,39 @@ def test_a_scale_that_overflows_its_dtype_is_refused() -> None:
     small = replace(INT4, scale_dtype=E4M3, global_scale=True)
     with pytest.raises(FormatError, match=r"scales up to 1e\+06 are not finite as torch.float8_e4m3fn"):
         PackedTensor.from_codes(codes, torch.tensor([[1.0, 1e6]]), None, small, torch.ones(1))
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *BEYOND_PACK_QUANTIZED], ids=str)
+def test_rows_that_are_looked_up_are_those_of_the_whole_matrix(scheme: Scheme) -> None:
+    # 33 and 70 rows end in a block of zero-points that is not whole.
+    for shape in ((1, 33), (33, 64), (70, 40)):
+        codes, scale, zero = random_parts(scheme, shape)
+        factor = torch.tensor([3.0]) if scheme.global_scale else None
+        packed = PackedTensor.from_codes(codes, scale, zero, scheme, factor)
+        _assert_rows(packed, torch.tensor([0, shape[0] - 1, 0, shape[0] // 2]))
+        _assert_rows(packed, torch.arange(shape[0]).flip(0))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_rows_of_every_format_are_those_of_the_whole_matrix(name: str) -> None:
+    weight = torch.randn(37, 96, generator=torch.Generator().manual_seed(0))
+    packed = quantize_tensor(weight, name)
+    _assert_rows(packed, torch.tensor([36, 0, 5, 5]))
+    _assert_rows(packed, torch.tensor([], dtype=torch.int64))
+
+
+def test_rows_of_one_scale_per_tensor_are_those_of_the_whole_matrix() -> None:
+    packed = quantize_tensor(torch.randn(5, 64), "int8", group_size="tensor")
+    _assert_rows(packed, torch.tensor([4, 1]))
+
+
+def test_rows_that_share_scales_are_those_of_the_whole_matrix() -> None:
+    packed = quantize_tensor(
+        torch.randn(37, 96), Scheme(FORMATS["fp8-e4m3"], 32, scale_dtype=torch.float32, group_rows=16)
+    )
+    _assert_rows(packed, torch.tensor([36, 0, 15, 16, 31, 32]))
+
+
+def _assert_rows(packed: PackedTensor, ids: torch.Tensor) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_equal(packed.dequantize_rows(ids, dtype), packed.dequantize(dtype)[ids])

@@ -6,6 +6,8 @@ quantizes each class of `names()` in the ways of `COLUMNS`, loads the result as 
 outputs with those of the dense model that has what `unpacked` reads from the file, without quantkit, for each
 packed matrix. Each column of a class is right, or refused and why. Nothing else may happen. Results are
 written after each class; those that the file has are not made again, unless their class is named.
+
+    python -m tests.quantization.matrix summary    # the table of README.md, of benchmarks/results/matrix.json
 """
 
 import contextlib
@@ -31,8 +33,11 @@ from transformers.pytorch_utils import Conv1D
 
 import quantkit
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.quantization.blockwise.calibration_data import read_samples
 
+ROOT = Path(__file__).parents[2]
 #: Ways of quantizing each class. Blocks of all classes run on 16 samples of 16 bytes of the bundled text.
 INT4: dict[str, Any] = {"format": "int4", "group_size": 32}
 COLUMNS: dict[str, dict[str, Any]] = {
@@ -100,6 +105,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("image_size",), 28),
+    **dict.fromkeys(("text_hidden_size", "audio_hidden_size"), 64),
+    **dict.fromkeys(("temporal_patch_size", "video_temporal_patch_size"), 2),
     **dict.fromkeys(("patch_size", "spatial_patch_size"), 14),
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16),
     **dict.fromkeys(("sliding_window", "attention_window_size"), 16),
@@ -120,7 +127,7 @@ _TEXTS = (
         "Glm4vMoeTextConfig",
         "Glm46VTextConfig",
     ),
-    *("GlmOcrTextConfig", "PaddleOCRTextConfig", "Ernie4_5_VLMoeTextConfig"),
+    *("GlmOcrTextConfig", "PaddleOCRTextConfig", "Qwen2_5OmniTextConfig"),
 )
 MORE: dict[str, dict[str, Any]] = {
     **{name: {"rope_parameters": _ROPE, "num_key_value_heads": 4} for name in _TEXTS},
@@ -130,11 +137,35 @@ MORE: dict[str, dict[str, Any]] = {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Mamba2Config": {"num_heads": 8},
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128},
-    "Gemma3nTextConfig": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [96] * 4},
+    "Gemma3nTextConfig": {
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [96] * 4},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
+    },
+    "LongcatFlashConfig": {"head_dim": 8},
+    "Qwen4ExpTextConfig": {
+        **{"indexer_budget": 8, "indexer_compress_ratio": 2},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    },
+    "CohereCompassTextConfig": {
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)
+    },
+    "ZambaConfig": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
+    "Zamba2Config": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1},
+    "Ernie4_5_VLMoeTextConfig": {
+        **{"rope_parameters": _ROPE, "num_key_value_heads": 4, "moe_intermediate_size": [48, 48]},
+    },
+    "Glm5NextTextConfig": {"qk_rope_head_dim": 0},
+    "Molmo2AdapterConfig": {"vision_feature_layer": [1, 0]},
+    "MuseSparkVisionConfig": {"num_hidden_layers": 4},
+    "EsmcConfig": {"num_key_value_heads": 4},
+    "LukeConfig": {"entity_vocab_size": 16, "entity_emb_size": 16},
+    "PerceiverConfig": {"d_latents": 64, "num_latents": 8, "num_blocks": 1},
     "ReformerConfig": {"is_decoder": True},
     "XmodConfig": {"default_language": "en_XX"},
     "RecurrentGemmaConfig": {"num_hidden_layers": 3},
     "ZayaConfig": {"num_experts_per_tok": 1},
+    "MobileBertConfig": {"embedding_size": 32},
 }
 
 
@@ -151,26 +182,34 @@ def names() -> list[str]:
 def tiny_config(cls: Any) -> Any:
     """A small config of class `cls`, and of each of its parts."""
     fields = inspect.signature(cls.__init__).parameters
-    keywords = {name: value for name, value in SIZES.items() if name in fields}
-    parts = getattr(cls, "sub_configs", {})
-    default = cls() if parts else None
-    for name in parts:
+    default = cls()
+    fixed = default.to_dict()
+    # Some have a list of sizes, one per stage, where others have one.
+    keywords = {
+        name: value
+        for name, value in SIZES.items()
+        if name in fields and not isinstance(fixed.get(name), list | tuple)
+    }
+    for name in getattr(cls, "sub_configs", {}):
         part = getattr(default, name, None)
         if isinstance(part, transformers.PreTrainedConfig):
             keywords[name] = tiny_config(type(part)).to_dict()
     keywords.update(MORE.get(cls.__name__, {}))
     if "kv_lora_rank" in fields:
         keywords["num_key_value_heads"] = keywords["num_attention_heads"]
-    made = cls(**{**keywords, **_kinds_of_layers(cls, fields)})
-    rope = getattr(made, "rope_parameters", None)
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        rope["mrope_section"] = [2, 3, 3]
-    return made
+    rope = {**(fixed.get("rope_parameters") or {}), **keywords.get("rope_parameters", {})}
+    if "mrope_section" in rope and "rope_parameters" in fields:
+        part = rope.get("partial_rotary_factor") or fixed.get("partial_rotary_factor") or 1
+        half = SIZES["qk_rope_head_dim"] if "qk_rope_head_dim" in fields else int(part * SIZES["head_dim"])
+        third = 3 * half // 16
+        keywords["rope_parameters"] = {**rope, "mrope_section": [third, third, half // 2 - 2 * third]}
+    kinds = {} if "num_hidden_layers" in MORE.get(cls.__name__, {}) else _kinds_of_layers(default, fields)
+    return cls(**{**keywords, **kinds})
 
 
-def _kinds_of_layers(cls: Any, fields: Any) -> dict[str, Any]:
+def _kinds_of_layers(default: Any, fields: Any) -> dict[str, Any]:
     """A layer of each kind that the default config has."""
-    kinds = list(dict.fromkeys(getattr(cls(), "layer_types", None) or ()))
+    kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
     if "layer_types" not in fields or len(kinds) < 2:
         return {}
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
@@ -213,7 +252,11 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
         inputs["input_ids"] = ids
         if "pixel_values" in takes and not model.can_generate():
             inputs["pixel_values"] = torch.randn(1, 3, 28, 28, generator=generator)
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
+    # Classifiers shift the tokens of the encoder.
+    classifies = type(model).__name__.endswith("SequenceClassification")
+    if classifies:
+        ids[:, -1] = SIZES["eos_token_id"]
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes and not classifies:
         inputs["decoder_input_ids"] = ids[:, :8]
     return inputs
 
@@ -238,15 +281,21 @@ def unpacked(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
 
     Codes of b bits are stored with 2^(b - 1) added, the first in the lowest bits of an int32.
     """
+    found = {}
     for name, scale in tensors.items():
-        if not name.endswith(".weight_scale"):
-            continue
         stem = name.removesuffix("_scale")
-        # Where only quantkit knows the name, its container has the words under that of the weight.
-        words = tensors.get(f"{stem}_packed", tensors.get(stem))
-        columns = tensors[f"{stem}_shape"].tolist()[1]
-        bits = next(b for b in (4, 8) if words.shape[1] == -(-columns * b // 32))
-        fields = torch.arange(0, 32, bits)
+        if name.endswith(".weight_scale"):
+            # Where only quantkit knows the name, its container has the words under that of the weight.
+            words = tensors.get(f"{stem}_packed", tensors.get(stem))
+            found[stem] = words, scale, tensors[f"{stem}_shape"].tolist()[1]
+    # A row of few columns has as many words of either width.
+    bits = next(
+        b
+        for b in (4, 8)
+        if all(words.shape[1] == -(-columns * b // 32) for words, _, columns in found.values())
+    )
+    fields = torch.arange(0, 32, bits)
+    for stem, (words, scale, columns) in found.items():
         codes = (words.to(torch.int64)[..., None] >> fields) & (2**bits - 1)
         codes = codes.flatten(1)[:, :columns] - 2 ** (bits - 1)
         # The last of the groups may be shorter.
@@ -270,32 +319,33 @@ def _places(name: str, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tenso
                 yield from (one, one[:half], one[half:], one[::2], one[1::2])
 
 
-def rounded(source: Path, packed: Path, to: Path) -> dict[str, tuple[int, bool]]:
-    """Write `source` with the matrices of `packed`, each near the original and in its place.
+def put(matrices: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put matrices, each near the original, in their places in `tensors`; return those without a place."""
+    left = {}
+    for name, matrix in matrices.items():
+        places = [one for one in _places(name, tensors) if one.shape == matrix.shape]
+        errors = [float((matrix - one.float()).norm() / one.float().norm()) for one in places]
+        if not errors:
+            left[name] = matrix
+            continue
+        assert min(errors) < 0.3, f"{name} is {min(errors):.2f} of itself away from the original"
+        places[errors.index(min(errors))].copy_(matrix)
+    return left
 
-    Returns of each matrix how many weights it has, and whether the source has it, under its name or in one
-    tensor with those of all experts.
+
+def rounded(source: Path, packed: Path, to: Path) -> dict[str, torch.Tensor]:
+    """Write `source` with the matrices of `packed` in their places; return those that the files have not.
+
+    They are there under their names, or in one tensor with those of all experts.
     """
     to.mkdir()
     for file in source.iterdir():
         if file.suffix != ".safetensors":
             (to / file.name).write_bytes(file.read_bytes())
     tensors = load_file(source / "model.safetensors")
-    originals = {name: tensor.clone() for name, tensor in tensors.items()}
-    found = {}
-    for name, matrix in unpacked(load_file(packed / "model.safetensors")):
-        errors = [
-            (float((matrix - one.float()).norm() / one.float().norm()), at)
-            for at, one in enumerate(_places(name, originals))
-            if one.shape == matrix.shape
-        ]
-        found[name] = matrix.numel(), bool(errors)
-        if errors:
-            assert min(errors)[0] < 0.3, f"{name} is {min(errors)[0]:.2f} of itself away from the original"
-            list(_places(name, tensors))[min(errors)[1]].copy_(matrix)
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    left = put(dict(unpacked(load_file(packed / "model.safetensors"))), tensors)
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    return found
+    return left
 
 
 def _linear_weights(model: Any) -> int:
@@ -322,6 +372,38 @@ def _generated(model: Any) -> list[int] | None:
     return made.flatten().tolist() if isinstance(made, torch.Tensor) else None
 
 
+@torch.no_grad()
+def _gain(cls: Any, directory: Path, options: CalibrationOptions) -> float | None:
+    """Squared errors of the outputs of all linears with gptq's weights, over those with mse's.
+
+    By the inputs that they have in the original, on the calibration data. None if none of them differ.
+    """
+    source, *twins = (
+        cls.from_pretrained(directory / one).eval() for one in ("source", "rounded-int4", "rounded-gptq")
+    )
+    sums = [0.0, 0.0]
+
+    def see(name: str) -> Any:
+        def hook(module: Any, inputs: tuple[torch.Tensor, ...], _: Any) -> None:
+            changes = [twin.get_submodule(name).weight - module.weight for twin in twins]
+            size = (inputs[0] @ (module.weight if isinstance(module, Conv1D) else module.weight.T)).norm()
+            if size > 0 and not torch.equal(*changes):
+                for at, change in enumerate(changes):
+                    error = inputs[0] @ (change if isinstance(module, Conv1D) else change.T)
+                    sums[at] += float((error.norm() / size) ** 2)
+
+        return hook
+
+    for name, module in source.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            module.register_forward_hook(see(name))
+    tokens = read_samples(Checkpoint.open(directory / "source"), options, VOCAB).tokens
+    takes = inspect.signature(source.forward).parameters
+    inputs = {name: tokens for name in ("input_ids", "decoder_input_ids") if name in takes}
+    source(**inputs, **({"use_cache": False} if "use_cache" in takes else {}))
+    return sums[1] / sums[0] if sums[0] else None
+
+
 def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, Any]:
     """Quantize the model of class `name` in `directory`, and compare; returns what was found."""
     source, out, dense = directory / "source", directory / column, directory / f"rounded-{column}"
@@ -330,39 +412,45 @@ def check(name: str, directory: Path, column: str, **options: Any) -> dict[str, 
         result = quantkit.quantize(source, out, device="cpu", check=True, **options)
     except QuantkitError as error:
         # What a run leaves shows whether it was refused before any work.
-        return {"result": "refused", "why": str(error), "late": out.exists()}
-    sizes = rounded(source, out, dense)
+        return {"result": "refused", "why": str(error).replace(str(source), "MODEL"), "late": out.exists()}
+    left = rounded(source, out, dense)
     model, info = cls.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"], info["missing_keys"]
     twin = cls.from_pretrained(dense).eval()
+    with torch.no_grad():
+        # Those that the model has, and the file in another form.
+        left = put(left, dict(twin.named_parameters()))
     found, expected = outputs(model.eval()), outputs(twin)
     assert bool(torch.isfinite(expected).all())
     error = float((found - expected).norm() / expected.norm())
-    known = all(is_known for _, is_known in sizes.values())
-    # Matrices that the source has in another form are compared by their effect only.
-    assert error < (1e-3 if known else 0.1), f"outputs differ by {error:.2e}"
+    # Matrices without a place in either are compared by their effect only.
+    assert error < (0.1 if left else 1e-3), f"outputs differ by {error:.2e}"
+    sizes = [matrix.numel() for _, matrix in unpacked(load_file(out / "model.safetensors"))]
     assert sizes
     tokens: list[int] | None = None
     if column == "int8":
         with contextlib.suppress(Exception):
             tokens = _generated(twin)
         assert tokens is None or _generated(model) == tokens, "other tokens are generated"
-    share = sum(size for size, _ in sizes.values()) / max(1, _linear_weights(twin))
+    share = sum(sizes) / max(1, _linear_weights(twin))
     calibrated = None
-    if "calibration" in options and (directory / "int4").exists():
+    if "calibration" in options and (directory / "rounded-int4").exists():
         plain = dict(unpacked(load_file(directory / "int4" / "model.safetensors")))
         ours = dict(unpacked(load_file(out / "model.safetensors")))
         calibrated = sum(not torch.equal(one, plain[name]) for name, one in ours.items()) / len(ours)
+        gain = _gain(cls, directory, options["calibration"])
+        assert gain is None or gain < 1, f"calibrated outputs are {gain:.2f} times as far from the original"
     return {
         "result": "right",
         "matrices": len(sizes),
         "share": round(share, 3),
         "error": float(f"{error:.1e}"),
-        **({} if known else {"unknown": sum(not is_known for _, is_known in sizes.values())}),
+        **({"unknown": len(left)} if left else {}),
         **({} if tokens is None else {"generates": True}),
         **({} if calibrated is None else {"calibrated": round(calibrated, 3)}),
+        **({} if calibrated is None or gain is None else {"gain": round(gain, 3)}),
         "readers": list(result.plan.readers),
-        "warnings": list(result.plan.warnings),
+        **({"warnings": list(result.plan.warnings)} if column == "int8" else {}),
     }
 
 
@@ -392,23 +480,58 @@ def attempt(name: str, directory: Path, columns: dict[str, dict[str, Any]]) -> d
     return found
 
 
+STORED = ROOT / "benchmarks" / "results" / "matrix.json"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- generated: classes -->", "<!-- end of generated: classes -->"
+#: Lines of the table, by result.
+LINES = {
+    "right": "packed, with the right outputs",
+    "refused": "refused",
+    "WRONG": "wrong",
+    "not made": "no tiny model that runs, so not tried",
+}
+
+
+def with_summary(page: str) -> str:
+    """README.md with the table of the stored results."""
+    document = json.loads(STORED.read_text())
+    found = list(document["classes"].values())
+    versions = " and ".join(f"{name} {version}" for name, version in document["versions"].items())
+    rows = [
+        [f"of {len(found)} classes, {versions}", "int8", "int4, groups of 32", "the same by gptq"],
+        ["---"] * 4,
+    ]
+    for result, line in LINES.items():
+        counts = [sum(one[column]["result"] == result for one in found) for column in COLUMNS]
+        rows += [[line, *map(str, counts)]] if any(counts) else []
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{table}\n{END}{rest.split(END)[1]}"
+
+
 def main(results: Path, chosen: list[str]) -> None:
     """Add the results of the chosen classes, or of those that `results` lacks, and count."""
+    from benchmarks.machine import commit  # Only a run from the root of the tree has it.
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     known = json.loads(results.read_text())["classes"] if results.exists() else {}
     for name in chosen or [name for name in names() if name not in known]:
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stderr(io.StringIO()):
-            known[name] = attempt(name, Path(directory), COLUMNS)
+            known[name] = {"commit": commit(), **attempt(name, Path(directory), COLUMNS)}
         print(name, json.dumps(known[name]), flush=True)
-        document = {
+        head = {
             "command": "python -m tests.quantization.matrix benchmarks/results/matrix.json",
             "versions": {one.__name__: one.__version__ for one in (transformers, torch)},
-            "classes": {one: known[one] for one in names() if one in known},
         }
-        results.write_text(json.dumps(document, indent=1) + "\n")
+        lines = [f"{json.dumps(one)}: {json.dumps(known[one])}" for one in names() if one in known]
+        classes = ",\n".join(lines)
+        results.write_text(f'{json.dumps(head)[:-1]}, "classes": {{\n{classes}\n}}}}\n')
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    if sys.argv[1:] == ["summary"]:
+        README.write_text(with_summary(README.read_text()))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -151,7 +151,6 @@ def test_blocks_hold_what_the_plan_says(
         # Passes of the model have threads of their own, which run while this one waits.
         monkeypatch.setattr(model_pass, "Suspended", partial(counted, live))
         pipeline.quantize_blocks(
-            checkpoint,
             calibration.blocks,
             calibration.decoder,
             output,

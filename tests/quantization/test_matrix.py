@@ -1,6 +1,7 @@
 """Tiny models of transformers' classes are packed, load as their class and compute what their files say."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import transformers
 
 import quantkit
 from quantkit.errors import QuantkitError
+from quantkit.model.names import model_names
 from quantkit.quantization.blockwise.block_output import NOT_RUN
 
 from . import matrix
@@ -41,6 +43,17 @@ def test_blocks_with_parameters_made_of_several_tensors_are_calibrated(tmp_path:
     assert found["gptq"]["calibrated"] == 1.0
 
 
+def test_linears_that_are_rows_of_one_tensor_are_packed_one_by_one(tmp_path: Path) -> None:
+    name, rules = "NomicBertForMaskedLM", ("*.0.*.k_proj=keep",)
+    matrix.save_source(matrix.tiny_model(name), tmp_path / "source")
+    found = matrix.check(name, tmp_path, "int8", format="int8", rules=rules)
+    assert (found["result"], found["matrices"], found["readers"]) == ("right", 13, ["transformers"]), found
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "int8")
+    model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(matrix.outputs(model.eval()), matrix.outputs(again.eval()))
+
+
 @pytest.mark.slow
 def test_no_class_is_wrong(tmp_path: Path) -> None:
     found = {name: matrix.attempt(name, tmp_path / name, matrix.COLUMNS) for name in matrix.names()}
@@ -60,6 +73,18 @@ def test_linears_that_do_not_run_are_quantized_without_data(tmp_path: Path) -> N
     for name, one in found.measured.items():
         assert (one.output_error is None) == (name in idle)
         assert (one.relative_error == plain.measured[name].relative_error) == (name in idle)
+
+
+def test_the_stored_results_are_those_of_the_readme() -> None:
+    """None is wrong, each refusal gives a reason and a remedy, and all columns reach what is promised."""
+    text = matrix.README.read_text()
+    assert text == matrix.with_summary(text), "run python -m tests.quantization.matrix summary"
+    classes = json.loads(matrix.STORED.read_text())["classes"]
+    for column in matrix.COLUMNS:
+        assert not [name for name, one in classes.items() if one[column]["result"] == "WRONG"]
+        assert sum(one[column]["result"] == "right" for one in classes.values()) >= 140
+    refused = [one[column] for one in classes.values() for column in matrix.COLUMNS if "late" in one[column]]
+    assert not [one for one in refused if one["late"] or not re.search(r"Take|Use|--rule", one["why"])]
 
 
 def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:
@@ -182,7 +207,36 @@ def test_a_model_without_next_tokens_is_refused_by_what_needs_them(tmp_path: Pat
         load_language_model(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "LlavaForConditionalGeneration"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("IBertModel", "'weight' of a QuantLinear, which is not a linear"),
+        ("SqueezeBertModel", "'weight' of a Conv1d, which is not a linear"),
+    ],
+)
+def test_a_class_without_linears_is_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
+    matrix.tiny_model(name).save_pretrained(tmp_path / "source")
+    text = f"{name} has no linear that quantkit packs, and ..% of its weights are .*{reason}. Use the model"
+    with pytest.raises(QuantkitError, match=text):
+        quantkit.quantize(tmp_path / "source", tmp_path / "out")
+
+
+def test_a_rename_that_fits_no_parameter_is_not_done() -> None:
+    """As transformers loads DeepSeek-V4: a rule for the norms of its blocks matches the last norm too."""
+    with torch.device("meta"):
+        cls = transformers.DeepseekV4ForCausalLM
+        model = cls(matrix.tiny_config(cls.config_class))
+    assert model_names(model, ["model.norm.weight"]) == {"model.norm.weight": ("model.norm.weight", False)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BartForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "T5GemmaForConditionalGeneration",  # only the whole config says that it has an encoder
+    ],
+)
 def test_classes_with_more_than_a_decoder_generate(name: str, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     matrix.tiny_model(name).save_pretrained(source)

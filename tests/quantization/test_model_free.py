@@ -14,6 +14,8 @@ import quantkit
 from quantkit import quantizing
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.model_free import read_tensors
+from quantkit.model.prefixes import read_names
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.verification.readers import check_written, readers_of
@@ -21,6 +23,8 @@ from quantkit.verification.verify import verify
 
 from ..support.compare import assert_equal
 from ..tiny.sizes import SIZES
+from .matrix import tiny_model
+from .test_low_bit_sources import fp8_source
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 UNKNOWN_CLASS = f"transformers {transformers.__version__} has no MartianForCausalLM for model_type 'martian'"
@@ -95,6 +99,23 @@ def test_the_bytes_are_those_that_the_class_gives(tmp_path, config, sizes):
     assert not [problem for check in verify(free, reload=False) for problem in check.problems]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "NemotronHForCausalLM", "MambaForCausalLM"),
+        *("Qwen3_5ForConditionalGeneration", "Blip2ForConditionalGeneration", "ViTForImageClassification"),
+    ],
+)
+@pytest.mark.sampled(2)
+def test_names_and_shapes_tell_the_linears_of_the_class(name, tmp_path):
+    tiny_model(name).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    known, free = read_names(checkpoint)[1], read_tensors(checkpoint, None)[1]
+    expected = {one for linear in known.linears.values() if linear.kind != "lm_head" for one in linear.stored}
+    packed = [linear for name, linear in free.linears.items() if name not in free.kept]
+    assert {one for linear in packed if linear.kind != "lm_head" for one in linear.stored} == expected
+
+
 def test_an_architecture_that_transformers_does_not_know(martian, tmp_path, llama):
     out, known = tmp_path / "out", tmp_path / "class"
     result = quantkit.quantize(martian, out, **QUICK, model_free=True, check=True)
@@ -114,6 +135,17 @@ def test_an_architecture_that_transformers_does_not_know(martian, tmp_path, llam
     before = (out / WEIGHTS).stat().st_mtime_ns
     assert quantkit.quantize(martian, out, **QUICK, model_free=True, check=True, resume=True)
     assert (out / WEIGHTS).stat().st_mtime_ns == before
+
+
+def test_a_low_bit_source_without_a_class(tmp_path):
+    source = fp8_source(tmp_path, intermediate_size=96)
+    quantkit.quantize(source, tmp_path / "class", **QUICK)
+    edit_config(source, model_type="martian", architectures=["MartianForCausalLM"])
+    quantkit.quantize(source, tmp_path / "free", **QUICK, model_free=True)
+    found, expected = (load_file(tmp_path / name / WEIGHTS) for name in ("free", "class"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_equal(found[name], tensor)
 
 
 @pytest.mark.parametrize("change", [{"model_type": ["martian"]}, {"model_type": None, "architectures": None}])
@@ -184,7 +216,7 @@ def test_much_that_stays_dense_is_a_warning(martian):
     edit_tensors(martian, **{"visual.blocks.0.fc.weight": torch.ones(512, 512)})
     _, planned = plan(martian)
     (warning,) = planned.warnings
-    assert warning.endswith("visual.blocks.0.fc.weight: of a part for images or sounds, by its name.")
+    assert warning.endswith("visual.blocks.0.fc.weight: of a part beside that for text, by its name.")
 
 
 @pytest.mark.parametrize("spoil", ["missing", "unexpected", "shape"])

@@ -70,8 +70,10 @@ def test_a_block_type_nests_in_a_scheme_with_its_values(kind: Any) -> None:
         (replace(INT4, affine="biases", scale_dtype=torch.float32), "int4 g32 asym-min float32"),
         (NVFP4, "fp4-e2m1 g16 e4m3"),
         (FP8, "fp8-e4m3 tensor float32"),
-        # Blocks of rows share a scale, which each row then has.
-        (replace(FP8, group_rows=4, group_size=32), "fp8-e4m3 g32 float32"),
+        (replace(FP8, group_rows=4, group_size=32), "fp8-e4m3 4x32 float32"),
+        (replace(FP8, group_rows=4, group_size=128), "fp8-e4m3 4x128 float32"),
+        # Each row then has the scale of its block.
+        (replace(NVFP4, group_rows=4, group_size=32), "fp4-e2m1 g32 e4m3"),
         (replace(FP8, group_rows=1), "fp8-e4m3 channel float32"),
         (replace(INT4, format=FORMATS["ternary"], group_rows=6, group_size=70), "ternary tensor float16"),
         (replace(INT4, format=FORMATS["binary"]), "binary g32 float16"),
@@ -89,9 +91,9 @@ def test_a_grid_nests_in_the_scheme_of_its_granularity(spec: GridSpec, scheme: s
 
 #: The scheme of a weight of each format, or why it has none.
 OF_FORMATS = {
-    "fp8 blocks": "fp8-e4m3 g128 float32",
-    "fp8 e5m2 blocks": "fp8-e5m2 g128 float32",
-    "fp8 blocks of deepseek v4": "fp8-e4m3 channel float32",
+    "fp8 blocks": "fp8-e4m3 128x128 float32",
+    "fp8 e5m2 blocks": "fp8-e5m2 128x128 float32",
+    "fp8 blocks of deepseek v4": "fp8-e4m3 128x60 float32",
     "fp8 tensor": "fp8-e4m3 tensor float32",
     "fp8 tensor of one": "fp8-e4m3 tensor float32",
     "fp8 channel": "fp8-e4m3 channel bfloat16",

@@ -117,7 +117,7 @@ def test_cpu_kernels_multiply_or_say_why_not(
     packed = quantize_tensor(weight(64, 256), "int4", group_size=32, zero_point=kind.name)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     problem = Problem.on(x.device, 3, 64, 256, packed.scheme, x.dtype)
-    reason = kernel_named(row).supports(problem)
+    reason = kernel_named(row).why_unsupported(problem)
     monkeypatch.setenv(FORCE_VARIABLE, row)
     if reason is not None:
         assert row == "torch-int8" or reason == kind.why_not_int8
@@ -134,7 +134,9 @@ def test_fused_kernels_refuse_by_the_reason_of_the_row(monkeypatch: pytest.Monke
     for name in ("byte", "integer"):
         chosen = scheme("int4", group_size=128, zero_point=cast(ZeroPoint, name))
         problem = Problem(1, 4096, 4096, chosen, torch.bfloat16, "cuda", GPU_FEATURES)
-        refused = {row.name for row in KERNELS if row.supports(problem) == REFUSED and "cuda" in row.devices}
+        refused = {
+            row.name for row in KERNELS if row.why_unsupported(problem) == REFUSED and "cuda" in row.devices
+        }
         fused = {row.name for row in KERNELS if "cuda" in row.devices} - {"unpack"}
         assert refused == (fused if name == "byte" else set())
         if name == "byte":

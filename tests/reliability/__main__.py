@@ -1,4 +1,4 @@
-"""Sweep everything: `python -m tests.reliability --jobs 16 --seconds 520 --out hardening.json`.
+"""Sweep everything: `python -m tests.reliability --jobs 16 --out hardening.json`.
 
 First every test of faults, with all failing calls, kills and changed bytes; then hostile files. The figures
 are one JSON object: commit, machine, counts, what was wrong, and how much was not reached in time.
@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ TESTS = ("tests/reliability", "tests/checkpoint/test_writer.py")
 #: Of the time, at most so much for the tests of faults.
 FAULTS = 0.7
 SHOWN_CHARS = 3000
+MEMORY_BYTES = 4 << 30
 
 
 class Outcomes:
@@ -46,10 +48,11 @@ def faults(jobs: int, seconds: float) -> dict[str, Any]:
     """Run the tests of faults: how they ended, what was tried, and what was wrong."""
     outcomes = Outcomes()
     os.environ[END] = str(time.monotonic() + seconds)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(dir=memory()) as place:
         os.environ[FIGURES] = str(Path(place, "figures"))
+        kept = ("--basetemp", str(Path(place, "tests")), "-o", "tmp_path_retention_policy=none")
         processes = ("-n", str(jobs), "--dist", "worksteal") if jobs > 1 else ()
-        options = ("-m", "", "-p", "no:cacheprovider", "--tb=short", *processes)
+        options = ("-m", "", "-p", "no:cacheprovider", "--tb=short", *kept, *processes)
         # The figures are all that goes to stdout.
         with contextlib.redirect_stdout(sys.stderr):
             pytest.main([*options, *(str(ROOT / test) for test in TESTS)], plugins=[outcomes])
@@ -107,6 +110,12 @@ def main() -> int:
         options.out.write_text(text + "\n")
     print(text)
     return 1 if violations else 0
+
+
+def memory() -> str | None:
+    """A directory in memory where there is a large one: tests of faults really sync what they write."""
+    place = Path("/dev/shm")
+    return str(place) if place.is_dir() and shutil.disk_usage(place).free > MEMORY_BYTES else None
 
 
 def commit() -> str:

@@ -25,6 +25,7 @@ from quantkit.runtime.load import load
 from quantkit.signals import NUMBERS
 from quantkit.verification.verify import verify
 
+from ..checkpoint.gguf_files import tiny_model, tokenizer_metadata, write_gguf
 from ..publish.conftest import standing_in
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories.txt"
@@ -33,6 +34,16 @@ GPTQ = (
     *("--method", "gptq", "--no-check", "--max-shard-size", "150KB"),
     *("--calibration", f"{STORIES}:4", "--calibration-length", "16"),
 )
+
+
+def gguf_source(place: Path) -> Path:
+    """A GGUF file of a tiny llama in Q4_1, as `convert` takes it, with a tokenizer."""
+    model = tiny_model("llama", vocab_size=264, tie_word_embeddings=True)
+
+    def kind(name: str, shape: tuple[int, ...]) -> str:
+        return "Q8_0" if name == "token_embd.weight" else "Q4_1" if len(shape) == 2 else "F32"
+
+    return write_gguf(place / "tiny.gguf", "llama", model, kind, **tokenizer_metadata())
 
 
 class Failed(Exception):
@@ -120,13 +131,14 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Quantize(Scenario):
-    """`quantkit quantize`, where `before`, if anything, is in the output already."""
+    """`quantkit quantize` or `convert`, where `before`, if anything, is in the output already."""
 
     source: Path
     options: tuple[object, ...]
     before: Path | None = None
     mode: tuple[str, ...] = ()
     again: str = "--resume"
+    verb: str = "quantize"
 
     def roots(self, place: Path) -> Sequence[Path]:
         return [self.source, place]
@@ -156,7 +168,7 @@ class Quantize(Scenario):
     def _quantize(self, place: Path, *mode: str) -> str:
         # Hidden states are stored after every block.
         with patch.object(pipeline, "HIDDEN_SECONDS", 0.0):
-            return command("quantize", self.source, place / "out", *self.options, *mode)
+            return command(self.verb, self.source, place / "out", *self.options, *mode)
 
 
 @dataclass(frozen=True)
@@ -244,15 +256,17 @@ class Save(Scenario):
 
 @dataclass(frozen=True)
 class Verify(Scenario):
-    """`quantkit verify` without running the model."""
+    """`quantkit verify` without running the model, also against the `source` that was converted."""
 
     packed: Path
+    source: Path | None = None
 
     def roots(self, place: Path) -> Sequence[Path]:
-        return [self.packed]
+        return [self.packed] if self.source is None else [self.packed, self.source]
 
     def run(self, place: Path) -> Any:
-        return command("verify", self.packed, "--no-reload")
+        against = () if self.source is None else ("--against", self.source)
+        return command("verify", self.packed, "--no-reload", *against)
 
     def result(self, place: Path, made: Any) -> Any:
         return made.splitlines()[-3:]

@@ -199,7 +199,7 @@ def test_a_gpu_without_triton_computes_in_torch_and_says_why(caplog: pytest.LogC
 @pytest.mark.fault(70)
 @pytest.mark.usefixtures("cache")
 def test_a_kernel_that_was_asked_for_and_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = next(row.name for row in KERNELS if row.tiling is not None)
+    name = next(row.name for row in KERNELS if row.tile_space is not None)
     monkeypatch.setenv("QUANTKIT_KERNEL", name)
     with pytest.raises(KernelError) as caught:
         choose(problem(frozenset(GPU_FEATURES - {"triton"})))

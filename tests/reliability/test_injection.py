@@ -14,6 +14,8 @@ import pytest
 import quantkit
 from quantkit.files import TempFile
 
+from ..checkpoint.low_bit.makers import awq
+from ..quantization.test_convert_low_bit import source_of
 from .injection import Fault, Injection
 from .scenarios import (
     GPTQ,
@@ -28,6 +30,7 @@ from .scenarios import (
     Verify,
     command,
     contents,
+    gguf_source,
 )
 from .sweep import sweep
 
@@ -47,6 +50,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5, "top_k": 7}')
     command("quantize", source, place / "one", *ONE)
     command("quantize", source, place / "two", *TWO)
+    gguf_source(place)
+    command("convert", place / "tiny.gguf", place / "converted", "--no-check")
+    source_of(place, lambda rows, columns: awq(rows, columns, 16)).rename(place / "awq")
     for name, options, renames in (("unfinished", TWO, 2), ("unfinished-gptq", GPTQ, 4)):
         (place / name).mkdir()
         _stop_at_rename(renames, Quantize(name, source, options), place / name)
@@ -77,6 +83,10 @@ def quantize(name: str, options: tuple[object, ...], **more: object) -> Callable
     return made
 
 
+def convert(name: str, source: str, *options: object) -> Callable[[Path], Scenario]:
+    return lambda places: Quantize(name, places / source, options, verb="convert")
+
+
 OVERWRITE = {"mode": ("--overwrite",), "again": "--overwrite"}
 SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "one file": quantize("one file", ONE),
@@ -86,12 +96,15 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "resume": quantize("resume", TWO, before="unfinished/out", mode=("--resume",)),
     "resume gptq": quantize("resume gptq", GPTQ, before="unfinished-gptq/out", mode=("--resume",)),
     "overwrite": quantize("overwrite", ONE, before="two", **OVERWRITE),
+    "convert": convert("convert", "tiny.gguf", "--no-check", "--max-shard-size", "60KB"),
+    "convert awq": convert("convert awq", "awq"),
     "eval": lambda places: Evaluate("eval", places / "source", places / "one"),
     "report": lambda places: Evaluate("report", places / "source", places / "one", report=True),
     "load": lambda places: Load("load", places / "two"),
     "save": lambda places: Save("save", places / "one"),
     "save shards": lambda places: Save("save shards", places / "one", {"max_shard_size": "150KB"}),
     "verify": lambda places: Verify("verify", places / "two"),
+    "against": lambda places: Verify("against", places / "converted", places / "tiny.gguf"),
     "card": lambda places: Report("card", places / "two"),
     "push": lambda places: Push("push", places / "two"),
 }
@@ -100,18 +113,18 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
 #: full, and a lack of memory, are much the same wherever they begin.
 OF_SCENARIO = {
     **{"shards": 1, "load": 1, "save": 1, "save shards": 1, "verify": 1, "card": 1, "push": 1},
-    **{"one file": 2, "resume": 2, "overwrite": 2, "check": 6, "gptq": 8, "eval": 8, "resume gptq": 12},
-    "report": 48,
+    **{"against": 2, "resume": 3, "one file": 4, "overwrite": 4, "convert": 4, "check": 8},
+    **{"gptq": 8, "eval": 8, "convert awq": 8, "resume gptq": 12, "report": 48},
 }
 OF_FAULT = {Fault.EIO: 1, Fault.DEAD: 5, Fault.FULL: 2, Fault.SHORT: 2, Fault.MEMORY: 7}
-READERS, SAVERS = ("load", "verify", "push"), ("save", "save shards")
+READERS, SAVERS = ("load", "verify", "against", "push"), ("save", "save shards")
 #: The long sweep of a scenario is cut into so many, for as many processes.
 PARTS = {"shards": 12, "report": 8, **dict.fromkeys(("save", "save shards", "card", "verify"), 1)}
 LONG = [
     (name, fault, every * of_fault, part)
     for name, every in OF_SCENARIO.items()
     for fault, of_fault in OF_FAULT.items()
-    for part in range(PARTS.get(name, 6) if fault is Fault.EIO else 1)
+    for part in range(-(-PARTS.get(name, 6) // {Fault.EIO: 1, Fault.DEAD: 3}.get(fault, 12)))
     if not (name in READERS and fault in (Fault.FULL, Fault.SHORT))
     and not (name in (*READERS, *SAVERS, "card") and fault is Fault.MEMORY)
     # Its writes are in Rust, which a test with a real limit is for.
@@ -130,6 +143,7 @@ def strided(stride: int, start: int = 1) -> Callable[[int], range]:
         ("shards", Fault.DEAD, 131),
         ("shards", Fault.FULL, 37),
         ("overwrite", Fault.SHORT, 43),
+        ("convert", Fault.EIO, 211),
         ("gptq", Fault.EIO, 401),
         ("resume", Fault.EIO, 131),
         ("eval", Fault.EIO, 301),

@@ -22,15 +22,18 @@ from quantkit.quantization import stream
 from quantkit.signals import terminate
 
 from .injection import Fault, Injection
-from .scenarios import GPTQ, Failed, Quantize, contents
+from .scenarios import GPTQ, Failed, Quantize, contents, gguf_source
 from .sweep import tell
 
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 #: In many shards, and with work files: most moments are between two files.
 SHARDS = ("--method", "rtn", "--no-check", "--format", "int3", "--max-shard-size", "60KB")
 RUNS = {"shards": SHARDS, "gptq": GPTQ}
+#: Of a GGUF file, with the check of the result.
+CONVERT = ("--max-shard-size", "60KB")
 #: With the check of the result and its stored logits, which take most of the time.
 CHECKED = ("--method", "rtn", "--format", "int4", "--group-size", "channel", "--max-shard-size", "60KB")
+RESUME = ("--resume",)
 #: The test of kills before every call is cut into so many, for as many processes.
 PARTS = 12
 #: Seconds for what takes one or two.
@@ -89,22 +92,24 @@ class Child:
         return self._said.read_text() if self._said.exists() else ""
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=[*RUNS, pytest.param("convert", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Run":
-    return Run(request.param, RUNS[request.param], tmp_path_factory.mktemp("kills"))
+    place = tmp_path_factory.mktemp("kills")
+    if request.param == "convert":
+        return Run(Quantize("convert", gguf_source(place), CONVERT, mode=RESUME, verb="convert"), place)
+    return Run(Quantize(request.param, SOURCE, RUNS[request.param], mode=RESUME), place)
 
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> "Run":
-    return Run("checked", CHECKED, tmp_path_factory.mktemp("kills"))
+    return Run(Quantize("checked", SOURCE, CHECKED, mode=RESUME), tmp_path_factory.mktemp("kills"))
 
 
 class Run:
     """One kind of run: what it ends in, and how long that takes in a child."""
 
-    def __init__(self, name: str, options: tuple[str, ...], place: Path) -> None:
-        self.name, self.place = name, place
-        self._scenario = Quantize(name, SOURCE, options, mode=("--resume",))
+    def __init__(self, scenario: Quantize, place: Path) -> None:
+        self.name, self.place, self._scenario = scenario.name, place, scenario
         # Here, so that children have imported everything.
         (place / "first").mkdir()
         self._scenario.run(place / "first")
@@ -225,7 +230,7 @@ def test_kills_before_the_last_calls_that_change_the_disk(checked: Run, few: boo
     "part", [pytest.param(part, marks=pytest.mark.slow) for part in range(PARTS)] + [None]
 )
 def test_kills_before_calls_that_change_the_disk(run: Run, part: int | None) -> None:
-    every = {"shards": 1, "gptq": 8}[run.name]
+    every = {"shards": 1, "gptq": 8, "convert": 4}[run.name]
     first, stride = (61, 121) if part is None else (1 + every * part, every * PARTS)
     kills = 0
     for n in range(first, 10_000, stride):

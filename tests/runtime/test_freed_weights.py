@@ -37,7 +37,7 @@ from .test_packed_experts import experts_of, pack_into
 HELD = [name for name in SCHEMES if name != "int4-ragged"]
 
 
-def supports(problem: Problem) -> str | None:
+def why_unsupported(problem: Problem) -> str | None:
     size = problem.scheme.group_columns(problem.k)
     fits = problem.scheme.planes == 1 and (size in (16, problem.k) or size % 32 == 0)
     return None if fits else "it takes other groups"
@@ -76,7 +76,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return nn.functional.linear(x.float(), dense, None if bias is None else bias.float()).to(x.dtype)
 
     fragments = Layout("fragments", build, join, restore)
-    row = Kernel("held", "", ("cpu",), supports, always, fragments, launch)
+    row = Kernel("held", "", ("cpu",), why_unsupported, always, fragments, launch)
     monkeypatch.delenv(FORCE_VARIABLE, raising=False)
     monkeypatch.setattr(
         registry, "KERNELS", (row, *(one for one in registry.KERNELS if "cuda" not in one.devices[:1]))

@@ -47,8 +47,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         name="dense",
         summary="",
         devices=("cpu",),
-        supports=always,
-        pays=always,
+        why_unsupported=always,
+        why_slower=always,
         layout=Layout("dense", lambda packed, dtype: (packed.dequantize(dtype),), join),
         launch=launch,
     )

@@ -19,7 +19,7 @@ from quantkit.runtime.decoding import graphs_of
 from quantkit.runtime.parallel_plan import Cut, TensorParallelPlan
 from quantkit.runtime.replace import swap_modules
 from quantkit.runtime.tensor_parallel import plan_of_checkpoint
-from quantkit.runtime.transformers.patches.parallel import ShareForward, divide_packed
+from quantkit.runtime.transformers.patches.parallel import ShareForward, divide_packed, undo_plan
 
 from ..support.compare import assert_close, assert_equal
 from ..support.processes import ended
@@ -289,6 +289,20 @@ def test_a_transformers_that_divides_in_another_way_is_refused(models, monkeypat
     monkeypatch.setitem(sys.modules, "transformers.distributed.tensor_parallel", None)
     with pytest.raises(EnvironmentProblem, match=r"Install transformers 5\.17 or later"):
         divide_packed(model)
+
+
+def test_each_part_of_a_linear_is_divided_by_quantkit(models):
+    """Codes of 8-bit floats have the name of a dense weight, so their style is that of their scale too."""
+    model = AutoModelForCausalLM.from_pretrained(models["llama fp8, one scale a row"].packed)
+    divide_packed(model)
+    divide_packed(model)
+    name = "model.layers.*.mlp.down_proj"
+    assert {part: style for part, style in model._tp_plan.items() if part.startswith(f"{name}.")} == {
+        f"{name}.weight": "quantkit_rowwise",
+        f"{name}.weight_scale": "quantkit_rowwise",
+    }
+    undo_plan(model)
+    assert model._tp_plan[name] == "rowwise" and f"{name}.weight_scale" not in model._tp_plan
 
 
 def test_experts_are_not_divided_by_expert(models):

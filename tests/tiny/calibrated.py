@@ -96,6 +96,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
         },
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+            **{"num_hidden_layers": 2, "intermediate_size_mlp": 84, "attention_chunk_size": 64},
+        },
+    ),
     "t5": ("T5Config", {"num_layers": 2, "d_ff": 84, "head_dim": None, "d_kv": 16}),
     "bart": (
         "BartConfig",

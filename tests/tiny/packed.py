@@ -38,6 +38,7 @@ SCHEMES: dict[str, Scheme] = {
     "ternary-radix": scheme("ternary", group_size=32, packing="radix"),
     "fp8": scheme("fp8"),
     "fp8-groups": scheme("fp8", group_size=32, scale_dtype=torch.float16),
+    "fp8-blocks": Scheme(scheme("fp8").format, 32, scale_dtype=torch.float32, group_rows=16),
     "fp8-tensor": scheme("fp8", group_size="tensor"),
     "int8-tensor": scheme("int8", group_size="tensor"),
     "ternary-tensor": scheme("ternary", group_size="tensor", packing="radix"),
@@ -101,13 +102,17 @@ def absmax_pack(weight: torch.Tensor, scheme: Scheme) -> PackedTensor:
         scale = (high - low) / (2**scheme.format.bits - 1)
     if scheme.per_tensor:
         scale = scale.amax().view(1)
-    scale = scheme.scale_type.round(scale)
+    if scheme.group_rows > 1:
+        scale = torch.stack([rows.amax(0) for rows in scale.view(rows, -1).split(scheme.group_rows)])
+    stored_scale = scale = scheme.scale_type.round(scale)
+    if not scheme.per_tensor:
+        stored_scale = scale.view(-(-rows // scheme.group_rows), -1)
+        scale = scheme.row_scale(stored_scale, rows).reshape(-1, 1)
     if scheme.zero_point == "integer":
         zero = torch.round(-low / scale.float())
     codes = encode_groups(groups, scale.float(), zero, scheme).reshape(rows, -1)[:, :columns]
     packed_zero = None if zero is None else zero.to(torch.uint8).reshape(rows, -1)
     codes = codes.contiguous()
-    stored_scale = scale if scheme.per_tensor else scale.reshape(rows, -1)
     return PackedTensor.from_codes(codes, stored_scale, packed_zero, scheme, factor)
 
 

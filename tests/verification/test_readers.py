@@ -65,6 +65,22 @@ def test_every_class_takes_linears_for_what_they_are(source, name):
     assert {name for name, _ in theirs} == packed
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (
+            "MambaForCausalLM",
+            "initializes 'backbone.layers.0.mixer' by weights that packed linears do not have",
+        ),
+        ("OlmoHybridForCausalLM", "conv1d.weight' in several tensors, which transformers does not join"),
+    ],
+)
+def test_classes_at_which_transformers_stops_without_quantkit_are_not_promised(source, name, why):
+    plan = planned(source(name))
+    assert not plan.readers
+    assert why in plan.notes[-1]
+
+
 def test_a_text_class_has_names_of_its_own(source):
     plan = planned(source(CLASSES[0]), rules=("*.layers.0.*=keep", "*.mlp.up_proj=int4"))
     ignore = plan.model_config["quantization_config"]["ignore"]

@@ -76,10 +76,10 @@ def parse_data_set(text: str) -> DataSetName:
 
 
 def open_data_set(asked: DataSetName) -> DataSet:
-    """What a data set has to read, without reading it. Without a network the local cache is used.
+    """Return what a data set has to read, without reading it. Without a network the local cache is used.
 
-    `CheckpointError` for one that is missing or gated or has nothing to read, `UsageError` if what is meant
-    has to be said more exactly, `EnvironmentProblem` if the hub cannot be reached.
+    Raises `CheckpointError` for one that is missing or gated or has nothing to read. Raises `UsageError` if
+    its name is ambiguous, `EnvironmentProblem` if the hub cannot be reached.
     """
     with explained(str(asked), None, _WANTED):
         return _opened(asked)
@@ -137,7 +137,9 @@ def _opened(asked: DataSetName) -> DataSet:
 
 
 def _card(path: Path) -> Mapping[str, Any]:
-    """What a data set's card says at its top; nothing where that cannot be read, as people write them."""
+    """Return the fields at the top of a data set's card; none where they cannot be read, as people write
+    them.
+    """
     from huggingface_hub.repocard import metadata_load
 
     try:

@@ -61,12 +61,12 @@ def kind_of(name: str) -> str | None:
 
 
 def read_documents(path: Path, characters: int | None = None) -> list[Document]:
-    """The documents of a file, those without text left out; with `characters` the first
-    of about so much text.
+    """Return the documents of a file, those without text left out; with `characters` only the first, of about
+    that length.
 
-    `UsageError` naming the file, and the line where there is one, if it cannot be read, is not UTF-8, is
-    binary or compressed, has something else than documents in it or no text at all; `EnvironmentProblem` if
-    reading it takes a package that is not installed.
+    Raises `UsageError`, which names the file and the line, if it cannot be read, is not UTF-8, binary or
+    compressed. Raises it too for a file with something else than documents in it or no text at all. Raises
+    `EnvironmentProblem` if reading it takes a package that is not installed.
     """
     return first_documents(path, sys.maxsize, characters)[0]
 
@@ -124,7 +124,7 @@ def read_text(path: Path) -> str:
 
 
 def _text(path: Path, characters: int) -> str:
-    """`read_text` of the first lines of about so many characters."""
+    """Return `read_text` of the first lines, of about `characters` characters."""
     # Not joined: a list of lines takes twenty times what a text of short ones does.
     whole, length = io.StringIO(), 0
     for _, lines in _blocks(path):
@@ -306,7 +306,7 @@ def _check_sizes(path: Path, metadata: Any, columns: Sequence[str]) -> None:
 
 
 def _elements(array: Any) -> int:
-    """How many elements lists in an arrow array have, all levels together."""
+    """Return the number of elements that lists in an arrow array have, all levels together."""
     if not array.type.num_fields:
         return 0
     parts = array.flatten()
@@ -402,7 +402,7 @@ _EXPECTED = f"{_column_names(COLUMNS)}, where messages and conversations are {_C
 
 
 def _characters(document: Document) -> int:
-    """How much text there is; 0 for nothing but whitespace."""
+    """Return the length of the text; 0 for nothing but whitespace."""
     if isinstance(document, str):
         return len(document) if document.strip() else 0
     return max(1, sum(len(str(message["content"])) for message in document))

@@ -36,8 +36,8 @@ class Pictured:
 def read_pictured(path: Path) -> list[Pictured]:
     """Return the rows of a `.jsonl` file that name images; none for any other file.
 
-    `UsageError` naming the line for what is no chat or text with images, and for an image that is not there,
-    outside of the folder of `path`, too large or of another format. Pixels are not read.
+    `UsageError` names the line of a row that is no chat or text with images. So it does for an image that is
+    not there, outside of the folder, too large or of another format. Pixels are not read.
     """
     if kind_of(path.name) != ".jsonl":
         return []

@@ -90,7 +90,8 @@ def merge(parts: Sequence[Samples]) -> Samples:
 
 
 def micro_batch(samples: int, most: int) -> int:
-    """How many samples go through the model at a time: the largest divisor of their number up to `most`.
+    """Return the samples that go through the model at a time: the largest divisor of their number up to
+    `most`.
 
     A divisor, so that what a model makes of the shape of its inputs is the same for all.
     """

@@ -32,7 +32,7 @@ _ABUNDANCE = 8
 
 @dataclass(frozen=True)
 class Source:
-    """Where calibration texts are, and their share of the samples: None for an equal one."""
+    """A source of calibration texts, and its share of the samples: None for an equal one."""
 
     where: Path | DataSetName
     share: int | None = None
@@ -79,7 +79,7 @@ def parse_sources(text: str | None) -> tuple[Source, ...]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """What is between commas, but for those in the names of files that are there."""
+    """Yield the texts between commas, except for commas in names of files that exist."""
     pieces = text.split(",")
     while pieces:
         joined = (",".join(pieces[:size]) for size in range(len(pieces), 1, -1))
@@ -118,7 +118,7 @@ def _where(name: str, text: str) -> Path | DataSetName:
 
 
 def shares(sources: Sequence[Source], samples: int | None, default: int) -> tuple[int, ...]:
-    """How many samples each source gives: `samples` in proportion to their shares, which alone are counts.
+    """Return the samples of each source: `samples` in proportion to their shares, which alone are counts.
 
     `default` is the number where neither says one.
     """

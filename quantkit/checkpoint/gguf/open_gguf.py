@@ -21,10 +21,11 @@ from quantkit.checkpoint.gguf.header import ALIGNMENT_KEY, GgufHeader, read_gguf
 from quantkit.checkpoint.gguf.rotary import llama3_parameters
 from quantkit.checkpoint.gguf.rows import GgufRows, gguf_package
 from quantkit.checkpoint.manifest import pretty_json
-from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
+from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint, examining
 from quantkit.checkpoint.stamp import FileStamp
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.files import temporary
 
 SUFFIX = ".gguf"
 #: Values of the arrays that a config may need, such as heads by layer; vocabularies have more.
@@ -40,13 +41,14 @@ def gguf_file(source: Path) -> Path | None:
 
     `CheckpointError` for a directory with several and no safetensors.
     """
-    if source.is_file():
-        return source
-    try:
-        entries = sorted(source.iterdir())
-    except OSError:
-        return None
-    found = [path for path in entries if path.suffix == SUFFIX and path.is_file()]
+    with examining(source):
+        if source.is_file():
+            return source
+        try:
+            entries = sorted(source.iterdir())
+        except OSError:
+            return None
+        found = [path for path in entries if path.suffix == SUFFIX and path.is_file()]
     if not found or any(path.suffix == ".safetensors" for path in entries):
         return None
     if len(found) > 1:
@@ -67,23 +69,23 @@ def open_gguf(path: Path) -> Checkpoint:
     header = read_gguf_header(path)
     _check_not_split(header)
     tensors = gguf_tensors(header)
-    directory = Path(tempfile.mkdtemp(prefix="quantkit-gguf-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     rotary = _rotary(header, stamp)
-    _write_files(header, directory, rotary)
-    files = sorted(directory.iterdir())
-    side_files = tuple(file for file in files if file.name != CONFIG_NAME)
-    return Checkpoint(
-        directory=directory,
-        config=json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")),
-        tensors=dict(tensors),
-        shards=(path,),
-        side_files=side_files,
-        warnings=_warnings(header) if rotary is None else (),
-        stamps={path: stamp, **{file: FileStamp.of(file) for file in files}},
-        notes=(_note(header),),
-        derived=frozenset(files),
-    )
+    with temporary(f"{path}: its config.json and tokenizer"):
+        directory = Path(tempfile.mkdtemp(prefix="quantkit-gguf-"))
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        _write_files(header, directory, rotary)
+        files = sorted(directory.iterdir())
+        return Checkpoint(
+            directory=directory,
+            config=json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")),
+            tensors=dict(tensors),
+            shards=(path,),
+            side_files=tuple(file for file in files if file.name != CONFIG_NAME),
+            warnings=_warnings(header) if rotary is None else (),
+            stamps={path: stamp, **{file: FileStamp.of(file) for file in files}},
+            notes=(_note(header),),
+            derived=frozenset(files),
+        )
 
 
 def gguf_tensors(header: GgufHeader) -> dict[str, GgufRows]:
@@ -231,6 +233,9 @@ def _explained(path: Path, what: str) -> Iterator[None]:
     except (QuantkitError, MemoryError):
         raise
     except BaseException as error:
+        # Errors of transformers have no number, those of the disk do.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         # Panics of the tokenizers library have a class that none can import.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

@@ -152,9 +152,11 @@ def why_not(name: str, data: bytes) -> str | None:
         return "an HTML page"
     if name.endswith(".json"):
         try:
-            json.loads(data.decode("utf-8-sig"))
+            found = json.loads(data.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             return f"no JSON ({' '.join(str(error).split())[:100]})"
+        if not isinstance(found, dict | list):
+            return "no JSON object"
     return None
 
 

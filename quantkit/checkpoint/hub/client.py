@@ -38,6 +38,9 @@ _PIECE_BYTES = 1 << 20
 #: The format is told by the first bytes: gzip's or zlib's.
 _GZIP_OR_ZLIB = 47
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
+#: With it huggingface_hub leaves a download to hf_xet, which asks any host that the server names, with the
+#: token and without bounds. Without it the same file comes over HTTP.
+_XET = "X-Xet-Hash"
 #: What a server answered, by the name of the exception. Others are errors of the connection.
 _WRONG = {
     "TooManyRedirects": "redirects without an end",
@@ -152,7 +155,10 @@ def _send(send: Callable[..., Any], request: Any, stream: bool, deadline: Deadli
 
     def ask() -> Any:
         response = send(request, stream=True, **rest)
-        if not stream:
+        if stream:
+            # Whoever reads it waits for one piece at a time, and would take one byte a second.
+            response.stream.deadline = Deadline(deadline.seconds)
+        else:
             try:
                 response.stream.allowed = MAX_ANSWER_BYTES
                 response.stream.deadline = deadline
@@ -186,6 +192,8 @@ def _check(response: Any) -> None:
             f"a wait of at most {_MAX_WAIT_SECONDS:.0f} s",
             "Run the command again then.",
         )
+    if _XET in response.headers:
+        del response.headers[_XET]
     body = _Received(response.stream, url, encoded)
     body.allowed = MAX_ANSWER_BYTES if response.has_redirect_location else _stream_bytes.get()
     if encoded and response.request.method != "HEAD":

@@ -37,7 +37,10 @@ class Deadline:
         self.received += nbytes
         self.end += nbytes / SLOWEST_BYTES_PER_SECOND
         if self.left <= 0:
-            raise TimeoutError
+            seconds = time.monotonic() - self.began
+            raise TimeoutError(
+                f"{self.received} bytes in {seconds:.0f} s; expected {SLOWEST_BYTES_PER_SECOND} a second"
+            )
 
     @property
     def left(self) -> float:

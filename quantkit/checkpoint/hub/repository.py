@@ -44,6 +44,8 @@ _SHARD = re.compile(r"(?!consolidated)[A-Za-z0-9._-]{1,180}\.safetensors")
 _DOWNLOADS = 4
 _WEIGHTS_SECONDS = 180.0
 _MAX_SMALL_FILES = 1000
+#: Of what a server says of its error.
+_DETAIL_CHARS = 500
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"(?!.*\.\.)[\w.\-]{1,200}", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w.\-]*(/\w[\w.\-]*)*", re.ASCII)
@@ -158,7 +160,8 @@ def locate(source: str | Path, *, revision: str | None = None, headers_only: boo
         return Located(str(source), path, "directory")
     if is_gguf_file:
         return Located(str(source), path, "file")
-    if isinstance(source, Path) or path.exists() or not is_hub_id(source):
+    # Whoever names a file means one, also where it has the form of a hub id.
+    if isinstance(source, Path) or path.suffix == ".gguf" or path.exists() or not is_hub_id(source):
         raise UsageError(
             f"{str(source)!r} is no directory; expected a checkpoint directory or a hub id such as "
             "org/name, or a .gguf file. Check the path."
@@ -185,7 +188,7 @@ def explained(source: str, revision: str | None, wanted: Wanted) -> Iterator[Non
         kind, *texts = explanation
         problem, remedy = (text.format(**vars(wanted)) for text in texts)
         at = f" at revision {revision!r}" if revision else ""
-        detail = str(error).strip().partition("\n")[0]
+        detail = str(error).strip().partition("\n")[0][:_DETAIL_CHARS]
         url = str(getattr(getattr(error, "response", None), "url", ""))
         detail += f" for {url}" if url not in detail else ""
         raise kind(

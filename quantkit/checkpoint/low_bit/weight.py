@@ -223,9 +223,10 @@ def _is_block(value: Any) -> bool:
 
 def _side(size: int, count: int, wanted: int | None) -> int | None:
     """Return how many of `size` rows or columns share one of `count` scales; None where they fit nowise."""
+    if wanted is not None and -(-size // wanted) == count:
+        return wanted
     if count == 1:
         return size
-    for block in (wanted, 128):
-        if block is not None and -(-size // block) == count:
-            return block
+    if -(-size // 128) == count:
+        return 128
     return size // count if size % count == 0 else None

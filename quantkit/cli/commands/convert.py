@@ -18,6 +18,7 @@ def convert(
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     check: options.CheckOutput = True,
+    dense_embeddings: options.DenseEmbeddings = False,
     max_shard_size: options.ShardSize = options.SHARD_SIZE,
     allow_auto_map: options.AllowAutoMap = False,
     every_layer: options.EveryLayer = False,
@@ -28,10 +29,11 @@ def convert(
     Codes and scales of SOURCE become those of the scheme whose weights are the same, bit by bit, which is
     compared while OUT is written; 'verify OUT --against SOURCE' compares again. Prints which scheme each kind
     of weight became. A linear whose values no scheme has, such as one in K-quants, is refused by name:
-    'quantize' reads the same SOURCE and rounds. What is no linear is stored as numbers.
+    'quantize' reads the same SOURCE and rounds. The token embedding is packed too where a scheme has its
+    values. What else is no linear is stored as numbers.
     """
     from quantkit import converting
-    from quantkit.cli.commands.plan import plan_dict, print_plan
+    from quantkit.cli.commands.plan import plan_dict, print_plan, print_warnings
     from quantkit.cli.files import resume_advice
 
     begun = not overwrite
@@ -53,6 +55,7 @@ def convert(
         resume=resume,
         overwrite=overwrite,
         check=check,
+        dense_embeddings=dense_embeddings,
     )
     with advising(advice), progress("converting") as report:
         result = converting.convert(source, out_directory, asked, progress=report, on_plan=show)
@@ -61,6 +64,9 @@ def convert(
     if json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return
-    packed = sum(layer.scheme is not None for layer in result.plan.layers)
-    say(f"{packed} linears have the values of {source}, bit by bit")
+    kinds = [layer.linear.kind for layer in result.plan.layers if layer.scheme and layer.weights]
+    table = " and the token embedding" if "embedding" in kinds else ""
+    linears = len(kinds) - kinds.count("embedding")
+    say(f"{linears} linears{table} have the values of {source}, bit by bit")
     say(f"wrote {result.directory} ({size_text(result.plan.output_bytes)})")
+    print_warnings(result.plan)

@@ -87,7 +87,7 @@ def tune(
         problem = weight.problem(1, gpu, features)
         if not tunable_kernels(problem):
             last = [kernel for kernel in device_kernels(problem.device) if kernel.layout is not None][-1]
-            reason = last.supports(problem)
+            reason = last.why_unsupported(problem)
             note(f"{weight}: there is nothing to tune, because {last.name} does not run it: {reason}.")
     with CompilePool(jobs or max(1, cores() - 1), gpu_target()) as pool, progress("tuning") as report:
 
@@ -187,7 +187,7 @@ def _searched(names: str | None) -> frozenset[str] | None:
 
     if names is None:
         return None
-    known = [row.name for row in KERNELS if row.tiling is not None]
+    known = [row.name for row in KERNELS if row.tile_space is not None]
     found = options.parse_list(names, "--kernels")
     if unknown := [name for name in found if name not in known]:
         raise UsageError(f"--kernels has {', '.join(unknown)}; kernels with tiles are {', '.join(known)}.")

@@ -1,6 +1,6 @@
 """CPU kernels that are faster than unpacking: torch's weight-only products and an exact integer product.
 
-The limits in `supports` and the crossovers in `pays` were measured with torch 2.13 on 2 cores of an AVX512
+Limits and crossovers were measured with torch 2.13 on 2 cores of an AVX512
 machine. `benchmarks/cpu_decode.py` measures them again.
 """
 
@@ -40,7 +40,7 @@ def _is_int(scheme: Scheme, bits: int) -> bool:
     return isinstance(scheme.format, IntFormat) and scheme.format.bits == bits
 
 
-def _int4_supports(problem: Problem) -> str | None:
+def _why_no_int4(problem: Problem) -> str | None:
     """Return why torch's int4 operator cannot run a problem; None if it can."""
     scheme = problem.scheme
     if not _is_int(scheme, 4):
@@ -59,7 +59,7 @@ def _int4_supports(problem: Problem) -> str | None:
     return _inexact_scales(problem)
 
 
-def _torch_op_pays(problem: Problem, name: str, limit: int) -> str | None:
+def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | None:
     """Return why another kernel is faster than torch's operator; None if none is."""
     if problem.dtype != torch.bfloat16:
         return f"torch's {name} operator is 4 to 15 times slower than dense at {problem.dtype}; use bfloat16"
@@ -113,7 +113,7 @@ def _int4_launch(
     return y if bias is None else y.add_(bias)
 
 
-def _int8_supports(problem: Problem) -> str | None:
+def _why_no_int8(problem: Problem) -> str | None:
     """Return why torch's int8 operator cannot run a problem; None if it can."""
     scheme = problem.scheme
     if not _is_int(scheme, 8):
@@ -157,8 +157,8 @@ CPU_KERNELS = (
         summary="torch's weight-only int4 product, for a few bfloat16 rows; float32 sums, rounded once, "
         "and once more by a bias; scale * (8 - zero_point) is rounded too; holds the codes twice",
         devices=("cpu",),
-        supports=_int4_supports,
-        pays=lambda problem: _torch_op_pays(problem, "int4", _INT4_ROWS),
+        why_unsupported=_why_no_int4,
+        why_slower=lambda problem: _why_torch_op_is_slower(problem, "int4", _INT4_ROWS),
         layout=Layout("torch-int4", _int4_build, _int4_join, most_rows=_INT4_ROWS),
         launch=_int4_launch,
     ),
@@ -167,8 +167,8 @@ CPU_KERNELS = (
         summary="torch's weight-only int8 product, for a few bfloat16 rows; float32 sums, rounded once, "
         "and once more by a bias; holds the codes twice",
         devices=("cpu",),
-        supports=_int8_supports,
-        pays=lambda problem: _torch_op_pays(problem, "int8", _INT8_ROWS),
+        why_unsupported=_why_no_int8,
+        why_slower=lambda problem: _why_torch_op_is_slower(problem, "int8", _INT8_ROWS),
         layout=Layout("torch-int8", _int8_build),
         launch=_int8_launch,
     ),

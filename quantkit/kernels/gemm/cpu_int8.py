@@ -62,7 +62,7 @@ def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
     return size, scheme.groups(columns) * (whole // size)
 
 
-def _supports(problem: Problem) -> str | None:
+def _why_unsupported(problem: Problem) -> str | None:
     """Return why the kernel cannot run a problem; None if it can."""
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
@@ -78,7 +78,7 @@ def _supports(problem: Problem) -> str | None:
     return None
 
 
-def _pays(problem: Problem) -> str | None:
+def _why_slower(problem: Problem) -> str | None:
     """Return why another kernel is faster; None if none is."""
     if "vnni" not in problem.features:
         return "this CPU has no VNNI instructions, without which int8 products are slow"
@@ -166,8 +166,8 @@ DIGITS_ROW = Kernel(
     summary="exact int8 products of the weights and three digits of the activations; float32 sums; holds "
     "one more byte per weight",
     devices=("cpu",),
-    supports=_supports,
-    pays=_pays,
+    why_unsupported=_why_unsupported,
+    why_slower=_why_slower,
     layout=Layout("int-digits", _build),
     launch=_launch,
 )

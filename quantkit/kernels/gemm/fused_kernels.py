@@ -21,7 +21,7 @@ from quantkit.kernels.layouts.fragment_layout import ROWS, build, join, restore
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.moe.permute import MAX_BLOCK_ROWS, SMALL_BLOCK_ROWS, usual_block_rows
 from quantkit.kernels.problem import (
-    GroupedTiling,
+    GroupedGemm,
     Kernel,
     Layout,
     Outline,
@@ -170,7 +170,7 @@ def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) 
     grouped = kernel.grouped
     if grouped is None:
         return "it multiplies with one weight at a time"
-    if (reason := grouped.supports(replace(problem, m=rows, n=problem.n * matrices))) is not None:
+    if (reason := grouped.why_unsupported(replace(problem, m=rows, n=problem.n * matrices))) is not None:
         return reason
     if grouped.shares_x and matrices > 1 and problem.n % ROWS:
         return (
@@ -314,16 +314,16 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         name="fused-gemv",
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
-        supports=support.why_unsupported_decode,
-        pays=support.why_slower_decode,
+        why_unsupported=support.why_unsupported_decode,
+        why_slower=support.why_slower_decode,
         run=decode_launch.run,
         bind=decode_launch.bind,
-        tiling=decode_launch.TILING,
-        grouped=GroupedTiling(
+        tile_space=decode_launch.TILE_SPACE,
+        grouped=GroupedGemm(
             block_rows=(1, 1),
             forced_rows=(1, SMALL_BLOCK_ROWS),
             tile=decode_launch.experts_tile,
-            supports=support.why_unsupported_decode_experts,
+            why_unsupported=support.why_unsupported_decode_experts,
             shares_x=True,
             gates=True,
         ),
@@ -334,15 +334,15 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
     _fused(
         name="fused-portable-gemv",
         summary="Triton: reads every packed byte once and multiplies in registers, for a few rows of x",
-        supports=support.why_unsupported_portable_gemv,
-        pays=support.why_slower_portable_gemv,
+        why_unsupported=support.why_unsupported_portable_gemv,
+        why_slower=support.why_slower_portable_gemv,
         run=portable_gemv_launch.run,
         bind=portable_gemv_launch.bind,
-        tiling=portable_gemv_launch.TILING,
-        grouped=GroupedTiling(
+        tile_space=portable_gemv_launch.TILE_SPACE,
+        grouped=GroupedGemm(
             block_rows=(1, SMALL_BLOCK_ROWS),
             forced_rows=(SMALL_BLOCK_ROWS, SMALL_BLOCK_ROWS),
-            tile=lambda expert, grouping: portable_gemv_launch.TILING.rule(_all_blocks(expert, grouping)),
+            tile=lambda expert, grouping: portable_gemv_launch.TILE_SPACE.rule(_all_blocks(expert, grouping)),
         ),
         representative=_by_rows(8, 16, 32),
     ),
@@ -350,16 +350,16 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         name="fused-small-m",
         summary="Gluon: warps dequantize rows of their own and multiply with one x in shared memory, for up "
         "to 32 rows of x",
-        supports=support.why_unsupported_small_m,
-        pays=support.why_slower_small_m,
+        why_unsupported=support.why_unsupported_small_m,
+        why_slower=support.why_slower_small_m,
         run=small_m_launch.run,
         bind=small_m_launch.bind,
-        tiling=small_m_launch.TILING,
-        grouped=GroupedTiling(
+        tile_space=small_m_launch.TILE_SPACE,
+        grouped=GroupedGemm(
             block_rows=(1, SMALL_BLOCK_ROWS),
             forced_rows=(SMALL_BLOCK_ROWS, SMALL_BLOCK_ROWS),
             tile=lambda expert, grouping: small_m_launch.experts_tile(expert, grouping.usual),
-            supports=support.why_unsupported_small_m,
+            why_unsupported=support.why_unsupported_small_m,
             shares_x=True,
             gates=True,
         ),
@@ -370,25 +370,25 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
     _fused(
         name="fused-wgmma",
         summary="Gluon, for Hopper: dequantizes weights in registers while other warps copy and multiply",
-        supports=support.why_unsupported_wgmma,
-        pays=support.why_slower_wgmma,
+        why_unsupported=support.why_unsupported_wgmma,
+        why_slower=support.why_slower_wgmma,
         run=wgmma_launch.run,
-        tiling=wgmma_launch.TILING,
+        tile_space=wgmma_launch.TILE_SPACE,
     ),
     _fused(
         name="fused-portable",
         summary="Triton: dequantizes weights in registers and multiplies tiles on tensor cores; weights take "
         "their scales in the dtype of x",
-        supports=support.why_no_fused_kernel,
-        pays=support.why_slower_portable_gemm,
+        why_unsupported=support.why_no_fused_kernel,
+        why_slower=support.why_slower_portable_gemm,
         run=portable_gemm_launch.run,
         bind=portable_gemm_launch.bind,
-        tiling=portable_gemm_launch.TILING,
-        grouped=GroupedTiling(
+        tile_space=portable_gemm_launch.TILE_SPACE,
+        grouped=GroupedGemm(
             block_rows=(SMALL_BLOCK_ROWS + 1, MAX_BLOCK_ROWS),
             forced_rows=(2 * SMALL_BLOCK_ROWS, MAX_BLOCK_ROWS),
             tile=lambda expert, grouping: replace(
-                portable_gemm_launch.TILING.rule(_all_blocks(expert, grouping)), split_k=1
+                portable_gemm_launch.TILE_SPACE.rule(_all_blocks(expert, grouping)), split_k=1
             ),
         ),
         representative=_by_rows(8, 16),
@@ -396,8 +396,8 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
     _fused(
         name="dequantize",
         summary="Triton: writes the weight in the dtype of x, 2^27 at a time, for the library to multiply",
-        supports=support.why_no_layout,
-        pays=always,
+        why_unsupported=support.why_no_layout,
+        why_slower=always,
         run=dequantize_launch.run,
         representative=_by_rows(8, 16),
     ),

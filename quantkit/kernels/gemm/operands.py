@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,23 @@ class Grouping:
 def max_expert_blocks(routed: int, experts: int, rows: int) -> int:
     """Return the most expert blocks of up to `rows` routed tokens that `routed` routed tokens can fill."""
     return (routed + min(experts, routed) * (rows - 1)) // rows
+
+
+class GemmSpec(NamedTuple):
+    """Product y [m, n] = x [m, k] W^T that code is compiled for; with experts, that of an expert block."""
+
+    m: int
+    n: int
+    k: int
+    scheme: Scheme
+    dtype: torch.dtype
+    #: True if there is a bias [n].
+    bias: bool = False
+
+    @property
+    def shape(self) -> Geometry:
+        """Return the sizes of the weight."""
+        return geometry(self.n, self.k, self.scheme, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -121,6 +138,14 @@ class Operands:
     def grouping(self) -> Grouping | None:
         """Return the sizes of the grouped GEMM; None without routed tokens."""
         return None if self.routed is None else self.routed.grouping
+
+    @property
+    def spec(self) -> GemmSpec:
+        """Return the product that kernels are compiled for."""
+        m, n = self.x.shape[0], self.n
+        if (grouping := self.grouping) is not None:
+            m, n = grouping.rows, n * grouping.matrices
+        return GemmSpec(m, n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
 
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:

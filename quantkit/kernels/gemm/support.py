@@ -27,8 +27,9 @@ SMALL_WEIGHT = 1 << 23
 #: For `fused-small-m`: most K with more than 16 rows of x without `wgmma`; N up to which it has too few row
 #: tiles; N from which larger tiles are faster. Both N are for an H200, see `has_few_rows`.
 MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
-#: Most numbers N * K of an int5 or int7 weight for which `fused-small-m` is fastest at 17 to 32 rows of x.
-SMALL_FOR_WIDE_CODES = 1 << 24
+#: Most numbers N * K of an int5 or int7 weight for which `fused-small-m` is faster than `fused-wgmma` with
+#: more than 16 rows of x; and of int7 with 9 to 16 (H100, 28672 x 4096, M = 16: 60.3 us against 45.8 us).
+MOST_WIDE, MOST_INT7 = 1 << 24, 1 << 26
 #: Bits of codes for which `fused-gemv` is as fast as `fused-small-m` with 5 to 8 rows of x (H100, 10 weights
 #: of 2560 to 27648 rows: with 8 rows of x the rules take 1.02 times the best tile timed).
 DECODE_BITS = (2, 5, 7)
@@ -88,7 +89,7 @@ def looked_up(problem: Problem) -> bool:
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
     """Return the support check of a kernel whose programs have up to `most` rows of x in shared memory."""
 
-    def supports(problem: Problem) -> str | None:
+    def why_unsupported(problem: Problem) -> str | None:
         if problem.m > most:
             return f"it takes up to {most} rows of x, not {problem.m}"
         if (reason := why_no_fused_kernel(problem)) is not None:
@@ -102,21 +103,20 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
             return f"it would look up every value of {problem.scheme.format.name} in memory"
         return why_no_tile(problem)
 
-    return supports
+    return why_unsupported
 
 
 def _why_decode_is_as_fast(problem: Problem) -> str | None:
     """Return why `fused-gemv` is as fast as `fused-small-m` for up to 8 rows of x; None if it is slower.
 
-    Returns None too if `fused-gemv` cannot run, or if shared memory has no room for all its warps. For int5
-    and int7 the number of warps does not matter.
+    Returns None too if `fused-gemv` cannot run, or if shared memory has no room for all its warps.
     """
     if problem.m <= 2:
         return "up to M=2 it was not seen to be faster"
     if why_unsupported_decode(problem) is not None:
         return None
-    tile, shape = decode_launch.TILING.rule(problem), shape_of(problem)
-    bits, has_wide_codes = shape.bits, small_m_launch.has_wide_codes(shape)
+    tile, bits = decode_launch.TILE_SPACE.rule(problem), problem.scheme.format.bits
+    has_wide_codes = small_m_launch.has_wide_codes(shape_of(problem))
     if tile.warps * tile.occupancy < decode_launch.RESIDENT_WARPS and not has_wide_codes:
         return None
     uneven = decode_launch.imbalance(problem, tile) > UNEVEN
@@ -163,41 +163,11 @@ why_unsupported_decode_experts = _stages_x(decode_launch.MOST_ROWS, always)
 
 
 def _spills_codes(problem: Problem) -> bool:
-    """Return True if `fused-small-m` has too few registers for an int5 or int7 weight.
-
-    Above 16 rows of x: unless the weight is so small that nothing else is faster. Up to 16 rows of x: if the
-    tile of the rules `spills`.
-    """
-    if not _has_wide_codes(problem):
+    """Return True if `fused-small-m` lacks registers for int5 or int7 codes, and `fused-wgmma` does not."""
+    if problem.m <= 8 or "wgmma" not in problem.features:
         return False
-    if problem.m > 16:
-        return problem.n * problem.k > SMALL_FOR_WIDE_CODES
-    return small_m_launch.spills(small_m_launch.TILING.rule(problem), shape_of(problem))
-
-
-def _has_wide_codes(problem: Problem) -> bool:
-    """Return True for an int5 or int7 weight for which `fused-wgmma` has enough tiles, and more than 8 rows
-    of x.
-    """
-    is_small = problem.n * problem.k <= SMALL_WEIGHT
-    return (
-        problem.m > 8
-        and "wgmma" in problem.features
-        and small_m_launch.has_wide_codes(shape_of(problem))
-        and not is_small
-    )
-
-
-def _wgmma_is_faster(problem: Problem) -> bool:
-    """Return True if `fused-wgmma` is faster than `fused-small-m` at 9 to 16 rows of x.
-
-    That is for int5 and int7 if N is large, and for int7 if `fused-small-m` has more than one wave.
-    """
-    if problem.m > 16 or not _has_wide_codes(problem):
-        return False
-    tile, shape, count = small_m_launch.TILING.rule(problem), shape_of(problem), processors(problem)
-    is_many = shape.bits > 6 and small_m_launch.waves(tile, shape, count) > 1
-    return is_many or not has_few_rows(problem.n, count, MOST_ROWS)
+    most = MOST_WIDE if problem.m > 16 else MOST_INT7 if problem.scheme.format.bits > 6 else math.inf
+    return problem.n * problem.k > most and small_m_launch.has_wide_codes(shape_of(problem))
 
 
 def why_slower_small_m(problem: Problem) -> str | None:
@@ -224,10 +194,6 @@ def why_slower_small_m(problem: Problem) -> str | None:
             "from M=17 on each warp would read much of x from shared memory",
         ),
         (_spills_codes(problem), f"it lacks registers for codes of {problem.scheme.format.bits} bits"),
-        (
-            _wgmma_is_faster(problem),
-            f"tiles dequantize {problem.scheme.format.bits} bits faster for as many rows",
-        ),
     )
     reason = _first(reasons)
     return _why_decode_is_as_fast(problem) if reason is None and problem.m <= 8 else reason
@@ -273,7 +239,7 @@ def _fills_waves(problem: Problem) -> bool:
     if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)
-    tile = portable_gemm_launch.TILING.rule(problem)
+    tile = portable_gemm_launch.TILE_SPACE.rule(problem)
     waves = portable_gemm_launch.programs(tile, shape, problem.m) / (2 * processors(problem))
     return tile.split_k == 1 and waves > FULL * math.ceil(waves)
 
@@ -283,16 +249,8 @@ def why_slower_wgmma(problem: Problem) -> str | None:
     is_small = problem.n * problem.k <= SMALL_WEIGHT
     reasons = (
         (
-            problem.m <= 16 and not (_spills_codes(problem) or _wgmma_is_faster(problem)),
+            problem.m <= 16 and not _spills_codes(problem),
             "up to M=16 warps that share x, or smaller tiles, are faster",
-        ),
-        (
-            problem.m <= 16 and shape_of(problem).bits < 6 and _fills_waves(problem),
-            "up to M=16 tiles of `fused-portable` are as fast for int5 where no multiprocessor is idle",
-        ),
-        (
-            problem.m <= 32 and is_small,
-            f"up to M=32 it has too few tiles of a weight of {problem.n} x {problem.k}",
         ),
         (
             32 < problem.m <= 64 and not _dequantizes_slowly(problem) and _fills_waves(problem),

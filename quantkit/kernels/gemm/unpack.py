@@ -88,8 +88,8 @@ UNPACK_KERNEL = Kernel(
     summary="unpacks a block of rows into the activation dtype, or into float32 where a CPU multiplies that "
     "faster, and multiplies; any scheme and shape",
     devices=("cpu", "cuda"),
-    supports=always,
-    pays=always,
+    why_unsupported=always,
+    why_slower=always,
     layout=None,
     launch=_launch_unpack,
 )

@@ -70,10 +70,7 @@ def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def norm_weights(norm, S: gl.constexpr):
-    """Load the weights [K] of the norm of x at the columns of each warp; () without a norm.
-
-    They are words of `_load_x`, int32 [W, 32, 4].
-    """
+    """Load the weights [K] of the norm of x at the columns of each warp, as `_load_x` does; () without."""
     weights = ()
     if S.norms_x:
         weights = _load_x(norm, 1, None, S)
@@ -148,10 +145,7 @@ def pack2(low, high, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _copy(x, M, order, x_smem, S: gl.constexpr):
-    """Copy x [M, K] to shared memory, 16 bytes at a time (cp.async).
-
-    There it is int32 [vec4 number, W, 1, row, word, t].
-    """
+    """Copy x [M, K] by 16 bytes (cp.async) to shared memory int32 [vec4 number, W, 1, row, word, t]."""
     SIZES: gl.constexpr = S.x_shape
     LAYOUT: gl.constexpr = copy_layout(SIZES, S.warps)
     number, warp = _axis_index(0, SIZES, LAYOUT), _axis_index(1, SIZES, LAYOUT)
@@ -249,10 +243,9 @@ def _load_x(x, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
-    """Return RMSNorm of x, or of x + `other`, [M, K], as words int32 [W, 32, 4] for each number.
+    """Return RMSNorm of x [M, K], or of x + `other`, written to `total`, as words int32 [W, 32, 4].
 
-    `words` are those of x that this warp has. The sum is written to `total` [M, K]. Numbers are rounded where
-    `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
+    Numbers are rounded where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     ROW_LAYOUT: gl.constexpr = _row_layout(S)
@@ -322,10 +315,7 @@ def _transpose_words(words):
 
 @gluon.jit
 def _stage_floats(words, x_smem, S: gl.constexpr):
-    """Store words of `_load_x`, int32 [W, 32, 4], as `_copy` does; return the units, float32 [W, rows].
-
-    With `S.shared_table` they are stored as (e0, e1) of each p0.
-    """
+    """Store words int32 [W, 32, 4] as `_copy`, or (e0, e1) of each p0; return units float32 [W, rows]."""
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.float_shape
     x_passes = reinterpret(
@@ -378,10 +368,7 @@ def _stage_digits(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
-    """Return the run of half HALF of an mma pair, int32 [...].
-
-    A run is of bytes of planes APART apart, or for APART == 1 of products.
-    """
+    """Return the run int32 [...] of half HALF of an mma pair: of planes APART apart, or for 1 of products."""
     if APART == 1:
         run = 2 * mma_pair + HALF
     else:
@@ -453,9 +440,7 @@ def _split_words(vec4s, W: gl.constexpr):
 
 @gluon.jit
 def _split_digits(a, b, c, d):
-    """Split four int32 numbers [...] into highest, middle and lowest digits, three words of four
-    digits.
-    """
+    """Split four int32 [...] into highest, middle and lowest digits: three words of four digits."""
     return gl.inline_asm_elementwise(
         _SPLIT, "=&r,=&r,=&r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32), True, 1
     )

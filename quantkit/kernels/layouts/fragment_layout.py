@@ -73,11 +73,9 @@ class Geometry:
     row_tiles: int
     #: Columns whose products are summed before a scale applies: 32, 64 or 128.
     dot: int
-
     #: Columns that share a scale; k for one scale per channel or tensor.
     group: int
     #: True if scales multiply weights, not sums; the power of two that they then carry, or 1.
-
     on_weights: bool
     carried: float
     #: Encoding of scales: a result of `fragment_scales.scale_kind`.
@@ -179,7 +177,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-        """Reorder values of groups [N, groups] to the lanes that multiply them."""
+        """Reorder [N, groups] to the lanes that multiply."""
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
@@ -211,7 +209,9 @@ def restore(
         stop = min(start + step, n)
         rows = read_codes(codes[start // ROWS : -(-stop // ROWS)], scheme.format, sizes)
         rows = rows[: stop - start, :k]
-        words[start:stop] = scheme.pack(rows ^ signs_of(scale[start:stop], scheme, k) if turned else rows)
+        if turned:
+            rows = rows ^ signs_of(scheme.row_scale(scale, n, start, stop), scheme, k)
+        words[start:stop] = scheme.pack(rows)
     return words
 
 
@@ -222,12 +222,11 @@ def join(
     k: int,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[torch.Tensor, ...], ...]] | None:
-    """Concatenate layouts of weights [N, K] of one scheme and K along N, for activations of `dtype`; `rows`
-    has each N.
+    """Concatenate layouts of weights [N, K] of one scheme and K along N, for activations of `dtype`.
 
-    Returns the tensors of the whole, and those of each weight as views. Returns None if a weight before the
-    last has no whole row tiles, or if values differ. Factors may differ by powers of two that scales can take
-    on.
+    `rows` has each N. Returns the tensors of the whole, and those of each weight as views. Returns None if a
+    weight before the last has no whole row tiles, or if values differ. Factors may differ by powers of two
+    that scales can take on.
     """
     if any(count % ROWS for count in rows[:-1]):
         return None
@@ -406,10 +405,7 @@ def repack_codes_reference(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack codes uint8 [rows, columns] as `place_codes`, by torch operations in int32.
-
-    `words` is int16 [row_tiles, spans, tiles, 256], written from row tile `first` on; `found` int32 [1].
-    """
+    """Repack codes uint8 [rows, columns] as `place_codes`, by torch operations in int32."""
     if found is not None:
         reserved = _reserved(number_format, codes.device)
         assert reserved is not None

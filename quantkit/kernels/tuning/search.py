@@ -127,7 +127,9 @@ class Search:
 
     def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
         """Yield the tiles with which a kernel starts."""
-        yield Candidate(kernel.name, None if kernel.tiling is None else kernel.tiling.rule(self.problem))
+        yield Candidate(
+            kernel.name, None if kernel.tile_space is None else kernel.tile_space.rule(self.problem)
+        )
         if self.before is not None and self.before.kernel == kernel.name:
             yield Candidate(kernel.name, self.before.tile)
 
@@ -138,7 +140,7 @@ class Search:
         return [
             kernel
             for kernel in kernels
-            if kernel.tiling is not None
+            if kernel.tile_space is not None
             and (self.searched is None or kernel.name in self.searched)
             and self.coarse[self._best(kernel)] <= HOPELESS * best
         ]
@@ -200,18 +202,21 @@ def tunable_kernels(problem: Problem) -> list[Kernel]:
     return [
         kernel
         for kernel in KERNELS
-        if problem.device in kernel.devices and kernel.layout is not None and kernel.supports(problem) is None
+        if problem.device in kernel.devices
+        and kernel.layout is not None
+        and kernel.why_unsupported(problem) is None
     ]
 
 
 def neighbours(problem: Problem, kernel: Kernel, tile: Any) -> Iterator[Candidate]:
     """Yield tiles of a kernel that differ from `tile` in one field and are worth measuring."""
-    assert kernel.tiling is not None
-    for name, values in kernel.tiling.values.items():
+    assert kernel.tile_space is not None
+    for name, values in kernel.tile_space.values.items():
         for value in values:
             other = replace(tile, **{name: value})
             able = (
-                kernel.tiling.why_not(problem, other) is None and kernel.tiling.loses(problem, other) is None
+                kernel.tile_space.why_invalid(problem, other) is None
+                and kernel.tile_space.why_pruned(problem, other) is None
             )
             if other != tile and able:
                 yield Candidate(kernel.name, other)

@@ -40,31 +40,6 @@ _KERNELS_OF_12 = {
     "fused-tiled": "fused-portable",
     "fused-skinny": "fused-portable-gemv",
 }
-#: Fields of each kernel's tile in tables of version 12 and 13, and those of today, in the same order.
-_FIELDS_OF_13 = {
-    "fused-gemv": {
-        "programs": "occupancy",
-        "together": "tiles_per_iter",
-        "ahead": "prefetch",
-        "integers": "int8_mma",
-    },
-    "fused-portable-gemv": {"ahead": "prefetch", "present": "predicate_x", "together": "one_accumulator"},
-    "fused-small-m": {"parts": "split_k", "ahead": "prefetch"},
-    "fused-wgmma": {
-        "m": "block_m",
-        "rows": "block_n",
-        "ahead": "prefetch",
-        "share": "stream_k",
-        "columns": "block_k",
-    },
-    "fused-portable": {
-        "m": "block_m",
-        "split": "split_k",
-        "half_sums": "fp16_accumulation",
-        "chains": "accumulators",
-        "at_once": "occupancy",
-    },
-}
 #: Largest M with a bucket.
 MAX_M = 1 << 16
 #: Largest N and K.
@@ -142,10 +117,10 @@ def bucket(m: int) -> int:
 def as_computed(scheme: Scheme, k: int) -> Scheme:
     """Return `scheme` without what no GPU kernel sees.
 
-    Layouts hold codes with one scale per tensor as if it were per channel. Column scales are multiplied into
-    x.
+    Layouts hold codes with one scale per tensor as if it were per channel, and those of blocks as if each row
+    had its own. Column scales are multiplied into x.
     """
-    scheme = replace(scheme.for_columns(k), packing="bits", column_scale=False)
+    scheme = replace(scheme.for_columns(k), packing="bits", column_scale=False, group_rows=1)
     return replace(scheme, group_size=None) if scheme.per_tensor else scheme
 
 
@@ -159,7 +134,7 @@ def time_of(
 
 def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
     """Return the table as a file: sorted, one line per weight, so that versions can be diffed."""
-    tiles = {kernel.name: _fields(kernel) for kernel in kernels if kernel.tiling is not None}
+    tiles = {kernel.name: _fields(kernel) for kernel in kernels if kernel.tile_space is not None}
     weights: dict[str, dict[tuple[int, int], dict[int, list[Any]]]] = {}
     for key, entry in table.entries.items():
         tile = [] if entry.tile is None else [[getattr(entry.tile, name) for name in tiles[entry.kernel]]]
@@ -204,7 +179,7 @@ def _gpu_to_json(gpu: Gpu) -> dict[str, Any]:
 
 
 def _fields(kernel: Kernel) -> list[str]:
-    return [] if kernel.tiling is None else [field.name for field in fields(kernel.tiling.record)]
+    return [] if kernel.tile_space is None else [field.name for field in fields(kernel.tile_space.record)]
 
 
 def gpu_in(data: bytes) -> Gpu:
@@ -238,8 +213,9 @@ def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
 
 def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> TileTable:
     version = _get(data, "version", int, "the file")
+    fields_of = {kernel.name: _fields(kernel) for kernel in kernels.values() if kernel.tile_space is not None}
     if version in (12, 13):
-        data, version = _converted(_renamed(data) if version == 12 else data), VERSION
+        data, version = _converted(_renamed(data) if version == 12 else data, fields_of), VERSION
     if version != VERSION:
         raise OtherTable(f"it has version {shown(version)}, these kernels have {VERSION}")
     _only(data, ("version", "gpu", "made_with", "tiles", "weights"), "the file")
@@ -252,8 +228,8 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
         raise ValueError(f"'made_with' is {shown(made_with)}; expected versions by name")
     tiles = _get(data, "tiles", dict, "the file")
     # A table from before a kernel was added has no fields for it, and no entry of it.
-    kernels = {name: one for name, one in kernels.items() if one.tiling is None or name in tiles}
-    expected = {kernel.name: _fields(kernel) for kernel in kernels.values() if kernel.tiling is not None}
+    kernels = {name: one for name, one in kernels.items() if one.tile_space is None or name in tiles}
+    expected = {name: names for name, names in fields_of.items() if name in tiles}
     if tiles != expected:
         raise ValueError(f"'tiles' is {shown(tiles)}; expected {expected}")
     entries: dict[Key, Entry] = {}
@@ -277,15 +253,14 @@ def _renamed(value: Any) -> Any:
     return _KERNELS_OF_12.get(value, value) if isinstance(value, str) else value
 
 
-def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON of a table of version 13 with the field names of today; other JSON stays as it is."""
-    tiles, weights = data.get("tiles"), data.get("weights")
-    if isinstance(tiles, dict):
-        tiles = {
-            kernel: [_FIELDS_OF_13.get(kernel, {}).get(str(name), name) for name in names]
-            if isinstance(names, list)
-            else names
-            for kernel, names in tiles.items()
+def _converted(data: Mapping[str, Any], tiles: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Return JSON of a table of version 13 with the fields `tiles` of today; other JSON stays as it is."""
+    old, weights = data.get("tiles"), data.get("weights")
+    if isinstance(old, dict):
+        # Fields got other names, but no other places.
+        old = {
+            name: tiles[name] if isinstance(one, list) and len(one) == len(tiles.get(name, ())) else one
+            for name, one in old.items()
         }
     if isinstance(weights, list):
         weights = [
@@ -294,7 +269,7 @@ def _converted(data: Mapping[str, Any]) -> dict[str, Any]:
             else group
             for group in weights
         ]
-    return {**data, "tiles": tiles, "weights": weights}
+    return {**data, "tiles": old, "weights": weights}
 
 
 def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:
@@ -332,7 +307,7 @@ def _entry(value: Any, problem: Problem, kernels: Mapping[str, Kernel]) -> Entry
         known = ", ".join(kernel.name for kernel in kernels.values() if "cuda" in kernel.devices)
         raise ValueError(f"{what} names the row {shown(name)}; known are {known}")
     tile = None
-    if kernel.tiling is not None:
+    if kernel.tile_space is not None:
         tile = _tile(rest.pop(0) if rest else None, kernel, problem, what)
     others = rest.pop(0) if rest and type(rest[0]) is dict else {}
     if rest:
@@ -344,14 +319,14 @@ def _entry(value: Any, problem: Problem, kernels: Mapping[str, Kernel]) -> Entry
 
 
 def _tile(values: Any, kernel: Kernel, problem: Problem, what: str) -> Any:
-    assert kernel.tiling is not None
-    names = fields(kernel.tiling.record)
+    assert kernel.tile_space is not None
+    names = fields(kernel.tile_space.record)
     if type(values) is not list or [type(value) for value in values] != [name.type for name in names]:
         raise ValueError(
             f"{what} has the tile {shown(values)}; expected {', '.join(name.name for name in names)}"
         )
-    tile = kernel.tiling.record(*values)
-    reason = kernel.supports(problem) or kernel.tiling.why_not(problem, tile)
+    tile = kernel.tile_space.record(*values)
+    reason = kernel.why_unsupported(problem) or kernel.tile_space.why_invalid(problem, tile)
     if reason is not None:
         raise ValueError(f"{what} has the tile {values} for {kernel.name}, which cannot be: {reason}")
     return tile

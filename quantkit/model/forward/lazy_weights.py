@@ -1,10 +1,7 @@
-"""Weights of modules on the meta device that are read when the module first runs."""
+"""Weights of modules on the meta device that are read when code of the model asks for them."""
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -12,52 +9,67 @@ from torch import nn
 
 
 class LazyWeights:
-    """A context in which `modules`, by name, read their own parameters when they first run.
+    """A context in which the parameters of `modules`, by name, are read when an attribute asks for one.
 
-    `read` gives a parameter by its name. `release` gives memory back.
+    `read` gives a parameter by its name. What lists parameters gets placeholders on `device`, of `dtype`:
+    NaN that takes no memory. So a model that asks for its device is not told "meta". `release` gives memory
+    back.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        read: Callable[[str], torch.Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self._modules, self._read = modules, read
-        self._meta: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        self._running: Counter[nn.Module] = Counter()
+        self._nan = torch.full((), torch.nan, dtype=dtype, device=device)
+        self._before: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+        self._loaded: dict[str, nn.Parameter] = {}
         self._mutex = threading.RLock()
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         for name, module in self._modules.items():
-            if any(parameter is not None for parameter in module._parameters.values()):
-                self._stack.callback(module.register_forward_pre_hook(self._begin(name)).remove)
-                self._stack.callback(module.register_forward_hook(self._end, always_call=True).remove)
+            if any(one is not None for one in module._parameters.values()):
+                self._before[module] = module._parameters
+                module._parameters = _Parameters(self, name, self._placeholders(module))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-        self._running.clear()
+    def __exit__(self, *_: object) -> None:
+        for module, parameters in self._before.items():
+            module._parameters = parameters
+        self._before.clear()
         self.release()
 
     def release(self) -> None:
-        """Drop the weights of modules that are not running."""
+        """Drop the weights that were read; those in use stay until they are not."""
         with self._mutex:
-            for module in [one for one in self._meta if not self._running[one]]:
-                module._parameters.update(self._meta.pop(module))
+            self._loaded.clear()
 
-    def _begin(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def begin(module: nn.Module, _: Any) -> None:
-            with self._mutex:
-                self._running[module] += 1
-                if module in self._meta:
-                    return
-                dense = {leaf: one for leaf, one in module._parameters.items() if one is not None}
-                self._meta[module] = dense
-                for leaf in dense:
-                    weight = self._read(f"{name}.{leaf}" if name else leaf)
-                    module._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
-
-        return begin
-
-    def _end(self, module: nn.Module, *_: Any) -> None:
+    def weight(self, parameter: str) -> nn.Parameter:
+        """Return a parameter by its name, read at the first time."""
         with self._mutex:
-            self._running[module] -= 1
+            if parameter not in self._loaded:
+                self._loaded[parameter] = nn.Parameter(self._read(parameter), requires_grad=False)
+            return self._loaded[parameter]
+
+    def _placeholders(self, module: nn.Module) -> dict[str, nn.Parameter | None]:
+        return {
+            leaf: None if one is None else nn.Parameter(self._nan.expand(one.shape), requires_grad=False)
+            for leaf, one in module._parameters.items()
+        }
+
+
+class _Parameters(dict[str, Any]):
+    """Parameters of the module called `name`: an item is the weight, what lists them finds `placeholders`."""
+
+    def __init__(self, weights: LazyWeights, name: str, placeholders: Mapping[str, Any]) -> None:
+        super().__init__(placeholders)
+        self._weights, self._name = weights, name
+
+    def __getitem__(self, leaf: str) -> Any:
+        placeholder = super().__getitem__(leaf)
+        if placeholder is None:
+            return None
+        return self._weights.weight(f"{self._name}.{leaf}" if self._name else leaf)

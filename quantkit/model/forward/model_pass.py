@@ -182,7 +182,11 @@ def waiting_at(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
             suspended = getattr(_here, "suspended", None)
             if suspended is None:
                 return forward(*args, **kwargs)
-            return suspended.pause((name, Call.of(args, kwargs)))
+            call = Call.of(args, kwargs)
+            # A copy from there to another device would have whatever its memory held.
+            if call.hidden.is_meta:
+                raise RuntimeError("its hidden states depend on a weight that is not there yet")
+            return suspended.pause((name, call))
 
         return pause
 

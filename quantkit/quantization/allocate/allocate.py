@@ -107,7 +107,7 @@ def allocate_formats(
     weights = sum(math.prod(linear.shape) * len(linear.stored) for group in groups for linear in group)
     allowed = math.floor(limit.amount * limit.in_one(weights))
     _check_reachable(limit, costs, allowed, limit.in_one(weights))
-    losses, notes = _losses(checkpoint, structure, schemes, recipe, device, read, report)
+    losses, notes = _losses(checkpoint, schemes, recipe, device, read, report)
     options = [
         [Option(cost, sum(losses[linear.module][i] for linear in group)) for i, cost in row.items()]
         for group, row in zip(groups, costs, strict=True)
@@ -207,7 +207,6 @@ def _check_reachable(limit: Limit, costs: Sequence[Mapping[int, int]], allowed: 
 
 def _losses(
     checkpoint: Checkpoint,
-    structure: Structure,
     schemes: Mapping[str, tuple[Scheme, ...]],
     recipe: Recipe,
     device: torch.device,

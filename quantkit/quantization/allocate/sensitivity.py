@@ -141,7 +141,7 @@ class _Measurement:
                     for module, calls in routed.items():
                         experts: Any = block.module.get_submodule(module)
                         found = RoutedGradients.of(experts, block.full(module), calls)
-                        _add(losses, self._experts(block, module, found, wanted[name], tokens.numel()))
+                        _add(losses, self._experts(module, found, wanted[name], tokens.numel()))
                         counts[found.name] = found.counts
         for name in schemes:
             if name not in losses:
@@ -245,7 +245,7 @@ class _Measurement:
         return losses
 
     def _experts(
-        self, block: Block, module: str, routed: RoutedGradients, wanted: "_Wanted", tokens: int
+        self, module: str, routed: RoutedGradients, wanted: "_Wanted", tokens: int
     ) -> dict[str, tuple[float, ...]]:
         """The losses of the fused parameters of experts, summed over these, which workers share out."""
         schemes = wanted.experts[module]

@@ -133,7 +133,7 @@ def calibrate(
     lanes = max(1, cpu_workers() // ranks.on_host) if decoder.device.type == "cpu" else 1
     with working(lanes, "quantize") as workers:
         blocks, samples = calibration.blocks, calibration.samples
-        quantize_blocks(checkpoint, blocks, decoder, files, samples, workers, lanes, ranks, report)
+        quantize_blocks(blocks, decoder, files, samples, workers, lanes, ranks, report)
 
 
 def discard_work(output: OutputDirectory, calibration: Calibration) -> None:

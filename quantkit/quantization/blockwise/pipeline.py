@@ -76,7 +76,6 @@ def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
 
 
 def quantize_blocks(
-    checkpoint: Checkpoint,
     blocks: Sequence[BlockTasks],
     decoder: Decoder,
     output: WorkFiles,

@@ -91,8 +91,9 @@ def why_no_static_cache(model: Any) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if others := layers_without_keys(model):
         return refusals.MIXED_LAYERS.because(kind=others[0])
+    two_caches = any(getattr(one, "is_encoder_decoder", False) for one in (model.config, config))
     # transformers marks models that run with a static cache as compilable.
-    if getattr(config, "is_encoder_decoder", False) or not getattr(model, "_can_compile_fullgraph", False):
+    if two_caches or not getattr(model, "_can_compile_fullgraph", False):
         return refusals.NO_STATIC_CACHE.because()
     # Under autocast keys and values may differ in dtype; a static layer has one dtype.
     return refusals.ASKED.because(what="autocast") if torch.is_autocast_enabled(model.device.type) else None

@@ -86,6 +86,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             # The loader makes every floating-point parameter trainable.
             module.requires_grad_(False)
             module.align()
+        generation.apply(model)
         parallel.divide_forwards(model)
         make_ready(model)
         for _, module in packed_modules(model):
@@ -94,7 +95,6 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         loading.keep_expert_shapes(model)
         loading.keep_offloaded_dtypes(model)
         loading.cast_renamed(model, self._dtypes)
-        generation.apply(model)
         # Saved under the names of its own class.
         loading.forget_renamed_base(model)
         return model
@@ -148,8 +148,10 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             return config
         return QuantkitConfig(**changed_config(config.to_dict(), schemes, names))
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        unpack_modules(model, dtype or model.dtype)
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        # Saving a model leaves the name of its dtype in the config, from where transformers has it.
+        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        unpack_modules(model, named or model.dtype)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

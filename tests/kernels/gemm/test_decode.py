@@ -14,7 +14,7 @@ import torch
 from quantkit.kernels.gemm.decode import decode_launch, decode_tiles
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.operands import GemmSpec, Operands
 from quantkit.kernels.layouts.dequant_expressions import placement, planes
 from quantkit.kernels.layouts.dequant_ptx import shared_table
 from quantkit.kernels.layouts.fragment_layout import build
@@ -95,7 +95,7 @@ def tiles(op: Operands, features: frozenset[str]) -> list[DecodeTile]:
         *([DecodeTile(16, 1, 2, 7), DecodeTile(8, 1, 1, 1)] if DEVICE == "cuda" else []),
     ]
     kinds = [replace(tile, int8_mma=kind) for kind in (True, False) for tile in all_of_them]
-    return [tile for tile in kinds if decode_launch.TILING.why_not(asked, tile) is None]
+    return [tile for tile in kinds if decode_launch.TILE_SPACE.why_invalid(asked, tile) is None]
 
 
 SHAPES = [(40, 1400, 1), (17, 2312, 2), (200, 640, 4), (16, 264, 7), (56, 520, 11)]
@@ -273,14 +273,14 @@ def test_shared_tables_are_for_values_of_four_bits_that_are_looked_up() -> None:
 def test_formats_without_bytes_are_multiplied_as_floats() -> None:
     assert set(INTEGERS) == {f"int{bits}" for bits in range(2, 9)} | {"ternary", "binary"}
     for name in ("fp8", "nf4", "mxfp4"):
-        assert not decode_launch.TILING.rule(problem(name=name)).int8_mma
-        reason = decode_launch.TILING.why_not(problem(name=name), DecodeTile(int8_mma=True))
+        assert not decode_launch.TILE_SPACE.rule(problem(name=name)).int8_mma
+        reason = decode_launch.TILE_SPACE.why_invalid(problem(name=name), DecodeTile(int8_mma=True))
         assert reason is not None and "no bytes in proportion" in reason
     for m, name in ((5, "up to 4 rows"), (1, "zero-points")):
         asked = problem(m)
         if m == 1:
             asked = replace(asked, scheme=scheme("int4", zero_point="integer").for_columns(4096))
-        reason = decode_launch.TILING.why_not(asked, DecodeTile(int8_mma=True))
+        reason = decode_launch.TILE_SPACE.why_invalid(asked, DecodeTile(int8_mma=True))
         assert reason is not None and name in reason
 
 
@@ -296,7 +296,7 @@ def test_x_is_read_where_it_was_written(warps: int) -> None:
                 continue
             asked = scheme(name).for_columns(k)
             tile = DecodeTile(warps, 1, 1, 1, integers)
-            known = decode_tiles.decode_config(m, 64, k, asked, torch.bfloat16, False, tile, False, 4)
+            known = decode_tiles.decode_config(GemmSpec(m, 64, k, asked, torch.bfloat16), tile, False, 4)
             sizes = [known.digit_shape] if integers else [known.float_shape] if m <= 8 else []
             sizes += [] if integers or known.as_vec4 else [known.x_shape]
             bases = x_smem_layout(known.vec4_shape, known).offset_bases
@@ -374,10 +374,10 @@ def test_a_turn_has_whole_rings() -> None:
         shape = decode_launch.shape_of(asked)
         for values in itertools.product(*decode_launch.VALUES.values()):
             tile = DecodeTile(*values)
-            if decode_launch.TILING.why_not(asked, tile) is not None:
+            if decode_launch.TILE_SPACE.why_invalid(asked, tile) is not None:
                 continue
             found = decode_tiles.decode_config(
-                m, n, k, asked.scheme, asked.dtype, False, tile, True, H200_PROCESSORS
+                GemmSpec(m, n, k, asked.scheme, asked.dtype), tile, True, H200_PROCESSORS
             )
             assert found.single_iter or found.k_steps_per_warp % found.prefetch == 0
             assert found.prefetch <= min(tile.prefetch, found.k_steps_per_warp)
@@ -396,8 +396,8 @@ def test_rules_take_no_integers_where_they_have_no_room() -> None:
         asked = replace(problem(m, k=14336), gpu=small)
         reason = decode_launch.why_no_tile(asked)
         assert (reason is None) == (m == 1), reason
-    assert decode_launch.TILING.rule(problem(1, k=14336)).int8_mma
-    assert not decode_launch.TILING.rule(replace(problem(1, k=14336), gpu=small)).int8_mma
+    assert decode_launch.TILE_SPACE.rule(problem(1, k=14336)).int8_mma
+    assert not decode_launch.TILE_SPACE.rule(replace(problem(1, k=14336), gpu=small)).int8_mma
 
 
 def test_rules_have_all_warps_where_they_fit() -> None:
@@ -406,15 +406,15 @@ def test_rules_have_all_warps_where_they_fit() -> None:
     for m, n, k, name in ((6, 2560, 5120, "int2"), (4, 57344, 5120, "nf4"), (4, 28672, 5120, "int4")):
         for gpu in (None, small):
             asked = replace(problem(m, n, k, name), gpu=gpu)
-            tile = decode_launch.TILING.rule(asked)
-            fits = decode_launch.TILING.why_not(asked, DecodeTile(16, 1, prefetch=1)) is None
+            tile = decode_launch.TILE_SPACE.rule(asked)
+            fits = decode_launch.TILE_SPACE.why_invalid(asked, DecodeTile(16, 1, prefetch=1)) is None
             assert not fits or tile.warps * tile.occupancy >= 16, (asked, tile)
     # Without room for them warps that share x do it, if there are more rows of x than two.
     for asked, row in (
         (replace(problem(2, 128256, 5120, "int8"), gpu=small), "fused-gemv"),
         (problem(4, 128256, 4096, "nf4"), "fused-small-m"),
     ):
-        assert decode_launch.TILING.why_not(asked, DecodeTile(16, 1, prefetch=1)) is not None
+        assert decode_launch.TILE_SPACE.why_invalid(asked, DecodeTile(16, 1, prefetch=1)) is not None
         assert choose_by_rules(asked).kernel.name == row
 
 
@@ -430,7 +430,9 @@ def test_threads_of_more_warps_have_fewer_registers() -> None:
     ]
     for tile in tiles:
         assert 32 * tile[0] * tile[1] * decode_launch.thread_registers(DecodeTile(*tile)) <= 1 << 16
-    assert "has 32 such warps at once" in str(decode_launch.TILING.why_not(problem(), DecodeTile(16, 3)))
+    assert "has 32 such warps at once" in str(
+        decode_launch.TILE_SPACE.why_invalid(problem(), DecodeTile(16, 3))
+    )
     # Numbers of x of a norm: a quarter of the registers.
     assert decode_launch.why_no_norm(problem(4), DecodeTile(16, 1), "whole") is None
     assert "has registers for 16" in str(decode_launch.why_no_norm(problem(4), DecodeTile(16, 2), "whole"))
@@ -448,13 +450,13 @@ def test_refusals_say_what_is_in_the_way() -> None:
         "sums take 393216 bytes of shared memory, of 232448": problem(16, n=28672),
     }
     for text, one in said.items():
-        reason = row.supports(one)
+        reason = row.why_unsupported(one)
         assert reason is not None and text in reason, reason
-    assert row.supports(problem()) is None and row.supports(problem(16)) is None
-    assert row.pays(problem(8)) is None and "from M=9 on" in str(row.pays(problem(9)))
+    assert row.why_unsupported(problem()) is None and row.why_unsupported(problem(16)) is None
+    assert row.why_slower(problem(8)) is None and "from M=9 on" in str(row.why_slower(problem(9)))
     # Of small weights, which have too few row tiles for `fused-small-m`.
-    assert row.pays(problem(16, n=1024)) is None and "from M=9 on" in str(
-        row.pays(problem(16, n=1024, k=9216))
+    assert row.why_slower(problem(16, n=1024)) is None and "from M=9 on" in str(
+        row.why_slower(problem(16, n=1024, k=9216))
     )
     tile = DecodeTile(16, 1)
     assert "up to 8 rows of x, not for 9" in str(decode_launch.why_no_norm(problem(9, k=512), tile, "whole"))

@@ -126,19 +126,19 @@ def test_what_overflows_is_no_number_and_not_wrong(make_packed: Callable[..., Pa
 
 
 def test_only_where_torch_is_told_to() -> None:
-    assert portable_gemm_launch.TILING.rule(asked()).fp16_accumulation
-    assert not portable_gemm_launch.TILING.rule(asked(fp16_accumulation=False)).fp16_accumulation
-    assert not portable_gemm_launch.TILING.rule(asked(gpu=HOPPER)).fp16_accumulation, (
+    assert portable_gemm_launch.TILE_SPACE.rule(asked()).fp16_accumulation
+    assert not portable_gemm_launch.TILE_SPACE.rule(asked(fp16_accumulation=False)).fp16_accumulation
+    assert not portable_gemm_launch.TILE_SPACE.rule(asked(gpu=HOPPER)).fp16_accumulation, (
         "it brings nothing there"
     )
-    assert not portable_gemm_launch.TILING.rule(replace(asked(), gpu=None)).fp16_accumulation
+    assert not portable_gemm_launch.TILE_SPACE.rule(replace(asked(), gpu=None)).fp16_accumulation
     tile = PortableGemmTile(4, 64, fp16_accumulation=True)
-    assert portable_gemm_launch.TILING.why_not(asked(), tile) is None
-    assert portable_gemm_launch.TILING.why_not(asked(gpu=HOPPER), tile) is None, (
+    assert portable_gemm_launch.TILE_SPACE.why_invalid(asked(), tile) is None
+    assert portable_gemm_launch.TILE_SPACE.why_invalid(asked(gpu=HOPPER), tile) is None, (
         "whoever measures may find otherwise"
     )
     assert "allow_fp16_accumulation is not set" in str(
-        portable_gemm_launch.TILING.why_not(asked(fp16_accumulation=False), tile)
+        portable_gemm_launch.TILE_SPACE.why_invalid(asked(fp16_accumulation=False), tile)
     )
     assert choose_by_rules(asked(fp16_accumulation=False)).tile != choose_by_rules(asked()).tile
 

@@ -76,6 +76,7 @@ CASES = {
     "fp4 g64 e4m3": {"group_size": 64, "scale_dtype": e4m3},
     "fp6 g128 e4m3": {"group_size": 128, "scale_dtype": e4m3},
     "int3 channel": {"group_size": "channel"},
+    "fp8 blocks": {"group_size": "16x32", "scale_dtype": torch.float32},
     "fp8 tensor": {"group_size": "tensor"},
     "int4 tensor": {"group_size": "tensor", "scale_dtype": torch.float16},
     "ternary tensor": {"group_size": "tensor", "scale_dtype": torch.float32},
@@ -157,48 +158,52 @@ def kernels(op: Operands, features: frozenset[str]) -> dict[str, Callable[[], to
     shape, m = op.shape, op.x.shape[0]
     least = max(shape.span, 128)
     found: dict[str, Callable[[], torch.Tensor]] = {
-        "tiled": lambda: portable_gemm_launch.run(op, portable_gemm_tile(shape, m), features),
-        "tiled small": lambda: portable_gemm_launch.run(op, PortableGemmTile(4, 16, stages=2), features),
+        "portable-gemm": lambda: portable_gemm_launch.run(op, portable_gemm_tile(shape, m), features),
+        "portable-gemm small": lambda: portable_gemm_launch.run(
+            op, PortableGemmTile(4, 16, stages=2), features
+        ),
     }
     if shape.k_steps % 2 == 0:
-        found["tiled split"] = lambda: portable_gemm_launch.run(
+        found["portable-gemm split"] = lambda: portable_gemm_launch.run(
             op, PortableGemmTile(4, 32, split_k=2, stages=2), features
         )
     if shape.span <= 128:
-        found["tiled chains"] = lambda: portable_gemm_launch.run(
+        found["portable-gemm chains"] = lambda: portable_gemm_launch.run(
             op, PortableGemmTile(4, 16, stages=2, accumulators=2), features
         )
     if {"gluon", "wgmma", "ptx"} <= features:
         problem = Problem(m, op.n, op.x.shape[1], op.scheme, op.x.dtype, "cuda", features)
         for tile in HOPPER_TILES if DEVICE == "cuda" or m > 16 else HOPPER_TILES[:1]:
-            if wgmma_launch.TILING.why_not(problem, tile) is None:
-                found[f"hopper {tile}"] = partial(wgmma_launch.run, op, tile, features)
+            if wgmma_launch.TILE_SPACE.why_invalid(problem, tile) is None:
+                found[f"wgmma {tile}"] = partial(wgmma_launch.run, op, tile, features)
         if m <= decode_launch.MOST_ROWS and op.x.shape[1] % 8 == 0:
             for streamed in STREAM_TILES:
-                if decode_launch.TILING.why_not(problem, streamed) is None:
-                    found[f"stream {streamed}"] = partial(decode_launch.run, op, streamed, features)
+                if decode_launch.TILE_SPACE.why_invalid(problem, streamed) is None:
+                    found[f"decode {streamed}"] = partial(decode_launch.run, op, streamed, features)
         if m <= small_m_launch.MOST_ROWS and op.x.shape[1] % 8 == 0:
             # Those of 16 warps take the interpreter twice as long; `test_small_m.py` has them too.
             for one in NARROW_TILES if DEVICE == "cuda" else NARROW_TILES[::2]:
-                if small_m_launch.TILING.why_not(problem, one) is None:
-                    found[f"narrow {one}"] = partial(small_m_launch.run, op, one, features)
+                if small_m_launch.TILE_SPACE.why_invalid(problem, one) is None:
+                    found[f"small-m {one}"] = partial(small_m_launch.run, op, one, features)
     if m <= 32:
-        found["skinny"] = lambda: portable_gemv_launch.run(op, portable_gemv_tile(shape, m), features)
+        found["portable-gemv"] = lambda: portable_gemv_launch.run(op, portable_gemv_tile(shape, m), features)
         if op.x.itemsize == 2:
             present = PortableGemvTile(4, least, 1, predicate_x=True)
-            found["skinny present"] = lambda: portable_gemv_launch.run(op, present, features)
+            found["portable-gemv present"] = lambda: portable_gemv_launch.run(op, present, features)
         together = PortableGemvTile(2, least, 1, one_accumulator=True)
-        found["skinny together"] = lambda: portable_gemv_launch.run(op, together, features)
-        found["skinny rows"] = lambda: portable_gemv_launch.run(op, PortableGemvTile(2, least, 2), features)
+        found["portable-gemv together"] = lambda: portable_gemv_launch.run(op, together, features)
+        found["portable-gemv rows"] = lambda: portable_gemv_launch.run(
+            op, PortableGemvTile(2, least, 2), features
+        )
     # The interpreter takes long, and how steps follow each other is the same for any M.
     if m <= (8 if DEVICE == "cpu" else 32):
-        found["skinny ahead"] = lambda: portable_gemv_launch.run(
+        found["portable-gemv ahead"] = lambda: portable_gemv_launch.run(
             op, PortableGemvTile(1, least, 1, True), features
         )
-        found["skinny loops"] = lambda: portable_gemv_launch.run(
+        found["portable-gemv loops"] = lambda: portable_gemv_launch.run(
             op, PortableGemvTile(1, least, 1, False, 2), features
         )
-        found["skinny ahead loops"] = lambda: portable_gemv_launch.run(
+        found["portable-gemv ahead loops"] = lambda: portable_gemv_launch.run(
             op, PortableGemvTile(1, least, 1, True, 1), features
         )
     return found
@@ -211,8 +216,9 @@ def tried(case: str, found: dict[str, Callable[[], torch.Tensor]]) -> dict[str, 
     return {
         name: run
         for name, run in found.items()
-        if name in ("tiled", "skinny", f"hopper {HOPPER_TILES[0]}", f"narrow {NARROW_TILES[0]}")
-        or name in [f"stream {tile}" for tile in STREAM_TILES[:2]]
+        if name
+        in ("portable-gemm", "portable-gemv", f"wgmma {HOPPER_TILES[0]}", f"small-m {NARROW_TILES[0]}")
+        or name in [f"decode {tile}" for tile in STREAM_TILES[:2]]
     }
 
 
@@ -857,7 +863,7 @@ def test_rows_launch_what_they_say(
     chosen = kernel_named(row)
     assert chosen.layout is not None
     asked = Problem(m, 40, 256, packed.scheme, dtype, "cuda", device_features("cuda"))
-    tile = {} if chosen.tiling is None else {"tile": chosen.tiling.rule(asked)}
+    tile = {} if chosen.tile_space is None else {"tile": chosen.tile_space.rule(asked)}
     assert op.bias is not None
     for bias in (op.bias, None, op.bias.repeat_interleave(2)[::2]):
         y = chosen.launch(op.x, packed, chosen.layout.build(packed, dtype), bias, **tile)

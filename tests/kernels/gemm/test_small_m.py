@@ -217,8 +217,8 @@ def test_programs_run_at_once_where_each_warp_has_rows_at_most() -> None:
 
 def test_rules_divide_the_columns_where_x_has_no_room() -> None:
     small = replace(H200, name="small", shared_memory=99 << 10)
-    tile = small_m_launch.TILING.rule(replace(problem(n=28672), gpu=small))
-    assert small_m_launch.TILING.why_not(replace(problem(n=28672), gpu=small), tile) is None
+    tile = small_m_launch.TILE_SPACE.rule(replace(problem(n=28672), gpu=small))
+    assert small_m_launch.TILE_SPACE.why_invalid(replace(problem(n=28672), gpu=small), tile) is None
     assert tile.split_k > 1
 
 
@@ -232,16 +232,16 @@ def test_refusals_say_what_is_in_the_way() -> None:
         "x takes 458752 bytes of shared memory with split-K 8": problem(m=32, k=8 * 7168),
     }
     for text, one in said.items():
-        reason = row.supports(one)
+        reason = row.why_unsupported(one)
         assert reason is not None and text in reason, reason
-    assert row.supports(problem()) is None
-    assert "one of 4, 8, 16, not 2" in str(small_m_launch.TILING.why_not(problem(), SmallMTile(2)))
+    assert row.why_unsupported(problem()) is None
+    assert "one of 4, 8, 16, not 2" in str(small_m_launch.TILE_SPACE.why_invalid(problem(), SmallMTile(2)))
     assert "there are no 8 splits of 5 k_steps" in str(
-        small_m_launch.TILING.why_not(problem(k=640), SmallMTile(8, 8))
+        small_m_launch.TILE_SPACE.why_invalid(problem(k=640), SmallMTile(8, 8))
     )
-    reason = str(small_m_launch.TILING.why_not(problem(name="nf4"), SmallMTile(8)))
+    reason = str(small_m_launch.TILE_SPACE.why_invalid(problem(name="nf4"), SmallMTile(8)))
     assert "x and the values of codes take 163840 bytes of shared memory with split-K 1" in reason
-    assert small_m_launch.TILING.why_not(problem(name="nf4"), SmallMTile(16)) is None
+    assert small_m_launch.TILE_SPACE.why_invalid(problem(name="nf4"), SmallMTile(16)) is None
 
 
 def test_codes_of_many_bits_have_straight_code() -> None:
@@ -255,9 +255,14 @@ def test_codes_of_many_bits_have_straight_code() -> None:
 def test_without_wgmma_products_wait_for_each_other() -> None:
     """And few rows of x are too few for it to pay."""
     before = replace(problem(), features=GPU_FEATURES - {"wgmma"})
-    assert not small_m_launch.TILING.rule(before).wgmma and not small_m_launch.TILING.rule(problem(8)).wgmma
-    assert small_m_launch.TILING.rule(problem(9)).wgmma
-    assert "compute capability 9" in str(small_m_launch.TILING.why_not(before, SmallMTile(wgmma=True)))
+    assert (
+        not small_m_launch.TILE_SPACE.rule(before).wgmma
+        and not small_m_launch.TILE_SPACE.rule(problem(8)).wgmma
+    )
+    assert small_m_launch.TILE_SPACE.rule(problem(9)).wgmma
+    assert "compute capability 9" in str(
+        small_m_launch.TILE_SPACE.why_invalid(before, SmallMTile(wgmma=True))
+    )
 
 
 def test_scales_are_held_where_there_is_room() -> None:

@@ -12,7 +12,7 @@ from quantkit.kernels import linear, linear_fused
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.decode.decode_config import Norm
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile, decode_config
-from quantkit.kernels.gemm.operands import Operands
+from quantkit.kernels.gemm.operands import GemmSpec, Operands
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
 from quantkit.kernels.layouts.int8_codes import as_bytes
@@ -171,7 +171,7 @@ def test_roots_that_are_powers_of_two_change_no_digit(
 def test_what_does_not_begin_or_end_norms_says_why() -> None:
     shared, few = kernel_named("fused-small-m"), kernel_named("fused-gemv")
     full = replace(problem(16), gpu=replace(H200, name="smaller", shared_memory=128 << 10))
-    assert shared.tiling is not None and shared.tiling.why_not(full, SmallMTile(16, 1)) is None
+    assert shared.tile_space is not None and shared.tile_space.why_invalid(full, SmallMTile(16, 1)) is None
     assert shared.no_norm(problem(16), SmallMTile(8, 8), "begin") is None
     assert shared.no_norm(problem(16), SmallMTile(16, 1), "end") is None
     for text, reason in {
@@ -202,7 +202,8 @@ def test_only_bfloat16_has_room_for_what_has_no_root_yet(
 
 def test_roots_count_where_a_table_needs_room_that_is_asked_for() -> None:
     """x, sums and the table of nf4 take all that a program has undeclared_bytes."""
-    of = (1, 65536, 4096, scheme("nf4").for_columns(4096), torch.bfloat16, False, DecodeTile(8, 2), True, 132)
+    spec = GemmSpec(1, 65536, 4096, scheme("nf4").for_columns(4096), torch.bfloat16)
+    of = (spec, DecodeTile(8, 2), True, 132)
     assert decode_config(*of).shared_memory == USUAL_SHARED
     ended = decode_config(*of, Norm("end", False, EPS, True, 0.0))
     assert ended.declared_bytes > USUAL_SHARED and ended.shared_memory >= USUAL_SHARED + shared_bytes()

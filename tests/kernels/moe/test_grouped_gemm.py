@@ -696,7 +696,10 @@ def test_experts_get_tiles_that_can_run() -> None:
     mixtral, qwen = problem(m=8, n=28672), problem(m=8, n=1536, k=2048)
     for asked in (mixtral, qwen, problem(m=8, n=4096, k=14336), problem("nf4", m=8, n=2048, k=768)):
         for weights in (1, 2, 7, 64):
-            assert small_m_launch.TILING.why_not(asked, small_m_launch.experts_tile(asked, weights)) is None
+            assert (
+                small_m_launch.TILE_SPACE.why_invalid(asked, small_m_launch.experts_tile(asked, weights))
+                is None
+            )
 
 
 @pytest.mark.fault(70)

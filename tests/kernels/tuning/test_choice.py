@@ -50,7 +50,7 @@ RUNS = {"fused-portable-gemv": portable_gemv_launch.run, "fused-portable": porta
 def test_without_a_table_rules_choose(ask: Ask) -> None:
     chosen = choose(ask())
     assert (chosen.kernel.name, chosen.us) == ("fused-gemv", None)
-    assert chosen.tile == decode_launch.TILING.rule(ask())
+    assert chosen.tile == decode_launch.TILE_SPACE.rule(ask())
 
 
 def test_an_entry_chooses_row_and_tile_for_its_bucket(ask: Ask, store_table: Store) -> None:
@@ -103,7 +103,10 @@ def test_forcing_overrides_a_table(ask: Ask, store_table: Store, monkeypatch: py
     store_table({ask(m=8): Entry(5.0, "fused-portable-gemv", TILE)})
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-portable")
     chosen = choose(ask(m=8))
-    assert (chosen.kernel.name, chosen.tile) == ("fused-portable", portable_gemm_launch.TILING.rule(ask(m=8)))
+    assert (chosen.kernel.name, chosen.tile) == (
+        "fused-portable",
+        portable_gemm_launch.TILE_SPACE.rule(ask(m=8)),
+    )
     monkeypatch.setenv("QUANTKIT_KERNEL", "fused-portable-gemv")
     assert choose(ask(m=8)).tile == TILE, "a forced row has the tile that was measured for it"
 
@@ -251,8 +254,8 @@ def shipped_tiles(part: float) -> Iterator[tuple[WgmmaTile, WgmmaTile]]:
         if entry.kernel == "fused-wgmma":
             measured = Problem(key.m, key.n, key.k, key.scheme, key.dtype, "cuda", GPU_FEATURES, None, H200)
             problem = replace(measured, m=int(key.m * part))
-            tile = wgmma_launch.TILING.fitted(problem, entry.tile, measured)
-            assert wgmma_launch.TILING.why_not(problem, tile) is None
+            tile = wgmma_launch.TILE_SPACE.adapt(problem, entry.tile, measured)
+            assert wgmma_launch.TILE_SPACE.why_invalid(problem, tile) is None
             yield entry.tile, tile
 
 
@@ -273,33 +276,41 @@ def test_tiles_are_fitted_to_the_weight_and_the_gpu(ask: Ask) -> None:
     """One tile more than there are multiprocessors takes as long as all of them, unless it is shared out."""
     whole = WgmmaTile(128, prefetch=2)
     measured = replace(ask(m=128, n=132 * 128), gpu=H200)
-    assert wgmma_launch.TILING.fitted(measured, whole, measured) == whole
-    assert wgmma_launch.TILING.fitted(replace(measured, n=133 * 128), whole, measured).stream_k
+    assert wgmma_launch.TILE_SPACE.adapt(measured, whole, measured) == whole
+    assert wgmma_launch.TILE_SPACE.adapt(replace(measured, n=133 * 128), whole, measured).stream_k
     larger = Gpu("larger", (9, 0), 144, 227 << 10)
     measured = replace(measured, gpu=larger)
-    assert wgmma_launch.TILING.fitted(replace(measured, n=133 * 128), whole, measured) == whole
+    assert wgmma_launch.TILE_SPACE.adapt(replace(measured, n=133 * 128), whole, measured) == whole
 
 
 def test_tiles_of_few_rows_of_x_are_for_few(ask: Ask) -> None:
-    why_not, loses = wgmma_launch.TILING.why_not, wgmma_launch.TILING.loses
-    assert why_not(ask("int3", 32), WgmmaTile(32)) is None
-    assert why_not(ask(k=4224), WgmmaTile(64, block_k=256)) == "4224 columns are no multiple of 256"
-    assert why_not(ask("int3", k=4224), WgmmaTile(64, block_k=256)) is None, "they have a span to the end"
-    assert why_not(ask(m=16), WgmmaTile(256, 192)) == (
+    why_invalid, why_pruned = wgmma_launch.TILE_SPACE.why_invalid, wgmma_launch.TILE_SPACE.why_pruned
+    assert why_invalid(ask("int3", 32), WgmmaTile(32)) is None
+    assert why_invalid(ask(k=4224), WgmmaTile(64, block_k=256)) == "4224 columns are no multiple of 256"
+    assert why_invalid(ask("int3", k=4224), WgmmaTile(64, block_k=256)) is None, "they have a span to the end"
+    assert why_invalid(ask(m=16), WgmmaTile(256, 192)) == (
         "192 rows of the weight are for up to 128 rows of x, not for 256"
     )
-    assert loses(ask(m=16), WgmmaTile(64)) == "it multiplies 64 rows of x"
-    assert "columns at a time lack registers" in str(loses(ask(m=256), WgmmaTile(256, block_k=256)))
-    assert loses(ask(m=65), WgmmaTile(32)) == "it dequantizes each weight for 32 rows of x"
-    assert {m for m in (1, 16, 32, 33, 64) if loses(ask(m=m), WgmmaTile(32)) is None} == {1, 16, 32, 33, 64}
+    assert why_pruned(ask(m=16), WgmmaTile(64)) == "it multiplies 64 rows of x"
+    assert "columns at a time lack registers" in str(why_pruned(ask(m=256), WgmmaTile(256, block_k=256)))
+    assert why_pruned(ask(m=65), WgmmaTile(32)) == "it dequantizes each weight for 32 rows of x"
+    assert {m for m in (1, 16, 32, 33, 64) if why_pruned(ask(m=m), WgmmaTile(32)) is None} == {
+        1,
+        16,
+        32,
+        33,
+        64,
+    }
     chosen = [
-        wgmma_launch.TILING.rule(ask(m=m, n=n)) for m in (1, 16, 64, 300, 4096) for n in (128, 4096, 28672)
+        wgmma_launch.TILE_SPACE.rule(ask(m=m, n=n))
+        for m in (1, 16, 64, 300, 4096)
+        for n in (128, 4096, 28672)
     ]
     assert {tile.block_m for tile in chosen} == {32, 64, 128, 256}
     assert {tile.block_m for tile, _ in shipped_tiles(0.75)} == {16, 32, 64, 128, 256}
     # Where it was measured, it is for what it was measured for.
     few = WgmmaTile(16)
-    assert wgmma_launch.TILING.fitted(ask(m=8, n=8192), few, ask(m=16)) == few
+    assert wgmma_launch.TILE_SPACE.adapt(ask(m=8, n=8192), few, ask(m=16)) == few
 
 
 def test_a_forced_row_has_the_tile_that_was_measured_for_it(
@@ -405,15 +416,18 @@ def test_the_tile_of_a_table_is_what_is_launched(
 def random_tiles(ask: Ask, gpu: Gpu, row: str, count: int) -> list[Any]:
     """Tiles that a table may have for a small weight, as it would be read from a file that anyone wrote."""
     random, problem, found = Random(0), ask("int4", 3, 40, 256), list[Any]()
-    tiling = kernel_named(row).tiling
-    assert tiling is not None
-    values = {field.name: (*tiling.values.get(field.name, ()), 0, 1, 2, 4) for field in fields(tiling.record)}
+    tile_space = kernel_named(row).tile_space
+    assert tile_space is not None
+    values = {
+        field.name: (*tile_space.values.get(field.name, ()), 0, 1, 2, 4)
+        for field in fields(tile_space.record)
+    }
     while len(found) < count:
         numbers = {name: random.choice(some) for name, some in values.items()}
-        tile = tiling.record(
+        tile = tile_space.record(
             **{
                 f.name: bool(numbers[f.name]) if f.type is bool else numbers[f.name]
-                for f in fields(tiling.record)
+                for f in fields(tile_space.record)
             }
         )
         data = to_json(TileTable(gpu, {}, {Key.of(problem): Entry(5.0, row, tile)}), KERNELS)
@@ -473,5 +487,5 @@ def test_rules_follow_the_size_of_the_gpu(ask: Ask, gpu: Gpu) -> None:
     for m in (1, 8, 16, 64, 128):
         shape = replace(problem, m=m)
         layout = geometry(8192, 4096, problem.scheme, problem.dtype)
-        assert portable_gemv_launch.TILING.rule(shape) == portable_gemv_tile(layout, m)
-        assert portable_gemm_launch.TILING.rule(shape) == portable_gemm_tile(layout, m)
+        assert portable_gemv_launch.TILE_SPACE.rule(shape) == portable_gemv_tile(layout, m)
+        assert portable_gemm_launch.TILE_SPACE.rule(shape) == portable_gemm_tile(layout, m)

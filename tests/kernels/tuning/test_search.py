@@ -111,17 +111,17 @@ def test_candidates_are_legal_and_few(gpu: Gpu, name: str, shape: tuple[int, int
         assert len(found) <= 34
         assert not set(found) & set(starts)
         for candidate in [*starts, *found]:
-            tiling = kernel_named(candidate.kernel).tiling
-            if tiling is not None:
-                assert tiling.why_not(one.problem, candidate.tile) is None
+            tile_space = kernel_named(candidate.kernel).tile_space
+            if tile_space is not None:
+                assert tile_space.why_invalid(one.problem, candidate.tile) is None
         for candidate in found:
-            assert kernel_named(candidate.kernel).tiling.loses(one.problem, candidate.tile) is None
+            assert kernel_named(candidate.kernel).tile_space.why_pruned(one.problem, candidate.tile) is None
 
 
 def test_neighbours_differ_in_one_field(gpu: Gpu) -> None:
     problem = INT4.problem(64, gpu, GPU_FEATURES)
     row = kernel_named("fused-portable")
-    tile = row.tiling.rule(problem)
+    tile = row.tile_space.rule(problem)
     found = [one.tile for one in neighbours(problem, row, tile)]
     assert all(distance(one, tile) == 1 for one in found)
     assert {one.block_m for one in found} == {16, 32, 64, 128}
@@ -140,7 +140,7 @@ def test_the_best_is_found_pass_by_pass(gpu: Gpu) -> None:
 
 def test_rows_that_are_not_searched_keep_their_tiles_and_may_win(gpu: Gpu) -> None:
     ruled = Candidate(
-        "fused-portable", kernel_named("fused-portable").tiling.rule(INT4.problem(64, gpu, GPU_FEATURES))
+        "fused-portable", kernel_named("fused-portable").tile_space.rule(INT4.problem(64, gpu, GPU_FEATURES))
     )
     bench = FakeBench(best_is(ruled))
     setting = Setting(gpu, GPU_FEATURES, bench.open, FakeCompiler(), 2, searched=frozenset({"fused-wgmma"}))

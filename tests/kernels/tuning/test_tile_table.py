@@ -89,6 +89,8 @@ def test_what_no_kernel_sees_is_not_in_the_key(ask: Ask) -> None:
     assert Key.of(replace(plain, scheme=scheme("ternary", packing="radix"))) == Key.of(plain)
     assert Key.of(ask("binary-rank1")).scheme == scheme("binary", group_size="channel")
     assert Key.of(replace(ask("fp8"), scheme=scheme("fp8", group_size="tensor"))) == Key.of(ask("fp8"))
+    blocks = replace(scheme("fp8"), group_size=128, group_rows=128)
+    assert Key.of(replace(ask("fp8"), scheme=blocks)).scheme == replace(blocks, group_rows=1)
     long = replace(ask(k=96), scheme=scheme("int4", group_size=128))
     assert Key.of(long).scheme.group_size is None
 

@@ -22,6 +22,7 @@ from ...tiny.calibrated import data, tokens_of, write
 FAMILIES = (
     "gemma4",  # a positional argument, and keys and values that blocks leave in a dictionary for later ones
     "gemma3n",  # states [4, B, T, d], and a linear that runs twice
+    "llama4",  # the device of the embedding, asked before it runs
     "glm_moe_dsa",  # pairs, of which both go to the next block
     "falcon_h1",  # tuples
     "gpt2",  # weights [K, N], blocks called `h`

@@ -103,6 +103,19 @@ def test_steps_are_recorded_once_and_right(model: Any, recorded: list[int]) -> N
     assert len(recorded) == 2
 
 
+def test_steps_of_a_packed_embedding_are_recorded(tmp_path: Path, recorded: list[int]) -> None:
+    """Rows are selected on the GPU, and no number of an id is asked for."""
+    source = Path(__file__).parents[3] / "examples" / "stories260K"
+    quantkit.quantize(source, tmp_path / "out", format="int8", embeddings="int4:32", check=False)
+    model = quantkit.load(tmp_path / "out", device=DEVICE, dtype=torch.float32)
+    generation.undo(model)
+    graphed, prompt = GraphedForward(model), ids()
+    close(decode(model, graphed, static_cache(model, 20), prompt), decode_whole(model, prompt, 6))
+    assert len(recorded) == 1 and not graphed.refused
+    table = model.get_input_embeddings()
+    assert_equal(table(prompt), table.packed.dequantize()[prompt])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", dict.fromkeys((CACHE, OLD_NAME)))
 def test_caches_are_known_by_the_name_of_any_version(model: Any, recorded: list[int], name: str) -> None:

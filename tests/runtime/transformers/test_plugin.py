@@ -72,8 +72,8 @@ def test_logits_equal_those_of_the_dequantized_model(tiny, prompt, transformers_
         ("mixtral", "int4-asym"),
         ("qwen3_moe", "fp6"),
         *[("llama", name) for name in ("ternary-radix", "fp8", "fp8-groups", "mxfp8", "mxfp4", "nvfp4")],
-        *[("llama", name) for name in ("fp8-tensor", "int8-tensor", "ternary-tensor")],
-        *[("mixtral", name) for name in ("fp8", "fp8-tensor", "nvfp4")],
+        *[("llama", name) for name in ("fp8-blocks", "fp8-tensor", "int8-tensor", "ternary-tensor")],
+        *[("mixtral", name) for name in ("fp8", "fp8-blocks", "fp8-tensor", "nvfp4")],
         *[("qwen3_moe", name) for name in ("fp8", "mxfp4", "nvfp4", "ternary-radix", "ternary-tensor")],
     ],
 )
@@ -238,6 +238,12 @@ def test_dequantize_gives_the_dense_model(tiny, prompt, tmp_path, family, name, 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     assert not hasattr(again.config, "quantization_config")
     assert_equal(logits_of(again, prompt), logits_of(model, prompt))
+
+
+def test_a_model_that_was_saved_is_dequantized(tiny, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama", "int4").packed)
+    model.save_pretrained(tmp_path / "saved")
+    assert model.dequantize().dtype == torch.float32
 
 
 def test_an_offloaded_model_is_not_dequantized(tiny, tmp_path):

@@ -95,6 +95,7 @@ def test_plain_transformers_reads_int4_and_int8(plain, tiny, prompt, tmp_path, f
         ("llama", "fp8", "{}"),
         ("llama", "fp8-groups", "{}"),
         ("llama", "fp8-tensor", "{}"),
+        ("llama", "fp8-blocks", "{}"),
         ("llama", "fp8", BFLOAT16),
         # compressed-tensors dequantizes these to bfloat16, which takes all products of these numbers.
         ("llama", "mxfp8", BFLOAT16),

@@ -157,10 +157,7 @@ def decode_gemm(
 
 @gluon.jit
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
-    """Multiply the row tiles of an iteration and return the ring of codes.
-
-    The sums of warps are stored in `partials`, float32 [row tiles, W * rows * 16] in shared memory.
-    """
+    """Multiply an iteration's row tiles, store sums [row tiles, W * rows * 16], return the ring of codes."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
     totals = ()
@@ -220,10 +217,9 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load k_step `number` of each warp, for all row tiles of the iteration that begins with `row_tile`.
+    """Load k_step `number` of each warp, vec4s int32 [W, 32, 4] and scale words, for all row tiles.
 
-    Returns vec4s int32 [W, 32, 4] and scale words for each row tile. Numbers from the k_steps of an iteration
-    on belong to later iterations.
+    The iteration begins with `row_tile`. Numbers from its k_steps on belong to later iterations.
     """
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     first = row_tile + number // S.k_steps_per_warp * S.tiles_per_iter
@@ -235,10 +231,9 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load codes of a k_step of each warp, and words of scales and zero-points for each 128 columns.
+    """Load vec4s int32 [W, 32, 4] of a k_step, and words [W, 32] of scales and zero-points per 128 columns.
 
-    Codes are vec4s int32 [W, 32, 4], words int32 [W, 32]. Nothing is read beyond the last row tile of the
-    program or the last column.
+    Nothing is read beyond the last row tile of the program or the last column.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -306,10 +301,7 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
 @gluon.jit
 def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Add the products of a k_step, for each row tile of an iteration, to `totals`.
-
-    Each total is float32 or int32 [W, 32, 4] for each group of columns.
-    """
+    """Add a k_step's products to `totals`: for each row tile and group of columns, [W, 32, 4]."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     MMAS: gl.constexpr = S.k_step // S.mma_k
     GROUPS: gl.constexpr = S.column_groups
@@ -396,8 +388,7 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _column_weights(x_scale, S: gl.constexpr):
-    """Return the weight of each sum [W, 32, 4] in y, float32, for each group of columns; the 4 are (row // 8,
-    column).
+    """Return the weight in y, float32, of each sum [W, 32, 4], for each group of columns.
 
     Digits weigh 65536, 256 and 1 units. Of columns with copies of the same row, only the first weighs 1.
     """

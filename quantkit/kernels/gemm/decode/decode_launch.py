@@ -19,6 +19,7 @@ from quantkit.kernels.gemm.decode.decode_tiles import (
 )
 from quantkit.kernels.gemm.gpu_limits import processors, program_memory
 from quantkit.kernels.gemm.operands import (
+    GemmSpec,
     Grouping,
     Operands,
     bound,
@@ -28,12 +29,11 @@ from quantkit.kernels.gemm.operands import (
     why_no_gate_up_tiles,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import geometry, value_sizes
+from quantkit.kernels.layouts.fragment_layout import value_sizes
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.ops.norm import NORMS
-from quantkit.kernels.problem import Problem, Tiling
-from quantkit.packing.schemes import Scheme
+from quantkit.kernels.problem import Problem, TileSpace
 
 #: Most rows of x, whose sums fit in registers, and most rows of x with integer products.
 MOST_ROWS, MOST_DIGITS = 16, 4
@@ -100,11 +100,8 @@ def shared_memory(
     grouping: Grouping | None = None,
 ) -> int:
     """Return the bytes of shared memory of a program."""
-    m, n, k, scheme, dtype = problem.m, problem.n, problem.k, problem.scheme, problem.dtype
-    count = processors(problem)
-    return decode_config(
-        m, n, k, scheme, dtype, False, tile, False, count, norm, gate, grouping
-    ).shared_memory
+    spec = GemmSpec(problem.m, problem.n, problem.k, problem.scheme, problem.dtype)
+    return decode_config(spec, tile, False, processors(problem), norm, gate, grouping).shared_memory
 
 
 def why_no_int8(problem: Problem) -> str | None:
@@ -145,7 +142,7 @@ def _rule(problem: Problem) -> DecodeTile:
     # With less shared memory: float products, then one program per multiprocessor, then half of the warps.
     floats = replace(tile, int8_mma=False)
     smaller = floats, replace(one, prefetch=1), replace(floats, occupancy=1)
-    return next((one for one in (tile, *smaller) if _why_not(problem, one) is None), smaller[-1])
+    return next((one for one in (tile, *smaller) if _why_invalid(problem, one) is None), smaller[-1])
 
 
 def single_row_ratio(problem: Problem) -> int:
@@ -256,10 +253,10 @@ def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
 
 def why_no_tile(problem: Problem) -> str | None:
     """Return why no tile fits the GPU; None if one does."""
-    return _why_not(problem, _rule(problem))
+    return _why_invalid(problem, _rule(problem))
 
 
-def _why_not(problem: Problem, tile: DecodeTile) -> str | None:
+def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
     """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -280,7 +277,7 @@ def _has_table(problem: Problem, tile: DecodeTile) -> bool:
     return not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
 
 
-def _loses(problem: Problem, tile: DecodeTile) -> str | None:
+def _why_pruned(problem: Problem, tile: DecodeTile) -> str | None:
     """Return why a tile is not worth measuring; None if it is."""
     shape = shape_of(problem)
     schedule = schedule_row_tiles(tile, shape, processors(problem))
@@ -297,20 +294,15 @@ def _loses(problem: Problem, tile: DecodeTile) -> str | None:
         (bool(smaller), "it is the same as with a smaller prefetch"),
         (tile.warps > shape.k_steps, "there are fewer k_steps than warps"),
     )
-    return next((reason for loses, reason in reasons if loses), None)
+    return next((reason for applies, reason in reasons if applies), None)
 
 
-TILING = Tiling(DecodeTile, VALUES, _rule, _why_not, _loses)
+TILE_SPACE = TileSpace(DecodeTile, VALUES, _rule, _why_invalid, _why_pruned)
 
 
 @lru_cache(maxsize=4096)
 def _launch(
-    m: int,
-    n: int,
-    k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    bias: bool,
+    spec: GemmSpec,
     tile: DecodeTile,
     features: frozenset[str],
     multiprocessors: int,
@@ -323,8 +315,8 @@ def _launch(
 
     options = overlap(features)
     overlaps = options.pop("PDL")
-    known = decode_config(m, n, k, scheme, dtype, bias, tile, overlaps, multiprocessors, norm, gate, grouping)
-    schedule = schedule_row_tiles(tile, geometry(n, k, scheme, dtype), multiprocessors, bool(gate), grouping)
+    known = decode_config(spec, tile, overlaps, multiprocessors, norm, gate, grouping)
+    schedule = schedule_row_tiles(tile, spec.shape, multiprocessors, bool(gate), grouping)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
     pairs = {"order": None, "expert_blocks": None} if grouping is None else {}
     return Launch(
@@ -340,17 +332,11 @@ def _launch(
 
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
     """Return the product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs from compute capability 8.0 on."""
-    m, k = op.x.shape
-    n, has_bias, count, grouping = op.n, op.bias is not None, op.multiprocessors, op.grouping
-    if grouping is not None:
-        m, n = grouping.rows, n * grouping.matrices
-    norm = None
+    spec, norm = op.spec, None
     if (normed := op.normed) is not None:
         norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])
-    launch, schedule = _launch(
-        m, n, k, op.scheme, op.x.dtype, has_bias, tile, features, count, norm, op.gate, grouping
-    )
-    sizes = m, n, schedule.per_program, schedule.remainder
+    launch, schedule = _launch(spec, tile, features, op.multiprocessors, norm, op.gate, op.grouping)
+    sizes = spec.m, spec.n, schedule.per_program, schedule.remainder
     # Placeholders of missing operands are neither read nor written.
     return bound(op, (launch, (X, *op.norm_operands(X), *op.layout, BIAS, Y, *sizes, *op.grouped)))
 

@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from quantkit.kernels.gemm.decode.decode_config import DecodeConfig, Norm
-from quantkit.kernels.gemm.operands import Grouping
+from quantkit.kernels.gemm.operands import GemmSpec, Grouping
 from quantkit.kernels.layouts.dequant_ptx import expression, shared_table
-from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
+from quantkit.kernels.layouts.fragment_layout import Geometry
 from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
 from quantkit.kernels.layouts.shared_memory import planes_apart, power_of_two
-from quantkit.packing.schemes import Scheme
 
 #: Most row tiles of a program, times rows of x, whose sums do not spill registers.
 MOST_ROW_TILES = 64
@@ -105,12 +102,7 @@ def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
 
 @lru_cache(maxsize=4096)
 def decode_config(
-    m: int,
-    n: int,
-    k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    bias: bool,
+    spec: GemmSpec,
     tile: DecodeTile,
     overlaps: bool,
     multiprocessors: int,
@@ -118,8 +110,8 @@ def decode_config(
     gate: str = "",
     grouping: Grouping | None = None,
 ) -> DecodeConfig:
-    """Return the compile-time config of `fused-gemv` for x [m, k], a weight [n, k] and a tile."""
-    shape, name = geometry(n, k, scheme, dtype), str(dtype).removeprefix("torch.")
+    """Return the compile-time config of `fused-gemv` for a product and a tile."""
+    shape, scheme, name = spec.shape, spec.scheme, str(spec.dtype).removeprefix("torch.")
     schedule = schedule_row_tiles(tile, shape, multiprocessors, bool(gate), grouping)
     carried, byte_scale = shape.carried != 1.0, 1.0
     found = expression(scheme.format, name, bare=carried)
@@ -138,7 +130,7 @@ def decode_config(
         # The expression works on one register here, so it takes the value of the warp lane once, not twice.
         constraints = constraints.removesuffix(",r")
     return DecodeConfig(
-        k=k,
+        k=spec.k,
         spans=shape.spans,
         tiles=shape.tiles,
         planes=shape.planes,
@@ -151,7 +143,7 @@ def decode_config(
         scale_kind=shape.scale_kind,
         has_zero=scheme.has_zero_point,
         has_factor=scheme.global_scale or carried,
-        has_bias=bias,
+        has_bias=spec.bias,
         norm=norm,
         gate=gate,
         matrices=1 if grouping is None else grouping.matrices,
@@ -165,7 +157,7 @@ def decode_config(
         table=found.table,
         fill=found.fill,
         warps=tile.warps,
-        rows=power_of_two(m),
+        rows=power_of_two(spec.m),
         padded_row_tiles=power_of_two(schedule.row_tiles),
         k_steps_per_warp=k_steps_per_warp(tile, shape),
         tiles_per_iter=tiles_per_iter(tile, schedule),

@@ -31,7 +31,7 @@ from quantkit.kernels.gemm.operands import (
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
-from quantkit.kernels.problem import GPU_FEATURES, Problem, Tiling
+from quantkit.kernels.problem import GPU_FEATURES, Problem, TileSpace
 from quantkit.packing.schemes import Scheme
 
 #: Outputs per program of `reduce_splits`.
@@ -153,7 +153,7 @@ def programs(tile: PortableGemmTile, shape: Geometry, m: int) -> int:
     return -(-shape.n // tile.block_n) * -(-m // tile.block_m) * tile.split_k
 
 
-def _why_not(problem: Problem, tile: PortableGemmTile) -> str | None:
+def _why_invalid(problem: Problem, tile: PortableGemmTile) -> str | None:
     """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -167,7 +167,7 @@ def _why_not(problem: Problem, tile: PortableGemmTile) -> str | None:
     return None
 
 
-def _loses(problem: Problem, tile: PortableGemmTile) -> str | None:
+def _why_pruned(problem: Problem, tile: PortableGemmTile) -> str | None:
     """Return why a tile is not worth measuring; None if it is."""
     shape, m, split_k = shape_of(problem), problem.m, tile.split_k > 1
     sums, shared = (
@@ -196,7 +196,7 @@ def _loses(problem: Problem, tile: PortableGemmTile) -> str | None:
             "an accumulator has too few rows for its warps",
         ),
     )
-    return next((reason for loses, reason in reasons if loses), None)
+    return next((reason for applies, reason in reasons if applies), None)
 
 
 def _rule(problem: Problem) -> PortableGemmTile:
@@ -209,7 +209,7 @@ def _rule(problem: Problem) -> PortableGemmTile:
     return replace(tile, fp16_accumulation=problem.fp16_accumulation and fast)
 
 
-TILING = Tiling(PortableGemmTile, VALUES, _rule, _why_not, _loses)
+TILE_SPACE = TileSpace(PortableGemmTile, VALUES, _rule, _why_invalid, _why_pruned)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from quantkit.kernels.gemm.operands import (
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
-from quantkit.kernels.problem import Problem, Tiling
+from quantkit.kernels.problem import Problem, TileSpace
 from quantkit.packing.schemes import Scheme
 
 #: From more columns than this on, a row takes many steps, each of which waits for its loads.
@@ -105,7 +105,7 @@ def rows_of_x(m: int, features: frozenset[str]) -> int:
     return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
 
 
-def _why_not(problem: Problem, tile: PortableGemvTile) -> str | None:
+def _why_invalid(problem: Problem, tile: PortableGemvTile) -> str | None:
     """Return why a tile cannot run a problem; None if it can."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
@@ -115,7 +115,7 @@ def _why_not(problem: Problem, tile: PortableGemvTile) -> str | None:
     return None
 
 
-def _loses(problem: Problem, tile: PortableGemvTile) -> str | None:
+def _why_pruned(problem: Problem, tile: PortableGemvTile) -> str | None:
     """Return why a tile is not worth measuring; None if it is."""
     shape = shape_of(problem)
     codes = tile.columns * ROWS * tile.row_tiles * shape.bits // (32 * 32) * (2 if tile.prefetch else 1)
@@ -134,15 +134,15 @@ def _loses(problem: Problem, tile: PortableGemvTile) -> str | None:
         (sums > SUM_REGISTERS, f"sums would take {sums} registers"),
         (idle, "some warps would have no columns"),
     )
-    return next((reason for loses, reason in reasons if loses), None)
+    return next((reason for applies, reason in reasons if applies), None)
 
 
-TILING = Tiling(
+TILE_SPACE = TileSpace(
     PortableGemvTile,
     VALUES,
     lambda problem: portable_gemv_tile(shape_of(problem), problem.m, processors(problem)),
-    _why_not,
-    _loses,
+    _why_invalid,
+    _why_pruned,
 )
 
 

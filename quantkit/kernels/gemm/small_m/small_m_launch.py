@@ -10,6 +10,7 @@ import torch
 from quantkit.kernels.gemm.bound import BIAS, SUMS, Bound, X, Y
 from quantkit.kernels.gemm.gpu_limits import processors, program_memory
 from quantkit.kernels.gemm.operands import (
+    GemmSpec,
     Grouping,
     Operands,
     bound,
@@ -22,9 +23,9 @@ from quantkit.kernels.gemm.operands import (
     with_shared_table,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry, value_sizes
+from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, value_sizes
 from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_bytes
-from quantkit.kernels.problem import Problem, Tiling
+from quantkit.kernels.problem import Problem, TileSpace
 from quantkit.packing.schemes import Scheme
 
 #: Most rows of x.
@@ -244,7 +245,7 @@ def _valid_tiles(problem: Problem) -> list[SmallMTile]:
     """Return the tiles of the rules that can run a problem."""
     wgmma = problem.m >= LEAST_WGMMA and "wgmma" in problem.features
     candidates = [replace(tile, wgmma=wgmma) for tile in _CANDIDATES]
-    valid = [tile for tile in candidates if _why_not(problem, tile) is None]
+    valid = [tile for tile in candidates if _why_invalid(problem, tile) is None]
     return [tile for tile in valid if not spills(tile, shape_of(problem))] or valid
 
 
@@ -285,10 +286,10 @@ def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
 
 def why_no_tile(problem: Problem) -> str | None:
     """Return why no tile fits the GPU; None if one does."""
-    return _why_not(problem, _rule(problem))
+    return _why_invalid(problem, _rule(problem))
 
 
-def _why_not(problem: Problem, tile: SmallMTile) -> str | None:
+def _why_invalid(problem: Problem, tile: SmallMTile) -> str | None:
     """Return why a tile cannot run a problem; None if it can."""
     shape = shape_of(problem)
     if (reason := unknown_value(tile, VALUES)) is not None:
@@ -313,7 +314,7 @@ def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | No
     return f"{what} {needed} bytes of shared memory with split-K {tile.split_k}, of {most} that there are"
 
 
-def _loses(problem: Problem, tile: SmallMTile) -> str | None:
+def _why_pruned(problem: Problem, tile: SmallMTile) -> str | None:
     """Return why a tile is not worth measuring; None if it is."""
     shape, count = shape_of(problem), processors(problem)
     busy = row_tiles(tile, shape, count) * RESIDENT_WARPS // tile.warps
@@ -322,20 +323,15 @@ def _loses(problem: Problem, tile: SmallMTile) -> str | None:
         (2 * busy < RESIDENT_WARPS and tile.split_k < 8, "more splits would keep more warps busy"),
         (tile.split_k > 1 and more == RESIDENT_WARPS, "without split-K all warps are busy"),
     )
-    return next((reason for loses, reason in reasons if loses), None)
+    return next((reason for applies, reason in reasons if applies), None)
 
 
-TILING = Tiling(SmallMTile, VALUES, _rule, _why_not, _loses)
+TILE_SPACE = TileSpace(SmallMTile, VALUES, _rule, _why_invalid, _why_pruned)
 
 
 @lru_cache(maxsize=4096)
 def _launches(
-    m: int,
-    n: int,
-    k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    bias: bool,
+    spec: GemmSpec,
     tile: SmallMTile,
     features: frozenset[str],
     multiprocessors: int,
@@ -349,7 +345,7 @@ def _launches(
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
 
-    shape = geometry(n, k, scheme, dtype)
+    shape, (m, n, k, scheme, dtype, bias) = spec.shape, spec
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = k_steps(tile, shape)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
@@ -409,21 +405,14 @@ def _launches(
 
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
     """Return the product y [m, n] for m up to 32, on NVIDIA GPUs from compute capability 8.0 on."""
-    m, k = op.x.shape
-    has_bias, count, grouping = op.bias is not None, op.multiprocessors, op.grouping
-    n, expert_blocks = op.n, 1
-    if grouping is not None:
-        m, n, expert_blocks = grouping.rows, op.n * grouping.matrices, grouping.expert_blocks
+    spec, grouping = op.spec, op.grouping
+    m, n = spec.m, spec.n
+    expert_blocks = 1 if grouping is None else grouping.expert_blocks
     main, last, program_tiles = _launches(
-        m,
-        n,
-        k,
-        op.scheme,
-        op.x.dtype,
-        has_bias,
+        spec,
         tile,
         features,
-        count,
+        op.multiprocessors,
         op.shared_memory,
         op.gate,
         op.norm_offset,

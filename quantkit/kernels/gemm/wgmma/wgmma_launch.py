@@ -43,7 +43,7 @@ from quantkit.kernels.gemm.wgmma.wgmma_tiles import (
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.dequant_ptx import expression
 from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
-from quantkit.kernels.problem import Problem, Tiling
+from quantkit.kernels.problem import Problem, TileSpace
 from quantkit.packing.schemes import Scheme
 
 #: Warps that a program starts with, and warps of a warp group.
@@ -105,7 +105,7 @@ def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
     return next((tile for tile in tiles if has_registers(shape, tile, zeros)), least)
 
 
-def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
+def _why_invalid(problem: Problem, tile: WgmmaTile) -> str | None:
     """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
@@ -118,7 +118,7 @@ def _why_not(problem: Problem, tile: WgmmaTile) -> str | None:
     return None
 
 
-def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
+def _why_pruned(problem: Problem, tile: WgmmaTile) -> str | None:
     """Return why a tile is not worth measuring; None if it is."""
     reasons = (
         (problem.m <= 32 < tile.block_m, f"it multiplies {tile.block_m} rows of x"),
@@ -141,7 +141,7 @@ def _loses(problem: Problem, tile: WgmmaTile) -> str | None:
             "two programs on a multiprocessor lack registers for its codes",
         ),
     )
-    return next((reason for loses, reason in reasons if loses), None)
+    return next((reason for applies, reason in reasons if applies), None)
 
 
 def _rule(problem: Problem) -> WgmmaTile:
@@ -174,7 +174,7 @@ def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
     return ruled if theirs < FITS * time(problem, tile) / time(measured, tile) else tile
 
 
-TILING = Tiling(WgmmaTile, VALUES, _rule, _why_not, _loses, _adapt)
+TILE_SPACE = TileSpace(WgmmaTile, VALUES, _rule, _why_invalid, _why_pruned, _adapt)
 
 
 @dataclass(frozen=True)

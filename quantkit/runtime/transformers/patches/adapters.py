@@ -55,8 +55,6 @@ def apply(*_: Any) -> None:
 
     create.quantkit_original = original  # type: ignore[attr-defined]
     include.quantkit_original = targets  # type: ignore[attr-defined]
-    # PEFT puts the adapter on the device of this tensor. Words may have none.
-    PackedLinear.qweight = property(lambda linear: linear._parameters[linear._scale_key])  # type: ignore[attr-defined]
     LoraModel._create_new_module = staticmethod(create)
     tuners_utils._maybe_include_all_linear_layers = include
 
@@ -69,7 +67,6 @@ def undo() -> None:
     from peft.tuners.lora.model import LoraModel
 
     LoraModel._create_new_module = staticmethod(LoraModel._create_new_module.quantkit_original)
-    del PackedLinear.qweight  # type: ignore[attr-defined]
     include = tuners_utils._maybe_include_all_linear_layers
     tuners_utils._maybe_include_all_linear_layers = include.quantkit_original
 

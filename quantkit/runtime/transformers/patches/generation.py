@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.runtime.decoding import GRAPHS_OF, graphs_of
+from quantkit.runtime.packed_embedding import first_table
 
 
 class DecodesByGraphs:
@@ -19,6 +20,13 @@ class DecodesByGraphs:
 
     #: Original class of the model.
     class_before: type
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the activations, also where the first parameter of floats has another."""
+        table = first_table(self)  # type: ignore[arg-type]
+        own: torch.dtype = super().dtype if table is None else table.dtype  # type: ignore[misc]
+        return own
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
         """Call `generate` of transformers, with steps as CUDA graphs where possible."""

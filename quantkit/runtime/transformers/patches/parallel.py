@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quantkit.errors import EnvironmentProblem
+from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.runtime.packed_embedding import PackedEmbedding
 from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.packed_module import PackedModule, local
@@ -64,9 +65,10 @@ def divide_packed(model: Any) -> None:
             parameter = wildcard(f"{name}.{entry.removesuffix(spec.suffix)}")
             candidates = (model._tp_plan.get(one) for one in (key, parameter, wildcard(name)))
             style = next((one for one in candidates if one is not None), None)
-            if style is not None and not style.startswith(PREFIX):
+            # The codes of 8-bit floats are called `weight`: the style of their scale is quantkit's already.
+            if style is not None and model._tp_plan.get(key) != (own := _own_style(style)):
                 originals.setdefault(key, model._tp_plan.get(key))
-                model._tp_plan[key] = _own_style(style)
+                model._tp_plan[key] = own
     setattr(model, _BEFORE, originals)
 
 
@@ -85,10 +87,13 @@ def has_plan(model: Any) -> bool:
 
 
 def _own_style(name: str) -> str:
-    """Return the name of quantkit's style for the style `name` of transformers; register it on first use."""
+    """Return the name of quantkit's style for the style `name`, its own or one of transformers.
+
+    Registers the style on first use.
+    """
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-    own = PREFIX + name
+    own = PREFIX + name.removeprefix(PREFIX)
     if own not in ALL_PARALLEL_STYLES:
         type(ALL_PARALLEL_STYLES).register(own, PackedStyle(ALL_PARALLEL_STYLES[name]))
     return own
@@ -127,6 +132,11 @@ class PackedStyle:
             self.original.shard_param(module, param, mesh)
             return
         assert isinstance(module, PackedModule) and module.tensor_parallel is not None
+        if isinstance(module, PackedEmbedding) or module.table is not None:
+            raise UsageError(
+                "the embedding is packed, and its table is not divided among ranks. Load the model with "
+                "device_map='auto', or quantize it with dense embeddings."
+            )
         ranks, parameter = mesh.size(), param.removesuffix(spec.suffix)
         module.tensor_parallel.check(ranks)
         axis, pieces = division(self)

@@ -1,0 +1,35 @@
+"""The tables of docs/accuracy.md, and that of README.md, are what the stored figures say."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def test_the_committed_tables_are_what_the_script_writes(benchmark: ModuleType) -> None:
+    for path, write in ((benchmark.PAGE, benchmark.page), (benchmark.README, benchmark.readme)):
+        text = path.read_text()
+        assert write(text) == text, "run python benchmarks/accuracy_page.py"
+
+
+def test_every_table_of_the_page_is_stored_with_its_commands_machine_and_commits(
+    benchmark: ModuleType,
+) -> None:
+    marks = [name for _, name, _ in benchmark.MARKED.findall(benchmark.PAGE.read_text())]
+    assert marks == list(benchmark.TABLES)
+    unmarked = benchmark.MARKED.sub("", benchmark.PAGE.read_text())
+    assert not [line for line in unmarked.splitlines() if line.startswith("|")]
+    for name, table in benchmark.TABLES.items():
+        assert table["commands"] and table["machine"] and table["commits"], name
+        assert all(len(row) == len(table["columns"]) for row in table["rows"]), name
+
+
+def test_a_figure_that_was_typed_into_the_page_is_found(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "accuracy.md"
+    other.write_text(benchmark.PAGE.read_text().replace("| 22.0016 |", "| 21.0016 |"))
+    monkeypatch.setattr(benchmark, "PAGE", other)
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"accuracy\.md is not up to date: run python benchmarks/accu"):
+        benchmark.main(["--check"])

@@ -19,6 +19,7 @@ EXTRAS = {
     "plots": "matplotlib>=3.9",
     "parquet": "pyarrow>=17",
     "gguf": "gguf>=0.19",
+    "images": "pillow>=11",
 }
 
 

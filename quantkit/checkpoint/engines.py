@@ -1,4 +1,4 @@
-"""What other engines read of a compressed-tensors checkpoint, as a table.
+"""The table of what other engines read of a compressed-tensors checkpoint.
 
 It is of the file and holds on every device; an engine may still lack a kernel for one. The rows of vLLM and
 SGLang are held to their own code (`tests/compat/engines.py`), those of transformers to loading it.
@@ -71,7 +71,7 @@ def strategy_of(arguments: Mapping[str, Any], rows: int) -> str:
 
 @dataclass(frozen=True)
 class Stored:
-    """How the matrices of a module are stored: a format and a strategy of compressed-tensors."""
+    """The storage of the matrices of a module: a format and a strategy of compressed-tensors."""
 
     module: str
     kind: LayerKind
@@ -81,7 +81,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What engines cannot load of a checkpoint, the first such module, how many there are, and a remedy."""
+    """Modules that engines cannot load: the reason, the first one, the number of all, and a remedy."""
 
     engines: tuple[Engine, ...]
     what: str
@@ -233,7 +233,7 @@ def readers(kind: LayerKind, format: str, strategy: str) -> tuple[Engine, ...]:
 
 
 def refusals(layers: Iterable[Stored]) -> tuple[Refusal, ...]:
-    """What engines cannot load of a checkpoint with these packed matrices, by reason."""
+    """Return by reason the packed matrices that engines cannot load."""
     layers = tuple(layers)
     mixed = len({one.format for one in layers}) > 1
     found: dict[tuple[str, str, str], dict[Engine, list[str]]] = {}

@@ -61,7 +61,7 @@ class Assignment:
 
     @property
     def kind(self) -> LayerKind:
-        """What engines build of it."""
+        """Return the kind of layer that engines build of it."""
         return "experts" if self.experts else "lm_head" if self.head else "linear"
 
 

@@ -132,7 +132,7 @@ def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list
 
 
 def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
-    """What engines cannot do with a compressed-tensors checkpoint of these linears."""
+    """Yield a note for each thing that engines cannot do with a compressed-tensors checkpoint of these linears."""
     assignments = tuple(assignments)
     packed = [(a, a.scheme) for a in assignments if a.scheme is not None]
     splits = split_fusions({a.module: a.scheme for a in assignments})
@@ -190,7 +190,7 @@ def readers_beside(notes: Iterable[Note]) -> tuple[str, ...]:
 
 
 def _notes_on_experts(experts: Mapping[str, set[str]]) -> Iterator[Note]:
-    """Who cannot load experts that are stored in several ways; `experts` has those ways, by module."""
+    """Yield notes on experts that are stored in several ways; `experts` has those ways, by module."""
     mixed = [name for name, stored in experts.items() if len(stored) > 1]
     if mixed:
         more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""

@@ -132,7 +132,7 @@ def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list
 
 
 def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
-    """Yield a note for each thing that engines cannot do with a compressed-tensors checkpoint of these linears."""
+    """Yield notes on engines that cannot load a compressed-tensors checkpoint of these linears."""
     assignments = tuple(assignments)
     packed = [(a, a.scheme) for a in assignments if a.scheme is not None]
     splits = split_fusions({a.module: a.scheme for a in assignments})

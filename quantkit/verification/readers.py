@@ -186,7 +186,9 @@ def _stopped(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> Iterator[st
     weights = dict.fromkeys(PART.sub(".weight", name) for name in tensors)
     for parameter, one in conversions(model, weights).items():
         sources = {name for names in one.sources.values() for name in names}
-        if parameter.endswith(".weight") and not sources & packed:
+        # For compressed-tensors transformers looks for packed parts of what a rule with such a name takes.
+        by_weight = any(pattern.endswith(".weight") for pattern in one.converter.source_patterns)
+        if by_weight and parameter.endswith(".weight") and not sources & packed:
             yield f"has {parameter!r} in several tensors, which transformers does not join beside packed ones"
     modules = dict(model.named_modules())
     for name, (parameter, fused) in model_names(model, weights).items():

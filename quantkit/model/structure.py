@@ -189,7 +189,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
             continue
         owner, _, leaf = parameter.rpartition(".")
         module = modules.get(owner)
-        if parameter not in parameters and not fused:
+        if parameter not in parameters and (module is None or not fused):
             dense[stored] = NOT_A_PARAMETER
         elif fused:
             reason = SHARED if owner in shared else _why_dense_experts(module, leaf, parts, owner)

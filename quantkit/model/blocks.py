@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import BlocksError, QuantkitError
 from quantkit.model.conversions import conversions
 from quantkit.model.experts import is_fused_experts
 from quantkit.model.forward.lazy_weights import LazyWeights
@@ -78,7 +78,7 @@ class Decoder:
     """Blocks of the model of a checkpoint, computing on `device` in `dtype`.
 
     Blocks are the members of lists of modules that hold linears, and the linears outside of such lists.
-    Raises `CheckpointError` if there are none.
+    Raises `BlocksError` if there are none.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
@@ -138,9 +138,9 @@ class Decoder:
         """Select eager experts: grouped GEMMs, the default, refuse rows that are no multiple of 16 bytes."""
         self._model.set_experts_implementation("eager")
 
-    def _refusal(self, why: str) -> CheckpointError:
+    def _refusal(self, why: str) -> BlocksError:
         kind = self._checkpoint.config.get("model_type")
-        return CheckpointError(
+        return BlocksError(
             f"{self._checkpoint.directory}: quantkit cannot calibrate models of type {kind!r}: {why}. Take "
             "a method without data, such as --method mse."
         )
@@ -191,7 +191,7 @@ class Decoder:
         """Yield a function that starts a pass of the model, up to its first block; all end with the context.
 
         `read` gives parameters outside of blocks by name, by default those of the checkpoint.
-        `CheckpointError` if the model does not run on tokens alone.
+        `BlocksError` if the model does not run on tokens alone.
         """
         started: list[ModelPass] = []
 
@@ -215,7 +215,7 @@ class Decoder:
                 self._outer = None
 
     def check_runs(self, tokens: torch.Tensor, beside: Beside | None = None) -> None:
-        """Raise `CheckpointError` if the model does not run on `tokens` [B, T] up to its first block.
+        """Raise `BlocksError` if the model does not run on `tokens` [B, T] up to its first block.
 
         `beside` is what the model takes beside tokens, such as pixels.
 

@@ -192,12 +192,13 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         if parameter not in parameters and (module is None or not fused):
             dense[stored] = NOT_A_PARAMETER
         elif fused:
-            reason = SHARED if owner in shared else _why_dense_experts(module, leaf, parts, owner)
+            is_matrix = places[stored].is_stacked
+            why = _why_dense_experts(module, leaf, parts, owner) if is_matrix else REARRANGED
+            reason = SHARED if owner in shared else why
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and module is not None and _may_be_linear(module):
             why = special.get(owner) or _why_dense_linear(module)
-            reason = why_head if owner == head else why
-            _sort_in(stored, owner, reason, gathered, dense)
+            _sort_in(stored, owner, why_head if owner == head else why, gathered, dense)
         else:
             dense[stored] = _kind_of_dense(module, leaf)
         if stored in dense and not fused and parameter in parameters:
@@ -211,8 +212,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         for name, stored in gathered.items()
     }
     embedding = _embedding_name(model, modules, names)
-    if tied and why_head is None and head not in linears and embedding is not None:
-        assert head is not None
+    if head is not None and tied and why_head is None and head not in linears and embedding is not None:
         rows, columns = checkpoint.tensors[embedding].shape
         linears[head] = Linear(head, "lm_head", (head,), (rows, columns))
     stored_head = next((name for name, (of, _) in names.items() if of == f"{head}.weight"), None)

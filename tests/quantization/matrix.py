@@ -70,6 +70,7 @@ VOCAB = 272
 #: Sizes of every config that has a field of the name. Heads are 4 of 16.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), VOCAB),
+    "unpadded_vocab_size": VOCAB,
     **dict.fromkeys(
         ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "emb_dim"), 64
     ),
@@ -150,7 +151,7 @@ MORE: dict[str, dict[str, Any]] = {
     "CohereCompassTextConfig": {
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)
     },
-    "ZambaConfig": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
+    "ZambaConfig": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]},
     "Zamba2Config": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1},
     "Ernie4_5_VLMoeTextConfig": {
         **{"rope_parameters": _ROPE, "num_key_value_heads": 4, "moe_intermediate_size": [48, 48]},

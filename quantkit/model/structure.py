@@ -189,7 +189,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
             continue
         owner, _, leaf = parameter.rpartition(".")
         module = modules.get(owner)
-        if parameter not in parameters and not fused:
+        if parameter not in parameters and (module is None or not fused):
             dense[stored] = NOT_A_PARAMETER
         elif fused:
             is_matrix = places[stored].is_stacked

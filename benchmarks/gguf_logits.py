@@ -19,6 +19,8 @@ from machine import cpu_machine
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import quantkit
+from quantkit.runtime.packed_embedding import PackedEmbedding
+from quantkit.runtime.packed_linear import PackedLinear
 
 CHAT = [
     {"role": "user", "content": "What is the capital of France? Give 12 reasons, and 3.5 more."},
@@ -50,7 +52,8 @@ def compare(source: Path, out: Path) -> dict[str, Any]:
         "largest difference of logits, relative": float(
             (expected - found).abs().max() / expected.abs().max()
         ),
-        "packed linears": len(unequal),
+        "packed linears": sum(isinstance(one, PackedLinear) for one in ours.modules()),
+        "packed embeddings": sum(isinstance(one, PackedEmbedding) for one in ours.modules()),
         "weights that differ": sum(unequal.values()),
         "same tokens": torch.equal(ids, other_ids),
         "same chat template": words.chat_template == other_words.chat_template,

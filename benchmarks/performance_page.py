@@ -380,8 +380,9 @@ def low_bit_sources() -> list[str]:
         "## Low-bit sources",
         paragraph(
             "`quantize --method rtn` to int4 on a CPU, from sources that are low-bit already.",
-            f"SmolLM2-135M-Instruct by `convert` from Q4_1, {converted['packed linears']} linears: logits in",
-            f"float32 differ by {difference:g} from those of transformers' dequantized load, and",
+            f"SmolLM2-135M-Instruct by `convert` from Q4_1, {converted['packed linears']} linears and",
+            f"{converted['packed embeddings']} embedding: logits in float32 differ by",
+            f"{difference:g} from those of transformers' dequantized load, and",
             f"{converted['weights that differ']} weights differ.",
             source("cpu-low-bit-stream", "cpu-gguf-logits"),
         ),

@@ -10,12 +10,16 @@ import json
 DISTRIBUTION = "quantkit-lowbit"
 #: pyproject.toml reads it.
 VERSION = "0.1.0"
+#: Versions of transformers that `tests/compat/run.py` takes: the oldest supported, that of the GPU test
+#: machines, one that vLLM pins, the last that calls a cache `past_key_values`, the latest tested.
+TESTED_TRANSFORMERS = ("5.12.1", "5.17.0", "5.19.0", "5.23.0", "5.24.0")
 #: What pip installs for each extra that a user may miss; pyproject.toml says the same.
 EXTRAS = {
     "eval": "lm-eval[hf]>=0.4.13",
     "plots": "matplotlib>=3.9",
     "parquet": "pyarrow>=17",
     "gguf": "gguf>=0.19",
+    "images": "pillow>=11",
 }
 
 

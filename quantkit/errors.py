@@ -39,6 +39,10 @@ class CheckpointError(QuantkitError):
     exit_code = 3
 
 
+class BlocksError(CheckpointError):
+    """The blocks of a model cannot be run one by one, or not in place of those of another."""
+
+
 class FormatError(QuantkitError):
     """Numbers, codes or packed tensors do not fit their number format or scheme."""
 

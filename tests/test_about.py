@@ -36,6 +36,12 @@ def test_extras_are_those_of_the_project() -> None:
     assert about.pip_install("eval") == "`pip install 'lm-eval[hf]>=0.4.13'`"
 
 
+def test_the_oldest_transformers_tested_is_the_oldest_allowed() -> None:
+    (allowed,) = (one for one in PROJECT["dependencies"] if one.startswith("transformers"))
+    oldest = about.TESTED_TRANSFORMERS[0].rpartition(".")[0]
+    assert allowed == f"transformers>={oldest},<6"
+
+
 def texts() -> list[Path]:
     folders = ("quantkit", "docs", "examples", "benchmarks", "tests", ".ci")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.engines import ENGINES, readers
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS
 from quantkit.packing.names import QUANTKIT, Container, StoredFormat
@@ -31,8 +32,6 @@ class CompressedTensorsFormat:
     group_size     the one group size it has, None for any that divides a row
     columns        what the length of a row is a multiple of: bytes of rows then are whole words
     type, strategy, scale_dtype   of its weight arguments; the strategy None follows the group size
-    experts        the granularities at which transformers by itself reads fused experts right, None for any:
-                   it folds the scales of 8-bit floats into rows, and drops global scales
     fused          whether engines fuse matrices of it, and then give all the largest of what each has one of:
                    a global scale, or one scale
     blocks         whether a scale may be that of a block of rows and columns
@@ -49,7 +48,6 @@ class CompressedTensorsFormat:
     columns: int = 1
     strategy: str | None = None
     scale_dtype: str | None = None
-    experts: tuple[str, ...] | None = None
     fused: bool = False
     bfloat16: bool = False
     blocks: bool = False
@@ -95,7 +93,6 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         _MODEL_SCALES,
         "float",
         columns=4,
-        experts=("channel", "tensor"),
         fused=True,
         blocks=True,
     ),
@@ -104,7 +101,6 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         ("fp8-e4m3",),
         ("e8m0",),
         "float",
-        experts=(),
         bfloat16=True,
         group_size=32,
         scale_dtype="torch.uint8",
@@ -123,7 +119,6 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         ("fp4-e2m1",),
         ("e4m3",),
         "float",
-        experts=(),
         fused=True,
         bfloat16=True,
         global_scale=True,
@@ -212,10 +207,13 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
         ),
     ),
     (
-        lambda row, case: not case.experts or row.experts is None or case.granularity in row.experts,
+        lambda row, case: (
+            not case.experts
+            or bool(readers("experts", row.stored.name, row.arguments(case.scheme, case.columns)["strategy"]))
+        ),
         lambda rows, case: (
             f"has {case.scheme.format.name} {case.granularity} with {case.scheme.scale_type.name} scales for "
-            "experts, which transformers misreads without quantkit"
+            f"experts, which none of {', '.join(engine.name for engine in ENGINES)} reads"
         ),
     ),
 )
@@ -224,7 +222,7 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
 def why_not_compressed_tensors(scheme: Scheme, columns: int, *, experts: bool = False) -> str | None:
     """None if compressed-tensors can express `scheme` for rows of `columns`, else the reason.
 
-    With `experts`, so that transformers by itself reads it right when it is one of fused experts.
+    With `experts`, so that an engine reads it when it is one of fused experts.
     """
     found = _match(_Case(scheme, columns, experts))
     return f"compressed-tensors {found}" if isinstance(found, str) else None

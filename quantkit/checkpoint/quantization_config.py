@@ -3,7 +3,7 @@
 Two containers share one section, `quantkit`, which is all that quantkit itself reads:
 
     compressed-tensors   every scheme is one that compressed-tensors can express. The surrounding keys
-                         describe the same thing in its words, so vLLM, SGLang and transformers read it.
+                         describe the same thing in its words; `engines.py` says who reads it.
     quantkit             everything else, under quantkit's own `quant_method`.
 
     "quantkit": {"version": 1, "schemes": [{...}, ...], "default": 0, "modules": {"lm_head": null}}
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format, why_not_compressed_tensors
+from quantkit.checkpoint.engines import LayerKind
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.packing.names import CONTAINERS, Container
 from quantkit.packing.schemes import Scheme
@@ -57,6 +58,11 @@ class Assignment:
     def experts(self) -> bool:
         """Return True if these are the matrices of fused experts."""
         return len(self.stored) > 1
+
+    @property
+    def kind(self) -> LayerKind:
+        """Return the kind of layer that engines build of it."""
+        return "experts" if self.experts else "lm_head" if self.head else "linear"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from quantkit.checkpoint.engines import ENGINES
 from quantkit.cli.console import note, print_table, say
 from quantkit.files import size_text
 
@@ -110,19 +111,19 @@ def print_allocation(allocation: "Allocation", *, every_layer: bool) -> None:
 
 
 def print_readers(
-    container: str, reasons: Sequence[str], readers: Sequence[str], problem: str | None = None
+    container: str, reasons: Sequence[str], readers: Sequence[str], notes: Sequence[str] = ()
 ) -> None:
-    """Which tools can read the checkpoint; `reasons` why only quantkit can, one per linear, or `problem`."""
+    """Who reads the checkpoint, with the versions tried; `reasons` why only quantkit does, one per linear."""
     if container == "compressed-tensors":
-        *most, last = readers or ("",)
+        tried = [str(engine) for engine in ENGINES if engine.name in readers]
+        *most, last = tried or ("",)
         who = f"{', '.join(most)} and {last} read" if most else f"{last} reads"
-        how = f": {who} it without quantkit, as far as they have its formats" if readers else ""
-        say(f"a compressed-tensors checkpoint{how}")
+        say(f"a compressed-tensors checkpoint{f': {who} it without quantkit' if tried else ''}")
     elif reasons:
         linears = f" (one of {len(reasons)} linears)" if len(reasons) > 1 else ""
         note(f"only quantkit can load this: {reasons[0]}{linears}.")
-    if problem is not None:
-        note(problem)
+    for text in notes:
+        note(text)
 
 
 def totals(source_bytes: int | None, output_bytes: int, bits: Mapping[str, float | None]) -> str:

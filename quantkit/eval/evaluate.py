@@ -11,7 +11,7 @@ from typing import Any
 
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.devices import pick_device
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import BlocksError, UsageError
 from quantkit.eval.eval_model import Batch, Settings, Subject, check_comparable
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
@@ -262,7 +262,7 @@ def _measure_blocks(
             settings.device,
             progress,
         )
-    except CheckpointError as error:
+    except BlocksError as error:
         run.notes.append(f"the KL of its blocks was not measured: {error}")
         return
     finally:

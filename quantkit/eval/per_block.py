@@ -14,7 +14,7 @@ import torch
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
-from quantkit.errors import CheckpointError
+from quantkit.errors import BlocksError
 from quantkit.eval.metrics import score
 from quantkit.eval.runner import predictions
 from quantkit.model.blocks import Block, Decoder
@@ -55,7 +55,7 @@ def block_losses(
     """Run `original` on windows (int64 [n, W]) with each block of `packed` in turn in place of its own.
 
     The divergence is that of the last `scored` tokens of each window. All of `packed` is in memory, of
-    `original` one block. `CheckpointError` where the blocks of the two cannot stand for each other: for a
+    `original` one block. `BlocksError` where the blocks of the two cannot stand for each other: for a
     rotated model, and for one whose decoder is no list of blocks.
     """
     _check_exchangeable(packed, original)
@@ -124,10 +124,10 @@ def _run(block: Block, one: ModelPass, others: Sequence[ModelPass] = ()) -> None
 def _check_exchangeable(packed: Checkpoint, original: Checkpoint) -> None:
     name = read_structure(original).embedding
     if name is None or name not in packed.tensors:
-        raise CheckpointError(f"{packed.directory}: the original's embedding is not in its files")
+        raise BlocksError(f"{packed.directory}: the original's embedding is not in its files")
     ours, theirs = (one.read(name, 0, _ROWS) for one in (packed, original))
     if ours.shape != theirs.shape or not torch.equal(ours.to(theirs.dtype), theirs):
-        raise CheckpointError(
+        raise BlocksError(
             f"{packed.directory}: {name} is not the original's, so its blocks see other hidden states, as "
             "after --rotate and with --embeddings"
         )

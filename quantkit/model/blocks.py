@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import BlocksError, QuantkitError
 from quantkit.model.conversions import conversions
 from quantkit.model.experts import is_fused_experts
 from quantkit.model.forward.lazy_weights import LazyWeights
@@ -28,7 +29,7 @@ from quantkit.model.forward.weight_changes import Change, WeightChanges, apply_c
 from quantkit.model.hidden_states import Home
 from quantkit.model.linears import is_linear, plain_linear, transposed_linears
 from quantkit.model.names import ExpertPart, as_matrices, expert_parts, model_names
-from quantkit.model.parts import embeddings
+from quantkit.model.parts import Parts, embeddings, packed_parts
 from quantkit.model.structure import stored_model
 
 
@@ -65,6 +66,8 @@ class Block:
 #: Tensors of a block that are read in parallel.
 READERS = 4
 
+#: What a model takes beside tokens, by argument.
+Beside = Mapping[str, torch.Tensor]
 #: Starts a pass on tokens int64 [B, T] whose hidden states wait at a home; with True, with gradients.
 StartPass = Callable[..., ModelPass]
 #: Returns logits [B, T, V] of hidden states after the last block, and of [B, T].
@@ -75,7 +78,7 @@ class Decoder:
     """Blocks of the model of a checkpoint, computing on `device` in `dtype`.
 
     Blocks are the members of lists of modules that hold linears, and the linears outside of such lists.
-    Raises `CheckpointError` if there are none.
+    Raises `BlocksError` if there are none.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
@@ -85,6 +88,10 @@ class Decoder:
         self._reads: dict[str, Future[torch.Tensor]] = {}
         self._model: Any = stored_model(checkpoint, buffers=True)
         self._model.eval()
+        # Models ask weights for their dtype, to cast pixels to it.
+        for parameter in self._model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
         names = model_names(self._model, checkpoint.tensors)
         turned = {f"{name}.weight" for name, _ in transposed_linears(self._model)}
         self._checkpoint = as_matrices(
@@ -131,9 +138,9 @@ class Decoder:
         """Select eager experts: grouped GEMMs, the default, refuse rows that are no multiple of 16 bytes."""
         self._model.set_experts_implementation("eager")
 
-    def _refusal(self, why: str) -> CheckpointError:
+    def _refusal(self, why: str) -> BlocksError:
         kind = self._checkpoint.config.get("model_type")
-        return CheckpointError(
+        return BlocksError(
             f"{self._checkpoint.directory}: quantkit cannot calibrate models of type {kind!r}: {why}. Take "
             "a method without data, such as --method mse."
         )
@@ -170,6 +177,11 @@ class Decoder:
         return int(self._embedding.num_embeddings)
 
     @property
+    def parts(self) -> Parts:
+        """The parts of the model that are packed by default."""
+        return packed_parts(self._model)
+
+    @property
     def hidden_size(self) -> int:
         """Size d of a hidden state."""
         return int(self._embedding.embedding_dim)
@@ -179,12 +191,15 @@ class Decoder:
         """Yield a function that starts a pass of the model, up to its first block; all end with the context.
 
         `read` gives parameters outside of blocks by name, by default those of the checkpoint.
-        `CheckpointError` if the model does not run on tokens alone.
+        `BlocksError` if the model does not run on tokens alone.
         """
         started: list[ModelPass] = []
 
-        def start(tokens: torch.Tensor, home: Home, grad: bool = False) -> ModelPass:
-            found = ModelPass(self._forward, tokens, home, self.device, grad=grad)
+        def start(
+            tokens: torch.Tensor, home: Home, grad: bool = False, beside: Beside | None = None
+        ) -> ModelPass:
+            forward = partial(self._forward, beside=beside)
+            found = ModelPass(forward, tokens, home, self.device, grad=grad, plain=not beside)
             started.append(found)
             return found
 
@@ -199,8 +214,10 @@ class Decoder:
                     one.abandon()
                 self._outer = None
 
-    def check_runs(self, tokens: torch.Tensor) -> None:
-        """Raise `CheckpointError` if the model does not run on `tokens` [B, T] up to its first block.
+    def check_runs(self, tokens: torch.Tensor, beside: Beside | None = None) -> None:
+        """Raise `BlocksError` if the model does not run on `tokens` [B, T] up to its first block.
+
+        `beside` is what the model takes beside tokens, such as pixels.
 
         No weight is read: zeros stand for those outside of blocks.
         What it does to the weights of its blocks before, such as RWKV's scaling, is done to what is read.
@@ -209,7 +226,7 @@ class Decoder:
 
         def forward(tokens: torch.Tensor) -> Any:
             with changes:
-                return self._forward(tokens)
+                return self._forward(tokens, beside)
 
         with self.passes(self._zeros):
             ModelPass(forward, tokens, Home(self.device), self.device).abandon()
@@ -221,10 +238,13 @@ class Decoder:
         outside = {name: module for name, module in self._model.named_modules() if module not in inside}
         return LazyWeights(outside, read, self.device, self.dtype)
 
-    def _forward(self, tokens: torch.Tensor) -> Any:
+    def _forward(self, tokens: torch.Tensor, beside: Beside | None = None) -> Any:
         """Run the model on tokens [B, T]: those of the encoder, where it has one, and of the decoder."""
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device)}
         known = inspect.signature(self._model.forward).parameters
+        for name, one in (beside or {}).items():
+            if name in known:
+                inputs[name] = one.to(self.device, self.dtype if one.is_floating_point() else None)
         if "decoder_input_ids" in known:
             inputs["decoder_input_ids"] = inputs["input_ids"]
         if "use_cache" in known:
@@ -235,7 +255,8 @@ class Decoder:
             raise
         except Exception as error:  # Models raise what they like.
             main = getattr(self._model, "main_input_name", "input_ids")
-            reason = f"it does not run on tokens alone ({type(error).__name__}: {error})"
+            given = "tokens alone" if beside is None else "tokens and images"
+            reason = f"it does not run on {given} ({type(error).__name__}: {error})"
             raise self._refusal(
                 reason if main == "input_ids" else f"it runs on {main}, not on tokens"
             ) from error

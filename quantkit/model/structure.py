@@ -189,7 +189,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
             continue
         owner, _, leaf = parameter.rpartition(".")
         module = modules.get(owner)
-        if parameter not in parameters and not fused:
+        if parameter not in parameters and (module is None or not fused):
             dense[stored] = NOT_A_PARAMETER
         elif fused:
             is_matrix = places[stored].is_stacked
@@ -198,8 +198,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and module is not None and _may_be_linear(module):
             why = special.get(owner) or _why_dense_linear(module)
-            reason = why_head if owner == head else why
-            _sort_in(stored, owner, reason, gathered, dense)
+            _sort_in(stored, owner, why_head if owner == head else why, gathered, dense)
         else:
             dense[stored] = _kind_of_dense(module, leaf)
         if stored in dense and not fused and parameter in parameters:
@@ -213,8 +212,7 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         for name, stored in gathered.items()
     }
     embedding = _embedding_name(model, modules, names)
-    if tied and why_head is None and head not in linears and embedding is not None:
-        assert head is not None
+    if head is not None and tied and why_head is None and head not in linears and embedding is not None:
         rows, columns = checkpoint.tensors[embedding].shape
         linears[head] = Linear(head, "lm_head", (head,), (rows, columns))
     stored_head = next((name for name, (of, _) in names.items() if of == f"{head}.weight"), None)

@@ -135,43 +135,39 @@ def take(words: torch.Tensor, bits: int, count: int, ids: torch.Tensor) -> torch
     return codes.to(torch.uint8)
 
 
-# Eight codes are one int64, code i in byte i. Three folds bring them together, and back apart:
+# The codes of a byte are one integer of as many bytes, code i in byte i. Folds bring them together, and back
+# apart:
 #
-#   0000aaaa 0000bbbb 0000cccc ...   p = 4
-#   00000000 bbbbaaaa 00000000 ...   fold by 8 - p
-#   00000000 00000000 ddddccccbbbbaaaa ...
-_FOLDS = (1, 2, 4)
-_NARROW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+#   000000dd 000000cc 000000bb 000000aa   p = 2
+#   00000000 0000ddcc 00000000 0000bbaa   fold by 8 - p
+#   00000000 00000000 00000000 ddccbbaa   fold by 2 * (8 - p)
+_FOLDS = {1: (1, 2, 4), 2: (1, 2), 4: (1,)}
+_WIDE = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 
 
-@lru_cache(maxsize=8)
-def _masks(p: int) -> tuple[int, ...]:
-    """For each fold, the int64 mask of `2*fold*p` low bits in every `16*fold`."""
-
-    def mask(fold: int) -> int:
-        field = (1 << (2 * fold * p)) - 1
-        return sum(field << at for at in range(0, 64, 16 * fold))
-
-    return tuple(mask(fold) for fold in _FOLDS)
+@lru_cache(maxsize=32)
+def _mask(p: int, codes: int) -> int:
+    """The low `codes * p` bits of every `codes` bytes of an integer of type `_WIDE[p]`."""
+    return sum(((1 << codes * p) - 1) << at for at in range(0, 64 // p, 8 * codes))
 
 
 def _pack_part(codes: torch.Tensor, p: int) -> torch.Tensor:
     """uint8 [n] with n a multiple of 32 -> int32 [n*p/32]."""
     if p == 8:
         return codes.view(torch.int32)
-    x = codes.view(torch.int64)
-    for fold, mask in zip(_FOLDS, _masks(p), strict=True):
-        x = (x >> (fold * (8 - p))).bitwise_or_(x).bitwise_and_(mask)
-    return x.to(_NARROW[p]).view(torch.int32)
+    x = codes.view(_WIDE[p])
+    for fold in _FOLDS[p]:
+        x = (x >> (fold * (8 - p))).bitwise_or_(x).bitwise_and_(_mask(p, 2 * fold))
+    return x.to(torch.uint8).view(torch.int32)
 
 
 def _unpack_part(words: torch.Tensor, p: int) -> torch.Tensor:
     """int32 [n] -> uint8 [n*32/p]."""
     if p == 8:
         return words.view(torch.uint8)
-    x = words.view(_NARROW[p]).to(torch.int64).bitwise_and_(_masks(p)[-1])
-    for fold, mask in zip(reversed(_FOLDS), (*reversed(_masks(p)[:-1]), _byte_mask(p)), strict=True):
-        x = (x << (fold * (8 - p))).bitwise_or_(x).bitwise_and_(mask)
+    x = words.view(torch.uint8).to(_WIDE[p])
+    for fold in reversed(_FOLDS[p]):
+        x = (x << (fold * (8 - p))).bitwise_or_(x).bitwise_and_(_mask(p, fold))
     return x.view(torch.uint8)
 
 
@@ -182,10 +178,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """
     flat = tensor.flatten()
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
-
-
-def _byte_mask(p: int) -> int:
-    return sum(((1 << p) - 1) << at for at in range(0, 64, 8))
 
 
 def pack_reference(codes: list[int], bits: int) -> list[int]:

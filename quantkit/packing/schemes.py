@@ -424,8 +424,9 @@ def scheme(
 ) -> Scheme:
     """Return the scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
 
-    A scale that neither names is bfloat16, or float16 for a float16 weight. Raises `FormatError` for an unknown format, a group size out of range, or a zero-point, packing or scale
-    per tensor that the format cannot have.
+    A scale that neither names is bfloat16, or float16 for a float16 weight. Raises `FormatError` for an
+    unknown format, a group size out of range, or a zero-point, packing or scale per tensor that the format
+    cannot have.
     """
     preset = PRESETS.get(name)
     if preset is None:

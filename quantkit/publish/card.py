@@ -14,15 +14,18 @@ from typing import Any
 
 from quantkit import escaping
 from quantkit.about import DISTRIBUTION, requirement
+from quantkit.checkpoint.engines import TRANSFORMERS, VLLM
 from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
+from quantkit.checkpoint.safetensors_header import read_json
+from quantkit.checkpoint.source import CONFIG_NAME
 from quantkit.errors import UsageError
-from quantkit.escaping import Code
+from quantkit.escaping import Code, Prose
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.publish.carried import carried_metadata
 from quantkit.publish.measurements import Accuracy, Measurements, Plot
 from quantkit.publish.usage import Usage, snippet, tag_of, usage_of
-from quantkit.quantization.plan_warnings import fused_sets
+from quantkit.quantization.plan_warnings import readers_beside
 from quantkit.report.bench_report import (
     SERVING_RULES,
     machine_text,
@@ -41,6 +44,7 @@ from quantkit.report.tables import (
     task_table,
 )
 from quantkit.runtime.saved_model import NO_MANIFEST, read_record
+from quantkit.verification.readers import stored_notes
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def make_card(
         Section("How it is stored", tuple(_storage(record))),
         Section("Accuracy", (*_accuracy_blocks(measurements), *_images(plots, "eval"))),
         Section("Speed and memory", (*_speed_blocks(measurements), *_images(plots, "bench"))),
-        Section("How to run it", tuple(_running(record, usage, name))),
+        Section("How to run it", tuple(_running(record, directory, usage, name))),
     )
     return Card(front, Document(name, sections), tuple(notes))
 
@@ -234,7 +238,7 @@ def _speed_blocks(measurements: Measurements) -> Iterator[Block]:
         yield Text("Nothing was measured.")
 
 
-def _running(record: ModelRecord, usage: Usage | None, name: str) -> Iterator[Block]:
+def _running(record: ModelRecord, directory: Path, usage: Usage | None, name: str) -> Iterator[Block]:
     source = requirement()
     how = (
         (Code(f"pip install '{source}'"),)
@@ -247,22 +251,14 @@ def _running(record: ModelRecord, usage: Usage | None, name: str) -> Iterator[Bl
     if record.needs_quantkit:
         yield Text(f"Only quantkit reads this checkpoint: {record.needs_quantkit[0]}.")
         return
-    split = [
-        members
-        for members in fused_sets({name: layer.scheme for name, layer in record.layers.items()})
-        if len(set(members.values())) > 1
-    ]
-    if split:
-        yield Text(
-            "It is a compressed-tensors checkpoint, but vLLM and SGLang cannot load it: they fuse linears "
-            f"that differ here, such as {' and '.join(split[0])}."
-        )
-        return
-    vllm = Code(f"vllm serve {shlex.quote(name)}")
-    yield Bullets(
-        [
-            "With quantkit the weights stay packed. Without it transformers loads the checkpoint too, and "
-            "makes the weights dense when it runs.",
-            ("It is a compressed-tensors checkpoint: ", vllm, ", as far as vLLM has its formats."),
-        ]
-    )
+    notes = stored_notes(read_json(directory / CONFIG_NAME), record.layers)
+    # Of a model without a class of transformers it is not known who runs it.
+    readers = () if notes is None or record.recipe.get("model_free") else readers_beside(notes)
+    kept = "With quantkit the weights stay packed."
+    if TRANSFORMERS.name in readers:
+        kept += " Without it transformers loads the checkpoint too, and makes the weights dense when it runs."
+    bullets: list[Prose] = [kept]
+    if VLLM.name in readers:
+        vllm = Code(f"vllm serve {shlex.quote(name)}")
+        bullets.append(("It is a compressed-tensors checkpoint: ", vllm, f", tried with {VLLM}."))
+    yield Bullets([*bullets, *(note.text for note in notes or ())])

@@ -23,7 +23,7 @@ from quantkit.model.model_class import named_classes
 from quantkit.model.structure import QUANTIZABLE_DTYPES, TIED, Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
-from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes
+from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes, readers_beside
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.table import HEAD_KEPT, asked_table, packed_table, with_table
 from quantkit.quantization.task import Task
@@ -32,11 +32,6 @@ from quantkit.recipes.recipe import Fate, Recipe
 if TYPE_CHECKING:
     from quantkit.quantization.allocate.allocation import Allocation
 
-#: Tools that read a container without quantkit.
-READERS: Mapping[Container, tuple[str, ...]] = {
-    "compressed-tensors": ("vLLM", "SGLang", "transformers"),
-    "quantkit": (),
-}
 CUT = "transformers has one tensor for all experts of this model, and finds none of theirs without quantkit"
 
 
@@ -242,8 +237,8 @@ def plan_of(
         if linear is not None:
             layer_bytes[linear.module] = layer_bytes.get(linear.module, 0) + task.nbytes
 
+    portable = config.container == "compressed-tensors"
     notes = plan_notes(checkpoint.config, structure, schemes, assignments, config.container, untied)
-    cannot = {reader for one in notes for reader in one.cannot}
     layers = tuple(
         _layer(linear, fates[name], schemes[name], sources, layer_bytes.get(name, 0))
         for name, linear in structure.linears.items()
@@ -259,9 +254,7 @@ def plan_of(
         _model_config(checkpoint, structure, config, assignments, untied),
         checkpoint.nbytes,
         (*checkpoint.notes, *(one.text for one in notes)),
-        readers=tuple(
-            one for one in READERS[config.container] if structure.model_class and one not in cannot
-        ),
+        readers=readers_beside(notes) if portable and structure.model_class else (),
         warnings=(
             *dense_parts(_stays_dense(structure, fates), checkpoint.tensors),
             *packed_table(structure.linears, not_portable),

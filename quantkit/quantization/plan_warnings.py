@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
+from quantkit.checkpoint.engines import ENGINES, SGLANG, TRANSFORMERS, VLLM, Stored, refusals, strategy_of
 from quantkit.checkpoint.quantization_config import Assignment
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.model_class import named_classes
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 #: Linears, of a layer or an expert, that inference engines fuse into one, which then has one scheme.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+#: Names by which some engines find how the experts of a layer are stored.
+EXPERTS_OF_SGLANG = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
 #: Part of the weights from which a part of the model that stays dense is worth a warning.
 LARGE = 0.1
@@ -53,27 +57,7 @@ def plan_notes(
 
     `config` is the source's config.json. `assignments` are the linears as the file describes them.
     """
-    notes: list[Note] = []
-    splits = split_fusions(schemes)
-    if splits:
-        more = f" and {len(splits) - 1} more" if len(splits) > 1 else ""
-        notes.append(
-            Note(
-                "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme: "
-                f"{splits[0]}{more}.",
-                ("vLLM", "SGLang"),
-            )
-        )
-    zero_points = any(scheme is not None and scheme.has_zero_point for scheme in schemes.values())
-    if container == "compressed-tensors" and zero_points:
-        notes.append(
-            Note(
-                "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "
-                "with CompressedTensorsConfig(dequantize=True)."
-            )
-        )
-    if container == "compressed-tensors":
-        notes += _notes_on_compressed_tensors(assignments)
+    notes = list(reader_notes(assignments)) if container == "compressed-tensors" else []
     named = named_classes(config)
     if structure.model_class not in ("", *named):
         names = f"names {', '.join(named)}" if named else "names no class"
@@ -147,46 +131,80 @@ def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list
     return shares
 
 
-def _notes_on_compressed_tensors(assignments: Iterable[Assignment]) -> Iterator[Note]:
-    """Yield what vLLM cannot do with the output, and transformers by itself, which dequantizes."""
-    narrow, whole = set(), set()
+def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
+    """Yield notes on engines that cannot load a compressed-tensors checkpoint of these linears."""
+    assignments = tuple(assignments)
+    packed = [(a, a.scheme) for a in assignments if a.scheme is not None]
+    splits = split_fusions({a.module: a.scheme for a in assignments})
+    if splits:
+        more = f" and {len(splits) - 1} more" if len(splits) > 1 else ""
+        yield Note(
+            "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme: "
+            f"{splits[0]}{more}.",
+            (VLLM.name, SGLANG.name),
+        )
+    stored = []
+    narrow = set()
     experts: dict[str, set[str]] = {}
-    for a in assignments:
-        if a.scheme is None:
-            continue
-        row = compressed_tensors_format(a.scheme, a.shape[1])
+    for a, scheme in packed:
+        row = compressed_tensors_format(scheme, a.shape[1])
+        arguments = row.arguments(scheme, a.shape[1])
+        stored.append(Stored(a.module, a.kind, row.stored.name, strategy_of(arguments, a.shape[0])))
         if row.bfloat16:
             narrow.add(row.stored.name)
-        if a.scheme.per_tensor and not row.fused:
-            whole.add(a.scheme.format.name)
         if a.experts:
-            stored = json.dumps([row.stored.name, row.arguments(a.scheme, a.shape[1])])
-            experts.setdefault(a.module.rpartition(".")[0], set()).add(stored)
+            how = json.dumps([row.stored.name, arguments])
+            experts.setdefault(a.module.rpartition(".")[0], set()).add(how)
+    refused = refusals(stored)
+    for refusal in refused:
+        yield Note(f"{refusal}", tuple(engine.name for engine in refusal.engines))
+    if any(TRANSFORMERS in refusal.engines for refusal in refused):
+        narrow.clear()
+    if any(scheme.has_zero_point for _, scheme in packed):
+        yield Note(
+            "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "
+            "with CompressedTensorsConfig(dequantize=True)."
+        )
     if narrow:
         yield Note(
             f"transformers without quantkit runs {' and '.join(sorted(narrow))} with dtype=torch.bfloat16 "
             "only; it stops with an error otherwise."
         )
-    if whole:
+    yield from _notes_on_experts(experts)
+    named = {a.stored[0].rpartition(".")[2] for a in assignments if a.experts}
+    ways = {one for stored in experts.values() for one in stored}
+    dense = any(a.experts and a.scheme is None for a in assignments)
+    if named - EXPERTS_OF_SGLANG and len(ways) + dense > 1:
         yield Note(
-            f"vLLM cannot load {' and '.join(sorted(whole))} with one scale per tensor: its products of such "
-            "weights take scales per channel or group. transformers reads it without quantkit.",
-            ("vLLM",),
+            f"{SGLANG} and vLLM 0.26.0 cannot load this: they look for experts by the names "
+            f"{', '.join(sorted(EXPERTS_OF_SGLANG))}, and take others, such as {min(named)}, to be stored as "
+            "most linears are. Give all experts one format.",
+            (SGLANG.name,),
         )
+
+
+def readers_beside(notes: Iterable[Note]) -> tuple[str, ...]:
+    """The engines that, as far as `notes` say, load a compressed-tensors checkpoint."""
+    cannot = {name for one in notes for name in one.cannot}
+    return tuple(engine.name for engine in ENGINES if engine.name not in cannot)
+
+
+def _notes_on_experts(experts: Mapping[str, set[str]]) -> Iterator[Note]:
+    """Yield notes on experts that are stored in several ways; `experts` has those ways, by module."""
     mixed = [name for name, stored in experts.items() if len(stored) > 1]
     if mixed:
         more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
         yield Note(
-            "vLLM cannot load this: it takes gate, up and down of the experts of a layer to be stored in one "
-            f"way, and those of {mixed[0]}{more} are not. Give them one with a rule, such as --rule "
-            "'*.experts.*=int4'.",
-            ("vLLM",),
+            "vLLM and SGLang cannot load this: they take gate, up and down of the experts of a layer to be "
+            f"stored in one way, and those of {mixed[0]}{more} are not. Give them one with a rule, such as "
+            "--rule '*.experts.*=int4'.",
+            (VLLM.name, SGLANG.name),
         )
     if len({one for stored in experts.values() for one in stored}) > 1:
         yield Note(
             "transformers without quantkit cannot load this: it takes all experts to be stored in one way. "
             "Give all of them one format and a group size that divides every row.",
-            ("transformers",),
+            (TRANSFORMERS.name,),
         )
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from quantkit.checkpoint.compressed_tensors import stored_format
-from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.checkpoint.model_record import LayerRecord
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError
@@ -24,7 +25,8 @@ from quantkit.model.conversions import conversions
 from quantkit.model.model_class import build, meta_model, model_class, model_config, of_mapping, why_no_class
 from quantkit.model.names import PART, model_names
 from quantkit.model.structure import REARRANGED
-from quantkit.quantization.plan import READERS, Plan
+from quantkit.quantization.plan import Plan
+from quantkit.quantization.plan_warnings import Note, reader_notes, readers_beside
 from quantkit.runtime.replace import is_elsewhere, swap_modules
 from quantkit.runtime.transformers.headers import check_tensors, stored_by_entry
 from quantkit.runtime.transformers.registration import register_plugin
@@ -47,7 +49,7 @@ def with_readers(planned: Plan, checkpoint: Checkpoint) -> Plan:
         who = "" if portable else ", and other tools do not know its formats: for them take int4, int8 or fp8"
         note = f"{reason}: it is not known who can run the result{who}."
         return replace(planned, notes=(*planned.notes, note))
-    if "transformers" not in planned.readers:
+    if not planned.readers:
         return planned
     reason = _why_none(planned.model_config, directory, tensors)
     return planned if reason is None else replace(planned, readers=(), notes=(*planned.notes, reason))
@@ -83,16 +85,40 @@ def check_written(planned: Plan, checkpoint: Checkpoint, tensors: Mapping[str, T
         )
 
 
-def readers_of(checkpoint: Checkpoint) -> tuple[tuple[str, ...], str | None]:
-    """Return the programs that read a packed checkpoint without quantkit, or why none does."""
+def readers_of(
+    checkpoint: Checkpoint, layers: Mapping[str, LayerRecord]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return who reads a packed checkpoint of `layers` without quantkit, and notes on who does not."""
     reason = why_no_class(checkpoint.config, checkpoint.directory)
     if reason is not None:
-        return (), f"{reason}: it is not known who can run this."
-    readers = READERS[QuantizationConfig.from_dict(checkpoint.config["quantization_config"]).container]
-    if not readers:
-        return (), None
+        return (), (f"{reason}: it is not known who can run this.",)
+    notes = stored_notes(checkpoint.config, layers)
+    if notes is None:
+        return (), ()
     reason = _why_none(checkpoint.config, checkpoint.directory, checkpoint.tensors)
-    return (readers, None) if reason is None else ((), reason)
+    texts = tuple(note.text for note in notes)
+    return (readers_beside(notes), texts) if reason is None else ((), (reason,))
+
+
+def stored_notes(config: Mapping[str, Any], layers: Mapping[str, LayerRecord]) -> tuple[Note, ...] | None:
+    """Return what engines cannot do with a packed checkpoint of `layers`; None if only quantkit reads it.
+
+    `config` is its config.json.
+    """
+    parsed = QuantizationConfig.from_dict(config["quantization_config"])
+    if parsed.container != "compressed-tensors":
+        return None
+    assignments = [
+        Assignment(
+            name,
+            (name,) * layer.matrices,
+            (layer.shape[0], layer.shape[1]),
+            None if layer.scheme is None else parsed.scheme_of(name),
+            head=layer.kind == "lm_head",
+        )
+        for name, layer in layers.items()
+    ]
+    return tuple(reader_notes(assignments))
 
 
 def _why_none(config: Mapping[str, Any], directory: Path, tensors: Mapping[str, TensorSpec]) -> str | None:

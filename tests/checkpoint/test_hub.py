@@ -319,6 +319,13 @@ def test_what_an_earlier_version_left_in_the_cache_is_downloaded_again(cache: Pa
         assert (resolve("org/name") / "config.json").read_bytes() == CONFIG
 
 
+def test_errors_about_headers_name_the_repository(cache: Path) -> None:
+    with answering(answers_of({**FILES, "model.safetensors": b"no header" * 9})):
+        directory = resolve("org/name", headers_only=True)
+    with pytest.raises(CheckpointError, match=r"/models--org--name/model\.safetensors: the first 8 bytes"):
+        Checkpoint.open(directory)
+
+
 class OneByteAtATime(httpx.SyncByteStream):  # type: ignore[misc]
     """The body of an answer that takes hours."""
 

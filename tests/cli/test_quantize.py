@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.checkpoint.engines import SGLANG, TRANSFORMERS, VLLM
 from quantkit.checkpoint.model_record import Measured
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.output.journal import Journal
@@ -62,7 +63,8 @@ def test_plan_tells_memory_and_readers(run: Run) -> None:
     assert (done.code, done.err) == (0, "")
     assert "model.layers.4.self_attn.v_proj" in done.out
     assert "error" not in done.out
-    assert "a compressed-tensors checkpoint: vLLM, SGLang and transformers read it" in done.out
+    readers = f"{VLLM}, {SGLANG} and {TRANSFORMERS}"
+    assert f"a compressed-tensors checkpoint: {readers} read it without quantkit\n" in done.out
     assert re.search(r"peak memory beyond the libraries: about [\d.]+ MB", done.out)
 
 

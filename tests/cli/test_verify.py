@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import quantkit
+from quantkit.checkpoint.engines import SGLANG, TRANSFORMERS, VLLM
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.errors import CheckpointError
 from quantkit.runtime.load import load
@@ -189,6 +190,17 @@ def test_inspect_shows_tensor_parallel_sizes(run: Run, tmp_path: Path) -> None:
         shown = run("inspect", out, "--tensor-parallel").out.replace("\n", " ")
         assert f"tensor parallel sizes: {sizes} not" in shown and reason in shown
     assert "tensor parallel" not in run("inspect", out).out
+
+
+def test_inspect_says_as_plan_does_who_reads_it_and_who_cannot(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("-f", "fp8", "-g", "4", "-m", "rtn")
+    assert run("quantize", SOURCE, out, *options, "--no-check").code == 0
+    for done in (run("plan", SOURCE, *options), run("inspect", out)):
+        assert f"a compressed-tensors checkpoint: {TRANSFORMERS} reads it without quantkit\n" in done.out
+        note = " ".join(done.err.split())
+        assert f"note: {VLLM} and {SGLANG} cannot load fp8 with scales per group: model." in note
+        assert "Choose scales per channel: -g channel." in note
 
 
 def test_inspect_json_is_the_manifest(run: Run, packed: Path) -> None:

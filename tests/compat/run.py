@@ -1,6 +1,6 @@
 """Run the model tests against several versions of transformers.
 
-    python tests/compat/run.py                              all versions below
+    python tests/compat/run.py                              all tested versions
     python tests/compat/run.py --versions 5.12.1 5.23.0     only these
     python tests/compat/run.py -- -k generate -x            the rest goes to pytest
 
@@ -18,10 +18,9 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from quantkit.about import TESTED_TRANSFORMERS
+
 ROOT = Path(__file__).resolve().parents[2]
-#: The oldest supported version, the one of the GPU test machines, one that vLLM pins, the last that calls a
-#: cache `past_key_values`, the latest tested.
-VERSIONS = ("5.12.1", "5.17.0", "5.19.0", "5.23.0", "5.24.0")
 #: Tests of what builds, quantizes and runs models of transformers.
 FOLDERS = ("tests/model", "tests/quantization", "tests/runtime", "tests/verification")
 
@@ -31,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="VERSION")
+    parser.add_argument("--versions", nargs="+", default=TESTED_TRANSFORMERS, metavar="VERSION")
     parser.add_argument(
         "--environments", type=Path, default=Path(tempfile.gettempdir()) / "quantkit-compat", metavar="DIR"
     )

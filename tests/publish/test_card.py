@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 
 import quantkit
 from quantkit.bench.figures import Cell, Load, Machine, Memory, Percentiles, Serving, Speed, Spread, to_json
+from quantkit.checkpoint.engines import SGLANG, VLLM
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.errors import CheckpointError, UsageError
@@ -24,6 +25,7 @@ from quantkit.publish import card as card_module
 from quantkit.publish.card import make_card
 from quantkit.publish.carried import carried_metadata
 from quantkit.publish.measurements import Accuracy, Measurements, Plot, plots_beside, read_measurements
+from quantkit.quantization.plan_warnings import Note
 from quantkit.report.document import Figure
 from quantkit.report.eval_report import document
 
@@ -390,7 +392,13 @@ def test_how_to_run_what_others_cannot(packed: Path, monkeypatch: pytest.MonkeyP
     assert card.front_matter["tags"] == ["quantkit", "fp6-e2m3"]
     split = tmp_path / "split"
     quantkit.quantize(SOURCE, split, format="int4", group_size=32, rules=("*q_proj=int8", "*down_proj=keep"))
-    assert "vLLM and SGLang cannot load it" in make_card(split, Measurements()).markdown()
+    text = make_card(split, Measurements()).markdown()
+    assert "vLLM and SGLang cannot load this: they fuse these linears" in text and "vllm serve" not in text
+    groups = tmp_path / "groups"
+    quantkit.quantize(SOURCE, groups, format="fp8", group_size=4)
+    text = make_card(groups, Measurements()).markdown()
+    assert f"{VLLM} and {SGLANG} cannot load fp8 with scales per group: " in text and "vllm serve" not in text
+    assert "Without it transformers loads the checkpoint too" in text
 
 
 def test_the_original_is_not_measured_as_the_model(packed: Path, tmp_path: Path) -> None:
@@ -421,6 +429,8 @@ def test_nothing_but_text_comes_of_any_name_in_a_card(monkeypatch: pytest.Monkey
         record = replace(record, needs_quantkit=(name,) if alone else ())
         monkeypatch.setattr(card_module, "read_record", lambda directory: record)
         monkeypatch.setattr(card_module, "carried_metadata", lambda directory: {"license": name})
+        monkeypatch.setattr(card_module, "read_json", lambda path: {})
+        monkeypatch.setattr(card_module, "stored_notes", lambda config, layers: (Note(name),))
         found = Measurements(
             (Accuracy(name, 9, 1.0, 1.0, 1.0, 1.0, 1.0),),
             ((name, (TaskMetrics(name, name, 4, 0.5, 0.25, None),)),),

@@ -109,12 +109,12 @@ def test_rules_pack_vision_towers(tmp_path: Path) -> None:
     # SigLIP initializes its linears by their weights, in a function that is not the whole model's.
     matrix.tiny_model("Gemma3ForConditionalGeneration").save_pretrained(source)
     result = quantkit.quantize(
-        source, out, format="int8", rules=("*vision_tower*=int4:32",), device="cpu", check=True
+        source, out, format="int8", rules=("*vision_tower*=int8",), device="cpu", check=True
     )
     packed = [layer for layer in result.plan.layers if "vision_tower" in layer.linear.module]
     # torch's MultiheadAttention reads the weight of this one itself.
     assert not any("head.attention.out_proj" in layer.linear.module for layer in packed)
-    assert packed and all(layer.scheme and layer.scheme.format.name == "int4" for layer in packed)
+    assert packed and all(layer.scheme and layer.scheme.format.name == "int8" for layer in packed)
     matrix.rounded(source, out, dense)
     cls = transformers.Gemma3ForConditionalGeneration
     pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
@@ -188,6 +188,22 @@ def test_rules_pack_heads_of_further_tokens(tmp_path: Path, format: str) -> None
     if format == "int8":
         targets = {name for group in config["config_groups"].values() for name in group["targets"]}
         assert "model.layers.2.mlp.up_proj" in targets and "mtp.fc" not in config["ignore"]
+
+
+def test_rules_pack_experts_of_blocks_beyond_the_last(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    matrix.tiny_model("Qwen3MoeForCausalLM").save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    last = "model.layers.1."
+    beyond = {n.replace(last, "model.layers.2."): t.clone() for n, t in tensors.items() if n.startswith(last)}
+    save_file({**tensors, **beyond}, source / "model.safetensors", metadata={"format": "pt"})
+    result = quantkit.quantize(source, out, format="int8", rules=("model.layers.2.*=int4:32",), device="cpu")
+    packed = {layer.linear.module for layer in result.plan.layers if layer.fate.reason.startswith("rule")}
+    assert {f"model.layers.2.mlp.experts.3.{one}_proj" for one in ("gate", "up", "down")} <= packed
+    assert "model.layers.2.mlp.gate" not in packed
+    quantkit.load(out, device="cpu")
 
 
 def test_methods_with_data_have_no_inputs_for_heads_of_further_tokens(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint.engines import ENGINES, SGLANG
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
@@ -26,6 +27,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeConfig", MOE),
     "qwen2_moe": ("Qwen2MoeConfig", {**MOE, "shared_expert_intermediate_size": 48}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 
@@ -195,10 +197,34 @@ def test_experts_stored_in_two_ways_are_noted(tmp_path):
     half = planned(source, format="int4", group_size=4, rules=("*.experts.down_proj=int8",))
     vllm, also = half.notes
     assert vllm.startswith(
-        "vLLM cannot load this: it takes gate, up and down of the experts of a layer to be"
+        "vLLM and SGLang cannot load this: they take gate, up and down of the experts of a layer to be"
     )
     assert "those of model.layers.0.mlp.experts and 1 more are not. Give them one with a rule, such" in vllm
     assert also == note
+
+
+@pytest.mark.parametrize(
+    ("format", "readers"), [("nvfp4", ("vLLM", "SGLang")), ("mxfp8", ("vLLM",)), ("fp8", ("transformers",))]
+)
+def test_experts_name_who_reads_them(tmp_path, format, readers):
+    source = write(tmp_path, "qwen3_moe")
+    kept = ("*.self_attn.*=keep",)
+    found = planned(source, format=format, rules=kept)
+    assert (found.config.container, found.readers) == ("compressed-tensors", readers)
+    unread = [engine for engine in ENGINES if engine.name not in readers]
+    assert len(found.notes) == len(unread)
+    assert all(any(note.startswith(f"{engine} cannot load ") for note in found.notes) for engine in unread)
+
+
+@pytest.mark.parametrize("rule", ["*.layers.0.*.experts.*=int8", "*.layers.0.*.experts.*=keep"])
+def test_experts_that_some_engines_do_not_find_are_noted(tmp_path, rule):
+    source = write(tmp_path, "mixtral")
+    options = {"format": "int4", "group_size": 4}
+    assert planned(source, **options).notes == ()
+    found = planned(source, **options, rules=(rule,))
+    assert found.readers == ("vLLM", "transformers") if rule.endswith("keep") else ("vLLM",)
+    (note,) = (note for note in found.notes if "look for experts by the names" in note)
+    assert note.startswith(f"{SGLANG} and vLLM 0.26.0 cannot load this: ") and "such as w" in note
 
 
 def test_formats_that_decode_slowly_on_a_gpu_are_noted(tmp_path):
@@ -209,13 +235,13 @@ def test_formats_that_decode_slowly_on_a_gpu_are_noted(tmp_path):
     assert note.startswith("on a GPU, model.layers.0.mlp.up_proj will decode slower than dense")
 
 
-def test_experts_that_plain_transformers_misreads_need_quantkit(tmp_path):
+def test_experts_that_no_engine_reads_need_quantkit(tmp_path):
     found = planned(write(tmp_path, "qwen3_moe"), format="fp8", group_size=4)
     assert found.config.container == "quantkit"
     assert (
         "model.layers.0.mlp.experts.gate_up_proj: "
-        "compressed-tensors has fp8-e4m3 g4 with bfloat16 scales for experts, which transformers misreads "
-        "without quantkit"
+        "compressed-tensors has fp8-e4m3 g4 with bfloat16 scales for experts, which none of vLLM, SGLang, "
+        "transformers reads"
     ) in found.not_portable
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.checkpoint.engines import SGLANG, VLLM
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.structure import read_structure
@@ -30,11 +31,12 @@ def test_a_uniform_plan_has_no_notes():
 
 
 def test_fused_linears_of_different_schemes_are_noted():
-    (note,) = notes(Rule("*.q_proj", Choice("int8")), Rule("*.layers.0.mlp.up_proj", Choice(keep=True)))
+    split = Rule("*.q_proj", Choice("int8")), Rule("*.layers.0.mlp.up_proj", Choice(keep=True))
+    (note,) = notes(*split, default=Choice("int4", 4))
     assert note.startswith(
         "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme"
     )
-    assert re.search(r"model.layers.\d.(self_attn.q_proj int8 channel|mlp.gate_proj int4 g32)", note)
+    assert re.search(r"model.layers.\d.(self_attn.q_proj int8 channel|mlp.gate_proj int4 g4)", note)
     assert note.endswith("and 5 more.")
 
 
@@ -50,7 +52,10 @@ def test_zero_points_that_plain_transformers_misreads_are_noted():
 
 def test_formats_that_plain_transformers_runs_as_bfloat16_only_are_noted():
     kept = Rule("*.down_proj", Choice(keep=True))
-    (note,) = notes(kept, default=Choice("mxfp4"))
+    sglang, note = notes(kept, default=Choice("mxfp4"))
+    assert re.fullmatch(
+        r"SGLang 0\.5\.23 cannot load mxfp4: model\S+ and \d+ more\. Choose int4 or nvfp4\.", sglang
+    )
     assert note.startswith(
         "transformers without quantkit runs mxfp4-pack-quantized with dtype=torch.bfloat16 only"
     )
@@ -60,8 +65,15 @@ def test_formats_that_plain_transformers_runs_as_bfloat16_only_are_noted():
 def test_one_scale_per_tensor_of_integers_is_noted():
     kept = Rule("*.down_proj", Choice("fp8", "tensor"))
     (note,) = notes(kept, default=Choice("int8", "tensor"))
-    assert note.startswith("vLLM cannot load int8 with one scale per tensor")
+    assert note.startswith(f"{VLLM} and {SGLANG} cannot load integers with one scale per tensor: model.")
+    assert note.endswith("Choose scales per channel or group: -g channel or -g 128.")
     assert notes(default=Choice("fp8", "tensor")) == ()
+
+
+def test_blocks_that_vllm_does_not_load_are_noted():
+    vllm, sglang = notes(default=Choice("fp8", "4x4"))
+    assert vllm.startswith(f"{VLLM} cannot load fp8 in other than whole blocks of 128x128: model.")
+    assert sglang.startswith(f"{SGLANG} cannot load fp8 in blocks: model.")
 
 
 def test_scales_of_nvfp4_are_noted():

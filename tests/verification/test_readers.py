@@ -15,6 +15,7 @@ from quantkit.errors import CheckpointError
 from quantkit.model.model_class import meta_model
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.recipes.recipe_options import RecipeOptions
+from quantkit.runtime.saved_model import read_record
 from quantkit.verification.readers import (
     check_own_class,
     readers_of,
@@ -145,13 +146,13 @@ def test_a_finished_directory_says_who_reads_it(source, tmp_path):
 
     quantkit.quantize(source(CLASSES[2]), tmp_path / "out", format="int8", device="cpu")
     checkpoint = Checkpoint.open(tmp_path / "out")
-    assert readers_of(checkpoint) == (("vLLM", "SGLang", "transformers"), None)
+    layers = read_record(tmp_path / "out").layers
+    assert readers_of(checkpoint, layers) == (("vLLM", "SGLang", "transformers"), ())
     section = checkpoint.config["quantization_config"]
     section = {**section, "ignore": section["ignore"][1:]}
-    readers, reason = readers_of(
-        replace(checkpoint, config={**checkpoint.config, "quantization_config": section})
-    )
-    assert readers == () and reason is not None and "only quantkit reads this" in reason
+    changed = replace(checkpoint, config={**checkpoint.config, "quantization_config": section})
+    readers, (reason,) = readers_of(changed, layers)
+    assert readers == () and "only quantkit reads this" in reason
 
 
 def test_a_head_that_is_new_stays_dense(source, tmp_path):

@@ -140,7 +140,7 @@ def _text(path: Path, characters: int) -> str:
     return text
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines without their ends, numbered from 1; only `\\n` ends one, as JSON strings may hold the others."""
     for first, lines in _blocks(path):
         yield from enumerate(lines.removesuffix("\n").split("\n"), first)
@@ -211,11 +211,11 @@ def _text_file(path: Path, work: int) -> Iterator[Document]:
 
 
 def _json_lines(path: Path, work: int) -> Iterator[Document]:
-    for number, line in _lines(path):
+    for number, line in read_lines(path):
         if not line.strip():
             yield ""
             continue
-        row = _parsed(line, f"{path}: line {number}", "one object a line", MAX_OBJECTS, MAX_VALUES)
+        row = parsed_row(line, f"{path}: line {number}", "one object a line", MAX_OBJECTS, MAX_VALUES)
         yield _document(row, f"{path}: line {number}")
 
 
@@ -227,12 +227,12 @@ def _json_file(path: Path, work: int) -> Iterator[Document]:
         return
     # A file that is large itself may take memory.
     values = max(MAX_VALUES, path.stat().st_size // 8)
-    rows = _parsed(_text(path, sys.maxsize), f"{path}:", "an array of objects", MAX_CONTAINERS, values)
+    rows = parsed_row(_text(path, sys.maxsize), f"{path}:", "an array of objects", MAX_CONTAINERS, values)
     for number, row in enumerate(rows):
         yield _document(row, f"{path}: object {number}")
 
 
-def _parsed(text: str, where: str, expected: str, most: int, values: int) -> Any:
+def parsed_row(text: str, where: str, expected: str, most: int, values: int) -> Any:
     if text.count("{") + text.count("[") > most:
         raise UsageError(f"{where} has more than {most} objects and lists. Give a part of it.")
     if text.count(",") > values:

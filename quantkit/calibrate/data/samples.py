@@ -7,7 +7,7 @@ the chat template.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +17,28 @@ from quantkit.errors import UsageError
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Tokens int64 [samples, length], where they are from, and what the reader should know of them."""
+    """Tokens int64 [samples, length], where they are from, and what the reader should know of them.
+
+    `beside` has for each sample what the model takes beside its tokens, such as pixels; none for text.
+    """
 
     tokens: torch.Tensor
     origin: str
     notes: tuple[str, ...] = ()
+    beside: tuple[Mapping[str, torch.Tensor], ...] = ()
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of shape and tokens."""
-        return token_digest(self.tokens)
+        """Hex SHA-256 of shape and tokens, and of what is beside them."""
+        digest = token_digest(self.tokens)
+        if not self.beside:
+            return digest
+        parts = [
+            f"{name} {tuple(one.shape)} {hashlib.sha256(one.contiguous().numpy().tobytes()).hexdigest()}"
+            for sample in self.beside
+            for name, one in sorted(sample.items())
+        ]
+        return hashlib.sha256("\n".join([digest, *parts]).encode()).hexdigest()
 
 
 def token_digest(tokens: torch.Tensor) -> str:
@@ -73,6 +85,7 @@ def merge(parts: Sequence[Samples]) -> Samples:
         torch.cat([part.tokens for part in parts]),
         ", ".join(f"{part.origin}:{len(part.tokens)}" for part in parts),
         tuple(note for part in parts for note in part.notes),
+        tuple(one for part in parts for one in part.beside),
     )
 
 

@@ -424,8 +424,11 @@ def answered(repository: Repository, revision: str | None) -> Iterator[None]:
 
 def _skeleton(repository: Repository, commit: str, shards: list[str], side_files: Path) -> Path:
     """A copy of `side_files` with the shards as sparse files, of which only the headers are real."""
-    directory = Path(tempfile.mkdtemp(prefix="quantkit-headers-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    place = tempfile.mkdtemp(prefix="quantkit-headers-")
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    # Errors about its files say of which repository they are.
+    directory = Path(place, _storage(repository).name)
+    directory.mkdir()
     (directory / HEADERS_ONLY_NAME).touch()
     for path in side_files.iterdir():
         if path.is_file() and path.suffix != ".safetensors":

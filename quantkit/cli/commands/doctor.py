@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.about import TESTED_TRANSFORMERS
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, print_table, say
 
@@ -48,7 +49,6 @@ def doctor(
     """
     from quantkit.kernels.registry import FORCE_VARIABLE, forced_kernel, kernel_named
     from quantkit.kernels.report import experts_text
-    from quantkit.kernels.triton_support import tested_versions
 
     rows_of_x = options.parse_rows_of_x(m)
     if forced_kernel():
@@ -72,8 +72,7 @@ def doctor(
     for device, reason in slow.items():
         say(f"{device}: packed products run slower than they could: {reason}", style="bold")
     for name, version in packages.items():
-        tested = f" (tested: {tested_versions()})" if name == "triton" else ""
-        say(f"{name:16} {version or 'not installed'}{tested}")
+        say(f"{name:16} {version or 'not installed'}{_tested(name)}")
     for name, value in machine.items():
         say(f"{name:16} {value}")
     if "gpu 0" in machine:
@@ -97,6 +96,17 @@ def doctor(
             for name, reason in entry["refused"].items():
                 say(f"  not {name}: {reason}")
             say(f"  experts: {experts_text(entry['experts_ungrouped'], entry['experts_unshared'])}")
+
+
+def _tested(package: str) -> str:
+    """Return the tested versions of a package, in parentheses; empty for all but two."""
+    from quantkit.kernels.triton_support import tested_versions
+
+    versions = {
+        "triton": tested_versions(),
+        "transformers": f"{TESTED_TRANSFORMERS[0]} to {TESTED_TRANSFORMERS[-1]}",
+    }
+    return f" (tested: {versions[package]})" if package in versions else ""
 
 
 def _say_tables(tables: list[dict[str, Any]]) -> None:

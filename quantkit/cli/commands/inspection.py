@@ -68,7 +68,7 @@ def inspect(
         say("rotated: the residual stream and the values of heads by Hadamard matrices")
     print_layers(record.layers, record.dense, every_layer=every_layer)
     say(totals(record.source_bytes, checkpoint.nbytes, record.bits_per_weight))
-    print_readers(record.container, record.needs_quantkit, *readers_of(checkpoint))
+    print_readers(record.container, record.needs_quantkit, *readers_of(checkpoint, record.layers))
     if tensor_parallel:
         from quantkit.runtime.tensor_parallel import plan_of_checkpoint
 

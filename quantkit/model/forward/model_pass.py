@@ -67,12 +67,13 @@ class ModelPass:
         device: torch.device,
         *,
         grad: bool = False,
+        plain: bool = True,
     ) -> None:
         self.tokens = tokens
         self.block: str | None = None
         self.output: Any = None
         #: Whether nothing but hidden states has gone from block to block, each the output of the one before.
-        self.plain = True
+        self.plain = plain
         #: Of each block so far, the length of the tuple that it returned; 0 for a tensor.
         self.lengths: list[int] = []
         self._home, self._device, self._grad = home, device, grad

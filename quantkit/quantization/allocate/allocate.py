@@ -228,6 +228,11 @@ def _losses(
                 f"with a rule, such as --rule '{name}=int8'."
             )
     samples = read(decoder.embedding_rows)
+    if samples.beside:
+        raise UsageError(
+            f"{samples.origin}: sensitivities are measured on text, and this has images. Give "
+            "--calibration of text for the budget; `plan --json` shows the recipe that comes of it."
+        )
     tokens = samples.tokens[: max(1, TOKENS // samples.tokens.shape[1])]
     method = method_named(recipe.default.method)
     key = cache_key(checkpoint, token_digest(tokens), method.name, device.type, schemes)

@@ -4,6 +4,7 @@
 `quantization/blockwise/pipeline.py` does it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.blocks import Decoder
 from quantkit.model.distributed import Ranks
+from quantkit.model.parts import OUTSIDE_DECODER, Parts
 from quantkit.progress import Advance
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
 from quantkit.quantization.blockwise.calibration_data import read_samples
@@ -54,7 +56,9 @@ class Calibration:
         decoder = Decoder(checkpoint, device, compute_dtype(checkpoint, device))
         blocks = tuple(block_tasks(planned, decoder, str(checkpoint.config.get("model_type"))))
         samples = read_samples(checkpoint, options, decoder.embedding_rows)
-        decoder.check_runs(samples.tokens[:1])
+        if not samples.beside:
+            _refuse_without_images(blocks, decoder.parts)
+        decoder.check_runs(samples.tokens[:1], samples.beside[0] if samples.beside else None)
         size = work_bytes(blocks, samples, decoder.hidden_size)
         return cls(samples, options.seed, decoder, blocks, size)
 
@@ -87,6 +91,20 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """Return all that determines the bytes written."""
         return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}
+
+
+def _refuse_without_images(blocks: Sequence[BlockTasks], parts: Parts) -> None:
+    """Raise `UsageError` for methods with data on what runs for images only."""
+    if parts.outside != OUTSIDE_DECODER:
+        return
+    for block in blocks:
+        name = next((name for name, task in block.tasks.items() if task.needs), None)
+        if name is not None and not block.is_head and f"{block.name}." not in parts:
+            raise UsageError(
+                f"{block.name} does not run on text, so methods with data have no inputs for it. Give "
+                "--calibration a .jsonl file whose rows name images, or a method without data, such as "
+                f"--rule '{block.name}*=int8::mse'."
+            )
 
 
 def calibrate(

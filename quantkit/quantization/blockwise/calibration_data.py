@@ -1,11 +1,14 @@
 """Calibration data for a checkpoint: its own tokenizer's tokens, checked before any work."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantkit.calibrate.data.calibration_options import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationOptions
 from quantkit.calibrate.data.documents import Document
+from quantkit.calibrate.data.pictures import read_pictured
 from quantkit.calibrate.data.samples import Samples, draw, merge
 from quantkit.calibrate.data.texts import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
@@ -13,6 +16,11 @@ from quantkit.errors import CheckpointError, UsageError
 from quantkit.files import shown
 from quantkit.model.model_class import model_config
 from quantkit.model.tokenizer import tokenize, tokenizer
+from quantkit.quantization.blockwise.pictured_samples import (
+    has_processor,
+    image_processor,
+    pictured_samples,
+)
 
 
 def sample_shape(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[int, int]:
@@ -24,8 +32,10 @@ def sample_shape(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[i
     return sum(counts), min(length, _positions(checkpoint) or length)
 
 
-def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int) -> Samples:
-    """The samples for a model whose embedding has `rows` rows.
+def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, vocabulary: int) -> Samples:
+    """The samples for a model whose embedding has `vocabulary` rows.
+
+    A model with an image processor gets the images that rows of `.jsonl` files name.
 
     `UsageError` for sources that cannot be used, `CheckpointError` if the tokenizer is another model's.
     """
@@ -40,19 +50,32 @@ def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, rows: int)
         length = limit
     words = tokenizer(checkpoint.directory)
     parts = []
+    takes_images = has_processor(checkpoint)
     for source, count in zip(sources, counts, strict=True):
+        rows = read_pictured(source.where) if takes_images and isinstance(source.where, Path) else []
+        processor = image_processor(checkpoint) if rows else None
+        if processor is not None:
+            name = str(source.where)
+            parts.append(pictured_samples(processor, rows, count, length, options.seed, name))
+            continue
         texts = read_source(source, count * length)
         documents = [_tokens(words, document, texts.name) for document in texts.documents]
         parts.append(draw(documents, count, length, options.seed, words.eos_token_id, texts.name))
         notes += texts.notes
+    if len({bool(part.beside) for part in parts}) > 1:
+        plain = next(part.origin for part in parts if not part.beside)
+        raise UsageError(
+            f"{plain} has no rows with images, and other calibration sources do: the same blocks run for all "
+            "samples. Give sources with images only, or without."
+        )
     samples = merge(parts)
     largest = int(samples.tokens.max())
-    if largest >= rows:
+    if largest >= vocabulary:
         raise CheckpointError(
-            f"{checkpoint.directory}: the tokenizer gives token {largest}, but the embedding has {rows} "
-            "rows. The tokenizer belongs to another model; restore the files of one revision."
+            f"{checkpoint.directory}: the tokenizer gives token {largest}, but the embedding has "
+            f"{vocabulary} rows. The tokenizer belongs to another model; restore the files of one revision."
         )
-    return Samples(samples.tokens, samples.origin, (*notes, *samples.notes))
+    return replace(samples, notes=(*notes, *samples.notes))
 
 
 def _tokens(words: Any, document: Document, name: str) -> torch.Tensor:

@@ -96,7 +96,7 @@ def quantize_blocks(
     runs_of_all = [run_of(at, len(batches)) for at in range(len(batches))]
     share = [at for at, run in enumerate(runs_of_all) if run in ranks.share(runs_of_all[-1] + 1)]
     runs = tuple(runs_of_all[at] for at in share)
-    mine = [batches[at] for at in share]
+    mine = [(batches[at], samples.beside[at] if samples.beside else None) for at in share]
     runs_original = bool(OF_ORIGINAL & needs_of(task for block in blocks for task in block.tasks.values()))
     stored = next((block for block in blocks if output.is_done(block.hidden_filename)), None)
     # With experts all ranks have what those of all samples are called with.
@@ -110,8 +110,10 @@ def quantize_blocks(
         states = States(
             runs,
             home,
-            list(workers.map(lambda tokens: start(tokens, home), mine)),
-            list(workers.map(lambda tokens: start(tokens, home), mine)) if runs_original else None,
+            list(workers.map(lambda one: start(one[0], home, beside=one[1]), mine)),
+            list(workers.map(lambda one: start(one[0], home, beside=one[1]), mine))
+            if runs_original
+            else None,
         )
         if stored is not None:
             states.read(output, stored.hidden_filename, share)
@@ -122,6 +124,8 @@ def _micro_batches(
     samples: Samples, blocks: Sequence[BlockTasks], widest: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """The tokens [B, T] that go through a block at a time; `widest` is the most features of a linear."""
+    if samples.beside:
+        return torch.split(samples.tokens, 1)
     refines = any(block.refined for block in blocks)
     return torch.split(samples.tokens, batch_size(samples.tokens.shape, refines, widest, device.type))
 

@@ -8,6 +8,7 @@ import torch
 from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.errors import UsageError
 from quantkit.model.distributed import Ranks, Record
 from quantkit.model.forward.model_pass import ModelPass
 from quantkit.model.hidden_states import Home
@@ -38,6 +39,13 @@ class States:
     @property
     def block(self) -> str | None:
         """Name of the block that the passes wait for; None at the end of the model."""
+        names = {one.block for one in self.passes}
+        if len(names) > 1:
+            found = " and ".join(sorted(map(str, names)))
+            raise UsageError(
+                f"calibration samples run different blocks of the model: {found}. Give samples of one kind, "
+                "such as one image each."
+            )
         return self.passes[0].block
 
     @property

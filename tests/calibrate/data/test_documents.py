@@ -243,7 +243,7 @@ def test_lines_are_the_same_however_they_are_read(parts: list[bytes], block: int
                 1 + sum(text.count("\n") for _, text in blocks[:i]) for i in range(len(blocks))
             ]
             lines = data.decode().removesuffix("\n").split("\n") if data else []
-            assert list(documents._lines(path)) == list(enumerate(lines, 1))
+            assert list(documents.read_lines(path)) == list(enumerate(lines, 1))
 
 
 @pytest.mark.fault(51)

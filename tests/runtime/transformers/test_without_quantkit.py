@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import quantkit  # noqa: F401  registers the plug-in
+from quantkit.checkpoint.engines import TRANSFORMERS, support
 from quantkit.packing.schemes import Scheme
 
 from ...support.compare import assert_close
@@ -168,11 +169,30 @@ def test_plain_transformers_reads_a_mix_of_formats(plain, prompt, tmp_path, mix)
     assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8-groups"])
-def test_experts_that_transformers_would_misread_need_quantkit(plain, tiny, tmp_path, name):
-    checkpoint = tiny("qwen3_moe", name)
+def test_experts_that_no_engine_reads_need_quantkit(plain, tiny, tmp_path):
+    checkpoint = tiny("qwen3_moe", "fp8-groups")
     assert checkpoint.quantization_config["quant_method"] == "quantkit"
     assert "mismatch" in plain(checkpoint.packed, tmp_path / "logits.pt").lower()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_experts_that_other_engines_read_are_misread_as_the_table_says(plain, tiny, prompt, tmp_path, name):
+    pytest.importorskip("compressed_tensors")
+    checkpoint = tiny("qwen3_moe", name)
+    config = checkpoint.quantization_config
+    assert config["quant_method"] == "compressed-tensors"
+    group = next(iter(config["config_groups"].values()))
+    row = support(TRANSFORMERS, "experts", group["format"], group["weights"]["strategy"])
+    assert not row.classes
+    expected = logits_of(checkpoint.dense_model(), prompt)
+    ours = AutoModelForCausalLM.from_pretrained(checkpoint.packed, dtype=torch.float32)
+    assert_close(logits_of(ours, prompt), expected, rtol=0, atol=1e-4)
+    if VERSION >= (5, 23):
+        answer = plain(checkpoint.packed, tmp_path / "logits.pt", BFLOAT16)
+        assert (answer == "") is ("says nothing" in row.why)
+        if answer == "":
+            found = torch.load(tmp_path / "logits.pt", weights_only=True).float()
+            assert (found - expected).norm() > expected.norm() / 2
 
 
 def logits_without_quantkit(

@@ -1,0 +1,161 @@
+"""Images beside calibration texts: rows of `.jsonl` files that name image files, opened with suspicion.
+
+A row names them as `"images": [NAME, ...]`, or in parts of its messages: `{"type": "image", "path": NAME}`.
+Names are relative to the folder of the `.jsonl` file.
+"""
+
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from quantkit.about import pip_install
+from quantkit.calibrate.data.documents import MAX_OBJECTS, MAX_VALUES, kind_of, parsed_row, read_lines
+from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.files import open_regular, shown
+
+#: Bytes of an image file, and its pixels: a small file may stand for gigabytes of them.
+MAX_BYTES, MAX_PIXELS = 64 << 20, 1 << 26
+#: Formats that are read, by the names of Pillow. Each decoder is a way in.
+FORMATS = ("JPEG", "PNG", "WEBP")
+#: Rows that are read, and images of one.
+MAX_ROWS, MAX_IMAGES = 4096, 64
+#: Keys of a part of a message that may name a file.
+_NAMES = ("path", "image", "url")
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A chat whose parts `{"type": "image"}` stand for `images`, in order."""
+
+    messages: list[dict[str, Any]]
+    images: tuple[Path, ...]
+
+
+def read_pictured(path: Path) -> list[Pictured]:
+    """Return the rows of a `.jsonl` file that name images; none for any other file.
+
+    `UsageError` names the line of a row that is no chat or text with images. So it does for an image that is
+    not there, outside of the folder, too large or of another format. Pixels are not read.
+    """
+    if kind_of(path.name) != ".jsonl":
+        return []
+    found = []
+    for number, line in read_lines(path):
+        if not ("image" in line and line.strip()):
+            continue
+        where = f"{path}: line {number}"
+        row = parsed_row(line, where, "one object a line", MAX_OBJECTS, MAX_VALUES)
+        pictured = _pictured(row, path.parent, where) if isinstance(row, Mapping) else None
+        if pictured is not None:
+            found.append(pictured)
+        if len(found) == MAX_ROWS:
+            break
+    for image in dict.fromkeys(image for one in found for image in one.images):
+        open_image(image).close()
+    return found
+
+
+def open_image(path: Path) -> Any:
+    """Return the image in `path`, of Pillow, its pixels not yet read; `UsageError` if it cannot be used."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"{path}: reading images takes Pillow, which cannot be imported ({error}). Install it with "
+            f"{pip_install('images')}."
+        ) from error
+    try:
+        file = open_regular(path)
+    except OSError as error:
+        raise UsageError(f"image {path} cannot be read ({error.strerror}). Check its name.") from error
+    try:
+        size = path.stat().st_size
+        image = Image.open(file, formats=FORMATS) if size <= MAX_BYTES else None
+        pixels = 0 if image is None else image.width * image.height
+    except Exception as error:  # Decoders raise what they like.
+        file.close()
+        raise UsageError(
+            f"image {path} is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file "
+            f"({type(error).__name__}). Convert it, or leave its row out."
+        ) from error
+    if image is None or pixels > MAX_PIXELS:
+        file.close()
+        has = f"{size} bytes" if image is None else f"{pixels} pixels"
+        raise UsageError(
+            f"image {path} has {has}; expected at most {MAX_BYTES} bytes and {MAX_PIXELS} pixels. Scale it "
+            "down."
+        )
+    return image
+
+
+def pixels_of(path: Path) -> Any:
+    """Return the image in `path` in RGB; raises as `open_image` does."""
+    with open_image(path) as image:
+        try:
+            return image.convert("RGB")
+        except Exception as error:
+            raise UsageError(
+                f"image {path} cannot be decoded ({type(error).__name__}). Replace it."
+            ) from error
+
+
+def _pictured(row: Mapping[str, Any], folder: Path, where: str) -> Pictured | None:
+    column = row.get("images", row.get("image"))
+    named = [column] if isinstance(column, str) else column if isinstance(column, list) else []
+    chat = row.get("messages")
+    if not isinstance(chat, list):
+        text = row.get("text")
+        chat = [{"role": "user", "content": text if isinstance(text, str) else ""}]
+    messages, inside = [], list[Any]()
+    for message in chat:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UsageError(f"{where} has {shown(message)} among its messages; expected role and content.")
+        parts = list(_parts(message.get("content"), inside))
+        messages.append({"role": message["role"], "content": parts})
+    places = sum(part["type"] == "image" for message in messages for part in message["content"])
+    names = inside or named
+    if not names and not places:
+        return None
+    if not places:
+        messages[0]["content"][:0] = [{"type": "image"} for _ in names]
+        places = len(names)
+    if len(names) != places or places > MAX_IMAGES:
+        raise UsageError(
+            f"{where} names {len(names)} images and has {places} places for one; expected as many, and at "
+            f"most {MAX_IMAGES}."
+        )
+    return Pictured(messages, tuple(_inside(folder, name, where) for name in names))
+
+
+def _parts(content: Any, names: list[Any]) -> Iterator[dict[str, Any]]:
+    """The parts of a message, of which those for images are put into `names` if they name one."""
+    if isinstance(content, str):
+        yield {"type": "text", "text": content}
+        return
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping) and part.get("type") == "image":
+            names += [part[key] for key in _NAMES if part.get(key) is not None][:1]
+            yield {"type": "image"}
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            yield {"type": "text", "text": part["text"]}
+
+
+def _inside(folder: Path, name: Any, where: str) -> Path:
+    """The file called `name` in `folder`, refused if it is elsewhere."""
+    given = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else None
+    if given is None or given.is_absolute() or ".." in given.parts or "://" in str(name):
+        raise UsageError(
+            f"{where} has the image {shown(name)}; expected the name of a file in the folder of the .jsonl "
+            "file. Copy it there."
+        )
+    path = folder / given
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+        real = path.resolve(strict=True)
+    except OSError as error:
+        raise UsageError(f"{where}: image {path} is not there ({error.strerror}). Check its name.") from error
+    if not regular or not real.is_relative_to(folder.resolve()):
+        raise UsageError(f"{where}: image {path} is no file in {folder}. Copy it there.")
+    return path

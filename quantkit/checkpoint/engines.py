@@ -1,0 +1,249 @@
+"""The table of what other engines read of a compressed-tensors checkpoint.
+
+It is of the file and holds on every device; an engine may still lack a kernel for one. The rows of vLLM and
+SGLang are held to their own code (`tests/compat/engines.py`), those of transformers to loading it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+LayerKind = Literal["linear", "experts", "lm_head"]
+
+_INT, _FP8, _MXFP8 = "pack-quantized", "float-quantized", "mxfp8-quantized"
+_MXFP4, _NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+_LINEARS: tuple[LayerKind, ...] = ("linear", "lm_head")
+_EXPERTS: tuple[LayerKind, ...] = ("experts",)
+_ALL = (*_LINEARS, *_EXPERTS)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine and the versions of it that were tried, oldest first."""
+
+    name: str
+    tried: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ends = dict.fromkeys((self.tried[0], self.tried[-1]))
+        return f"{self.name} {' to '.join(ends)}"
+
+
+VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"))
+SGLANG = Engine("SGLang", ("0.5.23",))
+TRANSFORMERS = Engine("transformers", ("5.23.0", "5.24.0"))
+ENGINES = (VLLM, SGLANG, TRANSFORMERS)
+
+
+@dataclass(frozen=True)
+class Support:
+    """A row: what an engine makes of matrices that are stored in one way.
+
+    format       of compressed-tensors
+    strategies   of their scales, as compressed-tensors calls them
+    kinds        of layers
+    classes      of the engine that read them, by name; none if it refuses or misreads them
+    what         it cannot load, for the user, and why where that is no lack of a class
+    instead      what it loads
+    """
+
+    engine: Engine
+    format: str
+    strategies: tuple[str, ...]
+    kinds: tuple[LayerKind, ...]
+    classes: tuple[str, ...] = ()
+    what: str = ""
+    why: str = ""
+    instead: str = ""
+    #: Whether it reads them only where the whole checkpoint has this format.
+    alone: bool = False
+
+
+#: Strategies: a scale per block of 128x128 in a matrix of whole blocks, and any other.
+BLOCK, OTHER_BLOCKS = "block", "other blocks"
+
+
+def strategy_of(arguments: Mapping[str, Any], rows: int) -> str:
+    """The strategy of a matrix of `rows` with these `weights` of a config group."""
+    whole = arguments.get("block_structure") in (None, [128, 128]) and rows % 128 == 0
+    return OTHER_BLOCKS if arguments["strategy"] == BLOCK and not whole else str(arguments["strategy"])
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The storage of the matrices of a module: a format and a strategy of compressed-tensors."""
+
+    module: str
+    kind: LayerKind
+    format: str
+    strategy: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Modules that engines cannot load: the reason, the first one, the number of all, and a remedy."""
+
+    engines: tuple[Engine, ...]
+    what: str
+    why: str
+    instead: str
+    first: str
+    count: int
+
+    def __str__(self) -> str:
+        more = f" and {self.count - 1} more" if self.count > 1 else ""
+        why = f", because {self.why}" if self.why else ""
+        return (
+            f"{' and '.join(map(str, self.engines))} cannot load {self.what}{why}: {self.first}{more}. "
+            f"{self.instead}"
+        )
+
+
+_GROUPS = ("group", "channel")
+_WHOLE = ("channel", "tensor")
+_GIVE_CHANNELS = "Choose scales per channel: -g channel."
+_TENSOR = "integers with one scale per tensor"
+_GIVE_GROUPS = "Choose scales per channel or group: -g channel or -g 128."
+_FP8_GROUPS = "fp8 with scales per group"
+_HF = ("CompressedTensorsHfQuantizer",)
+_FP8_BLOCKS = "fp8 in other than whole blocks of 128x128"
+_FP8_EXPERTS = "fp8 experts with 16-bit inputs"
+
+#: The first row that fits decides. What no row fits was not tried, and is not promised.
+SUPPORT: tuple[Support, ...] = (
+    Support(VLLM, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
+    Support(VLLM, _INT, _GROUPS, _EXPERTS, ("CompressedTensorsWNA16MoEMethod",)),
+    Support(VLLM, _INT, ("tensor",), _ALL, what=_TENSOR, instead=_GIVE_GROUPS),
+    Support(VLLM, _FP8, _WHOLE, _LINEARS, ("CompressedTensorsW8A16Fp8",)),
+    Support(VLLM, _FP8, ("group",), _LINEARS, what=_FP8_GROUPS, instead=_GIVE_CHANNELS),
+    Support(VLLM, _FP8, (BLOCK,), ("linear",), ("CompressedTensorsW8A16Fp8",)),
+    Support(
+        VLLM,
+        _FP8,
+        (BLOCK,),
+        ("lm_head",),
+        what="an lm_head of fp8 in blocks",
+        why="it wants a scale for every token",
+        instead="Give it scales per channel, such as --lm-head fp8.",
+    ),
+    Support(VLLM, _FP8, (OTHER_BLOCKS,), _LINEARS, what=_FP8_BLOCKS, instead=_GIVE_CHANNELS),
+    Support(
+        VLLM,
+        _FP8,
+        (*_WHOLE, "group", BLOCK, OTHER_BLOCKS),
+        _EXPERTS,
+        what=_FP8_EXPERTS,
+        instead="Give the experts int8, mxfp8 or nvfp4, such as --rule '*.experts.*=int8'.",
+    ),
+    Support(VLLM, _MXFP8, ("group",), _LINEARS, ("CompressedTensorsW8A8Mxfp8",)),
+    Support(VLLM, _MXFP8, ("group",), _EXPERTS, ("CompressedTensorsW8A8Mxfp8MoEMethod",)),
+    Support(VLLM, _MXFP4, ("group",), _LINEARS, ("CompressedTensorsW4A4Mxfp4",)),
+    Support(VLLM, _MXFP4, ("group",), _EXPERTS, ("CompressedTensorsW4A4Mxfp4MoEMethod",)),
+    Support(VLLM, _NVFP4, ("tensor_group",), _LINEARS, ("CompressedTensorsW4A4Fp4",)),
+    Support(VLLM, _NVFP4, ("tensor_group",), _EXPERTS, ("CompressedTensorsW4A4Nvfp4MoEMethod",)),
+    Support(SGLANG, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
+    Support(
+        SGLANG,
+        _INT,
+        _GROUPS,
+        _EXPERTS,
+        ("CompressedTensorsWNA16MoE",),
+        what="integer experts beside linears of another format",
+        instead="Give all linears int4 or int8.",
+        alone=True,
+    ),
+    Support(SGLANG, _INT, ("tensor",), _ALL, what=_TENSOR, instead=_GIVE_GROUPS),
+    Support(SGLANG, _FP8, _WHOLE, _LINEARS, ("CompressedTensorsW8A16Fp8",)),
+    Support(SGLANG, _FP8, ("group",), _LINEARS, what=_FP8_GROUPS, instead=_GIVE_CHANNELS),
+    Support(SGLANG, _FP8, (BLOCK, OTHER_BLOCKS), _LINEARS, what="fp8 in blocks", instead=_GIVE_CHANNELS),
+    Support(
+        SGLANG,
+        _FP8,
+        (*_WHOLE, "group", BLOCK, OTHER_BLOCKS),
+        _EXPERTS,
+        what=_FP8_EXPERTS,
+        instead="Give all linears int8 or nvfp4.",
+    ),
+    Support(SGLANG, _MXFP8, ("group",), _ALL, what="mxfp8", instead="Choose int8 or nvfp4."),
+    Support(SGLANG, _MXFP4, ("group",), _LINEARS, what="mxfp4", instead="Choose int4 or nvfp4."),
+    Support(
+        SGLANG,
+        _MXFP4,
+        ("group",),
+        _EXPERTS,
+        what="mxfp4 experts",
+        why="its class for them has other names for the codes",
+        instead="Choose int4 or nvfp4.",
+    ),
+    Support(SGLANG, _NVFP4, ("tensor_group",), _LINEARS, ("CompressedTensorsW4A16Fp4",)),
+    Support(SGLANG, _NVFP4, ("tensor_group",), _EXPERTS, ("CompressedTensorsW4A16Nvfp4MoE",)),
+    Support(TRANSFORMERS, _INT, (*_GROUPS, "tensor"), _ALL, _HF),
+    Support(
+        TRANSFORMERS,
+        _FP8,
+        (*_WHOLE, "group", BLOCK, OTHER_BLOCKS),
+        _LINEARS,
+        _HF,
+    ),
+    Support(TRANSFORMERS, _FP8, _WHOLE, _EXPERTS, _HF),
+    Support(
+        TRANSFORMERS,
+        _FP8,
+        ("group", BLOCK, OTHER_BLOCKS),
+        _EXPERTS,
+        what="fp8 experts with scales per group or block",
+        instead=_GIVE_CHANNELS,
+    ),
+    Support(TRANSFORMERS, _MXFP8, ("group",), _LINEARS, _HF),
+    Support(
+        TRANSFORMERS,
+        _MXFP8,
+        ("group",),
+        _EXPERTS,
+        what="mxfp8 experts without quantkit",
+        instead="There give the experts int8 or mxfp4.",
+    ),
+    Support(TRANSFORMERS, _MXFP4, ("group",), _ALL, _HF),
+    Support(TRANSFORMERS, _NVFP4, ("tensor_group",), _LINEARS, _HF),
+    Support(
+        TRANSFORMERS,
+        _NVFP4,
+        ("tensor_group",),
+        _EXPERTS,
+        what="nvfp4 experts without quantkit",
+        why="it drops their global scales, and says nothing",
+        instead="There give the experts int4 or mxfp4.",
+    ),
+)
+
+
+def support(engine: Engine, kind: LayerKind, format: str, strategy: str) -> Support:
+    """The row for matrices of an engine; one without classes if it was not tried with such."""
+    for row in SUPPORT:
+        if row.engine == engine and row.format == format and strategy in row.strategies and kind in row.kinds:
+            return row
+    what = f"{kind} in {format} with scales per {strategy}"
+    instead = "Choose another format or group size."
+    return Support(engine, format, (strategy,), (kind,), what=what, why="it was not tried", instead=instead)
+
+
+def readers(kind: LayerKind, format: str, strategy: str) -> tuple[Engine, ...]:
+    """The engines that read such matrices."""
+    return tuple(engine for engine in ENGINES if support(engine, kind, format, strategy).classes)
+
+
+def refusals(layers: Iterable[Stored]) -> tuple[Refusal, ...]:
+    """Return by reason the packed matrices that engines cannot load."""
+    layers = tuple(layers)
+    mixed = len({one.format for one in layers}) > 1
+    found: dict[tuple[str, str, str], dict[Engine, list[str]]] = {}
+    for engine in ENGINES:
+        for one in layers:
+            row = support(engine, one.kind, one.format, one.strategy)
+            if not row.classes or (row.alone and mixed):
+                reason = (row.what, row.why, row.instead)
+                found.setdefault(reason, {}).setdefault(engine, []).append(one.module)
+    return tuple(
+        Refusal(tuple(engines), *reason, next(iter(engines.values()))[0], len(next(iter(engines.values()))))
+        for reason, engines in found.items()
+    )

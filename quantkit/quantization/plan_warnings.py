@@ -105,10 +105,11 @@ def dense_parts(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> 
 
 def why_nothing(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> str:
     """Return why no linear of a plan is packed, and what to do."""
-    if structure.linears:
+    usual = [one for name, one in structure.linears.items() if name not in structure.kept]
+    if any(one.kind != "lm_head" for one in usual):
         return (
             "the recipe keeps every linear. Leave out its rules with keep, or choose a format for some, such "
-            f"as --rule '{next(iter(structure.linears))}=int8'."
+            f"as --rule '{usual[0].module}=int8'."
         )
     share, text = max(_shares(structure.dense, tensors), key=lambda one: one[0], default=(0.0, ""))
     most = f", and {share:.0%} of its weights are {text}" if text else ""

@@ -7,7 +7,7 @@ outputs with those of the dense model that has what `unpacked` reads from the fi
 packed matrix. Each column of a class is right, or refused and why. Nothing else may happen. Results are
 written after each class; those that the file has are not made again, unless their class is named.
 
-    python -m tests.quantization.matrix summary    # the table of README.md, of benchmarks/results/matrix.json
+    python -m tests.quantization.matrix summary    # the table of README.md, from benchmarks/results/classes
 """
 
 import contextlib
@@ -481,7 +481,7 @@ def attempt(name: str, directory: Path, columns: dict[str, dict[str, Any]]) -> d
     return found
 
 
-STORED = ROOT / "benchmarks" / "results" / "matrix.json"
+STORED = ROOT / "benchmarks" / "results" / "classes" / "matrix.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- generated: classes -->", "<!-- end of generated: classes -->"
 #: Lines of the table, by result.
@@ -523,7 +523,7 @@ def main(results: Path, chosen: list[str]) -> None:
             known[name] = {"commit": commit(), **attempt(name, Path(directory), COLUMNS)}
         print(name, json.dumps(known[name]), flush=True)
         head = {
-            "command": "python -m tests.quantization.matrix benchmarks/results/matrix.json",
+            "command": "python -m tests.quantization.matrix benchmarks/results/classes/matrix.json",
             "versions": {one.__name__: one.__version__ for one in (transformers, torch)},
         }
         lines = [f"{json.dumps(one)}: {json.dumps(known[one])}" for one in names() if one in known]

@@ -208,6 +208,7 @@ OPENERS = {
     "checkpoint/hub/repository.py": "the headers of a repository, in a temporary directory",
     "checkpoint/output/journal.py": "appends to the journal, and reads it",
     "checkpoint/output/lock.py": "the lock",
+    "calibrate/data/pictures.py": "images, by the library that decodes them",
     "cli/commands/doctor.py": "what NVIDIA's driver says of itself",
     "cli/threads.py": "what the kernel says of cores and their limits",
     "cli/main.py": "/dev/null for a stdout that nobody reads",

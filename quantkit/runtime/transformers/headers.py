@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError
 from quantkit.files import open_regular, os_error_text
 from quantkit.runtime.packed_module import PartSpec
-from quantkit.runtime.replace import packed_modules
+from quantkit.runtime.replace import is_elsewhere, packed_modules
 
 Tensor = TypeVar("Tensor", bound=TensorSpec)
 
@@ -31,6 +32,8 @@ def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
 
 def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) -> None:
     """`check_headers` of tensors that are in files, or will be."""
+    if not quantizer.is_for_another_class:
+        _check_elsewhere(model, quantizer.quantization_config.parsed, stored)
     by_target = stored_by_entry(model, quantizer, stored)
     for name, module in packed_modules(model):
         if module.table is not None:
@@ -39,6 +42,21 @@ def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) 
         _check_complete(specs, by_target)
         for target, spec in specs.items():
             _check_part(spec, by_target[target])
+
+
+def _check_elsewhere(model: Any, config: QuantizationConfig, stored: Mapping[str, TensorSpec]) -> None:
+    """Raise `CheckpointError` for packed modules of parts that neither the model nor a file has."""
+    modules = {name.rpartition(".")[0] for name in stored}
+    absent = [
+        name
+        for name, scheme in config.modules.items()
+        if scheme is not None and name not in modules and is_elsewhere(model, name)
+    ]
+    if absent:
+        raise CheckpointError(
+            f"quantization_config packs {absent[0]!r}, which {type(model).__name__} does not have, nor any "
+            "file. Restore config.json, or quantize the model again."
+        )
 
 
 def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:

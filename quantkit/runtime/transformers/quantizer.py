@@ -28,6 +28,9 @@ from quantkit.runtime.replace import packed_modules, schemes_in, swap_modules, u
 from quantkit.runtime.transformers.headers import check_headers
 from quantkit.runtime.transformers.patches import adapters, generation, loading, parallel, quantizers, table
 
+#: Dtypes of models by the names that config.json has.
+DTYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)}
+
 
 class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a packed checkpoint, kept verbatim so that saving writes it back.
@@ -104,6 +107,11 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         """Names in `quantization_config` of the modules, if the model is of another class than the files."""
         return None if self._own_names is None else self._own_names.modules
 
+    @property
+    def is_for_another_class(self) -> bool:
+        """True if the model is of another class than the files, whose names then differ."""
+        return self._own_names is not None
+
     def note_experts(self, model: nn.Module) -> None:
         """Take note of the packed experts of `model`, before transformers asks how tensors are merged."""
         self._experts = loading.parameters_of_experts(model)
@@ -150,7 +158,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         # Saving a model leaves the name of its dtype in the config, from where transformers has it.
-        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        named = DTYPES[dtype] if isinstance(dtype, str) else dtype
         unpack_modules(model, named or model.dtype)
         return model
 

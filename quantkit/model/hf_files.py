@@ -11,15 +11,24 @@ import quantkit
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.output.atomic_write import is_inside
 from quantkit.checkpoint.safetensors_header import read_json
+from quantkit.checkpoint.source import examining
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.memory import is_lack_of_memory
 
+#: Files of a processor, which makes inputs of images or sounds too.
+PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
 GENERATION_CONFIG_NAME = "generation_config.json"
 #: Where quantkit's own code is.
 PACKAGE = Path(quantkit.__file__).parent
 #: Errors that Python and torch raise in quantkit's code for bad files: values out of range, such as
 #: probabilities below 0, missing keys, and errors of the disk.
 _OF_FILES = (OSError, ValueError, KeyError, RuntimeError)
+
+
+def has_processor(directory: Path) -> bool:
+    """Return True if the directory of a model has files of a processor."""
+    with examining(directory):
+        return any((directory / name).is_file() for name in PROCESSOR_NAMES)
 
 
 def whole_directory(source: str | Path) -> Path:

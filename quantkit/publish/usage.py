@@ -10,11 +10,10 @@ from quantkit import escaping
 from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.checkpoint.source import CONFIG_NAME
 from quantkit.errors import QuantkitError
+from quantkit.model.hf_files import has_processor
 
 _TOKENS = 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
 _TEXT = f"{_TOKENS}print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"
-#: Files of a processor, which makes inputs of images or sounds too.
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,15 @@ _WITHOUT_PROCESSOR: Mapping[str, str] = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING":
 
 
 def usage_of(directory: Path) -> Usage | None:
-    """Return how the model in `directory` is run; None for a class that is in no row, or unknown."""
+    """Return how the model in `directory` is run; None for a class that is in no row, or unknown.
+
+    Raises `CheckpointError` for a config.json that cannot be read.
+    """
     from quantkit.model.model_class import model_class, of_mapping
 
+    config = read_json(directory / CONFIG_NAME)
     try:
-        cls, parsed = model_class(read_json(directory / CONFIG_NAME), directory)
+        cls, parsed = model_class(config, directory)
     except QuantkitError:
         return None
     takes = inspect.signature(cls.forward).parameters
@@ -124,8 +127,7 @@ def usage_of(directory: Path) -> Usage | None:
         found = of_mapping(usage.mapping, parsed)
         if found is None or found[0] is not cls or not takes.keys().isdisjoint(usage.without):
             continue
-        has_processor = any((directory / name).is_file() for name in _PROCESSOR_FILES)
-        if usage.processor == "AutoTokenizer" or has_processor:
+        if usage.processor == "AutoTokenizer" or has_processor(directory):
             return usage
         run = _WITHOUT_PROCESSOR.get(usage.mapping)
         return None if run is None else Usage(usage.mapping, usage.auto, usage.pipeline_tag, run)

@@ -117,7 +117,7 @@ class Run:
         assert self.start("whole").wait() == 0
         self.seconds = time.monotonic() - begun
         self.expected = contents(place / "whole/out")
-        assert contents(place / "first/out") == self.expected and len(self.expected) > 8
+        assert contents(place / "first/out") == self.expected and len(self.expected) > 6
 
     def start(self, name: str, n: int = 0) -> Child:
         """A child that quantizes or continues in `name`, killed before its call number `n` if any."""
@@ -236,6 +236,8 @@ def test_kills_before_calls_that_change_the_disk(run: Run, part: int | None) -> 
     for n in range(first, 10_000, stride):
         code = run.start("call", n).wait()
         if code == 0:
+            # Another part would find a finished run, which changes little.
+            shutil.rmtree(run.place / "call")
             break
         assert code == -signal.SIGKILL
         kills += 1

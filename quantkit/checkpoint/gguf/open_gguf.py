@@ -233,9 +233,9 @@ def _explained(path: Path, what: str) -> Iterator[None]:
     except (QuantkitError, MemoryError):
         raise
     except BaseException as error:
-        # Errors of transformers have no number, those of the disk do.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
+        # Errors of transformers have no number, those of the disk do, of which it makes others.
+        if (refused := _of_disk(error)) is not None:
+            raise refused from None
         # Panics of the tokenizers library have a class that none can import.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -244,6 +244,15 @@ def _explained(path: Path, what: str) -> Iterator[None]:
             f"{path}: transformers makes no {what} of the metadata ({text}). Use the safetensors checkpoint "
             "that the file was made from."
         ) from error
+
+
+def _of_disk(error: BaseException | None) -> OSError | None:
+    """Return the first error of the disk among `error` and those that it came of."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _note(header: GgufHeader) -> str:

@@ -14,10 +14,10 @@ from quantkit.calibrate.data.texts import parse_sources, read_source, shares
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.files import shown
+from quantkit.model.hf_files import has_processor
 from quantkit.model.model_class import model_config
 from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.quantization.blockwise.pictured_samples import (
-    has_processor,
     image_processor,
     pictured_samples,
 )
@@ -50,7 +50,7 @@ def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, vocabulary
         length = limit
     words = tokenizer(checkpoint.directory)
     parts = []
-    takes_images = has_processor(checkpoint)
+    takes_images = has_processor(checkpoint.directory)
     for source, count in zip(sources, counts, strict=True):
         rows = read_pictured(source.where) if takes_images and isinstance(source.where, Path) else []
         processor = image_processor(checkpoint) if rows else None

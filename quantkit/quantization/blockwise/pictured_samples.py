@@ -19,12 +19,6 @@ from quantkit.model.tokenizer import tokenize
 _LEFT_OUT = ("input_ids", "attention_mask")
 
 
-def has_processor(checkpoint: Checkpoint) -> bool:
-    """Return True if the directory of a model has files of a processor."""
-    names = ("processor_config.json", "preprocessor_config.json")
-    return any((checkpoint.directory / name).is_file() for name in names)
-
-
 def image_processor(checkpoint: Checkpoint) -> Any:
     """Return the processor of a model that takes images; None if it takes none.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit import escaping
 from quantkit.checkpoint.safetensors_header import read_json
-from quantkit.checkpoint.source import CONFIG_NAME
+from quantkit.checkpoint.source import CONFIG_NAME, examining
 from quantkit.errors import QuantkitError
 from quantkit.model.hf_files import has_processor
 
@@ -111,12 +111,15 @@ _WITHOUT_PROCESSOR: Mapping[str, str] = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING":
 
 
 def usage_of(directory: Path) -> Usage | None:
-    """Return how the model in `directory` is run; None for a class that is in no row, or unknown.
+    """Return how the model in `directory` is run; None for a class that is in no row or unknown.
 
     Raises `CheckpointError` for a config.json that cannot be read.
     """
     from quantkit.model.model_class import model_class, of_mapping
 
+    with examining(directory):
+        if not (directory / CONFIG_NAME).is_file():
+            return None
     config = read_json(directory / CONFIG_NAME)
     try:
         cls, parsed = model_class(config, directory)

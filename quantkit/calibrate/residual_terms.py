@@ -51,7 +51,7 @@ def plain(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None 
 def search(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> torch.Tensor:
     """The scales, float32 [R, planes], with the smallest squared error found; never worse than `plain`.
 
-    Each squared error counts `importance`, [R, g]; None for 1.
+    Squared errors are weighted by `importance` [R, g]; None weights all alike.
     """
     unit = unit_of(groups)
     ordered = _Sorted.of(groups.double() / unit, importance)

@@ -27,7 +27,7 @@ from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
 #: Why a step that needs H was not done.
-SINGULAR = "the second moments of the inputs are singular, so "
+SINGULAR = "the Hessian of the inputs is singular, so "
 
 #: Fits the scales [R, P] of P additive terms to groups [R, g] with the importance [R, g] of each weight.
 FitPlanes = Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor]

@@ -233,7 +233,7 @@ def readers(kind: LayerKind, format: str, strategy: str) -> tuple[Engine, ...]:
 
 
 def refusals(layers: Iterable[Stored]) -> tuple[Refusal, ...]:
-    """Return by reason the packed matrices that engines cannot load."""
+    """Return a `Refusal` for each reason for which an engine cannot load some of `layers`."""
     layers = tuple(layers)
     mixed = len({one.format for one in layers}) > 1
     found: dict[tuple[str, str, str], dict[Engine, list[str]]] = {}

@@ -201,10 +201,9 @@ def quantile_error(values: torch.Tensor, ordered: torch.Tensor, q: float) -> flo
 
 
 def clustered_error(values: torch.Tensor) -> float | None:
-    """Standard error of the mean of `values` ([windows, positions]) with one draw per window.
+    """Return the standard error of the mean of `values` [windows, positions]: each window is one sample.
 
-    All windows have the same length, so the mean of the window means is the mean, and its standard
-    error is theirs. None for one window, which says nothing of the spread between windows.
+    Windows have the same length, so the mean is the mean of the window means. None for a single window.
     """
     means = values.mean(dim=1)
     return None if len(means) < 2 else float(means.std() / math.sqrt(len(means)))

@@ -150,7 +150,7 @@ def predictions(logits: torch.Tensor, scored: int, directory: Path) -> torch.Ten
 
 
 def check_finite(logits: torch.Tensor, directory: Path) -> None:
-    """`CheckpointError` for logits of which one is not finite: NaN would spread into every figure."""
+    """Raise `CheckpointError` if any logit is not finite: one NaN would spread into every figure."""
     if not bool(torch.isfinite(logits).all()):
         raise CheckpointError(
             f"{directory}: the model gives logits that are not finite in {logits.dtype}. Evaluate with dtype "

@@ -239,7 +239,10 @@ class Decoder:
         return LazyWeights(outside, read, self.device, self.dtype)
 
     def _forward(self, tokens: torch.Tensor, beside: Beside | None = None) -> Any:
-        """Run the model on tokens [B, T]: those of the encoder, where it has one, and of the decoder."""
+        """Run the model on tokens [B, T], which an encoder-decoder gets twice.
+
+        `beside` are further inputs by name, such as images. Those that `forward` does not take are left out.
+        """
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device)}
         known = inspect.signature(self._model.forward).parameters
         for name, one in (beside or {}).items():

@@ -78,9 +78,10 @@ class PackedTensor:
         column_scale: torch.Tensor | None = None,
         codebook: torch.Tensor | None = None,
     ) -> "PackedTensor":
-        """Pack codes (uint8 [N, K]), scales as they are stored and zero-points ([N, groups]).
+        """Pack codes (uint8 [N, K]), scales in the shape that they are stored in, and zero-points [N, groups].
 
-        Zero-points are of `scheme.zero_point_dtype`: codes are uint8. The other parts are as they are stored.
+        Scales are rounded to the scheme's scale dtype. Zero-points have `scheme.zero_point_dtype`, uint8 for
+        those that are stored as codes. The other parts are stored as given.
         """
         if codes.ndim != 2:
             raise FormatError(f"codes of a packed tensor are [N, K], got shape {tuple(codes.shape)}.")

@@ -252,6 +252,6 @@ def _stored_bytes(checkpoint: Checkpoint, itemsize: int) -> dict[str, int]:
 
 
 def _hidden_size(checkpoint: Checkpoint, widest: int) -> int:
-    """Return the hidden size of config.json, or `widest`, which no hidden size exceeds, where it has none."""
+    """Return the hidden size that config.json states; if it states none, `widest`, an upper bound."""
     config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
     return next((config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config), widest)

@@ -48,7 +48,10 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
 
 
 def kept_table(checkpoint: Checkpoint, structure: Structure) -> Fate | str:
-    """The fate of the token embedding, as `kept_fates` says it of linears, or why it has no such scheme."""
+    """Return the fate of the token embedding: the scheme that has exactly its stored values, and no method.
+
+    Return the reason as text if there is none.
+    """
     if isinstance(structure.table, str):
         return structure.table
     return kept_fate(checkpoint.tensors[f"{structure.table.stored[0]}.weight"])

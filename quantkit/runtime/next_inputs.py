@@ -22,7 +22,8 @@ _PROOFS = 2
 class NextInputs:
     """Predicts the inputs of each step of one generation: `advance` predicts, `compare` checks predictions.
 
-    `is_proved` stays False for texts that may outgrow an attention window, because such masks lose columns.
+    `is_proved` stays False for texts that have no limit or may outgrow an attention window: the mask of a
+    window loses old columns, which `advance` does not predict.
     """
 
     def __init__(self, config: Any, most: int | None) -> None:

@@ -209,7 +209,7 @@ def test_a_hessian_without_a_cholesky_factor(run: Run, source: Path, out: Path) 
     done = run(*calibrated(source, out, STORIES))
     assert done.code == 0
     assert (
-        "note: model.layers.1.mlp.down_proj: the second moments of the inputs are singular, so its weights "
+        "note: model.layers.1.mlp.down_proj: the Hessian of the inputs is singular, so its weights "
         "were rounded to nearest."
     ) in done.err
     manifest = json.loads((out / "quantkit_manifest.json").read_text())

@@ -72,9 +72,10 @@ def read_documents(path: Path, characters: int | None = None) -> list[Document]:
 
 
 def first_documents(path: Path, work: int, characters: int | None = None) -> tuple[list[Document], bool]:
-    """`read_documents`, and whether there may be more than `work`: bytes, but at least `ROW_WORK` a row.
+    """Return the first documents of a file until they cost `work` bytes, and True if that limit was reached.
 
-    A text that is longer by itself is cut. `UsageError` for a chat that is.
+    A text, and each message of a chat, costs its length in UTF-8, at least `ROW_WORK`. A text that alone
+    costs more than `work` is cut. A chat that does raises `UsageError`.
     """
     kind = kind_of(path.name)
     assert kind is not None, path
@@ -104,7 +105,7 @@ def _shortened(document: Document, work: int, where: str) -> Document:
 
 
 def _effort(document: Document) -> int:
-    """Bytes that take as long to become tokens as this does."""
+    """Return the cost of making tokens of a document, in bytes: each text counts at least `ROW_WORK`."""
     texts = [document] if isinstance(document, str) else [str(message["content"]) for message in document]
     return sum(max(ROW_WORK, len(_utf8(text))) for text in texts)
 

@@ -33,7 +33,10 @@ class WorkFiles(Protocol):
 
 
 class Followed:
-    """The files that another rank writes in `path`: those `done` can be read, and nothing is written."""
+    """The work files in `path` for a rank that does not write them.
+
+    `done` are the names of those that were there when the run began. What this rank writes is ignored.
+    """
 
     def __init__(self, path: Path, done: Collection[str]) -> None:
         self.path = path

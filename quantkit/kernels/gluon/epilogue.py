@@ -32,9 +32,11 @@ def _outputs_of(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _outputs(first, count, N, S: gl.constexpr):
-    """Return the output feature and the row of x of each output, int32 [row tiles, rows * 16] if broadcast.
+    """Return the output feature and the row of x of each output: two int32 that broadcast to [row tiles,
+    rows of x * 16].
 
-    The program has `count` row tiles, from number `first` on. Other row tiles get output feature N, a mask.
+    The program has `count` row tiles, from number `first` on. Row tiles beyond those get output feature N, so
+    that a mask `feature < N` leaves them out.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)

@@ -178,7 +178,10 @@ torch.library.define(
 
 
 def _forced() -> str:
-    """Return the forced kernel, empty without; raises `KernelError` for one that is not grouped."""
+    """Return the kernel that `QUANTKIT_KERNEL` forces, "" if it forces none.
+
+    Raises `KernelError` for a kernel that cannot run grouped experts.
+    """
     forced = forced_kernel()
     if forced and kernel_named(forced).grouped is None:
         raise KernelError(

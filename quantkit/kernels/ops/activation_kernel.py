@@ -7,7 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
-    """Write `y` [rows, N] = f(x) * up; `x` and `up` have row strides x_r and u_r. Grid: (rows, N / B)."""
+    """Write `y` [rows, N] = f(x) * up, where f is the activation that KIND names. Grid: (rows, N / B).
+
+    `x` and `up` [rows, N] have row strides x_r and u_r.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

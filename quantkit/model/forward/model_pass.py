@@ -29,7 +29,10 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Call":
-        """Return a call without caches: a block runs several times, and would find its own tokens there."""
+        """Return the call with None for each cache.
+
+        A block runs several times on the same tokens, which a cache would hold from the run before.
+        """
         from transformers import Cache
 
         def without(value: Any) -> Any:

@@ -310,7 +310,11 @@ class _Measurement:
         stages: Sequence[tuple[str, ...]],
         wanted: "_Wanted",
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
-        """Return the sums over one micro-batch for the linears and experts of a block."""
+        """Run one micro-batch forward and backward through a block.
+
+        Return by stage the sums of linears that share an input. Return by module the calls of fused experts
+        with the gradients at their outputs.
+        """
         inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         outputs: dict[str, torch.Tensor] = {}
         thread = threading.get_ident()

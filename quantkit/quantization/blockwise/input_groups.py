@@ -134,9 +134,9 @@ class Forwards:
         return tuple(one.reshape(-1, one.shape[-1]) for one in found)
 
     def visit(self, lane: int, see: Callable[[str, torch.Tensor], None]) -> None:
-        """Run micro-batch `lane` through all stages; `see(stage, its inputs [tokens, any])`.
+        """Run micro-batch `lane` up to its last stage, and call `see` at each with its name and its inputs.
 
-        These are copies: the block may change its own once the stage has read them.
+        The inputs [tokens, K] are copies: the block may change its own once the stage has read them.
         """
         seen = 0
 

@@ -193,7 +193,10 @@ class _Kind:
 
     @torch.no_grad()
     def _read(self, expert: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the inputs of an expert's matrices for some tokens, and those of the original model."""
+        """Return the inputs [tokens, K] of an expert's matrices for the tokens numbered `tokens`.
+
+        Beside them return those of the original model; None unless the method needs the input error.
+        """
 
         def of(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
             found = inputs[tokens.to(inputs.device)].to(self._solver.device)
@@ -226,5 +229,5 @@ def coverage(routed: Routed, numbers: Sequence[int], columns: int) -> tuple[list
     return counts, (
         f"fewer calibration tokens chose experts {shown} of {len(numbers)} than the {columns} features of "
         f"their inputs{f' ({none} of them no token)' if none else ''}, so the tokens of other experts count "
-        "for most of their moments; more calibration samples give them more of their own"
+        "for most of their Hessians; more calibration samples give them more of their own"
     )

@@ -81,7 +81,7 @@ def static_cache(model: Any, tokens: int) -> Cache | None:
 
 
 def layers_without_keys(model: Any) -> list[str]:
-    """Return the layer types of `model` with other states than keys and values of all tokens."""
+    """Return the layer types of `model` that are neither full nor sliding-window attention, sorted."""
     config = model.config.get_text_config(decoder=True)
     return sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
 

@@ -303,7 +303,10 @@ def _compact(states: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_out(output: Any, cache: Any, tokens: int) -> Any:
-    """Return an output of the caller's own, with `cache` filled with keys and values of `tokens` tokens."""
+    """Copy the keys and values of the first `tokens` tokens of `output` to `cache`.
+
+    Return a copy of `output` that holds `cache`, which later replays do not overwrite.
+    """
     static: list[tuple[Any, States]] = []
     for number, layer in enumerate(getattr(output, CACHE).layers):
         if not layer.is_initialized:

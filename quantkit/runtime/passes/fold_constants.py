@@ -94,7 +94,7 @@ def _is_pure(node: Node, constants: Mapping[Node, Any]) -> bool:
 
 
 def merge_counters(graph: Graph, memory: Memory) -> None:
-    """Merge the increments of all cache length counters into one launch at the end of the step."""
+    """Merge equal increments of cache length counters into one launch at the end of the step."""
     last: dict[Any, Node] = {}
     for node in graph.nodes:
         last.update(dict.fromkeys(memory.read(node), node))

@@ -215,9 +215,10 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _one(WAIT_PTX: tl.constexpr):
-    """Return 1, known only after the products that read the weights before those multiplied with it.
+    """Return 1; with WAIT_PTX only once earlier products have ended, which still read older weights.
 
-    Otherwise Triton 3.6 writes weights into registers that running products still read.
+    New weights are multiplied with it, so they are not computed before. Without it Triton 3.6 writes them to
+    registers that running products still read.
     """
     one = tl.full((), 1.0, tl.float32)
     if WAIT_PTX is not None:

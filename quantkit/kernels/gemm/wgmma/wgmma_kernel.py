@@ -362,8 +362,8 @@ def _load_k_step(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load the code words [4, C, 128] int32 of a k_step, and words of scales and zero-points for each 128
-    columns; 0 where there are none.
+    """Load a k_step: its code words, int32 [4, C, 128], and for each 128 columns the words of scales and of
+    zero-points. These are 0 for a weight without them.
     """
     words = ()
     for t in gl.static_range(TILES):

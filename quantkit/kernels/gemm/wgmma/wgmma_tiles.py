@@ -104,7 +104,7 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
 
     Each shared tile is divided among the same number of programs, or all programs get the same number of
     steps, whichever is faster. In the second case some programs have parts of two tiles. A fix-up takes as
-    long as `part_steps` steps, so that fewer programs may share a tile than could.
+    long as `fixup_steps` steps, so that fewer programs may share a tile than could.
     """
     others = tiles % programs
     if others == 0:
@@ -156,7 +156,11 @@ def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
 def tile_schedule(
     shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int
 ) -> tuple[int, int, int, int]:
-    """Return the steps of a tile, and `stream_k_schedule` for m rows of x; all whole without `stream_k`."""
+    """Return the steps of a tile, then the three numbers of `stream_k_schedule` for m rows of x.
+
+    These are the tiles done whole, the steps per program, and the steps from tile to tile. Without
+    `tile.stream_k` all tiles are done whole.
+    """
     columns = shape.spans * shape.span
     tiles = -(-shape.n // tile.block_n) * -(-m // tile.block_m)
     steps = -(-columns // step_columns(shape, tile))

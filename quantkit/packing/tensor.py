@@ -78,7 +78,7 @@ class PackedTensor:
         column_scale: torch.Tensor | None = None,
         codebook: torch.Tensor | None = None,
     ) -> "PackedTensor":
-        """Pack codes (uint8 [N, K]), scales in the shape that they are stored in, and zero-points [N, groups].
+        """Pack codes (uint8 [N, K]), scales in their stored shape, and zero-points [N, groups].
 
         Scales are rounded to the scheme's scale dtype. Zero-points have `scheme.zero_point_dtype`, uint8 for
         those that are stored as codes. The other parts are stored as given.

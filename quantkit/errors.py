@@ -4,6 +4,8 @@ Every message names the tensor, file or option, what was found, what was expecte
 `exit_code` is what the command line returns for the error.
 """
 
+from collections.abc import Iterator
+
 from quantkit.escaping import printable
 
 #: Characters of a message beyond which its middle is left out.
@@ -73,3 +75,13 @@ class OtherRankFailed(QuantkitError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error` and the exceptions that it came of, each once."""
+    seen: list[BaseException] = []
+    # Re-raised exceptions may form a circle.
+    while error is not None and not any(error is one for one in seen):
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__

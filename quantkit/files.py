@@ -33,6 +33,11 @@ _FILE_MODE = 0o644  # the kernel takes the umask away
 T = TypeVar("T")
 
 
+def disk_error(errors: Iterable[BaseException]) -> OSError | None:
+    """Return the first of `errors` that the disk raised; those of libraries have no number."""
+    return next((one for one in errors if isinstance(one, OSError) and one.errno is not None), None)
+
+
 def os_error_text(error: OSError) -> str:
     """`No space left on device (ENOSPC)`."""
     if isinstance(error, NoFileError):

@@ -7,7 +7,6 @@ import atexit
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from typing import NoReturn
 
 from quantkit.leaving import NUMBERS, handle, leave
@@ -46,7 +45,7 @@ def main() -> None:
 def _end(error: BaseException) -> NoReturn:
     """Say what went wrong, and exit; bugs are raised."""
     from quantkit.cli.console import err, fail
-    from quantkit.errors import OtherRankFailed, QuantkitError
+    from quantkit.errors import OtherRankFailed, QuantkitError, causes
     from quantkit.escaping import one_line
 
     if isinstance(error, QuantkitError):
@@ -57,16 +56,9 @@ def _end(error: BaseException) -> NoReturn:
     code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "code", None)
     if code not in {128 + number for number in NUMBERS}:
         raise error
-    advice = [note for one in _chain(error) for note in getattr(one, "__notes__", ())]
+    advice = [note for one in causes(error) for note in getattr(one, "__notes__", ())]
     err.print(one_line("; ".join(("interrupted", *advice))))
     sys.exit(code)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that it was made of."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _flush() -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -12,7 +13,8 @@ from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.output.atomic_write import is_inside
 from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.checkpoint.source import examining
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError, QuantkitError, causes
+from quantkit.files import disk_error
 from quantkit.memory import is_lack_of_memory
 
 #: Files of a processor, which makes inputs of images or sounds too.
@@ -83,12 +85,7 @@ def _is_bug(error: BaseException) -> bool:
 
 def _of_the_disk(error: BaseException) -> str:
     """Return the disk error behind `error`, in brackets, if transformers hid one; else ""."""
-    cause, seen = error.__cause__ or error.__context__, {error}
-    while cause is not None and not (isinstance(cause, OSError) and cause.errno is not None):
-        # Re-raised exceptions may form a circle.
-        seen.add(cause)
-        cause = cause.__cause__ or cause.__context__
-        cause = None if cause in seen else cause
+    cause = disk_error(islice(causes(error), 1, None))
     return "" if cause is None else f" ({cause})"
 
 

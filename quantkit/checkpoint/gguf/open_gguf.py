@@ -24,8 +24,8 @@ from quantkit.checkpoint.manifest import pretty_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint, examining
 from quantkit.checkpoint.stamp import FileStamp
 from quantkit.checkpoint.tensors import StoredTensor
-from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.files import temporary
+from quantkit.errors import CheckpointError, QuantkitError, causes
+from quantkit.files import disk_error, temporary
 
 SUFFIX = ".gguf"
 #: Values of the arrays that a config may need, such as heads by layer; vocabularies have more.
@@ -234,7 +234,7 @@ def _explained(path: Path, what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         # Errors of transformers have no number, those of the disk do, of which it makes others.
-        if (refused := _of_disk(error)) is not None:
+        if (refused := disk_error(causes(error))) is not None:
             raise refused from None
         # Panics of the tokenizers library have a class that none can import.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -244,15 +244,6 @@ def _explained(path: Path, what: str) -> Iterator[None]:
             f"{path}: transformers makes no {what} of the metadata ({text}). Use the safetensors checkpoint "
             "that the file was made from."
         ) from error
-
-
-def _of_disk(error: BaseException | None) -> OSError | None:
-    """Return the first error of the disk among `error` and those that it came of."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _note(header: GgufHeader) -> str:

@@ -11,8 +11,6 @@ import transformers
 from quantkit.calibrate.hessian import Hessian
 from quantkit.model import hidden_states
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
-from quantkit.quantization.blockwise import pipeline
-from quantkit.quantization.blockwise.layer_quantizer import Solver
 from quantkit.quantizing import quantize
 
 from ...support.compare import assert_close
@@ -47,26 +45,10 @@ WITH_HEAD = FAMILIES[: FAMILIES.index("rwkv")]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hessians_are_those_of_hooks_on_the_whole_model(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    tmp_path: Path, text: Path, hessians: dict[str, Hessian], family: str
 ) -> None:
     """With weights that stay what they were, so that every linear sees what it does in the original."""
     source = write(tmp_path, family, torch.float32)
-    found: dict[str, Hessian] = {}
-    solve_alike, hessians_of_all = Solver.solve_alike, Solver.hessians_of_all
-    names: list[str] = []
-
-    def solving(self: Solver, name: str, tasks: Any, share: Any) -> Any:
-        names[:] = [task.module for task in tasks.values()]
-        return solve_alike(self, name, tasks, share)
-
-    def gathering(self: Solver, function: Any, items: Any) -> dict[str, Hessian]:
-        result = hessians_of_all(self, function, items)
-        found.update({name: hessian for name in names for hessian in result.values()})
-        return {name: Hessian(one.matrix.clone(), one.tokens) for name, one in result.items()}
-
-    monkeypatch.setattr(Solver, "solve_alike", solving)
-    monkeypatch.setattr(Solver, "hessians_of_all", gathering)
-    monkeypatch.setattr(pipeline._Worker, "_set", lambda *_: None)
     made = quantize(
         source,
         tmp_path / "out",
@@ -78,16 +60,16 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
     linears = [
         one.linear for one in made.plan.layers if one.scheme is not None and one.linear.kind != "experts"
     ]
-    assert set(found) == {linear.module for linear in linears} != set()
+    assert set(hessians) == {linear.module for linear in linears} != set()
 
     (architecture,) = json.loads((source / "config.json").read_text())["architectures"]
     model = getattr(transformers, architecture).from_pretrained(source, dtype=torch.float32).eval()
-    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in found}
+    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in hessians}
 
     def keep(name: str) -> Any:
         return lambda _, given: inputs[name].append(given[0].flatten(0, -2).double())
 
-    for name in found:
+    for name in hessians:
         model.get_submodule(name).register_forward_pre_hook(keep(name))
     model.set_experts_implementation("eager")
     tokens = {"input_ids": tokens_of(source, text)}
@@ -95,7 +77,7 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
         tokens["decoder_input_ids"] = tokens["input_ids"]
     with torch.no_grad():
         model(**tokens)
-    for name, hessian in found.items():
+    for name, hessian in hessians.items():
         x = torch.cat(inputs[name])
         assert hessian.tokens == len(x)
         assert_close(hessian.matrix.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-3, name=name)

@@ -17,9 +17,7 @@ from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.hessian import Hessian
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
-from quantkit.quantization.blockwise import pipeline
 from quantkit.quantization.blockwise.calibration_data import read_samples
-from quantkit.quantization.blockwise.layer_quantizer import Solver
 
 from ...publish.test_usage import llava
 from ..matrix import tiny_model
@@ -78,25 +76,9 @@ def test_each_sample_is_a_row_and_then_text(source: Path, rows: Path) -> None:
 
 
 def test_hessians_are_those_of_hooks_on_the_whole_model(
-    source: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, rows: Path, tmp_path: Path, hessians: dict[str, Hessian]
 ) -> None:
     """With weights that stay what they were, so that every linear sees what it does in the original."""
-    found: dict[str, Hessian] = {}
-    names: list[str] = []
-    solve_alike, hessians_of_all = Solver.solve_alike, Solver.hessians_of_all
-
-    def solving(self: Solver, name: str, tasks: Any, share: Any) -> Any:
-        names[:] = [task.module for task in tasks.values()]
-        return solve_alike(self, name, tasks, share)
-
-    def gathering(self: Solver, function: Any, items: Any) -> dict[str, Hessian]:
-        result = hessians_of_all(self, function, items)
-        found.update({name: hessian for name in names for hessian in result.values()})
-        return {name: Hessian(one.matrix.clone(), one.tokens) for name, one in result.items()}
-
-    monkeypatch.setattr(Solver, "solve_alike", solving)
-    monkeypatch.setattr(Solver, "hessians_of_all", gathering)
-    monkeypatch.setattr(pipeline._Worker, "_set", lambda *_: None)
     made = quantkit.quantize(
         *(source, tmp_path / "out"),
         format="int8",
@@ -106,11 +88,11 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
         device="cpu",
     )
     linears = {one.linear.module for one in made.plan.layers if one.scheme is not None}
-    assert set(found) == linears and any("vision_tower" in name for name in linears)
+    assert set(hessians) == linears and any("vision_tower" in name for name in linears)
     assert any("multi_modal_projector" in name for name in linears)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(source, dtype=torch.float32)
-    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in found}
-    for name in found:
+    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in hessians}
+    for name in hessians:
         model.get_submodule(name).register_forward_pre_hook(
             lambda _, given, name=name: inputs[name].append(given[0].flatten(0, -2).double())
         )
@@ -118,7 +100,7 @@ def test_hessians_are_those_of_hooks_on_the_whole_model(
     with torch.no_grad():
         for tokens, beside in zip(samples.tokens, samples.beside, strict=True):
             model(input_ids=tokens[None], **beside)
-    for name, hessian in found.items():
+    for name, hessian in hessians.items():
         x = torch.cat(inputs[name])
         assert hessian.tokens == len(x)
         torch.testing.assert_close(hessian.matrix.double(), x.T @ x / len(x), rtol=1e-3, atol=1e-3)

@@ -27,7 +27,7 @@ from quantkit.packing.schemes import Scheme
 SECTION = "quantkit"
 VERSION = 1
 #: Why a checkpoint with a packed embedding needs quantkit.
-PACKED_TABLE = "vLLM, SGLang and transformers without quantkit take embeddings to be dense"
+PACKED_TABLE = "the config names linears as packed, so other readers take embeddings to be dense"
 _FIELDS = {"version", "schemes", "default", "modules"}
 
 

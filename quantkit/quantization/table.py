@@ -54,7 +54,6 @@ def packed_table(linears: Mapping[str, Linear], not_portable: Sequence[str]) -> 
     if table is None or len(not_portable) > 1:
         return ()
     return (
-        f"vLLM, SGLang and transformers without quantkit cannot read this, for {table} is packed. With a "
-        "dense one they can, as far as they have the formats: leave --embeddings out, or convert with "
-        "--dense-embeddings.",
+        f"only quantkit reads this, for {table} is packed. Leave --embeddings out, or convert with "
+        "--dense-embeddings, for a checkpoint of which `quantkit plan` names other readers.",
     )

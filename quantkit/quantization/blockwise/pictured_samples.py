@@ -41,7 +41,7 @@ def pictured_samples(
     """
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
-    filler = _filler(processor.tokenizer)
+    filler = _filler(processor.tokenizer, length)
     tokens, beside, longest, at = list[torch.Tensor](), list[Mapping[str, torch.Tensor]](), 0, 0
     for row in (rows[i] for i in order):
         if len(tokens) == count:
@@ -105,11 +105,12 @@ def _padded(tensor: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(1, length - tokens, *tensor.shape[2:])], 1)
 
 
-def _filler(tokenizer: Any) -> torch.Tensor:
+def _filler(tokenizer: Any, length: int) -> torch.Tensor:
+    """Return the tokens of the text that comes with quantkit, again and again until there are `length`."""
     documents = [document for document in read_documents(BUNDLED) if isinstance(document, str)]
     found = tokenize(tokenizer, "\n".join(documents))
     if len(found) < 2:
         raise CheckpointError(
             "the tokenizer makes no tokens of a text. Restore the files of the original model."
         )
-    return found
+    return found.repeat(-(-length // len(found)))

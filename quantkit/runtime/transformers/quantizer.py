@@ -20,6 +20,7 @@ from quantkit.checkpoint.manifest import check_beside
 from quantkit.checkpoint.quantization_config import QuantizationConfig, changed_config
 from quantkit.checkpoint.safetensors_header import read_header, read_json
 from quantkit.checkpoint.source import CONFIG_NAME
+from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.model.names import OwnNames, names_in_own_class
 from quantkit.packing.schemes import PARTS
 from quantkit.runtime.packed_experts import PackedExperts
@@ -29,7 +30,7 @@ from quantkit.runtime.transformers.headers import check_headers
 from quantkit.runtime.transformers.patches import adapters, generation, loading, parallel, quantizers, table
 
 #: Dtypes of models by the names that config.json has.
-DTYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES = {str(one).removeprefix("torch."): one for one in (*ACTIVATION_DTYPES, torch.float64)}
 
 
 class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]

@@ -1,8 +1,9 @@
-"""Messages are safe to print, whatever a file says that they quote."""
+"""Messages are safe to print, whatever a file says that they quote; what an error came of."""
 
 import pickle
 
-from quantkit.errors import MAX_MESSAGE, CheckpointError, OtherRankFailed
+from quantkit.errors import MAX_MESSAGE, CheckpointError, OtherRankFailed, causes
+from quantkit.files import disk_error
 
 
 def test_what_is_not_printable_is_shown_as_an_escape() -> None:
@@ -26,3 +27,13 @@ def test_the_middle_of_a_long_message_is_left_out() -> None:
 def test_errors_travel_between_processes() -> None:
     assert str(pickle.loads(pickle.dumps(CheckpointError("a\0b")))) == r"a\x00b"
     assert OtherRankFailed("x", 3).exit_code == 3
+
+
+def test_causes_end_in_a_circle_too() -> None:
+    disk, library, ours = OSError(5, "Input/output error"), OSError("no vocabulary"), ValueError("bad")
+    ours.__cause__, library.__context__ = library, disk
+    assert [*causes(ours)] == [ours, library, disk]
+    assert disk_error(causes(ours)) is disk
+    disk.__context__ = ours
+    assert [*causes(ours)] == [ours, library, disk]
+    assert disk_error(causes(None)) is None

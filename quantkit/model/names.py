@@ -93,10 +93,10 @@ def other_names(
             aliases.setdefault(own.removesuffix(".weight"), {})[parameter.removesuffix(".weight")] = None
     for side in ("input", "output"):
         # A tied head has no tensor.
-        own, other = (_name_of(one, embeddings(one, side)) for one in (model, text))
-        if own is not None and other is not None and own != other:
-            aliases.setdefault(own, {})[other] = None
-    return {name: tuple(of) for name, of in aliases.items()}, other if own is None else None
+        mine, other = (_name_of(one, embeddings(one, side)) for one in (model, text))
+        if mine is not None and other is not None and mine != other:
+            aliases.setdefault(mine, {})[other] = None
+    return {name: tuple(of) for name, of in aliases.items()}, other if mine is None else None
 
 
 @dataclass(frozen=True)

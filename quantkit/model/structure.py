@@ -423,6 +423,8 @@ def _input_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
 
 
 NOT_A_PARAMETER = "not a parameter of the model"
+#: Reason of experts in one tensor for all that are not stored as those that the class has.
+OTHER_EXPERTS = f"{NOT_A_PARAMETER}, and no experts of the model are stored by these names and shapes"
 
 
 #: Weight dtypes that can be quantized. Others (float8, integers) are codes of some format already.

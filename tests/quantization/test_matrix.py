@@ -320,6 +320,19 @@ def test_a_class_without_linears_is_refused_with_the_reason(name: str, reason: s
         quantkit.quantize(tmp_path / "source", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("JetMoeForCausalLM", "JetMoeParallelExperts, which has several matrices in one tensor"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "transformers divides its list of experts among modules"),
+    ],
+)
+def test_experts_that_stay_dense_have_a_warning_that_says_why(name: str, reason: str, tmp_path: Path) -> None:
+    matrix.tiny_model(name).save_pretrained(tmp_path / "source")
+    result = quantkit.quantize(tmp_path / "source", tmp_path / "out", format="int8", device="cpu")
+    assert any("experts" in one.lower() and reason in one for one in result.plan.warnings)
+
+
 def test_a_rename_that_fits_no_parameter_is_not_done() -> None:
     """As transformers loads DeepSeek-V4: a rule for the norms of its blocks matches the last norm too."""
     with torch.device("meta"):

@@ -111,9 +111,7 @@ class NumberFormat(ABC):
 
     @property
     def absmax(self) -> float:
-        """Return the largest magnitude that exists with both signs; plain rounding maps a group's absmax to
-        it.
-        """
+        """Return the largest magnitude with both signs, to which plain rounding maps a group's absmax."""
         return min(self.max, -self.min)
 
     @cached_property
@@ -177,8 +175,9 @@ class IntFormat(NumberFormat):
         return values.to(torch.int8).view(torch.uint8).add_(self.offset), values
 
     def round_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-        """Round `x` (float32) to the nearest values, if code `zero_point` (float32, broadcastable) means
-        zero.
+        """Round `x` (float32) to the nearest values, if code `zero_point` means zero.
+
+        `zero_point` is float32 and broadcasts to `x`.
         """
         return torch.round(x).clamp_(-zero_point, (2 * self.offset - 1) - zero_point)
 
@@ -195,9 +194,7 @@ class IntFormat(NumberFormat):
         return torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1).sub_(zero_point)
 
     def quantize_offset(self, x: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes (uint8) and values (float32) of `x`, if `zero_point`, a float between codes, means
-        zero.
-        """
+        """Return codes (uint8) and values (float32) of `x`, if `zero_point`, between codes, means zero."""
         codes = torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1)
         return (codes - 128).to(torch.int8).view(torch.uint8).add_(128), codes - zero_point
 

@@ -36,9 +36,7 @@ class StoredFormat:
     codes_per_element: int | None = None
 
     def part_name(self, parameter: str, part: str) -> str:
-        """Return the state-dict name of `part` (packed, scale, zero_point, global_scale or shape) of
-        `parameter`.
-        """
+        """Return the state-dict name of `part` of `parameter`, such as "weight_scale"."""
         return parameter + (self.words_suffix if part == "packed" else f"_{part}")
 
     def shapes(self, storage: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

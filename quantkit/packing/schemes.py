@@ -263,9 +263,7 @@ class Scheme:
     def row_scale(
         self, scale: torch.Tensor, rows: int, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        """Return the scales of rows `start:stop` of `rows`, [stop - start, groups * planes], from stored
-        ones.
-        """
+        """Expand stored scales to rows `start:stop` of `rows`, [stop - start, groups * planes]."""
         start, stop, _ = slice(start, stop).indices(rows)
         if self.per_tensor:
             return scale.expand(rows, 1)[start:stop]

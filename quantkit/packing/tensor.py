@@ -143,9 +143,7 @@ class PackedTensor:
         return scale if divisor is None else scale / divisor
 
     def zero_points(self) -> torch.Tensor | None:
-        """Return zero-points or minimums, [N, groups] of `scheme.zero_point_dtype`; None for a symmetric
-        scheme.
-        """
+        """Return zero-points or minimums, [N, groups] of `scheme.zero_point_dtype`; None if symmetric."""
         stored = self.part("zero_point")
         storage = self.scheme.zero_point_type.storage
         if stored is None or storage is None:
@@ -153,9 +151,7 @@ class PackedTensor:
         return storage.unpack(stored, self.shape[0], self.scheme.format.bits)
 
     def zeros_in_codes(self) -> torch.Tensor | None:
-        """Return the number subtracted from codes, float32 [N, groups]; for a minimum, within float32
-        rounding.
-        """
+        """Return the zero-points in codes, float32 [N, groups]; for a minimum, within float32 rounding."""
         zeros = self.zero_points()
         return None if zeros is None else self.scheme.zero_point_type.in_codes(zeros, self.group_scale())
 
@@ -224,8 +220,9 @@ def dequantize_codes(
     scheme: Scheme,
     codebook: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dequantize codes (uint8 [N, K]) to float32 [N, K], by scales [N, groups * planes] and zero-points [N,
-    groups].
+    """Dequantize codes (uint8 [N, K]) to float32 [N, K].
+
+    `scale` is [N, groups * planes], `zero_point` [N, groups].
     """
     rows, columns = codes.shape
     # Groups of equal length broadcast; a shorter last group needs one scale per weight.

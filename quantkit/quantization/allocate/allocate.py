@@ -91,8 +91,8 @@ def allocate_formats(
 
     Returns a recipe. Linears with a rule in `recipe` keep it. Every other linear gets the default method, and
     formats that minimize the sum of expected divergences. `read` gives calibration samples for an embedding
-    with a number of rows. Raises `UsageError` for a budget out of reach, for models whose sensitivity cannot
-    be measured, and for formats of unknown cost or unsupported by the method.
+    with a number of rows. Raises `UsageError` for a budget out of reach, and for formats of unknown cost or
+    unsupported by the method. Also raised for models whose sensitivity cannot be measured.
     """
     method, limit = method_named(recipe.default.method), budget.limit
     choices = candidates(method.name, budget.formats)

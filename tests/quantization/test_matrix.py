@@ -104,6 +104,27 @@ def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:
     assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_of_text_models_is_declared_for_a_class_without(tmp_path: Path, tied: bool) -> None:
+    """vLLM, compressed-tensors and transformers make a Qwen3ForCausalLM of these files too."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    config = matrix.tiny_config(transformers.Qwen3Config)
+    config.tie_word_embeddings = tied
+    transformers.Qwen3Model(config).save_pretrained(source)
+    result = quantkit.quantize(source, out, format="int8", device="cpu", check=True)
+    section = result.plan.model_config["quantization_config"]
+    assert section["ignore"] == ["lm_head"] and section["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert result.plan.readers == ("vLLM", "SGLang", "transformers") and not result.plan.notes
+    _, info = transformers.AutoModel.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    # Without a tie the head is new, as it is with the source.
+    assert info["missing_keys"] == (set() if tied else {"lm_head.weight"})
+    assert type(model.lm_head) is torch.nn.Linear
+    with pytest.raises(QuantkitError, match="'lm_head' stays dense: the class of the model has no head"):
+        quantkit.quantize(source, tmp_path / "head", lm_head="int8", device="cpu")
+
+
 def test_rules_pack_vision_towers(tmp_path: Path) -> None:
     source, out, dense = tmp_path / "source", tmp_path / "out", tmp_path / "dense"
     # SigLIP initializes its linears by their weights, in a function that is not the whole model's.

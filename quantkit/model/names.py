@@ -91,12 +91,14 @@ def other_names(
         own, _ = names[stored]
         if (fused or parameter in entries) and parameter != own:
             aliases.setdefault(own.removesuffix(".weight"), {})[parameter.removesuffix(".weight")] = None
-    for side in ("input", "output"):
-        # A tied head has no tensor.
-        own, other = (_name_of(one, embeddings(one, side)) for one in (model, text))
-        if own is not None and other is not None and own != other:
-            aliases.setdefault(own, {})[other] = None
-    return {name: tuple(of) for name, of in aliases.items()}, other if own is None else None
+    embedding, head = (
+        tuple(_name_of(one, embeddings(one, side)) for one in (model, text)) for side in ("input", "output")
+    )
+    # A tied head has no tensor.
+    for mine, other in (embedding, head):
+        if mine is not None and other is not None and mine != other:
+            aliases.setdefault(mine, {})[other] = None
+    return {name: tuple(of) for name, of in aliases.items()}, head[1] if head[0] is None else None
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:
 def test_the_head_of_text_models_is_declared_for_a_class_without(tmp_path: Path, tied: bool) -> None:
     """vLLM, compressed-tensors and transformers make a Qwen3ForCausalLM of these files too."""
     source, out = tmp_path / "source", tmp_path / "out"
-    config = matrix.tiny_config(transformers.Qwen3Config)
+    config = tiny.tiny_config(transformers.Qwen3Config)
     config.tie_word_embeddings = tied
     transformers.Qwen3Model(config).save_pretrained(source)
     result = quantkit.quantize(source, out, format="int8", device="cpu", check=True)

@@ -27,8 +27,10 @@ SAMPLE = (
     *("BertModel", "BartForConditionalGeneration", "WhisperForConditionalGeneration", "Wav2Vec2ForCTC"),
     *("GptOssForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"),
     *("ViTForImageClassification", "Qwen3_5MoeForConditionalGeneration", "CLIPModel", "Qwen3Model"),
-    # A cache without layers, a config without their number, needed boxes, a class for decoders beside it.
+    # A cache without layers, a config without their number, needed boxes, a class for decoders beside it,
+    # and a table in the dtype of a linear.
     *("xLSTMForCausalLM", "ParakeetForCTC", "UdopForConditionalGeneration", "ReformerForMaskedLM"),
+    "Swinv2ForImageClassification",
 )
 
 

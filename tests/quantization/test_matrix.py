@@ -140,6 +140,27 @@ def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:
     assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_of_text_models_is_declared_for_a_class_without(tmp_path: Path, tied: bool) -> None:
+    """vLLM, compressed-tensors and transformers make a Qwen3ForCausalLM of these files too."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    config = tiny.tiny_config(transformers.Qwen3Config)
+    config.tie_word_embeddings = tied
+    transformers.Qwen3Model(config).save_pretrained(source)
+    result = quantkit.quantize(source, out, format="int8", device="cpu", check=True)
+    section = result.plan.model_config["quantization_config"]
+    assert section["ignore"] == ["lm_head"] and section["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert result.plan.readers == ("vLLM", "SGLang", "transformers") and not result.plan.notes
+    _, info = transformers.AutoModel.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    # Without a tie the head is new, as it is with the source.
+    assert info["missing_keys"] == (set() if tied else {"lm_head.weight"})
+    assert type(model.lm_head) is torch.nn.Linear
+    with pytest.raises(QuantkitError, match="'lm_head' stays dense: the class of the model has no head"):
+        quantkit.quantize(source, tmp_path / "head", lm_head="int8", device="cpu")
+
+
 def test_rules_pack_vision_towers(tmp_path: Path) -> None:
     source, out, dense = tmp_path / "source", tmp_path / "out", tmp_path / "dense"
     # SigLIP initializes its linears by their weights, in a function that is not the whole model's.
@@ -189,7 +210,7 @@ def test_heads_of_further_tokens_are_kept_and_declared(tmp_path: Path) -> None:
     result = quantkit.quantize(source, out, format="int8", device="cpu", check=True)
     ignored = set(result.plan.model_config["quantization_config"]["ignore"])
     assert {name.removesuffix(".weight") for name in added} <= ignored
-    assert any("5 tensors" in note and "up_proj=int8' packs a linear" in note for note in result.plan.notes)
+    assert any("5 tensors" in note and "up_proj=int8' packs some of" in note for note in result.plan.notes)
     written = load_file(out / "model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in added.items())
 
@@ -242,6 +263,68 @@ def test_rules_pack_experts_of_blocks_beyond_the_last(tmp_path: Path) -> None:
     quantkit.load(out, device="cpu")
 
 
+def with_further_experts(directory: Path, name: str, turn: bool = False) -> dict[str, torch.Tensor]:
+    """Write a mixture, and for a head of further tokens its first experts in one tensor for all."""
+    from safetensors.torch import load_file, save_file
+
+    model = tiny.tiny_model(name)
+    model.save_pretrained(directory)
+    experts = model.model.layers[0].mlp.experts
+    added = {
+        f"mtp.layers.0.mlp.experts.{leaf}": (one.mT if turn else one).detach().contiguous()
+        for leaf, one in experts.named_parameters()
+    }
+    tensors = {**load_file(directory / "model.safetensors"), **added}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return added
+
+
+#: Mixtures whose files have each matrix of its own, and one tensor [E, K, N] for all experts.
+@pytest.mark.parametrize("name", ["Qwen3_5MoeForCausalLM", "GptOssForCausalLM"])
+def test_rules_pack_experts_in_one_tensor_of_heads_of_further_tokens(tmp_path: Path, name: str) -> None:
+    from safetensors.torch import load_file
+
+    from quantkit.verification.verify import verify
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    added = with_further_experts(source, name)
+    rules = ("mtp.*=int8:channel", "model.layers.1.*=keep")
+    result = quantkit.quantize(source, out, format="int8", rules=rules, device="cpu", check=True)
+    schemes = {layer.linear.module: str(layer.scheme) for layer in result.plan.layers}
+    of = {one: one.replace("mtp", "model") for one in schemes if one.startswith("mtp")}
+    assert len(of) == 2 and all(schemes[one] == schemes[main] != "None" for one, main in of.items())
+    written = load_file(out / "model.safetensors")
+    mine = {one: part for one, part in written.items() if one.startswith("mtp") and one not in added}
+    assert len([one for one in mine if one.endswith("_scale")]) == 12
+    assert all(torch.equal(part, written[one.replace("mtp", "model")]) for one, part in mine.items())
+    assert not any(check.problems for check in verify(out, reload=False))
+    # Experts that a rule keeps are found in the tensor that they keep.
+    problems = verify(out, reload=False, against=source)[-1].problems
+    assert problems and not any("is not there" in one or ".layers.1." in one for one in problems)
+    quantkit.load(out, device="cpu")
+
+
+def test_experts_of_heads_of_further_tokens_stay_in_one_tensor_without_a_rule(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    added = with_further_experts(source, "Qwen3_5MoeForCausalLM")
+    result = quantkit.quantize(source, out, format="int8", device="cpu", check=True)
+    written = load_file(out / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in added.items())
+    assert set(added) <= set(result.plan.model_config["quantization_config"]["ignore"])
+    (note,) = (note for note in result.plan.notes if "2 tensors, such as mtp" in note)
+    assert note.endswith("--rule 'mtp.layers.0.mlp.experts.*=int8' packs some of them.")
+    with pytest.raises(QuantkitError, match="packs some and keeps some of the matrices of 'mtp"):
+        quantkit.quantize(source, tmp_path / "half", rules=("mtp*down_proj=int8",), device="cpu")
+
+
+def test_experts_of_a_head_that_are_stored_otherwise_stay_dense(tmp_path: Path) -> None:
+    with_further_experts(tmp_path / "source", "Qwen3_5MoeForCausalLM", turn=True)
+    with pytest.raises(QuantkitError, match=r"'mtp.*_proj' stays dense.*no experts of the model are stored"):
+        quantkit.quantize(tmp_path / "source", tmp_path / "out", rules=("mtp.*=int8",), device="cpu")
+
+
 def test_methods_with_data_have_no_inputs_for_heads_of_further_tokens(tmp_path: Path) -> None:
     with_further_tokens(tmp_path / "source")
     with pytest.raises(QuantkitError, match=r"'mtp\.fc=int8::mse'"):
@@ -271,6 +354,19 @@ def test_a_class_without_linears_is_refused_with_the_reason(name: str, reason: s
     text = f"{name} has no linear that quantkit packs, and ..% of its weights are .*{reason}. Use the model"
     with pytest.raises(QuantkitError, match=text):
         quantkit.quantize(tmp_path / "source", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("JetMoeForCausalLM", "JetMoeParallelExperts, which has several matrices in one tensor"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "transformers divides its list of experts among modules"),
+    ],
+)
+def test_experts_that_stay_dense_have_a_warning_that_says_why(name: str, reason: str, tmp_path: Path) -> None:
+    tiny.tiny_model(name).save_pretrained(tmp_path / "source")
+    result = quantkit.quantize(tmp_path / "source", tmp_path / "out", format="int8", device="cpu")
+    assert any("experts" in one.lower() and reason in one for one in result.plan.warnings)
 
 
 def test_a_rename_that_fits_no_parameter_is_not_done() -> None:

@@ -229,7 +229,7 @@ def _first_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _refused_by_class(error: Exception) -> bool:
-    """Whether a module of one of transformers' models raised a ValueError."""
+    """Return True if a module of one of transformers' models raised a ValueError."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -161,6 +161,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         # Saving a model leaves the name of its dtype in the config, from where transformers has it.
         named = DTYPES[dtype] if isinstance(dtype, str) else dtype
         unpack_modules(model, named or model.dtype)
+        # They split experts by name as packed ones are. 5.17 keeps them; 5.24 drops them too.
+        vars(model).pop("_weight_conversions", None)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

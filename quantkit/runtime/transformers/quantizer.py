@@ -142,6 +142,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         Offloaded weights are memory maps of their files. transformers would read them shard by shard, after
         it has removed or replaced files of the directory, possibly the very files.
         """
+        parallel.check_joinable(model)
         model.config.quantization_config = self._config_of(model)
         if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
             return None, {}

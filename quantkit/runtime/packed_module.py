@@ -12,6 +12,7 @@ from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.errors import KernelError
 from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.linear import build_layout, can_restore, linear_parts, restore_words
+from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.packing.names import Container, is_aligned
 from quantkit.packing.schemes import SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -217,7 +218,16 @@ class PackedModule(nn.Module):
                 yield from (tensor.data_ptr() for tensor in layout.tensors)
 
     def _register_parts(self, specs: Mapping[str, PartSpec]) -> None:
-        for name, spec in specs.items():
+        """Register the entries of the state dict: floats that a model computes in first, words last.
+
+        Code of models and transformers takes dtype and device from the first parameter of a module. Words are
+        integers or 8-bit codes, and on meta once they are freed. With e8m0 scales there may be no floats.
+        """
+
+        def rank(item: tuple[str, PartSpec]) -> tuple[bool, bool]:
+            return item[1].part == "packed", item[1].dtype not in ACTIVATION_DTYPES
+
+        for name, spec in sorted(specs.items(), key=rank):
             empty = torch.empty(spec.shape, dtype=spec.dtype)
             if spec.part == "shape":
                 self.register_buffer(name, empty)

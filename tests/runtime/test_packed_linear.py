@@ -3,16 +3,20 @@
 import copy
 import gc
 import pickle
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.checkpoint
+import transformers
 from torch import nn
 
 from quantkit.errors import FormatError, KernelError
 from quantkit.kernels import linear as kernels
 from quantkit.kernels.eager import KernelLayout
+from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.model.architectures import why_not_packable
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime import packed_linear, packed_module
@@ -91,13 +95,40 @@ def test_the_state_dict_is_what_compressed_tensors_stores(name):
     assert {key: (spec.dtype, spec.shape) for key, spec in layer.part_specs().items()} == {
         key: (t.dtype, tuple(t.shape)) for key, t in layer.state_dict().items()
     }
-    words = next(iter(layer.state_dict().values()))
+    (words,) = (tensor for key, tensor in layer.state_dict().items() if key in ("weight", "weight_packed"))
     assert layer.packed.words.dtype == torch.int32
     assert layer.packed.words.data_ptr() == words.data_ptr()
     x = torch.randn(2, 96)
     assert_close(layer(x), dense(x), rtol=1e-5, atol=1e-5)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert_equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("container", ["quantkit", "compressed-tensors"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ["int8", "int4-asym", *FLOATS])
+def test_the_first_parameter_has_a_dtype_to_compute_in_and_a_device(name, bias, container):
+    """Code of models takes both from it: Swin V2 its table, transformers the device of heads."""
+    layer, _ = make(name, bias, container)
+    first = next(layer.parameters())
+    # Scales of e8m0 are bytes: there are no floats without a bias.
+    assert first.dtype in ACTIVATION_DTYPES or (name.startswith("mx") and not bias)
+    assert first is not layer.word_and_bias_parameters()[0]
+
+
+def test_no_class_of_transformers_takes_its_dtype_from_a_linear_without_a_bias():
+    """e8m0 formats would give it the dtype of bytes. The first parameters of these are other than that."""
+    models = Path(transformers.__file__).parent / "models"
+    read = re.compile(r"next\((self[\w.]*)\.parameters\(\)\)\.dtype")
+    found = {
+        (path.parent.name, name)
+        for path in models.glob("*/modeling_*.py")
+        for name in read.findall(path.read_text(encoding="utf-8"))
+    }
+    biased = {(kind, "self.continuous_position_bias_mlp") for kind in ("swinv2", "swin2sr")}
+    # An embedding of tokens, a convolution, and a comparison that turns autocast on.
+    others = {("openai", "self"), ("hunyuan_vl", "self.vision_tower"), ("esmfold2", "self.esmc")}
+    assert found <= biased | others
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

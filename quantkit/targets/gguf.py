@@ -34,13 +34,13 @@ from quantkit.targets.packed_source import PIECE, PackedMatrix
 from quantkit.targets.target import (
     Chunk,
     ExportPlan,
+    Held,
     Job,
     Layout,
     OutputFile,
     Target,
     inexact,
     layout_rows,
-    refuse,
     why_not_held,
 )
 
@@ -56,12 +56,12 @@ _LAYOUTS: Mapping[Layout, BlockType] = {
     for row in sorted(BLOCK_TYPES.values(), key=lambda row: row.nbytes / row.elements)
     if row.grid is not None
 }
-_HOLDS = ", ".join(
-    f"{one.name} ({one.format.name}, groups of {one.groups[0]})" for one in _LAYOUTS if "IQ" not in one.name
-)
-_REMEDY = (
+_HELD = Held(
+    "gguf",
+    tuple(_LAYOUTS),
+    ", ".join(f"{one.name} ({one.format.name}, groups of {one.groups[0]})" for one in _LAYOUTS),
     "Quantize with --format int4 or int8, --group-size 32 and --scale-dtype float16, or --format mxfp4, "
-    "without zero-points"
+    "without zero-points",
 )
 _NUMBERS = {row.dtype: row for row in BLOCK_TYPES.values() if row.dtype is not None}
 
@@ -148,7 +148,7 @@ def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
             # llama.cpp multiplies by vectors in float32 only, which has the same numbers.
             wanted = torch.float32 if len(tensor.shape) == 1 or found.is_row else tensor.torch_dtype
             parts.append(_Part(found, tensor, _NUMBERS[wanted], None))
-    refuse("gguf", refused, _HOLDS, _REMEDY)
+    _HELD.refuse(refused)
     return parts
 
 

@@ -105,6 +105,27 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Held:
+    """All that a target holds: its `layouts`, in `words` and what to do about a matrix that is in none."""
+
+    target: str
+    layouts: tuple[Layout, ...]
+    words: str
+    remedy: str
+
+    def refuse(self, refused: Mapping[str, str]) -> None:
+        """`CheckpointError` for the matrices `refused`, by module with the reason, if there are any."""
+        if not refused:
+            return
+        name, reason = next(iter(refused.items()))
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise CheckpointError(
+            f"{name!r}{more} cannot be exported to {self.target} with the same values: {reason}; "
+            f"{self.target} holds {self.words}. {self.remedy}."
+        )
+
+
+@dataclass(frozen=True)
 class Rows:
     """R rows in a layout, with G groups: codes uint8 [R, K], scales float32 [R, G], and what is beside them.
 
@@ -178,15 +199,3 @@ def inexact(values: torch.Tensor, dtype: torch.dtype) -> float | None:
     """Return the first of `values` (float32) that `dtype` does not have; None if it has all."""
     wrong = values.to(dtype).to(torch.float32) != values
     return float(values[wrong][0]) if bool(wrong.any()) else None
-
-
-def refuse(target: str, refused: Mapping[str, str], holds: str, remedy: str) -> None:
-    """`CheckpointError` for the matrices `refused`, by name with the reason; nothing if there are none."""
-    if not refused:
-        return
-    name, reason = next(iter(refused.items()))
-    more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-    raise CheckpointError(
-        f"{name!r}{more} cannot be exported to {target} with the same values: {reason}; {target} holds "
-        f"{holds}. {remedy}."
-    )

@@ -23,7 +23,7 @@ def export(
         ),
     ],
     out_directory: options.OutDirectory,
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help="The layout: gguf.")],
+    to: Annotated[str, typer.Option("--to", metavar="TARGET", help="The layout: gptq, awq, gguf or mlx.")],
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     max_shard_size: options.ShardSize = options.SHARD_SIZE,

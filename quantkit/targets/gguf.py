@@ -97,6 +97,10 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
         shapes, types = {spec.name: spec.shape, **shapes}, {spec.name: _NUMBERS[torch.float32], **types}
     header = _header(name, metadata, shapes, types)
     notes = [] if tokens is not None else ["the directory has no tokenizer, and so has the file none"]
+    if tokens is not None and tokens.get("tokenizer.ggml.remove_extra_whitespaces"):
+        notes.append(
+            "the tokenizer makes one space of several, and llama.cpp keeps them: tokens differ there"
+        )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         notes.append(f"llama.cpp knows no sliding window of {name}: texts longer than that differ")
     return ExportPlan(

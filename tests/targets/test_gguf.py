@@ -71,6 +71,7 @@ def test_every_format_that_a_type_holds(pack: Pack, tmp_path: Path, name: str) -
     assert compare_with_source(packed, tmp_path / "out").problems == ()
 
 
+@pytest.mark.fault(72)
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_no_type_holds_is_refused_before_anything_is_written(
     pack: Pack, tmp_path: Path, reason: str
@@ -189,6 +190,7 @@ def test_what_is_no_packed_directory_of_a_known_model(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fault(72)
 def test_a_value_that_differs_leaves_the_export_unfinished(
     pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

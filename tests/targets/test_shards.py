@@ -73,6 +73,7 @@ def test_values_are_those_that_low_bit_readers_give(pack: Pack, tmp_path: Path, 
     assert sum(kind.lower().startswith(target) for kind in result.stored.values()) == 14
 
 
+@pytest.mark.fault(72)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_target_does_not_hold_is_refused_first(pack: Pack, tmp_path: Path, name: str) -> None:
     options, reason = REFUSED[name]

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
-from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.memory import enough_memory
@@ -88,9 +89,10 @@ def export(
             "versions": versions(),
         }
         names = [file.name for file in planned.files]
+        late = [*(path.name for path in checkpoint.side_files), INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
         report = counting(2 * checkpoint.nbytes, progress)
         with OutputDirectory.open(
-            Path(out), checkpoint.directory, options.mode, run, size + side, names=names
+            Path(out), checkpoint.directory, options.mode, run, size + side, names=names + late
         ) as output:
             _write(checkpoint, planned, output, report)
             output.finish(

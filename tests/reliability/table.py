@@ -297,6 +297,11 @@ FAULTS: dict[str, dict[int, Fault]] = {
             "warning. A damaged tile table is an error that names the file: without it the model would be "
             "slower and nobody would know why. A rank that dies ends all",
         ),
+        72: Fault(
+            "an export of values that the target does not have, or that read back differ",
+            "error",
+            "names the linear, what it has and what the target holds; what differs leaves it unfinished",
+        ),
     },
 }
 

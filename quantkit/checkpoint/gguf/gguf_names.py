@@ -21,6 +21,7 @@ class Architecture:
     added      what llama.cpp adds to weights whose name ends in `norm`
     column     names of matrices of one row, which files have as vectors
     config     metadata that transformers' own conversion leaves out, and the key of config.json
+    exported   model types of transformers that `export` writes as this architecture
     """
 
     layer: Mapping[str, str]
@@ -29,6 +30,7 @@ class Architecture:
     added: float = 0.0
     column: frozenset[str] = frozenset()
     config: Mapping[str, str] = field(default_factory=dict)
+    exported: tuple[str, ...] = ()
 
 
 _ATTENTION = {
@@ -59,18 +61,24 @@ _GEMMA = {
 #: Architectures by the name in files. Adding one is adding a row.
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
-        _DENSE, permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+        _DENSE,
+        permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"},
+        exported=("llama", "mistral"),
     ),
-    "qwen2": Architecture(_DENSE),
-    "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}, config=_HEAD_SIZE),
+    "qwen2": Architecture(_DENSE, exported=("qwen2",)),
+    "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}, config=_HEAD_SIZE, exported=("qwen3",)),
     "qwen2moe": Architecture(
         {**_ATTENTION, **_SHARED, "ffn_gate_inp": "mlp.gate"},
         _EXPERTS,
         column=frozenset({"ffn_gate_inp_shexp"}),
         config={**_EXPERT_SIZE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        exported=("qwen2_moe",),
     ),
     "qwen3moe": Architecture(
-        {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, _EXPERTS, config=_EXPERT_SIZE
+        {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"},
+        _EXPERTS,
+        config=_EXPERT_SIZE,
+        exported=("qwen3_moe",),
     ),
     "gemma2": Architecture(_GEMMA, added=1.0),
     "gemma3": Architecture({**_GEMMA, **_HEAD_NORMS}, added=1.0),
@@ -91,6 +99,9 @@ _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output
 #: Constants of rotary embeddings, which transformers computes.
 ROTARY = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_(long|short))\.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+#: The same of transformers' names.
+_MODEL_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,46 @@ class Named:
     heads: int | None = None
     added: float = 0.0
     is_row: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """The tensor `name` of llama.cpp that a tensor of transformers is, or has the expert `part` of.
+
+    `heads` is the metadata that counts its heads, where their rows are permuted; `is_row` as of `Named`.
+    """
+
+    name: str
+    part: int | None = None
+    heads: str | None = None
+    is_row: bool = False
+
+
+def place(arch: Architecture, name: str) -> Place | None:
+    """Return the place of the tensor `name` of transformers, the inverse of `named`; None if it has none."""
+    stem, _, leaf = name.rpartition(".")
+    for theirs, ours in _TOP.items():
+        if ours == stem:
+            return Place(f"{theirs}.{leaf}")
+    match = _MODEL_LAYER.fullmatch(name)
+    if match is None:
+        return None
+    number, within, leaf = match.groups()
+    expert = _EXPERT.search(within)
+    pattern = _EXPERT.sub("{}", within)
+    names = {ours: theirs for theirs, ours in (arch.experts if expert else arch.layer).items()}
+    if pattern not in names:
+        return None
+    found = names[pattern]
+    part = None if expert is None else int(expert[0])
+    heads = arch.permuted.get(found)
+    return Place(f"blk.{number}.{found}.{leaf}", part, heads, found in arch.column)
+
+
+def exported_as(model_type: str) -> tuple[str, Architecture] | None:
+    """The architecture of llama.cpp that models of a type are exported as, and its name; None if none is."""
+    rows = ARCHITECTURES.items()
+    return next(((name, row) for name, row in rows if model_type in row.exported), None)
 
 
 def architecture(header: GgufHeader) -> Architecture:

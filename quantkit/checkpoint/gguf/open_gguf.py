@@ -28,6 +28,8 @@ from quantkit.errors import CheckpointError, QuantkitError, causes
 from quantkit.files import disk_error, temporary
 
 SUFFIX = ".gguf"
+#: The model of a tokenizer where a file has none.
+NO_TOKENIZER = "no_vocab"
 #: Values of the arrays that a config may need, such as heads by layer; vocabularies have more.
 _OUTLINED = 1024
 _GENERATION_CONFIG = "generation_config.json"
@@ -157,7 +159,7 @@ def _write_files(header: GgufHeader, directory: Path, rotary: dict[str, Any] | N
         with _explained(header.path, "config.json"):
             write_outline(header, outline)
             config = AutoConfig.from_pretrained(view, gguf_file=outline.name, trust_remote_code=False)
-        if header.get("tokenizer.ggml.model", str) is not None:
+        if header.get("tokenizer.ggml.model", str, NO_TOKENIZER) != NO_TOKENIZER:
             file.symlink_to(header.path)
             with _explained(header.path, "tokenizer"):
                 words = PreTrainedTokenizerFast.from_pretrained(view, gguf_file=file.name)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 #: The factors of Llama 3 and their thresholds, in every model that has them.
-_LOW, _HIGH = 1.0, 4.0
+LOW, HIGH = 1.0, 4.0
 #: Context lengths before they were extended.
 _CONTEXTS = (8192, 4096, 2048, 16384, 32768)
 
@@ -24,29 +24,29 @@ def llama3_parameters(factors: Sequence[float], base: float) -> dict[str, Any] |
     # They were float32 numbers.
     factor = float(f"{max(factors):.6g}")
     for context in _CONTEXTS:
-        expected = _factors(len(factors), base, factor, context)
+        expected = llama3_factors(len(factors), base, factor, context)
         if all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(factors, expected, strict=True)):
             return {
                 "rope_type": "llama3",
                 "rope_theta": base,
                 "factor": factor,
-                "low_freq_factor": _LOW,
-                "high_freq_factor": _HIGH,
+                "low_freq_factor": LOW,
+                "high_freq_factor": HIGH,
                 "original_max_position_embeddings": context,
             }
     return None
 
 
-def _factors(count: int, base: float, factor: float, context: int) -> list[float]:
-    """The factors that Llama 3 has for a context of this length before it was extended."""
+def llama3_factors(count: int, base: float, factor: float, context: int) -> list[float]:
+    """The `count` factors that Llama 3 has for a context of this length before it was extended."""
     found = []
     for i in range(count):
         turns = context * base ** (-i / count) / (2 * math.pi)
-        if turns > _HIGH:
+        if turns > HIGH:
             found.append(1.0)
-        elif turns < _LOW:
+        elif turns < LOW:
             found.append(factor)
         else:
-            smooth = (turns - _LOW) / (_HIGH - _LOW)
+            smooth = (turns - LOW) / (HIGH - LOW)
             found.append(1 / ((1 - smooth) / factor + smooth))
     return found

@@ -86,8 +86,17 @@ class GgufRows(StoredTensor):
         size = self.shape[0] // self.heads
         first = start // size * size
         rows = read(stored, first, -(-stop // size) * size)
-        pairs = rows.view(-1, size // 2, 2, self.row_bytes)
-        return pairs.transpose(1, 2).reshape(-1, self.row_bytes)[start - first : stop - first]
+        return halves_of_pairs(rows, size)[start - first : stop - first]
+
+
+def halves_of_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows [R, B] of whole heads of `size` rows: first those at even places, then those at odd ones."""
+    return rows.view(-1, size // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def pairs_of_halves(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """The inverse of `halves_of_pairs`."""
+    return rows.view(-1, 2, size // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
 def _dequantized(rows: torch.Tensor, block_type: BlockType) -> torch.Tensor:

@@ -35,6 +35,21 @@ def unpack_stream(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     return codes.flatten(1)[:, :columns]
 
 
+def pack_stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `unpack_stream`: int32 [R, words_of(columns, bits)] of codes, uint8 [R, columns]."""
+    columns = codes.shape[1]
+    if bits in _WHOLE:
+        return bitpack.pack(codes, bits)
+    padded = F.pad(codes, (0, -columns % 32)).view(len(codes), -1, 32).to(torch.int64)
+    words = torch.zeros(*padded.shape[:2], bits + 1, dtype=torch.int64)
+    for i in range(32):
+        word, shift = divmod(i * bits, 32)
+        words[:, :, word] |= padded[:, :, i] << shift
+        words[:, :, word + 1] |= padded[:, :, i] >> (32 - shift)
+    # The conversion keeps the low 32 bits. Nothing is left for the last word.
+    return words[:, :, :bits].to(torch.int32).flatten(1)[:, : words_of(columns, bits)].contiguous()
+
+
 def unpack_fields(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """Codes (uint8 [R, columns]) of words (int32) that hold `32 // bits` codes each, none in two."""
     shifts = torch.arange(32 // bits) * bits

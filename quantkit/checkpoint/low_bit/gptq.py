@@ -35,6 +35,8 @@ _GPTQ: dict[str, tuple[int, Unpack]] = {
     "gptq_v2": (0, unpack_stream),
     "gptq_p": (0, bitpack.unpack),
 }
+#: The row whose code each place of a word of AWQ has, the lowest bits first.
+AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
 #: Widths that are always in planes, whatever the format is called.
 _PLANES_ONLY = (5, 6, 7)
 
@@ -127,8 +129,7 @@ class Awq(LowBitWeight):
         def rows_of(part: str) -> torch.Tensor:
             words = read(self.parts[part], columns=(low, high))
             codes = nibbles(words.view(torch.uint8)).view(len(words), -1, 8).permute(1, 2, 0)
-            # The codes of rows 0 to 7, by where they are in a word.
-            codes = codes[:, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(0, 1)
+            codes = codes[:, [AWQ_ROWS.index(row) for row in range(8)]].flatten(0, 1)
             return codes[start - 8 * low : stop - 8 * low]
 
         scales = read(self.parts["scale"], columns=(start, stop)).T.contiguous()

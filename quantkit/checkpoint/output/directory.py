@@ -41,13 +41,14 @@ from quantkit.checkpoint.output.existing import (
 from quantkit.checkpoint.output.journal import JOURNAL_NAME, Entry, Journal, run_hash
 from quantkit.checkpoint.output.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.output.preflight import make_directory, resolve_output
-from quantkit.checkpoint.output.shard_file import ShardFile
+from quantkit.checkpoint.output.shard_file import OtherHeader, ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import OutputError
 from quantkit.files import TEMP_PREFIX, sync_directory
 
 SINGLE_FILE_NAME = "model.safetensors"
-_SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+GGUF_FILE_NAME = "model.gguf"
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(safetensors|gguf)")
 _MANIFEST_KEYS = frozenset({"files", "run", "run_sha256", OWN_HASH})
 _OWN_NAMES = frozenset({LOCK_NAME, JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME, CONFIG_NAME})
 
@@ -174,9 +175,15 @@ class OutputDirectory:
 
     @contextmanager
     def shard(
-        self, filename: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
+        self,
+        filename: str,
+        specs: Sequence[TensorSpec],
+        metadata: Mapping[str, str],
+        header: OtherHeader | None = None,
     ) -> Iterator[ShardFile]:
         """A safetensors file with `specs` in this order, to be filled in the `with` block.
+
+        With another `header`, which describes the same tensors, it is a file of that kind.
 
         If the block ends normally and every byte was written, the file is on the disk under its
         name and in the journal. Otherwise it is removed: `OutputError` for a failure of the disk
@@ -185,12 +192,12 @@ class OutputDirectory:
         if not _SHARD_NAME.fullmatch(filename):
             raise OutputError(
                 f"{filename!r} is not a shard name. Use letters, digits, '.', '_' and '-', ending "
-                "in .safetensors."
+                "in .safetensors or .gguf."
             )
         if self.is_done(filename):
             raise OutputError(f"{self.path / filename} is done already. Ask is_done() first.")
         journal = self._claim([filename])
-        file = ShardFile(self.path, filename, specs, metadata)
+        file = ShardFile(self.path, filename, specs, metadata, header)
         try:
             yield file
             # Before the rename, so that details that are not JSON leave no file behind.
@@ -228,11 +235,11 @@ class OutputDirectory:
         """Write what comes after the shards, `config.json` last; does nothing once complete.
 
         `index_weight_map` maps tensor names to shards, `total_size` is their data in bytes. A lone
-        `model.safetensors` gets no index. `side_files` are copied byte for byte. To `manifest` are
-        added `run`, `run_sha256`, `files` (name -> sha256 and size) and its own hash. `check` is called
-        once all files but manifest and config are there, and returns more keys for the manifest; what it
-        raises leaves the directory unfinished. `OutputError` if shards are missing, names collide, the lock
-        is lost or the disk fails; `CheckpointError` if a side file cannot be read.
+        `model.safetensors` or `model.gguf` gets no index. `side_files` are copied byte for byte. To
+        `manifest` are added `run`, `run_sha256`, `files` (name -> sha256 and size) and its own hash. `check`
+        is called once all files but manifest and config are there, and returns more keys for the manifest;
+        what it raises leaves the directory unfinished. `OutputError` if shards are missing, names collide,
+        the lock is lost or the disk fails; `CheckpointError` if a side file cannot be read.
         """
         if self.complete:
             return
@@ -240,7 +247,7 @@ class OutputDirectory:
             raise ValueError(f"manifest keys {sorted(clash)} are set by OutputDirectory.finish")
         shards = self._check_shards(index_weight_map)
         self._check_side_files(side_files)
-        index_names = [] if shards == [SINGLE_FILE_NAME] else [INDEX_NAME]
+        index_names = [] if shards in ([SINGLE_FILE_NAME], [GGUF_FILE_NAME]) else [INDEX_NAME]
         side_names = [path.name for path in side_files]
         journal = self._claim([*side_names, *index_names, MANIFEST_NAME, CONFIG_NAME])
 

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,26 +104,42 @@ class PrefixHasher:
             self._error = error
 
 
+@dataclass(frozen=True)
+class OtherHeader:
+    """The first bytes of a file that is no safetensors file; tensors begin at multiples of `alignment`."""
+
+    data: bytes
+    alignment: int
+
+
 class ShardFile:
-    """A safetensors file under its temporary name, open for writing.
+    """A safetensors file under its temporary name, open for writing; or one of another `header`.
 
     `detail` is JSON-able and goes into the journal with the file; `OutputDirectory.details` gives
     it back after a resume.
     """
 
     def __init__(
-        self, directory: Path, name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
+        self,
+        directory: Path,
+        name: str,
+        specs: Sequence[TensorSpec],
+        metadata: Mapping[str, str],
+        header: OtherHeader | None = None,
     ) -> None:
         """Write the header of a file with the tensors `specs`, in this order, and no data yet."""
         self.path = directory / name
         self.detail: dict[str, Any] = {}
-        header = encode_header(specs, metadata)
+        alignment, data = (header.alignment, header.data) if header else (1, encode_header(specs, metadata))
         self._specs = {spec.name: spec for spec in specs}
         self._offsets: dict[str, int] = {}
-        self.size = len(header)
+        self.size = len(data)
+        gaps: list[tuple[int, int]] = []
         for spec in specs:
             self._offsets[spec.name] = self.size
-            self.size += spec.nbytes
+            end = self.size + spec.nbytes
+            self.size = -(-end // alignment) * alignment
+            gaps.append((end, self.size - end))
         self._mutex = threading.Lock()
         self._reserved = Coverage()
         self._written = Coverage()
@@ -132,7 +149,9 @@ class ShardFile:
             self._hasher = PrefixHasher(self._file.fd)
             try:
                 self._hasher.start()
-                self._put(header, 0)
+                self._put(data, 0)
+                for start, count in gaps:
+                    self._put(bytes(count), start)
             except BaseException:
                 self.discard()
                 raise

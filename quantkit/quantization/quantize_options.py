@@ -30,7 +30,8 @@ class QuantizeOptions:
     config that names remote code, which is dropped and never run. With `resume` a run that was interrupted
     goes on, with `overwrite` an earlier output is replaced. With `check` the result is run on a fixed prompt
     before it is finished. Its logits are stored in the manifest, with which `verify` compares. Where memory
-    is too small for that, `QuantizeResult.unchecked` says so.
+    is too small for that, `QuantizeResult.unchecked` says so. `engine` is "vllm" or "sglang", or a version
+    such as "vllm==0.26.0". A budget then chooses among what it reads, and what it would not load is refused.
     """
 
     recipe: "RecipeOptions | Recipe" = DEFAULT_RECIPE
@@ -42,6 +43,7 @@ class QuantizeOptions:
     resume: bool = False
     overwrite: bool = False
     check: bool = False
+    engine: str | None = None
 
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:

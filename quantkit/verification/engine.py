@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
-from quantkit.checkpoint.engines import Engine, Support, installed_beside, strategy_of, support
+from quantkit.checkpoint.engines import Engine, Support, asked_engine, installed_beside, strategy_of, support
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import UsageError
 from quantkit.model.model_class import why_no_class
+from quantkit.quantization.plan import Plan
 from quantkit.quantization.plan_warnings import reader_notes
 from quantkit.runtime.parallel_plan import Cut, TensorParallelPlan
 from quantkit.runtime.saved_model import read_record, record_of
@@ -100,6 +102,20 @@ def engine_report(directory: Path, engine: Engine, version: str) -> EngineReport
         ranks,
         tuple(filter(None, notes)),
     )
+
+
+def for_engine(planned: Plan, asked: str) -> Plan:
+    """Return `planned` with a note on the engine and version that `--engine` asked for, which loads it.
+
+    Raises `UsageError` if it would not.
+    """
+    engine, version = asked_engine(asked)
+    section = planned.model_config["quantization_config"]
+    refused = why_refused(engine, version, section, planned.assignments, planned.not_portable)
+    if refused:
+        raise UsageError(f"--engine {asked}: {' '.join(refused)}")
+    notes = (f"{engine.name} {version} loads the result.", installed_beside(engine, version))
+    return replace(planned, notes=(*planned.notes, *filter(None, notes)))
 
 
 def why_refused(
@@ -210,7 +226,7 @@ def _not_portable(engine: Engine, reasons: Sequence[str]) -> str:
     package = engine.name.lower()
     return (
         f"{engine.name} has no quant_method 'quantkit', and compressed-tensors cannot express this{why}. "
-        f"Quantize with --engine {package}, which allows only what it reads."
+        f"Choose formats and group sizes that it has: --bits-per-weight with --engine {package} does."
     )
 
 

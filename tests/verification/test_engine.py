@@ -84,7 +84,7 @@ def test_experts_by_other_names_stop_only_versions_that_do_not_find_them(tmp_pat
         ({"format": "int4", "group_size": "tensor"}, ["integers with one scale per tensor", "-g channel"]),
         ({"format": "int5", "group_size": 32},
          ["vLLM has no quant_method 'quantkit', and compressed-tensors cannot express this: model.layers.0.",
-          "has no int5 (one of 14 linears). Quantize with --engine vllm"]),
+          "has no int5 (one of 14 linears). Choose formats and group sizes that it has"]),
     ],
     ids=["fused", "tensor", "own"],
 )  # fmt: skip

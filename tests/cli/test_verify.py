@@ -293,6 +293,22 @@ def test_what_is_no_packed_checkpoint(run: Run, command: str) -> None:
     assert "dir 'missing' does not exist" in done.err
 
 
+@pytest.mark.parametrize("arguments", [("inspect",), ("verify",), ("verify", "--engine", "vllm")])
+def test_a_checkpoint_of_another_tool_is_said_to_be_one(
+    run: Run, damaged: Path, arguments: tuple[str, ...]
+) -> None:
+    (damaged / MANIFEST_NAME).unlink()
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    edit_json(damaged / "config.json", lambda config: config.update(quantization_config=section))
+    done = run(arguments[0], damaged, *arguments[1:])
+    assert done.code == 3 and done.out == ""
+    assert done.err.endswith(
+        f"error: {damaged} is of another tool: config.json has quant_method 'compressed-tensors' and no "
+        "section 'quantkit'. Make it a quantkit checkpoint with `quantkit convert`; `eval` and `generate` "
+        "take it as it is.\n"
+    )
+
+
 @pytest.mark.parametrize("command", ["generate", "eval"])
 @pytest.mark.parametrize("damage", [delete_the_weights, delete_the_config, edit_the_config, "tokenizer"])
 def test_models_that_cannot_be_opened(

@@ -225,8 +225,9 @@ def _not_portable(engine: Engine, reasons: Sequence[str]) -> str:
     why = f": {reasons[0]}{more}" if reasons else ""
     package = engine.name.lower()
     return (
-        f"{engine.name} has no quant_method 'quantkit', and compressed-tensors cannot express this{why}. "
-        f"Choose formats and group sizes that it has: --bits-per-weight with --engine {package} does."
+        f"{engine.name} alone has no quant_method 'quantkit', and compressed-tensors cannot express "
+        f"this{why}. Choose formats and group sizes that it has: --bits-per-weight with --engine {package} "
+        "does."
     )
 
 

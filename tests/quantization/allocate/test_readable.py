@@ -79,6 +79,7 @@ def test_what_a_budget_chooses_for_an_engine_is_loaded_by_it(tmp_path: Path) -> 
     assert "vLLM 0.33.0 loads the result." in result.plan.notes
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -6,7 +6,10 @@ SGLang are held to their own code (`tests/compat/engines.py`), those of transfor
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
+
+from quantkit.errors import UsageError
 
 LayerKind = Literal["linear", "experts", "lm_head"]
 
@@ -33,6 +36,40 @@ VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"))
 SGLANG = Engine("SGLang", ("0.5.23",))
 TRANSFORMERS = Engine("transformers", ("5.23.0", "5.24.0"))
 ENGINES = (VLLM, SGLANG, TRANSFORMERS)
+#: Engines that serve, by the name of their package.
+SERVERS = {"vllm": VLLM, "sglang": SGLANG}
+
+
+def asked_engine(text: str) -> tuple[Engine, str]:
+    """Return the engine and version that `--engine text` names, such as `vllm` or `vllm==0.26.0`.
+
+    The newest version that was tried is the default. Raises `UsageError` for another engine or version.
+    """
+    package, separator, asked = text.partition("==")
+    engine = SERVERS.get(package)
+    if engine is None:
+        raise UsageError(f"--engine is {text!r}; quantkit knows {' and '.join(SERVERS)}.")
+    if separator and asked not in engine.tried:
+        raise UsageError(
+            f"--engine is {text!r}, and {engine.name} {asked} was not tried. Versions that were: "
+            f"{', '.join(engine.tried)}."
+        )
+    return engine, asked or engine.tried[-1]
+
+
+def installed_beside(engine: Engine, answered: str) -> str | None:
+    """Return a note if the version of `engine` that is installed here is not `answered`, else None."""
+    package = next(name for name, one in SERVERS.items() if one == engine)
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return None
+    # A local version, such as 0.32.0+cpu, is that of a build.
+    public = found.partition("+")[0]
+    if public == answered:
+        return None
+    asks = f"Ask for it with --engine {package}=={public}." if public in engine.tried else "It was not tried."
+    return f"{engine.name} {found} is installed, and this is about {answered}. {asks}"
 
 
 @dataclass(frozen=True)
@@ -57,6 +94,8 @@ class Support:
     instead: str = ""
     #: Whether it reads them only where the whole checkpoint has this format.
     alone: bool = False
+    #: What of it may surprise a user who measured the checkpoint with quantkit.
+    caution: str = ""
 
 
 #: Strategies: a scale per block of 128x128 in a matrix of whole blocks, and any other.
@@ -108,6 +147,8 @@ _FP8_GROUPS = "fp8 with scales per group"
 _HF = ("CompressedTensorsHfQuantizer",)
 _FP8_BLOCKS = "fp8 in other than whole blocks of 128x128"
 _FP8_EXPERTS = "fp8 experts with 16-bit inputs"
+#: `CompressedTensorsW4A4Mxfp4` and the classes beside it do not ask whether inputs are quantized.
+_QUANTIZES_X = "on Blackwell GPUs quantizes x too, so accuracy is not what quantkit measures"
 
 #: The first row that fits decides. What no row fits was not tried, and is not promised.
 SUPPORT: tuple[Support, ...] = (
@@ -135,10 +176,14 @@ SUPPORT: tuple[Support, ...] = (
         what=_FP8_EXPERTS,
         instead="Give the experts int8, mxfp8 or nvfp4, such as --rule '*.experts.*=int8'.",
     ),
-    Support(VLLM, _MXFP8, ("group",), _LINEARS, ("CompressedTensorsW8A8Mxfp8",)),
-    Support(VLLM, _MXFP8, ("group",), _EXPERTS, ("CompressedTensorsW8A8Mxfp8MoEMethod",)),
-    Support(VLLM, _MXFP4, ("group",), _LINEARS, ("CompressedTensorsW4A4Mxfp4",)),
-    Support(VLLM, _MXFP4, ("group",), _EXPERTS, ("CompressedTensorsW4A4Mxfp4MoEMethod",)),
+    Support(VLLM, _MXFP8, ("group",), _LINEARS, ("CompressedTensorsW8A8Mxfp8",), caution=_QUANTIZES_X),
+    Support(
+        VLLM, _MXFP8, ("group",), _EXPERTS, ("CompressedTensorsW8A8Mxfp8MoEMethod",), caution=_QUANTIZES_X
+    ),
+    Support(VLLM, _MXFP4, ("group",), _LINEARS, ("CompressedTensorsW4A4Mxfp4",), caution=_QUANTIZES_X),
+    Support(
+        VLLM, _MXFP4, ("group",), _EXPERTS, ("CompressedTensorsW4A4Mxfp4MoEMethod",), caution=_QUANTIZES_X
+    ),
     Support(VLLM, _NVFP4, ("tensor_group",), _LINEARS, ("CompressedTensorsW4A4Fp4",)),
     Support(VLLM, _NVFP4, ("tensor_group",), _EXPERTS, ("CompressedTensorsW4A4Nvfp4MoEMethod",)),
     Support(SGLANG, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),

@@ -26,6 +26,7 @@ from quantkit.files import os_error_text, parse_json, shown
 
 MANIFEST_NAME = "quantkit_manifest.json"
 OWN_HASH = "manifest_sha256"
+_CONFIG = "config.json"
 MAX_MANIFEST_BYTES = 64 << 20
 #: What loading would take for a part of the model.
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -65,6 +66,12 @@ def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
                 f"{path} has more than the {MAX_MANIFEST_BYTES} bytes that a manifest may have. {_REWRITE}"
             )
     except FileNotFoundError:
+        if (method := _other_method(directory)) is not None:
+            raise CheckpointError(
+                f"{directory} is of another tool: {_CONFIG} has quant_method {shown(method)} and no "
+                "section 'quantkit'. Make it a quantkit checkpoint with `quantkit convert`; `eval` and "
+                "`generate` take it as it is."
+            ) from None
         raise CheckpointError(
             f"{path} is missing: {directory} is not a finished quantkit checkpoint. If a run was "
             "interrupted there, continue it with --resume."
@@ -81,6 +88,18 @@ def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
     if problem is not None:
         raise CheckpointError(f"{path}: {problem}. {_REWRITE}")
     return manifest, data
+
+
+def _other_method(directory: Path) -> object:
+    """Return the quant_method of a checkpoint that another tool quantized, None of any other."""
+    try:
+        config = parse_json(read_inside(directory / _CONFIG, MAX_MANIFEST_BYTES), "it")
+        section = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return (
+        section.get("quant_method", "") if isinstance(section, dict) and "quantkit" not in section else None
+    )
 
 
 def manifest_bytes(content: Mapping[str, Any]) -> bytes:

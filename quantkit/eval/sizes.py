@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.compressed_tensors import stored_formats
+from quantkit.checkpoint.low_bit.dequantized import dequantized
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.packing.names import StoredFormat, packed_parameters
 from quantkit.packing.schemes import PARTS, Scheme
@@ -41,6 +43,7 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     `CheckpointError` for a quantization config or packed tensor that quantkit would not have written.
     """
     section = checkpoint.config.get("quantization_config")
+    tensors: Mapping[str, StoredTensor] = checkpoint.tensors
     packed_bytes, packed_weights, packed_elements = 0, 0, 0
     low_bit = dict.fromkeys(tensor.stored_as for tensor in checkpoint.tensors.values() if tensor.stored_as)
     described = " + ".join(filter(None, low_bit)) or "dense"
@@ -57,7 +60,8 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     elif section:
         method = section.get("quant_method") if isinstance(section, dict) else section
         described = f"quant_method {method}"
-    elements = sum(tensor.elements for tensor in checkpoint.tensors.values())
+        tensors = _logical_tensors(checkpoint)
+    elements = sum(tensor.elements for tensor in tensors.values())
     manifest = _manifest(checkpoint.directory)
     found = 8 * checkpoint.nbytes / (elements - packed_elements + packed_weights)
     return Sizes(
@@ -67,6 +71,15 @@ def measure(checkpoint: Checkpoint) -> Sizes:
         described,
         _methods(manifest),
     )
+
+
+def _logical_tensors(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
+    """Return the tensors of a checkpoint of another tool, low-bit ones in their logical shapes."""
+    try:
+        return dequantized(checkpoint).tensors
+    except CheckpointError:
+        # Formats that transformers runs and quantkit does not read: an element may hold several weights.
+        return checkpoint.tensors
 
 
 def describe(config: QuantizationConfig) -> str:

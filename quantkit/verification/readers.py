@@ -5,6 +5,8 @@ compressed-tensors which modules are packed: those of a class that it targets, l
 a dense linear that is not declared there would be made up, which is only a warning when a model loads.
 """
 
+import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -26,10 +28,13 @@ from quantkit.model.model_class import build, meta_model, model_class, model_con
 from quantkit.model.names import PART, model_names
 from quantkit.model.structure import MOVED
 from quantkit.quantization.plan import Plan
-from quantkit.quantization.plan_warnings import Note, reader_notes, readers_beside
+from quantkit.quantization.plan_warnings import EXPERTS_OF_SGLANG, Note, reader_notes, readers_beside
 from quantkit.runtime.replace import is_elsewhere, swap_modules
 from quantkit.runtime.transformers.headers import check_tensors, stored_by_entry
 from quantkit.runtime.transformers.registration import register_plugin
+
+#: The name of a matrix of an expert in JSON.
+_EXPERT = re.compile(r'\.experts\.\d+\.(\w+)"')
 
 
 def with_readers(planned: Plan, checkpoint: Checkpoint) -> Plan:
@@ -105,20 +110,27 @@ def stored_notes(config: Mapping[str, Any], layers: Mapping[str, LayerRecord]) -
 
     `config` is its config.json.
     """
-    parsed = QuantizationConfig.from_dict(config["quantization_config"])
-    if parsed.container != "compressed-tensors":
+    section = config["quantization_config"]
+    if QuantizationConfig.from_dict(section).container != "compressed-tensors":
         return None
-    assignments = [
+    return tuple(reader_notes(stored_assignments(section, layers)))
+
+
+def stored_assignments(section: Mapping[str, Any], layers: Mapping[str, LayerRecord]) -> list[Assignment]:
+    """Return the `Assignment` of each of the `layers` of a checkpoint with this `quantization_config`."""
+    parsed = QuantizationConfig.from_dict(section)
+    # Experts that are not all stored in one way are named.
+    leaf = min(set(_EXPERT.findall(json.dumps(section))) - EXPERTS_OF_SGLANG, default="")
+    return [
         Assignment(
             name,
-            (name,) * layer.matrices,
+            (f"{name}.{leaf}".rstrip("."),) * layer.matrices,
             (layer.shape[0], layer.shape[1]),
             None if layer.scheme is None else parsed.scheme_of(name),
             head=layer.kind == "lm_head",
         )
         for name, layer in layers.items()
     ]
-    return tuple(reader_notes(assignments))
 
 
 def _why_none(config: Mapping[str, Any], directory: Path, tensors: Mapping[str, TensorSpec]) -> str | None:

@@ -139,7 +139,8 @@ FAULTS: dict[str, dict[int, Fault]] = {
             "q, k, v or gate, up in different schemes",
             "warning",
             "quantkit and transformers run such a model, so it is written; a note says that vLLM and "
-            "SGLang do not and names the linears",
+            "SGLang do not and names the linears. With `--engine` it is an error, as all that the engine "
+            "refuses or misreads",
         ),
         37: Fault(
             "a tied lm_head that is quantized",

@@ -8,7 +8,7 @@ plain `AutoModelForCausalLM.from_pretrained(packed_directory)` works afterwards.
 import sys
 
 TYPE_CHECKING = False
-# Signals that come before the command handles them end in a traceback, so all that takes long comes later.
+# Signals before the command has its own handlers end in a traceback, so slow imports come after this point.
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from typing import Any
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> "Any":
     return value
 
 
-#: Where a module has another name for it.
+#: Names that differ in the defining module.
 _NAMES = {"__version__": "VERSION"}
 
 
@@ -73,14 +73,14 @@ _QUANTIZERS = "transformers.quantizers.auto"
 
 
 def _register_plugin() -> None:
-    """Have the plug-in registered once transformers' quantizers are imported; at once if they are."""
+    """Register the plug-in when transformers' quantizers are imported; at once if they already are."""
     import wrapt
 
     wrapt.register_post_import_hook("quantkit.runtime.transformers.registration:register_plugin", _QUANTIZERS)
 
 
 class _Quantizers:
-    """Waits on `sys.meta_path` until transformers' quantizers are looked for: wrapt takes long to import."""
+    """Import hook on `sys.meta_path` that waits for transformers' quantizers; wrapt is slow to import."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         if name != _QUANTIZERS:
@@ -89,7 +89,7 @@ class _Quantizers:
         _register_plugin()
         from importlib.util import find_spec
 
-        # Anew, now that wrapt looks too.
+        # Look again, now that the hook of wrapt is installed too.
         return find_spec(name)
 
 

@@ -1,4 +1,7 @@
-"""The `quantkit` command, also as `python -m quantkit`: signals first, then imports, which take long."""
+"""Run the `quantkit` command, also as `python -m quantkit`.
+
+Signal handlers are set before the imports, which take long.
+"""
 
 from quantkit.leaving import handle, leave
 

@@ -6,14 +6,15 @@ here (`tests/test_about.py`).
 
 import json
 
-#: What pip calls this distribution; pyproject.toml says the same. Import name and command are `quantkit`.
+#: Name of the distribution on the package index, as in pyproject.toml. Import name and command are
+#: `quantkit`.
 DISTRIBUTION = "quantkit-lowbit"
-#: pyproject.toml reads it.
+#: Version of this package; pyproject.toml reads it from here.
 VERSION = "0.1.0"
-#: Versions of transformers that `tests/compat/run.py` takes: the oldest supported, that of the GPU test
-#: machines, one that vLLM pins, the last that calls a cache `past_key_values`, the latest tested.
+#: Versions of transformers that `tests/compat/run.py` tests: the oldest supported, the version of the GPU
+#: test machines, a version that vLLM pins, the last one that calls a cache `past_key_values`, the newest.
 TESTED_TRANSFORMERS = ("5.12.1", "5.17.0", "5.19.0", "5.23.0", "5.24.0")
-#: What pip installs for each extra that a user may miss; pyproject.toml says the same.
+#: Packages that pip installs for each extra, as in pyproject.toml.
 EXTRAS = {
     "eval": "lm-eval[hf]>=0.4.13",
     "plots": "matplotlib>=3.9",
@@ -24,17 +25,17 @@ EXTRAS = {
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs the package behind `extra`.
+    """Return the command that installs the package behind `extra`.
 
-    It names that package and not ours, so that it works however quantkit was installed.
+    The command names that package and not ours, so it works however quantkit was installed.
     """
     return f"`pip install '{EXTRAS[extra]}'`"
 
 
 def requirement() -> str | None:
-    """What another machine can give to pip to get this distribution; None if it came from a local directory.
+    """Return a pip requirement that installs this distribution elsewhere; None for a local directory.
 
-    That is the URL that this one was installed from, or its name if it was installed from an index.
+    It is the URL of the installation, or the name for an installation from an index.
     """
     from importlib.metadata import PackageNotFoundError, distribution
 
@@ -42,10 +43,10 @@ def requirement() -> str | None:
         found = distribution(DISTRIBUTION)
     except PackageNotFoundError:  # a source tree on the path
         return None
-    # Installers leave their name, builds in a source tree do not.
+    # Installers write this file; builds in a source tree do not.
     if found.read_text("INSTALLER") is None:
         return None
-    # Written for all that is not looked up in an index (PEP 610).
+    # Written for every installation that does not come from an index (PEP 610).
     text = found.read_text("direct_url.json")
     if text is None:
         return DISTRIBUTION

@@ -1,7 +1,7 @@
-"""Converting a checkpoint that is packed already: the same values, exactly, in quantkit's schemes.
+"""Convert a low-bit checkpoint to quantkit's schemes without changing any weight.
 
-`quantization/nesting.py` says which scheme has the values of a grid, and proves it of every row that is
-written. The rest is as in `quantizing.py`, without recipes, methods and calibration.
+`quantization/nesting.py` finds a scheme that holds all values of a stored grid, and checks every row that is
+written. All other steps are as in `quantizing.py`, without recipes, methods and calibration.
 """
 
 from collections.abc import Mapping
@@ -27,25 +27,28 @@ from quantkit.quantization.side_files import check_side_files
 from quantkit.quantizing import OnPlan, QuantizeResult, files_to_write, source_bytes, write_output
 from quantkit.recipes.recipe import Fate, Recipe
 
-#: What the run and the manifest say in place of a recipe.
+#: Stands in the manifest in place of a recipe.
 CONVERTED = {"convert": "codes and scales of the source"}
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What a run does with its output, as the fields of the same names of `QuantizeOptions`."""
+    """Options of a conversion. Fields have the meaning of the same names in `QuantizeOptions`."""
 
     max_shard_bytes: int = QuantizeOptions.max_shard_bytes
     allow_auto_map: bool = False
     resume: bool = False
     overwrite: bool = False
     check: bool = True
-    #: Whether the token embedding is stored as numbers, which tools other than quantkit can read.
+    #: True to store the token embedding unpacked, so that other tools can read it.
     dense_embeddings: bool = False
 
     @property
     def mode(self) -> Mode:
-        """The state that the output directory may be in; `UsageError` if the options exclude each other."""
+        """Return which states of the output directory are accepted.
+
+        Raises `UsageError` for options that exclude each other.
+        """
         return QuantizeOptions(resume=self.resume, overwrite=self.overwrite).mode
 
 
@@ -57,15 +60,15 @@ def convert(
     progress: Progress | None = None,
     on_plan: OnPlan | None = None,
 ) -> QuantizeResult:
-    """Write the packed checkpoint `out` with the codes and scales of `source`, a low-bit checkpoint.
+    """Write the codes and scales of `source`, a low-bit checkpoint, as the packed checkpoint `out`.
 
-    Every weight of the result is that of the source, bit by bit in float32, which is compared while it is
-    written. So is the token embedding, unless `dense_embeddings`. Other tensors are stored as numbers:
-    float32 where the source has them packed.
+    Every weight of `out` equals the weight of `source` bit by bit in float32; each is compared when written.
+    The token embedding is packed too, unless `dense_embeddings`. Other tensors are stored unpacked: in
+    float32 if the source has them packed.
 
-    `progress(done_bytes, all_bytes, tensor)` is called as the source is dealt with, and `on_plan` once before
-    any tensor is written. Raises `CheckpointError`, naming the tensor, where no scheme has its values, and
-    `QuantkitError` for every other refusal.
+    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are processed, and `on_plan` once
+    before any tensor is written. Raises `CheckpointError` with the name of a tensor whose values fit no
+    scheme, and `QuantkitError` for every other refusal.
     """
     with enough_memory(str(source)):
         located = locate(source)
@@ -97,7 +100,7 @@ def convert(
 
 
 def plan(directory: Path, options: ConvertOptions = ConvertOptions()) -> tuple[Checkpoint, Plan]:
-    """The source in `directory`, or in a file, and what converting it would write. Reads headers only."""
+    """Open the source, a directory or a file, and plan its conversion. Reads headers only."""
     checkpoint = exactly(open_source(directory, allow_auto_map=options.allow_auto_map))
     checkpoint, structure = read_names(checkpoint)
     checkpoint = check_side_files(checkpoint)

@@ -1,17 +1,17 @@
-"""Which device a name stands for."""
+"""Select the torch device that a name means."""
 
 import torch
 
 from quantkit.errors import UsageError
 
-#: The kinds of devices that there are kernels for.
+#: Kinds of devices with kernels.
 KINDS = ("cpu", "cuda")
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """The torch device of "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
+    """Return the torch device for "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
 
-    `UsageError` for another name, and for a GPU that is not there.
+    Raises `UsageError` for any other name, and for a GPU that does not exist.
     """
     picked = named_device(device)
     if picked.type == "cuda" and not torch.cuda.is_available():
@@ -28,7 +28,10 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 
 def named_device(device: str | torch.device) -> torch.device:
-    """The same for a GPU that need not be there; `UsageError` for another name."""
+    """Return the torch device of a name, even if this machine lacks that GPU.
+
+    Raises `UsageError` for any other name.
+    """
     if str(device) == "auto":
         return best_device()
     try:
@@ -41,5 +44,5 @@ def named_device(device: str | torch.device) -> torch.device:
 
 
 def best_device() -> torch.device:
-    """What "auto" stands for."""
+    """Return the device for "auto": the first GPU, or the CPU without one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,22 +1,22 @@
-"""The errors quantkit raises for anything a user or a file got wrong.
+"""Errors that quantkit raises for wrong input of a user or a file.
 
-Every message names the tensor, file or option, what was found, what was expected, and the remedy.
-`exit_code` is what the command line returns for the error.
+Every message names the tensor, file or option, the value found, the value expected, and the remedy.
+`exit_code` is the exit code of the command line for the error.
 """
 
 from collections.abc import Iterator
 
 from quantkit.escaping import printable
 
-#: Characters of a message beyond which its middle is left out.
+#: Longest message, in characters; the middle of a longer one is left out.
 MAX_MESSAGE = 10_000
 
 
 class QuantkitError(Exception):
     """Base of all errors that are not bugs in quantkit.
 
-    Messages quote what files say, and go to terminals and logs: what is not printable is shown as an escape,
-    and of a message of more than `MAX_MESSAGE` characters the middle is left out.
+    Messages quote text from files and are printed on terminals and in logs. So unprintable characters are
+    escaped, and the middle is cut out of messages longer than `MAX_MESSAGE` characters.
     """
 
     exit_code = 1
@@ -42,7 +42,7 @@ class CheckpointError(QuantkitError):
 
 
 class BlocksError(CheckpointError):
-    """The blocks of a model cannot be run one by one, or not in place of those of another."""
+    """The blocks of a model cannot be run one by one, or cannot replace the blocks of another model."""
 
 
 class FormatError(QuantkitError):
@@ -70,7 +70,7 @@ class EnvironmentProblem(QuantkitError):
 
 
 class OtherRankFailed(QuantkitError):
-    """Another process of the same run has failed, and says why; this one has nothing to add."""
+    """Another process of the same run failed and reports why; this process has nothing to add."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class OtherRankFailed(QuantkitError):
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error` and the exceptions that it came of, each once."""
+    """Yield `error` and its causes and contexts, each once."""
     seen: list[BaseException] = []
     # Re-raised exceptions may form a circle.
     while error is not None and not any(error is one for one in seen):

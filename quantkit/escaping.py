@@ -1,7 +1,7 @@
-"""How text from outside stays text: one function for each language that quantkit writes.
+"""Escape text from outside: one function for each language that quantkit writes.
 
-Names of models, tensors, tasks and files come from others. Each function returns what shows its argument, and
-nothing else, in its language: `printable`, `markdown`, `html`, `yaml`, `plot`, and `python` for code to copy.
+Names of models, tensors, tasks and files are untrusted. Each function returns source text that displays its
+argument literally: `printable`, `markdown`, `html`, `yaml`, `plot`, and `python` for code to copy.
 """
 
 import html as html_library
@@ -18,33 +18,33 @@ class Code(str):
     __slots__ = ()
 
 
-#: A line: plain text, or pieces of it of which some are `Code`.
+#: One line: plain text, or a tuple of pieces, some of them `Code`.
 Prose = str | tuple[str, ...]
 
-#: Characters of a name that a plot has room for.
+#: Longest name in a plot, in characters.
 _PLOT_LENGTH = 60
 
-#: Words of which renderers make more than CommonMark does: links, also of bare addresses and of names that
-#: end as domains do, mentions, emoji and formulas. Only code is safe from all of them.
+#: Words that renderers turn into more than CommonMark does: links (also bare addresses and names that end
+#: like domains), mentions, emoji and formulas. Only code is safe from all of them.
 _ACTIVE = re.compile(
     r"[@$\\]|//|www\.|mailto:|xmpp:|:[\w+-]+:"
     r"|[\w-]\.(?:[a-z]{2}|com|edu|gov|net|org|pro|web|xxx|biz|aero|asia|coop|info|museum|name|shop|рф|xn--\w+)"
     r"(?![a-z0-9-]|_[a-z0-9])",
     re.IGNORECASE,
 )
-#: What CommonMark, or GitHub's strikethrough, may take for more than itself inside of a line.
+#: Characters that CommonMark, or GitHub's strikethrough, may read as markup inside a line.
 _INLINE = re.compile(r"[\\`*\[\]<~]|&(?=[#A-Za-z])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<!\S)#")
-#: Entities where the character itself would be seen even after a backslash.
+#: Entities for characters that a backslash does not escape.
 _ENTITIES = {"&": "&amp;", "<": "&lt;", "`": "&#96;", "\\": "&#92;"}
-#: What makes a line a list, a quote or an underline, before the character that does.
+#: Start of a line that would make it a list, a quote or an underline.
 _BLOCK = re.compile(r"(?=[-+=>:])|\d{1,9}(?=[.)](?: |$))")
 
 
 def printable(text: str) -> str:
-    """`text` with all but printable characters, line ends and tabs as escapes such as `\\u202e`.
+    """Return `text` with unprintable characters as escapes such as `\\u202e`; line ends and tabs stay.
 
-    That is control characters, changes of the writing direction, invisible characters, and half characters,
-    which cannot be encoded.
+    Unprintable are control characters, changes of the writing direction, invisible characters, and unpaired
+    surrogates, which cannot be encoded.
     """
     if text.isprintable():
         return text
@@ -52,12 +52,12 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`printable(text)` with a space for each line end, and tabs as escapes."""
+    """Return `printable(text)` in one line: a space for each line end, and tabs as escapes."""
     return printable(re.sub(r"\r\n|[\r\n]", " ", text)).replace("\t", r"\t")
 
 
 def markdown(text: Prose) -> str:
-    """One line of GitHub's Markdown, for a heading or within a paragraph."""
+    """Return one line of GitHub's Markdown, for a heading or within a paragraph."""
     pieces = list(_pieces(text))
     shown = []
     for number, (is_code, piece) in enumerate(pieces):
@@ -65,7 +65,7 @@ def markdown(text: Prose) -> str:
             shown.append(_code_span(piece))
             continue
         escaped = _INLINE.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), piece)
-        # Spaces that Markdown would drop.
+        # Markdown would drop these spaces.
         escaped = re.sub("(?<= ) ", "&#32;", escaped)
         escaped = re.sub("^ ", "&#32;", escaped) if number == 0 else escaped
         shown.append(re.sub(" $", "&#32;", escaped) if number == len(pieces) - 1 else escaped)
@@ -73,20 +73,20 @@ def markdown(text: Prose) -> str:
 
 
 def markdown_cell(text: Prose) -> str:
-    """One line of Markdown as a cell of a table."""
-    # Neither within code nor after a backslash, on which parsers disagree.
+    """Return one line of Markdown for a cell of a table."""
+    # Escaped in every case: parsers disagree on a bar inside code and after a backslash.
     return markdown(text).replace("|", r"\|")
 
 
 def markdown_block(text: Prose) -> str:
-    """One line of Markdown as a paragraph or an item of a list."""
+    """Return one line of Markdown for a paragraph or an item of a list."""
     line = markdown(text)
     found = _BLOCK.match(line)
     return line if found is None else f"{found[0]}\\{line[found.end() :]}"
 
 
 def markdown_fence(text: str) -> str:
-    """Lines as a block of code."""
+    """Return lines of Markdown that show `text` as a block of code."""
     lines = printable(text)
     # A fence longer than any in the text.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", lines)), default=0))
@@ -94,14 +94,15 @@ def markdown_fence(text: str) -> str:
 
 
 def _pieces(text: Prose) -> Iterator[tuple[bool, str]]:
-    """`text` in pieces that are code or not, by turns."""
+    """Yield the pieces of `text`, each with True if it is code."""
     found = []
     for part in _parts(text):
         line = one_line(part)
         words = [line] if isinstance(part, Code) else re.split("( +)", line)
         for word in words:
             is_code = isinstance(part, Code) or bool(_ACTIVE.search(word))
-            # No code has a bar, see `markdown_cell`, or nothing but spaces, of which some parsers drop two.
+            # Code must have no bar, see `markdown_cell`, and must not be all spaces, of which some parsers
+            # drop two.
             found += [
                 (is_code and piece != "|" and not piece.isspace(), piece)
                 for piece in re.split(r"(\|)", word)
@@ -114,19 +115,19 @@ def _pieces(text: Prose) -> Iterator[tuple[bool, str]]:
 def _code_span(text: str) -> str:
     runs = {len(run) for run in re.findall("`+", text)}
     fence = "`" * next(length for length in range(1, len(runs) + 2) if length not in runs)
-    # A parser takes one space away from both ends.
+    # Parsers strip one space from both ends.
     padded = text.startswith("`") or text.endswith("`") or (text[0] == text[-1] == " ")
     return f"{fence} {text} {fence}" if padded else f"{fence}{text}{fence}"
 
 
 def html(text: Prose) -> str:
-    """One line of HTML, for an element or, if no part is `Code`, an attribute in quotes."""
+    """Return one line of HTML: for an element or, without `Code`, for an attribute in quotes."""
     parts = ((part, html_library.escape(one_line(part))) for part in _parts(text))
     return "".join(f"<code>{shown}</code>" if isinstance(part, Code) else shown for part, shown in parts)
 
 
 def html_lines(text: str) -> str:
-    """Lines of HTML, for `<pre>`."""
+    """Return lines of HTML for `<pre>`."""
     return html_library.escape(printable(text))
 
 
@@ -135,7 +136,7 @@ def _parts(text: Prose) -> tuple[str, ...]:
 
 
 def yaml(values: Mapping[str, Any]) -> str:
-    """YAML of a mapping, in ASCII; each text in one line, so that none can end a front matter."""
+    """Return a mapping as ASCII YAML, each text in one line, so that no text can end a front matter."""
     import yaml as library
 
     class Dumper(library.SafeDumper):  # type: ignore[misc]
@@ -152,15 +153,15 @@ def yaml(values: Mapping[str, Any]) -> str:
 
 
 def plot(text: str) -> str:
-    """Text in which matplotlib finds no formula and no hidden legend entry; a long one without its middle."""
+    """Return text without formulas and hidden legend entries for matplotlib, cut in the middle if long."""
     line = one_line(text)
     if len(line) > _PLOT_LENGTH:
         half = _PLOT_LENGTH // 2
         line = f"{line[:half]}…{line[-half:]}"
-    # A legend leaves out what begins with an underscore.
+    # A legend hides entries that begin with an underscore.
     return (" " if line.startswith("_") else "") + line.replace("$", r"\$")
 
 
 def python(text: str) -> str:
-    """A literal of Python, in double quotes."""
+    """Return a Python string literal in double quotes."""
     return printable(json.dumps(text, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""What every part asks of files: whole or not there when written, distrusted when read.
+"""Read and write files safely: each write is whole or absent, and no content read is trusted.
 
 All writing goes through `os.pwrite`, `os.fsync` and `os.replace`, so that tests can fail each call.
 """
@@ -22,10 +22,10 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from quantkit.errors import EnvironmentProblem
 
 TEMP_PREFIX = ".tmp-"
-#: How deep JSON may be: what takes it apart recurses, and Python's own limit depends on who calls.
+#: Deepest nesting of JSON. Parsers recurse, and Python's own limit depends on the caller.
 MAX_DEPTH = 100
-#: Objects and lists that JSON may have: three bytes of text can be one, which takes hundreds of memory. The
-#: longest header that is allowed has fewer.
+#: Most objects and lists in JSON: three bytes of text can make one, which takes hundreds of bytes of memory.
+#: The longest allowed header has fewer.
 MAX_CONTAINERS = 2_000_000
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _FILE_MODE = 0o644  # the kernel takes the umask away
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 
 def disk_error(errors: Iterable[BaseException]) -> OSError | None:
-    """Return the first of `errors` that the disk raised; those of libraries have no number."""
+    """Return the first of `errors` that came from the disk; `OSError`s of libraries have no errno."""
     return next((one for one in errors if isinstance(one, OSError) and one.errno is not None), None)
 
 
 def os_error_text(error: OSError) -> str:
-    """`No space left on device (ENOSPC)`."""
+    """Return text such as `No space left on device (ENOSPC)`."""
     if isinstance(error, NoFileError):
         return str(error.strerror)
     code = errno.errorcode.get(error.errno or 0, "no errno")
@@ -48,7 +48,7 @@ def os_error_text(error: OSError) -> str:
 
 @contextmanager
 def temporary(what: str) -> Iterator[None]:
-    """Raise an `OSError` of the block as `EnvironmentProblem`: temporary files cannot hold `what`."""
+    """Context manager: raise an `OSError` as `EnvironmentProblem` about temporary files that hold `what`."""
     try:
         yield
     except OSError as error:
@@ -59,7 +59,7 @@ def temporary(what: str) -> Iterator[None]:
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes as people read them, in powers of 1000, as disks and hubs show them: `1.50 GB`."""
+    """Return a size in powers of 1000, as disks and hubs show it: `1.50 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
@@ -68,7 +68,7 @@ def size_text(nbytes: float) -> str:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """`path` opened for reading; `OSError` if that fails, also for what is not a regular file."""
+    """Open `path`, a regular file, for reading; raise `OSError` for anything else."""
     # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -78,23 +78,23 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """`data` as a JSON object; a `ValueError`, which calls the data `what`, says what is wrong with it.
+    """Parse `data` as a JSON object; raise a `ValueError` that calls the data `what`.
 
-    Stricter than `json.loads`: UTF-8 only, no duplicate keys at any level (`RepeatedKeyError`), and a nesting
-    bomb is an error of the data, as are more than `MAX_CONTAINERS` objects and lists.
+    Stricter than `json.loads`: UTF-8 only, and no duplicate keys at any level (`RepeatedKeyError`). More than
+    `MAX_DEPTH` levels, or more than `MAX_CONTAINERS` objects and lists, are errors too.
     """
     if data.count(b"{") + data.count(b"[") > MAX_CONTAINERS:
         raise ValueError(f"{what} has more objects and lists than expected; allowed are {MAX_CONTAINERS}")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
         if _HALF_CHARACTER.search(data):
-            # Half of a pair of escapes is no character, which others refuse and UTF-8 cannot hold.
+            # An unpaired surrogate is no character: other parsers refuse it, and UTF-8 cannot encode it.
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply; expected a few levels of JSON") from None
     except RepeatedKeyError:
         raise
-    except ValueError as error:  # also bad UTF-8, and integers of thousands of digits
+    except ValueError as error:  # Also invalid UTF-8, and integers of thousands of digits.
         found = f"invalid ({shown(str(error))})" if data.strip() else "empty"
         raise ValueError(f"{what} is {found}; expected a JSON object") from None
     if not isinstance(value, dict):
@@ -105,7 +105,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 def _is_deep(value: dict[str, Any]) -> bool:
-    """Whether JSON has more than `MAX_DEPTH` levels."""
+    """Return True if JSON has more than `MAX_DEPTH` levels."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -120,10 +120,10 @@ def _is_deep(value: dict[str, Any]) -> bool:
 
 
 def from_json(kind: type[T], value: Any) -> T:
-    """JSON `value` as the dataclass `kind`, whose fields are numbers, text, tuples and dataclasses.
+    """Convert a JSON `value` to the dataclass `kind`, whose fields are numbers, text, tuples and dataclasses.
 
-    The inverse of `asdict`. Fields with a default may be missing, and keys that are no field are left out.
-    `TypeError` or `ValueError` for anything else, such as a number that is infinite or none.
+    The inverse of `asdict`. Fields with a default may be missing; unknown keys are ignored. Raises
+    `TypeError` or `ValueError` for anything else, such as an infinite number or NaN.
     """
     if not isinstance(value, dict):
         raise TypeError(f"{shown(value)} is no {kind.__name__}")
@@ -134,7 +134,7 @@ def from_json(kind: type[T], value: Any) -> T:
 
 
 def _typed(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the type `hint` of the field `name`."""
+    """Convert JSON `value` to the type `hint` of the field `name`."""
     if get_origin(hint) is UnionType:
         (hint,) = (option for option in get_args(hint) if option is not type(None))
         return None if value is None else _typed(hint, value, name)
@@ -155,7 +155,7 @@ def _typed(hint: Any, value: Any, name: str) -> Any:
 
 
 class RepeatedKeyError(ValueError):
-    """A key that occurs twice in one object."""
+    """A key occurs twice in one object."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """`repr(value)` cut to fit a message; safe for values of hostile size or depth."""
+    """Return `repr(value)`, cut to fit a message; safe for values of hostile size or depth."""
     return _SHORT.repr(value)
 
 
@@ -182,8 +182,8 @@ _SHORT = _short_repr()
 
 
 def user_cache() -> Path | None:
-    """quantkit's part of the user's cache; None where there is no home directory to have one in."""
-    # The XDG specification has paths that are not absolute ignored.
+    """Return quantkit's directory in the user's cache; None without a home directory."""
+    # The XDG specification says to ignore relative paths.
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (given if given.is_absolute() else Path.home() / ".cache") / "quantkit"
@@ -201,7 +201,7 @@ _KINDS = (
 
 
 class NoFileError(OSError):
-    """Something that is no file has the name of a file to write: the text has path, kind and remedy."""
+    """The name of a file to write is taken by no regular file. The text has path, kind and remedy."""
 
     def __init__(self, path: Path, kind: str) -> None:
         text = f"{path} is {kind}; expected a file or nothing there. Move it elsewhere or remove it"
@@ -209,7 +209,7 @@ class NoFileError(OSError):
 
 
 def kind_of(path: Path) -> str | None:
-    """`a folder` and so on; None where there is a regular file, a link or nothing."""
+    """Return the kind, such as `a folder`; None for a regular file, a link or nothing."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -218,7 +218,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def check_places(directory: Path, names: Iterable[str]) -> None:
-    """`NoFileError` if something that is no file has one of these names, or their temporary names."""
+    """Raise `NoFileError` if one of `names`, or its temporary name, is taken by something that is no file."""
     for name in names:
         for path in (directory / name, directory / f"{TEMP_PREFIX}{name}"):
             if (kind := kind_of(path)) is not None:
@@ -229,7 +229,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at byte `offset`; `OSError` if the file takes no more bytes."""
     rest = memoryview(data)
     while rest:
-        # One call may take less than it was given: Linux stops at 2 GiB, a full disk at its end.
+        # One call may write less than asked: Linux stops at 2 GiB, a full disk at its end.
         written = os.pwrite(fd, rest, offset)
         if written <= 0:
             raise OSError(errno.EIO, "short write: the file takes no more bytes")
@@ -297,7 +297,7 @@ class TempFile:
             os.close(fd)
 
     def _is_there(self) -> bool:
-        """Whether the temporary name is still that of the open file."""
+        """Return True if the temporary name still belongs to the open file."""
         try:
             return os.path.samestat(os.fstat(self.fd), self._temp.lstat())
         except FileNotFoundError:
@@ -305,9 +305,9 @@ class TempFile:
 
 
 def replace_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
-    """Write `path` in one step; an `OSError` leaves what was there.
+    """Write `path` in one step; an `OSError` leaves the old content.
 
-    Unless `durable`, a power loss may leave anything: for files that are of no use to a later process.
+    Unless `durable`, a power loss may leave any content: for files that no later process needs.
     """
     file = TempFile(path.parent, path.name)
     try:

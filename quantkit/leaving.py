@@ -1,4 +1,7 @@
-"""How a signal ends the process at once. Little is imported: signals may come before the rest is there."""
+"""End the process at once on a signal.
+
+Imports little, because signals may come before other modules are loaded.
+"""
 
 import os
 import signal
@@ -9,35 +12,35 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
-#: What a user, a terminal that closes, or whoever started a process ends it with.
+#: Signals that end a process: from a user, from a closing terminal, or from the parent process.
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-#: Says how to go on with what is at work; None where nothing is there to go on with.
+#: Function that says how to resume the current work; absent or None without resumable work.
 _advice: "list[Callable[[], str | None]]" = []
 
 
 def advise(advice: "Callable[[], str | None] | None") -> None:
-    """Have `advice` asked, once a signal ends the process, how the work goes on."""
+    """Set the function that a fatal signal asks how to resume the work."""
     _advice[:] = [] if advice is None else [advice]
 
 
 def advised() -> str | None:
-    """How the work goes on, as it is at this moment."""
+    """Return how to resume the work as of now; None if nothing can be resumed."""
     try:
         return _advice[0]() if _advice else None
-    except Exception:  # A process that ends has nobody to tell.
+    except Exception:  # The process is ending: no one would see an error.
         return None
 
 
 def handle(handler: "Callable[[int, FrameType | None], Any] | signal.Handlers") -> None:
-    """Handle all `NUMBERS` so, but for those that the process is to ignore, as under `nohup`."""
+    """Set `handler` for all `NUMBERS`, except for signals that the process ignores, as under `nohup`."""
     for number in NUMBERS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def leave(number: int, frame: "FrameType | None") -> "NoReturn":
-    """The handler for when nothing needs to be cleaned up: ends the process at once, with a line."""
+    """End the process at once, with one line. Handler for the time when nothing needs to be cleaned up."""
     try:
         advice = advised()
         os.write(2, f"interrupted{f'; {advice}' if advice else ''}\n".encode())

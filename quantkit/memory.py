@@ -1,6 +1,6 @@
-"""Memory that is free. Where a GPU has too little: fewer rows at a time where that works, else an error.
+"""Check free memory. A GPU with too little gets fewer rows at a time where that works, else the run ends.
 
-Nothing moves to the CPU by itself: its sums have another order, and a run writes the bytes of its device.
+Nothing moves to the CPU silently: its sums have another order, and the bytes of a run depend on its device.
 """
 
 import logging
@@ -18,21 +18,21 @@ T = TypeVar("T")
 
 logger = logging.getLogger("quantkit.memory")
 
-#: What to do about a run that writes.
+#: Remedy for a run that writes, on a GPU with too little memory.
 RUN_AGAIN = (
     "Free memory on it and run the same command, with --resume where it has begun to write; or start over "
     "with --device cpu."
 )
 
-#: The same where the host has too little.
+#: Remedy for a host with too little memory.
 RUN_ON_HOST = "Free memory and run the same command, with --resume where it has begun to write."
 
-#: The most that torch may hold for reuse when a linear of a calibrated model comes, and when rows do that are
-#: quantized without data.
+#: Most bytes that torch may cache while unused. Applies before each linear of a calibrated model, and while
+#: rows are quantized without data.
 IDLE_BYTES = 1 << 30
 STREAM_IDLE_BYTES = 256 << 20
-#: What the driver counts beside torch's memory: CUDA's context and the code of kernels and libraries. 0.98 GB
-#: on an H200 (benchmarks/results/h200-quantize-memory.json).
+#: Bytes that the driver counts in addition to torch's memory: CUDA's context and the code of kernels and
+#: libraries. 0.98 GB on an H200 (benchmarks/results/h200-quantize-memory.json).
 CONTEXT_BYTES = 1 << 30
 
 _ASKED_OF_HOST = re.compile(r"tried to allocate (\d+) bytes")
@@ -42,7 +42,7 @@ _said: set[int] = set()
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes free on the GPU, what torch holds there for reuse included, or on the host for a CPU."""
+    """Return free bytes: on a GPU including the memory that torch caches, for a CPU those of the host."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -52,16 +52,16 @@ def free_memory(device: torch.device) -> int:
 
 
 def free_share(device: torch.device, processes: int) -> int:
-    """Bytes free on a device for each of the `processes` of this host; a GPU has one."""
+    """Return free bytes of a device for each of the `processes` on this host; each has a GPU of its own."""
     return free_memory(device) // (processes if device.type == "cpu" else 1)
 
 
 def trim_cache(device: torch.device, most: int = IDLE_BYTES) -> None:
-    """Give a GPU's memory back that torch holds for reuse, where that is more than it may hold idle.
+    """Return cached memory of torch to the GPU if it is more than `most` bytes.
 
-    Blocks of other sizes do not fit into what it holds, which grows past all that is in use. Others who use
-    the GPU, and nvidia-smi, count it as used. A limit on what torch may allocate would bound it too, and end
-    a run for which a plan is short; this only takes time.
+    Blocks of other sizes do not fit into cached blocks, so the cache outgrows the memory in use. Other users
+    of the GPU, and nvidia-smi, count it as used. An allocation limit would bound it too, but would end a run
+    whose plan is too low; trimming only takes time.
     """
     if device.type == "cuda":
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -70,8 +70,8 @@ def trim_cache(device: torch.device, most: int = IDLE_BYTES) -> None:
 
 
 def say_if_short(needed: int, device: torch.device, *, calibrated: bool) -> None:
-    """Warn where a GPU has less free memory than a run takes, `needed` as the driver counts it."""
-    # Asking a GPU makes the context, so that it is not free any more.
+    """Warn if a GPU has less free memory than a run needs: `needed` bytes, as the driver counts them."""
+    # The query itself creates the CUDA context, which then is no longer free memory.
     if device.type != "cuda" or needed - CONTEXT_BYTES <= (free := free_memory(device)):
         return
     logger.warning(
@@ -88,10 +88,10 @@ def say_if_short(needed: int, device: torch.device, *, calibrated: bool) -> None
 
 
 def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: str, unit: int = 1) -> list[T]:
-    """`function` of rows, each argument [n, K], or in their order of as many at a time as a GPU has memory
-    for: a multiple of `unit`.
+    """Apply `function` to rows; each argument is [n, K]. Short of GPU memory, split the rows.
 
-    `EnvironmentProblem` about `what` where that is not even one.
+    Each piece has a multiple of `unit` rows; results are in the order of the rows. Raises
+    `EnvironmentProblem` about `what` if even one unit does not fit.
     """
     try:
         return [function(*rows)]
@@ -100,7 +100,7 @@ def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: st
         if len(rows[0]) <= unit:
             least = "one row" if unit == 1 else f"{unit} rows"
             raise _too_little(f"{what}, even {least} at a time", needed, RUN_AGAIN) from error
-    # Not in the handler: what it handles keeps the tensors of the attempt alive.
+    # Outside the handler, because the exception keeps the tensors of the attempt alive.
     torch.cuda.empty_cache()
     half = -(-len(rows[0]) // (2 * unit)) * unit
     if half not in _said:
@@ -119,7 +119,7 @@ def in_pieces(function: Callable[..., T], rows: Sequence[torch.Tensor], what: st
 
 @contextmanager
 def enough_memory(what: str, remedy: str = RUN_AGAIN) -> Iterator[None]:
-    """What a GPU or the host has no memory for in the block as an `EnvironmentProblem` about `what`.
+    """Context manager: raise a lack of memory, on a GPU or the host, as `EnvironmentProblem` about `what`.
 
     `remedy` is for GPUs.
     """
@@ -140,7 +140,7 @@ def enough_memory(what: str, remedy: str = RUN_AGAIN) -> Iterator[None]:
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory, on a GPU or on the host, for which torch has no class of its own."""
+    """Return True if memory ran out on a GPU or the host; torch has no class for the latter."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
@@ -150,7 +150,7 @@ def _too_little(what: str, figures: str, remedy: str) -> EnvironmentProblem:
 
 
 def _figures(error: torch.OutOfMemoryError) -> str:
-    """`2.00 GiB needed at once, 512.00 MiB free`, as far as torch tells."""
+    """Return `2.00 GiB needed at once, 512.00 MiB free`, as far as torch says."""
     text = str(error)
     tried, free = _TRIED.search(text), _FREE.search(text)
     if tried is None:

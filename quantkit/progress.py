@@ -1,16 +1,16 @@
-"""How long work tells how far it is."""
+"""Report progress of long work."""
 
 import threading
 from collections.abc import Callable
 
-#: Is called with what is done, all there is to do, in one unit, and what is at work.
+#: Called with the amount done, the total in the same unit, and the name of the current work.
 Progress = Callable[[int, int, str], None]
-#: Is called with what has been done since the last call, and what is at work.
+#: Called with the amount done since the last call, and the name of the current work.
 Advance = Callable[[int, str], None]
 
 
 def counting(total: int, progress: Progress | None) -> Advance:
-    """What adds up what is done of `total` and tells `progress`, if there is any; threads may share it."""
+    """Return a function that sums up amounts done and reports them to `progress`, if given. Thread-safe."""
     done = 0
     mutex = threading.Lock()
 

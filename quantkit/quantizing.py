@@ -1,10 +1,13 @@
-"""Quantizing a checkpoint: plan, calibrate, stream, write.
+"""Quantize a checkpoint: plan, calibrate, stream, write.
 
-`quantization/plan.py` decides everything first, `quantization/stream.py` moves the tensors,
-`checkpoint/output/directory.py` writes. With calibration data `quantization/blockwise/calibration.py` comes
-before: it fills files with quantized blocks, which are then streamed. `verification/check_output.py` runs the
-result before it is finished, and `quantization/run_record.py` says what a run records of itself. Here is the
-order of these steps.
+This module holds the order of the steps; the steps themselves are elsewhere:
+
+    quantization/plan.py                    decides everything first
+    quantization/blockwise/calibration.py   with calibration data: fills files with quantized blocks
+    quantization/stream.py                  reads, quantizes and passes on the tensors
+    checkpoint/output/directory.py          writes them
+    verification/check_output.py            runs the result before the run is finished
+    quantization/run_record.py              says what a run records of itself
 """
 
 import json
@@ -57,7 +60,7 @@ from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.verification.check_output import check_finished, check_headers_of, check_unfinished
 from quantkit.verification.readers import with_readers
 
-#: About what header, index, journal and manifest together say of a tensor of the output.
+#: Estimated bytes per output tensor in header, index, journal and manifest together.
 RECORD_BYTES = 1 << 10
 
 #: Called with the source and the plan, before any tensor is written.
@@ -66,9 +69,9 @@ OnPlan = Callable[[Checkpoint, Plan], None]
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """A finished packed checkpoint: its directory, plan, and what was measured of each packed linear.
+    """Finished packed checkpoint: its directory, its plan, and the measured error of each packed linear.
 
-    `unchecked` says why it was not run on a prompt where that was asked for.
+    `unchecked` is the reason if a requested check on a prompt did not run, else None.
     """
 
     directory: Path
@@ -78,18 +81,20 @@ class QuantizeResult:
 
     @property
     def relative_errors(self) -> dict[str, float]:
-        """sum((w - stored)^2) / sum(w^2) over the weights of each packed linear."""
+        """Return sum((w - stored)^2) / sum(w^2) for each packed linear, by name."""
         return {name: measured.relative_error for name, measured in self.measured.items()}
 
 
 def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
-    """The source as the recipe wants it, refused if it cannot be quantized, and its structure."""
+    """Open the source as the recipe asks, rotated or not, and read its structure.
+
+    Raises `QuantkitError` if it cannot be quantized.
+    """
     checkpoint = open_source(directory, allow_auto_map=allow_auto_map or recipe.model_free)
     if recipe.model_free:
         checkpoint, structure = read_tensors(checkpoint, recipe.default.group_of_rows())
     else:
-        checkpoint, structure = read_names(checkpoint)
-        structure = with_other_parts(checkpoint, structure)
+        checkpoint, structure = with_other_parts(*read_names(checkpoint))
     checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:
         return checkpoint, structure
@@ -100,11 +105,11 @@ def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkp
 def plan(
     source: str | Path, options: QuantizeOptions, *, progress: Progress | None = None
 ) -> tuple[Checkpoint, Plan]:
-    """The source, opened, and what quantizing it would write.
+    """Open the source and plan its quantization, without writing.
 
-    Reads headers only, also from the hub, unless there is a budget: the formats of linears without a rule are
-    then allocated, by sensitivities measured on calibration data where they are not in the user's cache;
-    `progress(done, all, at work)` is called meanwhile.
+    Reads headers only, also from the hub. A `budget` needs more: the formats of linears without a rule are
+    then allocated by sensitivities. Those are measured on calibration data unless they are in the user's
+    cache; `progress(done, all, at work)` is called meanwhile.
     """
     recipe = options.to_recipe()
     options = replace(options, recipe=recipe)
@@ -152,9 +157,9 @@ def _plan_of(checkpoint: Checkpoint, structure: Structure, found: Allocated, max
 
 
 def _kept(out: Path, checkpoint: Checkpoint, mode: Mode) -> Allocated | None:
-    """The allocation of the run that wrote to `out`, which a resumed run keeps; None if there is none.
+    """Return the allocation of the run that wrote to `out`, which a resumed run keeps; None without one.
 
-    `OutputError`, before anything is measured, where a run may not write.
+    Raises `OutputError`, before any measurement, if a run may not write to `out`.
     """
     OutputDirectory.check(out, checkpoint.directory, mode, _late_names(checkpoint))
     if mode is not Mode.RESUME:
@@ -170,7 +175,7 @@ def _kept(out: Path, checkpoint: Checkpoint, mode: Mode) -> Allocated | None:
         allocation = Allocation.from_dict(run["allocation"]["result"])
         return Allocated(Recipe.from_dict(run["recipe"]), allocation, ())
     except (KeyError, TypeError, QuantkitError):
-        # What another version or another kind of run left; the run records are compared and tell.
+        # Written by another version or another kind of run. Comparing the run records later gives the error.
         return None
 
 
@@ -253,7 +258,7 @@ def quantize(
 
 
 def _only(recipe: Recipe, given: RecipeOptions) -> Recipe:
-    """`recipe`; `UsageError` where other options say anything of formats and rules."""
+    """Return `recipe`; raise `UsageError` if other options also choose formats or rules."""
     if given != RecipeOptions():
         raise UsageError(
             "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
@@ -273,7 +278,7 @@ def quantize_checkpoint(
     on_plan: OnPlan | None = None,
     ranks: Ranks | None = None,
 ) -> QuantizeResult:
-    """`quantize`, with the options as one record."""
+    """Quantize a checkpoint like `quantize`, with the options as one record."""
     recipe = options.to_recipe()
     options = replace(options, recipe=recipe)
     with enough_memory(str(source)), ExitStack() as stack:
@@ -285,7 +290,7 @@ def quantize_checkpoint(
         if (budget := options.budget) is None:
             planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
         else:
-            # The first rank allocates, for all.
+            # Only the first rank allocates; it sends the result to all.
             allocate = partial(_allocated, checkpoint, structure, options, budget, target, measuring)
             kept = partial(_kept, Path(out), checkpoint, options.mode)
             found = Allocated.from_dict(ranks.broadcast(lambda: Allocated.to_dict(kept() or allocate())))
@@ -322,7 +327,8 @@ def quantize_checkpoint(
             unchecked = write_output(
                 checkpoint, planned, output, target, report, calibrated, record, options.check
             )
-        # Read by the first rank while it has the lock: another writer's manifest is not this run's.
+        # The first rank reads it while it holds the lock, as another writer's manifest would not be of this
+        # run.
         manifest = ranks.broadcast(lambda: read_manifest(Path(out) if output is None else output.path))
         measured = ModelRecord.from_manifest(manifest).measured
         return QuantizeResult(Path(out), planned, measured, unchecked)
@@ -338,9 +344,10 @@ def write_output(
     record: Callable[[Mapping[str, Measured]], ModelRecord],
     check: bool,
 ) -> str | None:
-    """Write all of the checkpoint that is not there, and `check` it; why it was not run, None if it was.
+    """Write all missing tensors of the checkpoint and `check` it.
 
-    `record` makes what the manifest says of what was measured.
+    Returns the reason if the check did not run, else None. `record` makes the entry of the manifest from the
+    measured errors.
     """
     if output.complete:
         report(source_bytes(planned, calibrated), "")
@@ -352,7 +359,7 @@ def write_output(
     unchecked = None
 
     def found() -> dict[str, Any]:
-        """What the manifest gets of the files as they are now, which are all but itself and the config."""
+        """Return the manifest entries for all files but the manifest itself and config.json."""
         nonlocal unchecked
         checkpoint.check_unchanged()
         check_headers_of(output, planned, checkpoint)
@@ -375,14 +382,14 @@ def write_output(
 def _say_if_short(
     checkpoint: Checkpoint, planned: Plan, calibration: CalibrationOptions, device: torch.device
 ) -> None:
-    """Warn where the run takes more memory of a GPU than is free there."""
+    """Warn if the run needs more GPU memory than is free."""
     if device.type == "cuda":
         needed = gpu_memory(checkpoint, planned, calibration, free_memory(device)).quantizing
         say_if_short(needed, device, calibrated=needs_data(planned))
 
 
 def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration | None) -> None:
-    """`UsageError` where ranks have nothing to share, or would write different bytes."""
+    """Raise `UsageError` if ranks have no work to share, or would write different bytes."""
     if ranks.size > 1 and calibrated is None:
         raise UsageError(
             f"torchrun started {ranks.size} processes, which share a calibration, but no method of the "
@@ -405,7 +412,7 @@ def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration |
 def files_to_write(
     checkpoint: Checkpoint, planned: Plan, calibrated: Calibration | None
 ) -> tuple[list[str], int]:
-    """The names and about the bytes of all files that a run writes, its work files among them."""
+    """Return the names of all files that a run writes, work files included, and about how many bytes."""
     work_names, work = ((), 0) if calibrated is None else (calibrated.work_files, calibrated.work_bytes)
     side = sum(checkpoint.stamps[path].size for path in checkpoint.side_files)
     names = [*work_names, *(shard.filename for shard in planned.shards), *_late_names(checkpoint)]
@@ -413,12 +420,12 @@ def files_to_write(
 
 
 def _late_names(checkpoint: Checkpoint) -> list[str]:
-    """The files that come after the shards, where there may be an index."""
+    """Return the files written after the shards; an index may be among them."""
     side = [path.name for path in checkpoint.side_files]
     return [*side, INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
 
 
 def source_bytes(planned: Plan, calibrated: Calibration | None) -> int:
-    """Source bytes to deal with: those of what is calibrated, and then those of all tensors."""
+    """Return the source bytes to process: of calibrated tensors once for calibration, and of all tensors."""
     shards = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
     return shards + (0 if calibrated is None else calibrated.source_bytes)

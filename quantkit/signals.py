@@ -1,4 +1,4 @@
-"""How signals end work, also during imports and where the main thread shares locks with others."""
+"""End work on a signal, also during imports and while the main thread shares locks with other threads."""
 
 import signal
 import sys
@@ -11,21 +11,21 @@ from typing import Any, Self
 
 from quantkit.leaving import NUMBERS, advise, advised, leave
 
-#: Seconds until it is looked again whether an import is over.
+#: Seconds between checks if an import has ended.
 _LOOK = 0.02
-#: Seconds that imports are waited for. A machine with other work may be at those of a command for a minute.
+#: Seconds to wait for imports to end. On a busy machine the imports of a command may take a minute.
 _PATIENCE = 5.0
 _IMPORT = "<frozen importlib._bootstrap>"
 
-#: Signals that wait for the end of an import, and until when.
+#: Signals that wait for the end of an import, with the deadline of each.
 _waiting: dict[int, float] = {}
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """The handler that ends what the main thread does by an exception, with the exit code that shells give.
+    """Signal handler: raise an exception in the main thread, with the exit code of shells for the signal.
 
-    An import is waited for: C code that imports a module may lose the exception, or end the process with it.
-    A second signal meanwhile, or `_PATIENCE`, ends the process at once.
+    It waits for a running import: C code that imports a module may lose the exception, or crash on it. A
+    second signal meanwhile, or `_PATIENCE` seconds, ends the process at once.
     """
     if _is_importing(frame):
         if _waiting:
@@ -39,9 +39,9 @@ def terminate(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def advising(advice: Callable[[], str | None]) -> Iterator[None]:
-    """A signal that ends the block, or the process in it, has `advice` in its line, asked for at that moment.
+    """Context manager: a signal that ends the block prints `advice()`, called at that moment.
 
-    None says nothing.
+    None prints nothing.
     """
     advise(advice)
     try:
@@ -67,7 +67,7 @@ def _ending(number: int) -> BaseException:
 
 
 def raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
-    """`sys.unraisablehook`: a signal that came where no exception can leave, as in `__del__`, comes again."""
+    """Send a signal again if its exception was lost, as in `__del__`; a `sys.unraisablehook`."""
     error = unraisable.exc_value
     if isinstance(error, KeyboardInterrupt):
         _call_soon(signal.SIGINT)
@@ -86,13 +86,13 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _call_soon(number: int) -> None:
-    """Have the handler of a signal called a little later, in the main thread, wherever that is then."""
+    """Call the handler of a signal a little later, in the main thread."""
 
     def call(_: int, frame: FrameType | None) -> None:
         handler = signal.getsignal(number)
         if not callable(handler):
             return
-        # It waits no longer, or goes on waiting.
+        # The wait has ended, or goes on below.
         end = _waiting.pop(number, None)
         if end is not None and end < time.monotonic() and handler is terminate and _is_importing(frame):
             leave(number, frame)
@@ -106,9 +106,10 @@ def _call_soon(number: int) -> None:
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Processes that are started in the block never get the SIGINT of a terminal: who started them ends them.
+    """Context manager: child processes started in the block never get the SIGINT of a terminal.
 
-    That holds from their first instruction on. The signal waits for the end of the block in this process.
+    This process ends them instead. It holds from their first instruction on. In this process the signal waits
+    for the end of the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -117,22 +118,22 @@ def kept_from_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-#: Handlers that end what the main thread does by an exception, wherever it is.
+#: Handlers that end the main thread's work by raising an exception anywhere.
 ENDING = (terminate, signal.default_int_handler)
 
 
 class Interrupted(BaseException):
-    """A held signal asks the work to end. What its handler raises comes when signals are held no longer."""
+    """A held signal asks the work to end. The exception of its handler follows when signals are released."""
 
 
 class HeldSignals:
-    """Keeps `NUMBERS` from raising in the main thread where it shares locks with other threads.
+    """Context manager that holds back `NUMBERS` while the main thread shares locks with other threads.
 
-    Handlers raise between any two instructions. Among those of a condition or an executor of Python this
-    leaves a lock taken, or has a thread miss its wake-up, and whoever waits for it waits for ever.
+    Handlers raise between any two instructions. Inside a condition or an executor of Python, that leaves a
+    lock taken or loses a wake-up, and other threads wait forever.
 
-    In the `with` block a signal makes `check` raise `Interrupted`, and its handler is called at the end. A
-    second one is not held. Handlers that are not among `ENDING` stay as they are.
+    In the block, a signal makes `check` raise `Interrupted`; its handler is called at the end. A second
+    signal is not held back. Only handlers in `ENDING` are replaced.
     """
 
     def __init__(self) -> None:
@@ -141,7 +142,7 @@ class HeldSignals:
         self._held: int | None = None
 
     def check(self) -> None:
-        """`Interrupted` if a signal is held; any thread may ask."""
+        """Raise `Interrupted` if a signal is held; any thread may call this."""
         if self._held is not None:
             raise Interrupted
 
@@ -161,7 +162,7 @@ class HeldSignals:
         try:
             self._restore()
         finally:
-            # A handler that is there again may have raised before the other one was.
+            # A handler that was restored already may have raised before the other was restored.
             self._restore()
             self._holding = False
         if self._held is not None:

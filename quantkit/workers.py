@@ -1,4 +1,4 @@
-"""The threads that arithmetic on a CPU is shared out to, and that keep a GPU busy."""
+"""Run threads that share the arithmetic of a CPU, or keep a GPU busy."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 class Workers(ThreadPoolExecutor):
-    """Threads of one core each. Once a signal is held, jobs that have not begun end with `Interrupted`."""
+    """Executor with one core per thread. Once a signal is held, jobs not yet begun end with `Interrupted`."""
 
     def __init__(self, count: int, name: str, signals: HeldSignals) -> None:
         super().__init__(count, name, initializer=torch.set_num_threads, initargs=(1,))
         self._signals = signals
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """A job, as of any executor."""
+        """Submit a job, as to any executor."""
 
         def job() -> T:
             self._signals.check()
@@ -31,13 +31,13 @@ class Workers(ThreadPoolExecutor):
 
 
 def cpu_workers() -> int:
-    """How many keep the cores busy: as many as torch would use threads, which the caller of quantkit sets."""
+    """Return the number of workers that keep all cores busy: torch's number of threads, set by the caller."""
     return torch.get_num_threads()
 
 
 @contextmanager
 def working(count: int, name: str) -> Iterator[Workers]:
-    """So many workers. A signal ends the block at its next job, and the jobs in work are waited for."""
+    """Context manager: `count` workers. A signal ends the block at its next job; running jobs are awaited."""
     threads = torch.get_num_threads()
     with HeldSignals() as signals:
         workers = Workers(count, name, signals)
@@ -45,5 +45,5 @@ def working(count: int, name: str) -> Iterator[Workers]:
             yield workers
         finally:
             workers.shutdown(cancel_futures=True)
-            # A worker sets its own number and the one that threads to come start with.
+            # A worker sets its own number of threads, and with it the number for threads created later.
             torch.set_num_threads(threads)

@@ -5,11 +5,10 @@ from torch import nn
 from quantkit.model.experts import ExpertsSpec, find_spec, is_fused_experts
 from quantkit.model.linears import is_linear
 
-#: Families whose blocks are Llama's. Norms multiply by their weight, and nothing stands between a norm or
-#: linear and the linears that see its outputs, so scales of input features fold into it
-#: (`quantization/blockwise/fold_scales.py`). Only linears and norms touch the residual stream, and values go
-#: from v to o unchanged, so it can be rotated (`quantization/rotated_checkpoint.py`). Tests fold and rotate
-#: each.
+#: Families whose blocks are Llama's. Norms multiply by their weight, and only linears read the outputs of a
+#: norm or linear, so scales of input features fold into it (`quantization/blockwise/fold_scales.py`). Only
+#: linears and norms read or write the residual stream, and values pass from v to o unchanged, so the model
+#: can be rotated (`quantization/rotated_checkpoint.py`). Tests fold and rotate each family.
 LLAMA_LIKE = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "phi3", "glm"),

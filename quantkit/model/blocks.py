@@ -49,11 +49,11 @@ class Block:
         return _is_linear(self.module)
 
     def full(self, name: str) -> str:
-        """Return the name in the model of a module inside the block, "" for the block itself."""
+        """Return the name in the model of a module inside the block; "" is the block itself."""
         return f"{self.name}.{name}" if name else self.name
 
     def run(self, call: Call) -> Any:
-        """Return what the module returns for `call`."""
+        """Run the module on `call` and return its output."""
         return self.module(*call.args, **call.kwargs)
 
     def hidden(self, call: Call) -> torch.Tensor:
@@ -66,19 +66,19 @@ class Block:
 #: Tensors of a block that are read in parallel.
 READERS = 4
 
-#: What a model takes beside tokens, by argument.
+#: Inputs of a model besides tokens, such as pixels, by argument name.
 Beside = Mapping[str, torch.Tensor]
-#: Starts a pass on tokens int64 [B, T] whose hidden states wait at a home; with True, with gradients.
+#: Starts a pass on tokens int64 [B, T] whose hidden states are stored at a home; True enables gradients.
 StartPass = Callable[..., ModelPass]
-#: Returns logits [B, T, V] of hidden states after the last block, and of [B, T].
+#: Returns logits [B, T, V] from hidden states after the last block and the shape [B, T].
 Logits = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 
 
 class Decoder:
-    """Blocks of the model of a checkpoint, computing on `device` in `dtype`.
+    """Blocks of a checkpoint's model, computing on `device` in `dtype`.
 
-    Blocks are the members of lists of modules that hold linears, and the linears outside of such lists.
-    Raises `BlocksError` if there are none.
+    A block is a member of a module list that holds linears, or a linear outside of such lists. Raises
+    `BlocksError` if there are none.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
@@ -88,7 +88,7 @@ class Decoder:
         self._reads: dict[str, Future[torch.Tensor]] = {}
         self._model: Any = stored_model(checkpoint, buffers=True)
         self._model.eval()
-        # Models ask weights for their dtype, to cast pixels to it.
+        # Models read the dtype of weights, to cast pixels to it.
         for parameter in self._model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
@@ -126,7 +126,7 @@ class Decoder:
                 config.use_cache = False
 
     def _place_buffers(self) -> None:
-        """Move buffers to the device: stored ones from the checkpoint, others as the classes compute them."""
+        """Move buffers to the device: stored ones from the checkpoint, others as the class computes them."""
         buffers: list[tuple[str, torch.Tensor]] = list(self._model.named_buffers())
         for name, buffer in buffers:
             owner, _, leaf = name.rpartition(".")
@@ -135,7 +135,7 @@ class Decoder:
             setattr(self._model.get_submodule(owner), leaf, tensor.to(self.device))
 
     def _run_experts_one_by_one(self) -> None:
-        """Select eager experts: grouped GEMMs, the default, refuse rows that are no multiple of 16 bytes."""
+        """Select eager experts: the default, grouped GEMMs, refuses rows not a multiple of 16 bytes."""
         self._model.set_experts_implementation("eager")
 
     def _refusal(self, why: str) -> BlocksError:
@@ -147,7 +147,7 @@ class Decoder:
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Names of the blocks in the model but for the lm_head, as the classes list them."""
+        """Return the names of all blocks in the model except the lm_head, in the order of the model class."""
         return tuple(name for name in self._blocks if name != self.head_name)
 
     def block(self, name: str) -> Block:
@@ -159,7 +159,7 @@ class Decoder:
         return tuple(name for name, _ in self._blocks[block].module.named_parameters())
 
     def stored_name(self, parameter: str) -> str | None:
-        """Return the name of a parameter in the file; None if it is not a single tensor there."""
+        """Return the name of a parameter in the file; None unless it is a single tensor there."""
         return self._stored.get(parameter)
 
     def expert_part(self, stored: str) -> ExpertPart | None:
@@ -168,29 +168,29 @@ class Decoder:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The config.json of the model."""
+        """Return config.json of the model."""
         return self._checkpoint.config
 
     @property
     def embedding_rows(self) -> int:
-        """Rows of the embedding: one more than the largest token."""
+        """Return the rows of the embedding: one more than the largest token."""
         return int(self._embedding.num_embeddings)
 
     @property
     def parts(self) -> Parts:
-        """The parts of the model that are packed by default."""
+        """Return the parts of the model that are packed by default."""
         return packed_parts(self._model)
 
     @property
     def hidden_size(self) -> int:
-        """Size d of a hidden state."""
+        """Return the size d of a hidden state."""
         return int(self._embedding.embedding_dim)
 
     @contextmanager
     def passes(self, read: Callable[[str], torch.Tensor] | None = None) -> Iterator[StartPass]:
-        """Yield a function that starts a pass of the model, up to its first block; all end with the context.
+        """Context manager: yield a function that starts a pass and runs it up to the first block.
 
-        `read` gives parameters outside of blocks by name, by default those of the checkpoint.
+        `read` gives parameters outside of blocks by name, by default those of the checkpoint. Raises
         `BlocksError` if the model does not run on tokens alone.
         """
         started: list[ModelPass] = []
@@ -217,10 +217,9 @@ class Decoder:
     def check_runs(self, tokens: torch.Tensor, beside: Beside | None = None) -> None:
         """Raise `BlocksError` if the model does not run on `tokens` [B, T] up to its first block.
 
-        `beside` is what the model takes beside tokens, such as pixels.
-
-        No weight is read: zeros stand for those outside of blocks.
-        What it does to the weights of its blocks before, such as RWKV's scaling, is done to what is read.
+        `beside` are inputs besides tokens, such as pixels. No weight is read: those outside of blocks are
+        zeros. In-place changes to weights of blocks before they run, such as RWKV's scaling, are recorded and
+        later applied to the weights read.
         """
         changes = WeightChanges(dict(self._model.named_parameters()))
 
@@ -233,15 +232,15 @@ class Decoder:
         self._changes = changes.found
 
     def _lazily(self, blocks: Iterable[nn.Module], read: Callable[[str], torch.Tensor]) -> LazyWeights:
-        """Have the modules outside of `blocks` read their weights when they are asked for."""
+        """Let the modules outside of `blocks` read their weights on first use."""
         inside = {module for block in blocks for module in block.modules()}
         outside = {name: module for name, module in self._model.named_modules() if module not in inside}
         return LazyWeights(outside, read, self.device, self.dtype)
 
     def _forward(self, tokens: torch.Tensor, beside: Beside | None = None) -> Any:
-        """Run the model on tokens [B, T], which an encoder-decoder gets twice.
+        """Run the model on tokens [B, T]; an encoder-decoder gets them twice.
 
-        `beside` are further inputs by name, such as images. Those that `forward` does not take are left out.
+        `beside` are further inputs by name, such as images; inputs unknown to `forward` are left out.
         """
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device)}
         known = inspect.signature(self._model.forward).parameters
@@ -256,7 +255,7 @@ class Decoder:
             return self._model(**inputs)
         except (QuantkitError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # Models raise what they like.
+        except Exception as error:  # Models may raise anything.
             main = getattr(self._model, "main_input_name", "input_ids")
             given = "tokens alone" if beside is None else "tokens and images"
             reason = f"it does not run on {given} ({type(error).__name__}: {error})"
@@ -266,7 +265,7 @@ class Decoder:
 
     @contextmanager
     def loaded(self, block: Block, overrides: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-        """Load the weights of `block`: `overrides` by name in the block, others from the checkpoint."""
+        """Context manager: load the weights of `block`, from `overrides` by name or the checkpoint."""
         if self._outer is not None:
             self._outer.release()
         weights = dict(overrides or {})
@@ -278,7 +277,7 @@ class Decoder:
 
     @contextmanager
     def cached(self, block: Block) -> Iterator[None]:
-        """Read the tensors of `block`, except stacked experts, in parallel; keep them on the device."""
+        """Context manager: read the tensors of `block` in parallel, except stacked experts; cache them."""
         stored = self._stored_of(block)
         try:
             with ThreadPoolExecutor(READERS, "read") as readers:
@@ -288,7 +287,7 @@ class Decoder:
             self._cached.clear()
 
     def read_ahead(self, block: Block) -> None:
-        """Start to read the tensors of `block` into host memory, for a later `cached`."""
+        """Start reading the tensors of `block` into host memory, for a later `cached`."""
         readers = ThreadPoolExecutor(READERS, "read-ahead")
         for name in self._stored_of(block):
             self._reads[name] = readers.submit(self._checkpoint.read, name)
@@ -312,7 +311,7 @@ class Decoder:
     def duplicate(self, block: Block) -> Block:
         """Copy the module of `block`, to load other weights into the copy."""
         module = copy.deepcopy(block.module)
-        # Passes do not wait at a copy, which would run the original's forward.
+        # Without this, the copy would run the original's forward, and passes would wait there.
         vars(module).pop("forward", None)
         return Block(block.name, module)
 
@@ -334,7 +333,7 @@ class Decoder:
         return fused
 
     def _zeros(self, parameter: str) -> torch.Tensor:
-        """Return zeros that take no memory for a stored parameter, others as their class computes them."""
+        """Return zeros without memory for a stored parameter, or else the value that its class computes."""
         stored = (self._stored, self._tied, self._conversions)
         if not self._has_parts(parameter) and all(parameter not in one for one in stored):
             return self._computed(parameter)
@@ -357,7 +356,7 @@ class Decoder:
                 torch.manual_seed(seed)
                 self._model._init_weights(module)
             found.append(module.get_parameter(leaf).detach())
-        # Random numbers are no values of the model; NaN, which is not equal to itself, was not replaced.
+        # Two computations differ: random numbers are no values of the model, and NaN means not computed.
         if not torch.equal(*found):
             raise self._refusal(
                 f"its parameter {parameter!r} is neither in the checkpoint nor computed from it"
@@ -366,7 +365,7 @@ class Decoder:
         return value
 
     def empty(self, parameter: str) -> torch.Tensor:
-        """Allocate memory for a parameter, in its shape."""
+        """Allocate uninitialised memory of the shape of a parameter."""
         return torch.empty(self._shapes[parameter], dtype=self.dtype, device=self.device)
 
     @contextmanager
@@ -412,7 +411,7 @@ def set_weight(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 class Stopped(Exception):
-    """Raised to end a forward; `inputs` are the inputs of the module at which it ended."""
+    """Ends a forward early; `inputs` are the inputs of the module that it stopped at."""
 
     def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -420,7 +419,7 @@ class Stopped(Exception):
 
 
 def _tied_parameters(model: Any, stored: Mapping[str, str]) -> dict[str, str]:
-    """Return the stored name of each parameter that has none of its own but is tied to one that has."""
+    """Return the stored name for each parameter that has no tensor but is tied to one that has."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -431,7 +430,7 @@ def _tied_parameters(model: Any, stored: Mapping[str, str]) -> dict[str, str]:
 
 
 def _blocks_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks of `model` with their names: members of lists that hold linears, linears outside."""
+    """Yield the blocks of `model` with their names: members of lists with linears, and linears outside."""
     is_list = isinstance(model, nn.ModuleList) and any(map(_holds_linears, model))
     for leaf, child in model.named_children():
         name = f"{prefix}{leaf}"

@@ -1,4 +1,4 @@
-"""Find parameters of a model that a checkpoint has no tensor for, and say what it has instead."""
+"""Find parameters of a model that a checkpoint has no tensor for, and explain why."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def missing_parameters(model: "nn.Module", loaded: Collection[str]) -> list[str]:
-    """Return the parameters of `model` that neither `loaded` has nor a tie fills.
+    """Return the parameters of `model` that are neither in `loaded` nor tied to one that is.
 
     transformers would fill them with random numbers.
     """
@@ -33,7 +33,7 @@ def missing_parameters(model: "nn.Module", loaded: Collection[str]) -> list[str]
 
 
 def is_only_head(model: "nn.Module", missing: Sequence[str]) -> bool:
-    """Return True if the base model, inside `model`, has none of the `missing` parameters."""
+    """Return True if all `missing` parameters are outside the base model inside `model`, as a head is."""
     base = getattr(model, "base_model", model)
     if base is model or not missing:
         return False
@@ -47,10 +47,10 @@ def has_base_names(model: "nn.Module", stored: Collection[str]) -> bool:
 
 
 def lacks(model: "nn.Module", missing: Sequence[str], checkpoint: Checkpoint) -> CheckpointError:
-    """Return the error of a checkpoint that has no tensors for the `missing` parameters of `model`.
+    """Return the error for a checkpoint without tensors for the `missing` parameters of `model`.
 
-    Each cause has a text: there is no head, transformers renames a tensor, some are missing, or the names are
-    of another model.
+    The text depends on the cause: no head, a tensor that transformers renames, missing tensors, or names of
+    another model.
     """
     from transformers import __version__
 

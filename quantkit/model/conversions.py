@@ -1,6 +1,6 @@
-"""Parameters that transformers makes of several stored tensors, or of a part of one, as it loads.
+"""Apply transformers' loading operations that join or split stored tensors.
 
-Linears that are rows of one tensor, such as of q, k and v, are read as matrices of their own.
+Linears stored as rows of one tensor, such as q, k and v, are read as separate matrices.
 """
 
 import copy
@@ -16,15 +16,15 @@ from torch import nn
 from quantkit.checkpoint.tensors import Read, StoredTensor
 from quantkit.model.names import natural, renamed
 
-#: Operations of transformers that give each linear rows of its own, in the order of its parameters.
+#: Operations of transformers that split a tensor into rows of linears, in the order of its parameters.
 SPLITS = ("Chunk", "Split")
 
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """Operations of transformers on stored tensors, by the number of the pattern that each matches.
+    """Loading operations of transformers, with the stored tensors for each of their patterns.
 
-    `first` is the parameter after which transformers calls them; they may make more.
+    `first` is the parameter for which transformers calls them; they may make several parameters.
     """
 
     converter: Any
@@ -33,7 +33,7 @@ class Conversion:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters that they make."""
+        """Return the parameters that the operations make."""
         named, *others = self.converter.target_patterns
         return self.first, *(self.first.replace(named, other) for other in others)
 
@@ -48,7 +48,10 @@ class Conversion:
 
 
 def conversions(model: nn.Module, stored: Iterable[str]) -> dict[str, Conversion]:
-    """Map parameters of `model` to what makes them of the tensors `stored`; others are left out."""
+    """Map parameters of `model` to the conversion that makes them from the tensors `stored`.
+
+    Parameters that are stored as such are left out.
+    """
     found: dict[str, Conversion] = {}
     for name, place in sorted(renamed(model, stored), key=lambda one: natural(one[0])):
         if place.converter is not None:
@@ -73,16 +76,16 @@ class RowsTensor(StoredTensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Its part of the bytes of the source."""
+        """Return the stored bytes: a share of the bytes of the source."""
         return self.source.stored_bytes * self.shape[0] // self.source.shape[0]
 
     @property
     def stored_as(self) -> str | None:
-        """The low-bit format of the source."""
+        """Return the low-bit format of the source, if any."""
         return self.source.stored_as
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
-        """Rows `[start, stop)`."""
+        """Read rows `[start, stop)`."""
         return self.source.values(read, self.first + start, self.first + stop)
 
 
@@ -91,7 +94,7 @@ def row_cuts(
     tensors: Mapping[str, StoredTensor],
     linears: Mapping[str, tuple[int, ...]],
 ) -> dict[str, RowsTensor]:
-    """Return the parts of stored tensors that become one of `linears` each, by the names that the model has.
+    """Return each of `linears` that is a slice of rows of a stored tensor, by its name in the model.
 
     `linears` are the shapes [N, K] of weights by name.
     """

@@ -1,7 +1,8 @@
-"""Ranks of a calibration: processes that torchrun starts, one per GPU, which share samples and linears.
+"""Coordinate the ranks of a calibration: processes started by torchrun, one per GPU.
 
-All ranks run the same code and make the same collective calls in the same order. They exchange records of
-tensors and JSON; nothing is pickled. A single process is a `Ranks` of size 1 and communicates with none.
+They share samples and linears. All ranks run the same code and make the same collective calls in the same
+order. They exchange records of tensors and JSON; nothing is pickled. A single process is a `Ranks` of size 1,
+which communicates with none.
 
 A failing rank sends its error instead of joining the next collective call. All others then raise
 `OtherRankFailed`, so the error appears once: on the first rank that failed.
@@ -34,16 +35,16 @@ ERROR_TIMEOUT = timedelta(minutes=1)
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """Message between ranks: tensors by name, and facts that JSON can hold."""
+    """Message between ranks: tensors by name, and JSON values."""
 
     tensors: Mapping[str, torch.Tensor]
     facts: Any = None
 
 
 class Ranks:
-    """Group of `size` processes: the rank `number` of this one, and the number of ranks `on_host`.
+    """Group of `size` processes; this one has the rank `number`. `on_host` ranks share this host.
 
-    The `first` rank writes files and logs. This class is a single process; `_Joined` has several.
+    The `first` rank writes files and logs. This class is a single process; `_Joined` connects several.
     """
 
     number = 0
@@ -55,7 +56,7 @@ class Ranks:
         return self.number == 0
 
     def share(self, count: int) -> range:
-        """Return the share of `count` items for this rank; rank 0 has at least one if there are any."""
+        """Return this rank's share of `count` items; rank 0 has at least one if there are any."""
         start, stop = (-(-edge * count // self.size) for edge in (self.number, self.number + 1))
         return range(start, stop)
 
@@ -64,11 +65,11 @@ class Ranks:
         return kind
 
     def all_gather(self, facts: Any) -> list[Any]:
-        """Return the JSON-able `facts` of all ranks, in rank order."""
+        """Return the JSON values `facts` of all ranks, in rank order."""
         return [facts]
 
     def broadcast(self, make: Callable[[], Any]) -> Any:
-        """Return on all ranks the JSON-able result of `make` on rank 0."""
+        """Call `make` on rank 0 and return its JSON value on all ranks."""
         return self.all_gather(make() if self.first else None)[0]
 
     def gather_records(self, records: Sequence[Record], device: torch.device) -> Iterator[Record]:
@@ -118,8 +119,8 @@ def join_ranks() -> Iterator[Ranks]:
     if not all(values.values()) or int(values["WORLD_SIZE"]) == 1:
         yield Ranks()
         return
-    # Import it now: a module that torch imports during a process group keeps the group alive past its end.
-    # Threads of gloo then abort the process at exit.
+    # Import it now: a module that torch imports while a process group exists keeps the group alive past its
+    # end. Threads of gloo then abort the process at exit.
     import torch.distributed.fsdp
 
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

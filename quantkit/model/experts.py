@@ -1,7 +1,7 @@
-"""Fused experts: how their parameters hold matrices, and what they compute.
+"""Describe fused experts: how their parameters store matrices, and what they compute.
 
-`find_spec` runs a module on tiny numbers and compares it with each description that its shapes allow. So a
-new architecture needs no change here if it computes what an older one does.
+`find_spec` runs a module on tiny numbers and compares the result with each known formula that fits its
+shapes. So a new architecture needs no change here if it computes what a known one does.
 """
 
 import copy
@@ -21,12 +21,12 @@ GATE_UP = "gate_up_proj"
 UP = "up_proj"
 DOWN = "down_proj"
 
-#: Matrices of an expert, from the top, by the parameter that holds them for all experts.
+#: Matrices of an expert, stacked from the top, by the parameter that holds them for all experts.
 MATRICES: Mapping[str, tuple[str, ...]] = {GATE_UP: ("gate", "up"), UP: ("up",), DOWN: ("down",)}
 
-#: Sizes of a probe: experts, features of x, features between the products, tokens.
+#: Sizes of a probe: experts E, features H of x, features I between the products, tokens.
 _EXPERTS, _HIDDEN, _BETWEEN, _TOKENS = 3, 8, 6, 6
-#: Attributes of modules that are sizes.
+#: Attributes of modules that hold sizes.
 _SIZES = {
     **{"num_experts": _EXPERTS, "hidden_dim": _HIDDEN, "hidden_size": _HIDDEN},
     **{"intermediate_dim": _BETWEEN, "intermediate_size": _BETWEEN, "expert_dim": _BETWEEN},
@@ -35,12 +35,12 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Activation:
-    """Function between the products of an expert: a row of `ACTIVATIONS`, by formula, and its numbers."""
+    """Activation between the products of an expert: a row of `ACTIVATIONS`, by formula, and constants."""
 
     formula: str = "act(gate) * up"
     limit: float = math.inf
     alpha: float = 1.0
-    #: Row of `FUNCTIONS` that is act in modules without `act_fn`.
+    #: Row of `FUNCTIONS` used as act in modules without `act_fn`.
     act: str | None = None
 
     def __call__(self, act_fn: Any, *products: torch.Tensor) -> torch.Tensor:
@@ -58,14 +58,14 @@ FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Formula:
-    """Row of `ACTIVATIONS`: the function, its number of products, and whether it has these parameters."""
+    """Row of `ACTIVATIONS`: the function, its number of inputs, and which parameters it has."""
 
     compute: Callable[..., torch.Tensor]
     products: int = 2
     act: bool = True
     limit: bool = False
     alpha: bool = False
-    #: Kind of `kernels/moe/expert_activation.py`, "act" for that of act, None without one.
+    #: Kind in `kernels/moe/expert_activation.py`; "act" for the kind of act, None without a kernel.
     kernel: str | None = None
 
 
@@ -99,11 +99,13 @@ ACTIVATIONS: Mapping[str, Formula] = {
 class ExpertsSpec:
     """Fused experts: y = sum over the chosen experts of weight * down(activation(first(x))).
 
-    `first` is the parameter of the first product: gate_up_proj [E, 2I, H], or up_proj [E, I, H] without gate;
-    down_proj is [E, H, I]. `transposed` parameters are [E, H, 2I] and [E, I, H]. In `interleaved` ones, rows
-    of gate and up alternate. `biased` experts have `gate_up_proj_bias` [E, 2I] and `down_proj_bias` [E, H].
-    `routed` modules are called with x [T, H] and the experts and weights of each token, [T, k]; others with
-    the rows of all experts one after the other, [E * T, H], scaled by the router: zeros for no choice.
+    first         parameter of the first product: gate_up_proj [E, 2I, H], or up_proj [E, I, H] without gate;
+                  down_proj is [E, H, I]
+    transposed    parameters are [E, H, 2I] and [E, I, H]
+    interleaved   rows of gate and up alternate
+    biased        there are `gate_up_proj_bias` [E, 2I] and `down_proj_bias` [E, H]
+    routed        called with x [T, H], and the experts and weights of each token, [T, k]; other modules are
+                  called with the rows of all experts, [E * T, H], scaled by the router, 0 if not chosen
     """
 
     first: str = GATE_UP
@@ -115,7 +117,7 @@ class ExpertsSpec:
 
     @property
     def parameters(self) -> tuple[str, str]:
-        """The parameters that hold matrices, in the order of the products."""
+        """Return the parameters that hold matrices, in the order of the products."""
         return self.first, DOWN
 
     def sizes(self, down: Sequence[int]) -> tuple[int, int, int]:
@@ -125,44 +127,44 @@ class ExpertsSpec:
         return count, hidden, between
 
     def rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the view [N', K] of what a parameter holds of one expert: the rows of all its matrices."""
+        """Return a view [N', K] of all rows of one expert; `weight` is its slice of a parameter."""
         return weight.T if self.transposed else weight
 
     def matrix(self, weight: torch.Tensor, parameter: str, index: int) -> torch.Tensor:
-        """Return the view of matrix `index`, [N, K], in what `parameter` holds of one expert."""
+        """Return a view of matrix `index`, [N, K], in `weight`, the slice of `parameter` for one expert."""
         return self.split(self.rows(weight), parameter, 0)[index]
 
     def split(self, rows: torch.Tensor, parameter: str, dim: int = -1) -> Sequence[torch.Tensor]:
-        """Return views for each matrix of `rows`, which has the rows of all along `dim`, 0 or -1."""
+        """Split `rows` into a view for each matrix of `parameter`, along `dim`, 0 or -1."""
         count = len(MATRICES[parameter])
         if not self.interleaved:
             return rows.chunk(count, dim)
         return [rows[..., index::count] if dim < 0 else rows[index::count] for index in range(count)]
 
     def joined(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what a parameter holds of an expert with `matrices`, [N, K] each."""
+        """Join the matrices of an expert, [N, K] each, into its slice of a parameter."""
         whole = (
             torch.stack(list(matrices), 1).flatten(0, 1) if self.interleaved else torch.cat(list(matrices))
         )
         return self.rows(whole)
 
     def product(self, experts: Any, parameter: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Return x [..., K] times all matrices of an expert of a dense module, [..., N'], with its bias."""
+        """Multiply x [..., K] by all matrices of an expert of a dense module; return [..., N'], with bias."""
         y = F.linear(x, self.rows(getattr(experts, parameter)[expert]))
         return y + getattr(experts, f"{parameter}_bias")[expert] if self.biased else y
 
     def activated(self, experts: Any, products: torch.Tensor) -> torch.Tensor:
-        """Return what down_proj sees, [..., I], from the products with the first parameter, [..., N']."""
+        """Return the input of down_proj, [..., I], from the first product [..., N']."""
         return self.activation(getattr(experts, "act_fn", None), *self.split(products, self.first))
 
     def between(self, experts: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Return what down_proj of an expert of a dense module sees: [..., I] from [..., H]."""
+        """Return the input of down_proj, [..., I], from x [..., H], for an expert of a dense module."""
         return self.activated(experts, self.product(experts, self.first, expert, x))
 
     def as_routed(self, call: Sequence[torch.Tensor], experts: int) -> tuple[torch.Tensor, ...]:
-        """Return a call as rows [n, H], the experts [n, k] of each and their weights [n, k].
+        """Convert a call to rows [n, H], their experts [n, k] and their weights [n, k].
 
-        Rows of a module that is not `routed` have one expert, or number `experts` for none, of weight 1.
+        In a module that is not `routed`, each row has one expert of weight 1; number `experts` means none.
         """
         if self.routed:
             return tuple(call)
@@ -172,9 +174,9 @@ class ExpertsSpec:
 
 
 def chosen_rows(experts: Any, call: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Return a call of fused experts as `ExpertsSpec.as_routed` does, without the rows of no expert.
+    """Return a call of fused experts as `ExpertsSpec.as_routed` does, without rows that have no expert.
 
-    Also what selects these rows of another tensor [n, any].
+    Also returns the index that selects these rows of another tensor [n, any].
     """
     spec, count = spec_of(experts), len(experts.down_proj)
     if spec.routed:
@@ -185,7 +187,7 @@ def chosen_rows(experts: Any, call: Sequence[torch.Tensor]) -> tuple[tuple[torch
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Return True if `module` has all its experts in two parameters, the second called `down_proj`."""
+    """Return True if `module` holds all its experts in two parameters, the second called `down_proj`."""
     parameters = module._parameters
     return parameters.get(DOWN) is not None and any(parameters.get(one) is not None for one in (GATE_UP, UP))
 
@@ -198,7 +200,7 @@ def spec_of(experts: nn.Module) -> ExpertsSpec:
 
 
 def find_spec(experts: nn.Module) -> ExpertsSpec | str:
-    """Return what the fused experts store and compute; if quantkit does not know it, the reason.
+    """Return the spec of fused experts, or the reason if quantkit does not know their layout or function.
 
     `is_fused_experts(experts)` must be True. Works for modules on the meta device.
     """
@@ -232,7 +234,7 @@ _probe_results: dict[tuple[Any, ...], ExpertsSpec | str] = {}
 
 
 def _probed(experts: nn.Module, spec: ExpertsSpec, sizes: tuple[int, int, int]) -> ExpertsSpec | str:
-    """Return `spec` with the rest filled in, by a probe of each class and its numbers."""
+    """Complete `spec` by probing: run the module and compare with each known formula and its constants."""
     numbers = tuple(sorted({float(one) for one in vars(experts).values() if _is_number(one, sizes)}))
     key = (type(experts), type(getattr(experts, "act_fn", None)), numbers, spec)
     if key not in _probe_results:
@@ -243,12 +245,12 @@ def _probed(experts: nn.Module, spec: ExpertsSpec, sizes: tuple[int, int, int]) 
 
 
 def _is_number(value: Any, sizes: Sequence[int]) -> bool:
-    """Return True if an attribute may be a limit or factor, and is no size."""
+    """Return True if an attribute may be a constant of a formula, and is not a size."""
     return type(value) in (int, float) and 0 < value < math.inf and value not in sizes
 
 
 class _Probe:
-    """Calls of a module with tiny random parameters, compared with descriptions of them."""
+    """Calls of a module with tiny random parameters, to compare with known formulas."""
 
     def __init__(
         self, experts: nn.Module, spec: ExpertsSpec, sizes: tuple[int, int, int], numbers: Sequence[float]
@@ -257,11 +259,11 @@ class _Probe:
         numbers_of = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         shapes = _shapes(spec, _EXPERTS, _HIDDEN, _BETWEEN)
         parameters = {name: nn.Parameter(numbers_of(*shape)) for name, shape in shapes.items()}
-        # From tokens that are far below all limits to one far above.
+        # Scales of the tokens: from far below all limits to far above one.
         scales = torch.tensor([0.25, 1, 4, 16, 4 * max(numbers, default=1), 1])
         x = numbers_of(_TOKENS, _HIDDEN) * scales[:, None]
         index = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0], [2, 1]])
-        #: A call of each kind, by whether it is routed.
+        #: Arguments of a call, by True for routed modules and False for others.
         self._calls: dict[bool, tuple[torch.Tensor, ...]] = {
             True: (x, index, numbers_of(_TOKENS, 2)),
             False: (x,),
@@ -283,7 +285,7 @@ class _Probe:
         for routed, call in self._calls.items():
             try:
                 actual[routed] = forward(self._tiny, *call)
-            except Exception as error:  # another model's code, called with guesses, may fail in any way
+            except Exception as error:  # Another model's code, called with guesses, may fail in any way.
                 errors.append(f"{type(error).__name__}: {error}")
         for spec in self._candidates():
             if spec.routed in actual and self._computes(spec, actual[spec.routed]):
@@ -315,7 +317,7 @@ class _Probe:
                 for slot, expert in enumerate(experts):
                     between = spec.between(self._tiny, expert, x[token])
                     expected[token] += weights[token, slot] * spec.product(self._tiny, DOWN, expert, between)
-        except Exception:  # an act_fn that takes something else
+        except Exception:  # An act_fn that takes other arguments.
             return False
         if not isinstance(actual, torch.Tensor) or actual.shape != expected.shape:
             return False

@@ -17,18 +17,18 @@ from quantkit.errors import CheckpointError, QuantkitError, causes
 from quantkit.files import disk_error
 from quantkit.memory import is_lack_of_memory
 
-#: Files of a processor, which makes inputs of images or sounds too.
+#: Files of a processor, which also prepares images or sounds.
 PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
 GENERATION_CONFIG_NAME = "generation_config.json"
-#: Where quantkit's own code is.
+#: Directory of quantkit's own code.
 PACKAGE = Path(quantkit.__file__).parent
-#: Errors that Python and torch raise in quantkit's code for bad files: values out of range, such as
-#: probabilities below 0, missing keys, and errors of the disk.
+#: Errors that bad files can cause in quantkit's own code: values out of range, such as probabilities below 0,
+#: missing keys, and disk errors.
 _OF_FILES = (OSError, ValueError, KeyError, RuntimeError)
 
 
 def has_processor(directory: Path) -> bool:
-    """Return True if the directory of a model has files of a processor."""
+    """Return True if the directory of a model has processor files."""
     with examining(directory):
         return any((directory / name).is_file() for name in PROCESSOR_NAMES)
 
@@ -90,9 +90,9 @@ def _of_the_disk(error: BaseException) -> str:
 
 
 def read_generation_config(path: Path, cls: Any = None) -> Any:
-    """Read generation_config.json; None without one. transformers would ignore an unreadable one.
+    """Read generation_config.json; None without one. transformers would ignore an unreadable file.
 
-    A model class `cls` may have a kind of its own.
+    A model class `cls` may define its own config class.
     """
     from transformers import GenerationConfig
 

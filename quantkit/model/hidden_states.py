@@ -13,9 +13,9 @@ from quantkit.model.distributed import Ranks
 
 logger = logging.getLogger("quantkit.memory")
 
-#: Largest bytes for hidden states on a GPU, together with one K x K float32 matrix, for the largest K of a
-#: linear: quantizing needs some of those. Also at most this part of the free GPU memory. Otherwise states are
-#: on the host, and each pass copies them.
+#: Most bytes of hidden states on a GPU, including one K x K float32 matrix for the widest linear, as
+#: quantizing needs some. At most this part of the free GPU memory as well. Otherwise states are on the host,
+#: and each pass copies them.
 HIDDEN_BYTES = 3 << 30
 HIDDEN_MEMORY = 0.25
 #: Above this part of the free host memory, states go to the disk.

@@ -1,7 +1,7 @@
-"""Modules that compute y = x W^T + b, and embeddings that look rows up.
+"""Recognize modules that compute y = x W^T + b, and embeddings that look up rows.
 
 Linears are `nn.Linear`, its subclasses, and `Conv1D`, which stores W^T. Subclasses of embeddings may multiply
-the rows by a factor. What a module computes decides, not its class: it is tried on a tiny weight.
+rows by a factor. The computation decides, not the class: the module is tried on a tiny weight.
 """
 
 import copy
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-#: By class and whether the weight is square: whether W is stored transposed; None for another function.
+#: By class and whether the weight is square: True if W is stored transposed, None for another function.
 _tried: dict[tuple[type, bool], bool | None] = {}
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return True if `module` computes y = x W^T + b of a weight W [N, K], or [K, N] if `is_transposed`."""
+    """Return True if `module` computes y = x W^T + b, with W [N, K], or stored [K, N] if `is_transposed`."""
     return _orientation(module) is not None
 
 
@@ -64,7 +64,7 @@ def _orientation(module: nn.Module) -> bool | None:
 
 
 def _try(module: nn.Module, weight: torch.Tensor) -> bool | None:
-    """Compute with a tiny weight what `module` makes of inputs, and compare."""
+    """Run `module` on a tiny weight and compare: True if transposed, False if not, None if no linear."""
     first, second = weight.shape
     sizes = {first: 5, second: 5 if first == second else 3}
     # Loading runs under `torch.device("meta")`, but this needs numbers, from a generator of its own.
@@ -77,7 +77,7 @@ def _try(module: nn.Module, weight: torch.Tensor) -> bool | None:
             has_bias = module._parameters.get("bias") is not None
             bias = numbers(rows) if has_bias else None
             one = copy.copy(module)
-            # Sizes that the module keeps, such as `in_features`, are those of the tiny weight.
+            # Size attributes, such as `in_features`, are set to those of the tiny weight.
             one.__dict__ = {
                 name: sizes.get(value, value) if type(value) is int else value
                 for name, value in module.__dict__.items()
@@ -98,29 +98,29 @@ def _try(module: nn.Module, weight: torch.Tensor) -> bool | None:
     return None
 
 
-#: Attributes of subclasses that hold the factor as a number of Python.
+#: Attributes of subclasses that hold the factor as a Python number.
 _FACTORS = ("scalar_embed_scale", "embed_scale")
-#: Their buffer with the same number.
+#: Buffer with the same number.
 _BUFFER = "embed_scale"
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Factor by which a module multiplies rows [..., K] of its table, in the dtype of the rows.
+    """Factor of an embedding: rows [..., K] of its table are multiplied by it in their dtype.
 
-    `is_rounded` if the factor has that dtype too, as a tensor has; a number of Python is not rounded.
+    `is_rounded` if the factor is rounded to that dtype too, like a tensor; a Python number is not.
     """
 
     factor: float = 1.0
     is_rounded: bool = False
 
     def factor_in(self, dtype: torch.dtype) -> float:
-        """Return the factor of rows of `dtype`."""
+        """Return the factor for rows of `dtype`."""
         return float(torch.tensor(self.factor, dtype=dtype, device="cpu")) if self.is_rounded else self.factor
 
 
 def lookup_of(module: nn.Module) -> Lookup | None:
-    """Return what `module` makes of the rows of its table; None for anything but a factor."""
+    """Return the factor of an embedding; None if `module` does more than multiply by a factor."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return None
     if type(module) is nn.Embedding:
@@ -134,7 +134,7 @@ def lookup_of(module: nn.Module) -> Lookup | None:
 
 
 def _computes(module: nn.Module, lookup: Lookup) -> bool:
-    """Return True if `module` computes what `lookup` says of a tiny table, to the bit."""
+    """Return True if `module` computes exactly what `lookup` says, on a tiny table."""
     # Loading runs under `torch.device("meta")`, but this needs numbers.
     with torch.device("cpu"), torch.no_grad():
         ids = torch.tensor([[2, 0], [1, 4]])
@@ -143,7 +143,7 @@ def _computes(module: nn.Module, lookup: Lookup) -> bool:
             one: Any = copy.copy(module)
             one.__dict__ = {**module.__dict__, "padding_idx": None, "num_embeddings": 5}
             one._parameters = {"weight": nn.Parameter(table, requires_grad=False)}
-            # Not in the default dtype, which loading sets to that of the model.
+            # Not in the default dtype, which is the model's during loading.
             factor = torch.tensor(lookup.factor, dtype=torch.float32)
             one._buffers = dict.fromkeys(module._buffers, factor)
             try:

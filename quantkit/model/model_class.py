@@ -1,7 +1,7 @@
-"""Find the class of a checkpoint, and build it without weights.
+"""Find the model class of a checkpoint, and build it without weights.
 
-`architectures` of config.json names the class that the files are of. What AutoModelForCausalLM makes of the
-config may be a part of it only: the text of a vision-language model, the decoder of a speech model.
+`architectures` of config.json names the class of the files. AutoModelForCausalLM may build only a part of it:
+the text model of a vision-language model, the decoder of a speech model.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from quantkit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import nn
 
-#: Mappings of transformers from a config to a class that generates text, in the order in which they are tried
-#: where `architectures` does not help; then all others.
+#: Mappings of transformers from config to generative classes, tried in this order if `architectures` does not
+#: help; then all others.
 GENERATIVE = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -28,7 +28,7 @@ ORDER = (*GENERATIVE, "MODEL_FOR_MASKED_LM_MAPPING", "MODEL_MAPPING")
 _FLOAT_TAG = "__float__"
 _TAGGED_FLOATS = {name: float(name) for name in ("NaN", "Infinity", "-Infinity")}
 
-#: Characters of an error of transformers that are shown: some list every class that there is.
+#: Characters shown of an error of transformers; some list every known class.
 _SHOWN = 200
 
 
@@ -42,7 +42,7 @@ def is_known_type(kind: object) -> bool:
 def model_config(config: Mapping[str, Any], directory: Path) -> Any:
     """Return transformers' config for a config.json, with defaults filled in.
 
-    Raises `CheckpointError` for an unknown model type, or values that it does not take.
+    Raises `CheckpointError` for an unknown model type, or values that transformers refuses.
     """
     from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -54,7 +54,7 @@ def model_config(config: Mapping[str, Any], directory: Path) -> Any:
             f"Check it, or install a transformers that knows the architecture{_without(config)}."
         )
     fields = {k: _with_floats(v) for k, v in config.items() if k not in ("quantization_config", "auto_map")}
-    # Some versions of huggingface-hub refuse the config for a name that is none.
+    # Some versions of huggingface-hub refuse a config with invalid class names.
     fields["architectures"] = list(named_classes(config)) or None
     try:
         return CONFIG_MAPPING[kind].from_dict(fields)
@@ -66,11 +66,10 @@ def model_config(config: Mapping[str, Any], directory: Path) -> Any:
 
 
 def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
-    """Return the class of the model that a config.json describes, and the config that it is built from.
+    """Return the model class for a config.json, and the config to build it from.
 
-    The class is the first of `architectures` that transformers has for this config, else one for the same
-    purpose. If there is none it is the first that one of the mappings `ORDER` has. Raises `CheckpointError`
-    if there is none.
+    Take the first of `architectures` that transformers has for this config. Without it, take a class for the
+    same purpose, then the first in the mappings `ORDER`. Raises `CheckpointError` if there is none.
     """
     parsed = model_config(config, directory)
     for cls in (_named(name) for name in named_classes(config)):
@@ -89,12 +88,12 @@ def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
 
 
 def _without(config: Mapping[str, Any]) -> str:
-    """Return the remedy that takes no class, for a model that is not packed yet."""
+    """Return the remedy without a model class, for a model that is not packed yet."""
     return "" if "quantization_config" in config else ", or quantize it with --model-free"
 
 
 def why_no_class(config: Mapping[str, Any], directory: Path) -> str | None:
-    """Return None if transformers has the class that `architectures` names, else that it has none."""
+    """Return None if transformers has a class of `architectures`, else the reason text."""
     from transformers import __version__
 
     names = named_classes(config)
@@ -114,7 +113,7 @@ def named_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _mappings_of(names: tuple[str, ...]) -> list[str]:
-    """Return the mappings that have one of the classes `names`, for whatever config."""
+    """Return the mappings that contain one of the classes `names`, for any config."""
     from transformers.models.auto import modeling_auto
 
     suffix = "_NAMES"
@@ -127,7 +126,7 @@ def _mappings_of(names: tuple[str, ...]) -> list[str]:
 
 
 def of_mapping(mapping: str, parsed: Any) -> tuple[Any, Any] | None:
-    """Return the class that a mapping of transformers, by name, has for a config, and its config."""
+    """Return the class that a mapping of transformers has for a config, and its config; None without one."""
     from transformers.models.auto import modeling_auto
 
     try:
@@ -173,7 +172,7 @@ def _named(name: str) -> Any:
 
 
 def _config_for(cls: Any, parsed: Any) -> Any:
-    """Return `parsed`, or its text config, whichever `cls` is built from; None if neither is."""
+    """Return `parsed` or its text config, depending on which `cls` takes; None if neither."""
     if isinstance(parsed, cls.config_class):
         return parsed
     text = getattr(parsed, "text_config", None)

@@ -1,27 +1,29 @@
-"""Tell linears by the names and shapes of tensors alone, where transformers does not have the class.
+"""Classify tensors by names and shapes alone, for classes that transformers does not have.
 
-A matrix is a linear unless a row of `SIGNS` says otherwise. No model is built and no code of the checkpoint
-runs. The class of the model would know better, so what is only likely can be packed by a rule all the same.
+A matrix is a linear unless a row of `SIGNS` applies. No model is built and no code of the checkpoint runs.
+Some signs are only likely; a rule can pack such a tensor anyway.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.model.split_experts import CutTensor, StackedMatrix, cuts_alike, with_cuts
 from quantkit.model.structure import (
     EMBEDDING,
     NOT_A_PARAMETER,
     ONE_OUTPUT,
+    OTHER_EXPERTS,
     QUANTIZABLE_DTYPES,
     Kind,
     Linear,
     Structure,
 )
 
-#: What the tensors do not say, for the plan.
+#: Note for the plan on what tensors alone do not tell.
 UNKNOWN = (
     "--model-free: names and shapes decided what is a linear. They do not tell whether a matrix is stored as "
     "[out, in], as nn.Linear has it, whether model code reads a weight itself, or what else has its weights; "
@@ -32,16 +34,16 @@ HEAD: Kind = "lm_head"
 
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.+)")
 _BLOCK = re.compile(r"\blayers\.(\d+)\.")
-#: The number of a block, which other parts of the name follow.
+#: Number of a block inside a name.
 _NUMBER = re.compile(r"(?<![^.])\d+\.")
 _LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "n_layer")
 
 _EMBEDDINGS = frozenset({"embed", "embeds", "embedding", "embeddings", "emb", "wte", "wpe", "position"})
 _ROUTERS = frozenset({"router", "gate", "gating"})
-#: Step sizes of Mamba, weights of heads of DeepSeek's indexer.
+#: Matrices whose weight model code reads: step sizes of Mamba, head weights of DeepSeek's indexer.
 _READ = frozenset({"dt_proj", "weights_proj"})
 _FURTHER_TOKENS = frozenset({"mtp", "nextn"})
-#: Of parts for images and sounds, and of what joins them with text.
+#: Words in names of parts for images and sounds, and of their projectors.
 _SENSES = frozenset(
     {
         *("visual", "vision", "vit", "sam", "image", "audio", "speech", "video"),
@@ -53,11 +55,13 @@ _TEXT = "language_model"
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The surroundings of the tensors of a checkpoint.
+    """Facts about the whole checkpoint that classify its tensors.
 
-    `layers` is the number of blocks in config.json, `experts` the number of experts by the name of their
-    module. `group` is the number of weights of a row that share a scale. None is no such number. `parts` are
-    all parts of names. `only_senses` is True if all blocks have names of parts for images and sounds.
+    layers        number of blocks in config.json, None if it has none
+    experts       number of experts by the name of their module
+    group         weights per scale in a row, None for a whole row
+    parts         all components of names
+    only_senses   True if all blocks have names of parts for images and sounds
     """
 
     layers: int | None
@@ -81,29 +85,29 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Seen:
-    """A tensor and its surroundings."""
+    """Tensor to classify, with the facts about its checkpoint."""
 
     tensor: StoredTensor
     around: Surroundings
 
     @property
     def module(self) -> str:
-        """The name without `.weight`."""
+        """Return the name without `.weight`."""
         return self.tensor.name.removesuffix(".weight")
 
     @property
     def leaf(self) -> str:
-        """The last part of the name."""
+        """Return the last component of the name."""
         return self.tensor.name.rpartition(".")[2]
 
     @property
     def parts(self) -> list[str]:
-        """The parts of the module's name: `layers.0.q_proj` has three."""
+        """Return the components of the module's name: `layers.0.q_proj` has three."""
         return self.module.lower().split(".")
 
     @property
     def words(self) -> frozenset[str]:
-        """All words in the name: `q_proj` is two."""
+        """Return all words in the name: `q_proj` is two."""
         return frozenset(word for part in self.parts for word in part.split("_"))
 
     @property
@@ -112,7 +116,7 @@ class Seen:
 
     @property
     def is_gate(self) -> bool:
-        """Return True if it is in a router, or has a router's name and fewer rows than columns."""
+        """Return True if it is inside a router, or has a router's name and fewer rows than columns."""
         inside = "router" in self.words or not _ROUTERS.isdisjoint(self.parts[:-1])
         return inside or (self.parts[-1] in _ROUTERS and self.shape[0] < self.shape[1])
 
@@ -122,20 +126,20 @@ class Seen:
 
     @property
     def is_beyond(self) -> bool:
-        """Return True if it is of a block beyond those that config.json counts."""
+        """Return True if its block number is not below the number of layers in config.json."""
         block = _BLOCK.search(self.module)
         layers = self.around.layers
         return block is not None and layers is not None and int(block[1]) >= layers
 
     @property
     def is_ragged(self) -> bool:
-        """Return True if a row is several groups and not whole ones."""
+        """Return True if a row is longer than a group but no multiple of it."""
         group = self.around.group
         return group is not None and self.shape[1] > group and self.shape[1] % group != 0
 
     @property
     def is_beside_text(self) -> bool:
-        """Return True if it is of a part for images or sounds, or beside what is called language_model."""
+        """Return True if it belongs to images or sounds, or is outside the module called language_model."""
         senses = not self.around.only_senses and not _SENSES.isdisjoint(self.words)
         beside = _TEXT in self.around.parts and _TEXT not in self.parts and self.parts[-1] != HEAD
         return senses or beside
@@ -143,9 +147,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Sign:
-    """A row of `SIGNS`: why a tensor stays dense, and when; `likely` if a rule may pack it all the same.
+    """Row of `SIGNS`: a reason to stay dense, and its condition; `likely` if a rule may pack it anyway.
 
-    `is_place` if it only says of which part of a model the tensor is.
+    `is_place` if the reason is only the part of the model that the tensor is in.
     """
 
     reason: str
@@ -154,7 +158,7 @@ class Sign:
     is_place: bool = False
 
 
-#: Reasons to stay dense, in the order in which they are tried.
+#: Reasons to stay dense; the first that holds counts.
 SIGNS: tuple[Sign, ...] = (
     Sign("its dtype is none that is quantized", lambda it: it.tensor.dtype not in QUANTIZABLE_DTYPES),
     Sign("a bias", lambda it: it.leaf == "bias"),
@@ -203,10 +207,10 @@ SIGNS: tuple[Sign, ...] = (
 
 
 def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint, Structure]:
-    """Return `checkpoint`, with a note of what is not known, and its structure by `SIGNS`.
+    """Classify tensors by `SIGNS`; return `checkpoint` with a note on what is unknown, and its structure.
 
-    `group` is how many weights of a row share a scale by default; None for all or where that has no meaning.
-    The matrices of numbered experts are one linear for each of their names, as in `read_structure`.
+    `group` is the number of weights per scale in a row by default, or None. The matrices of numbered experts
+    are one linear per name, as in `read_structure`.
     """
     around = Surroundings.of(checkpoint, group)
     dense: dict[str, str] = {}
@@ -236,7 +240,7 @@ def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint,
         for name, reason in dense.items()
         if reason != EMBEDDING and len(checkpoint.tensors[name].shape) > 1
     ]
-    # A tied head has no tensor, and readers would take it to be packed.
+    # A tied head has no tensor: readers would take it as packed unless listed here.
     others += [HEAD] if HEAD not in gathered else []
     structure = Structure(
         linears, dense, None, False, unpackable={name: (name,) for name in others}, kept=kept
@@ -244,27 +248,63 @@ def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint,
     return replace(checkpoint, notes=(*checkpoint.notes, UNKNOWN)), structure
 
 
-def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> Structure:
-    """Return `structure` with linears of parts that its class lacks, such as heads of further tokens.
+def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> tuple[Checkpoint, Structure]:
+    """Return both with linears of parts that the class lacks, such as extra prediction heads.
 
-    Names and shapes tell them. They stay dense unless a rule packs them.
+    Names and shapes classify them; fused experts have those of the class. They stay dense unless a rule packs
+    them.
     """
+    strangers = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
+    cuts = cuts_alike(_stacked(structure), (checkpoint.tensors[name] for name in strangers))
+    experts: dict[str, list[CutTensor]] = {}
+    for cut in cuts.values():
+        experts.setdefault(cut.source.name.removesuffix(".weight"), []).append(cut)
     around = Surroundings.of(checkpoint, None)
     found: dict[str, Linear] = {}
-    for name, reason in structure.dense.items():
+    for name in strangers:
         seen = Seen(checkpoint.tensors[name], around)
         signs = (sign for sign in SIGNS if not sign.is_place)
-        if reason != NOT_A_PARAMETER or "head" in seen.words or any(sign.holds(seen) for sign in signs):
+        if "head" in seen.words or any(sign.holds(seen) for sign in signs):
             continue
         rows, columns = seen.shape
         found[seen.module] = Linear(seen.module, "linear", (seen.module,), (rows, columns))
-    return replace(
+    for module, parts in experts.items():
+        stored = tuple(cut.name.removesuffix(".weight") for cut in parts)
+        rows, columns = parts[0].shape
+        found[module] = Linear(module, "experts", stored, (rows, columns))
+    other_experts = {
+        name: OTHER_EXPERTS
+        for name in strangers
+        if len(checkpoint.tensors[name].shape) == 3 and "experts" in name.split(".")
+    }
+    structure = replace(
         structure,
         linears={**structure.linears, **found},
         kept={**structure.kept, **dict.fromkeys(found, NOT_A_PARAMETER)},
-        dense={k: v for k, v in structure.dense.items() if k.removesuffix(".weight") not in found},
+        dense={
+            k: other_experts.get(k, v)
+            for k, v in structure.dense.items()
+            if k.removesuffix(".weight") not in found
+        },
         unpackable={k: v for k, v in structure.unpackable.items() if k not in found},
+        cuts={**structure.cuts, **cuts},
     )
+    return (with_cuts(checkpoint, cuts) if cuts else checkpoint), structure
+
+
+def _stacked(structure: Structure) -> Iterable[list[StackedMatrix]]:
+    """Return the matrices of each set of experts of the class, in one tensor for all."""
+    sets: dict[str, list[StackedMatrix]] = {}
+    for linear in structure.linears.values():
+        owner, _, leaf = linear.module.rpartition(".")
+        cuts = [structure.cuts.get(f"{one}.weight") for one in linear.stored]
+        if linear.kind == "experts":
+            sets.setdefault(owner, []).extend(
+                StackedMatrix.of_fused(leaf, len(cuts), linear.shape)
+                if None in cuts
+                else [StackedMatrix.of_cut(cut) for cut in cuts if cut is not None]
+            )
+    return sets.values()
 
 
 def _kind(module: str) -> Kind:
@@ -274,7 +314,7 @@ def _kind(module: str) -> Kind:
 
 
 def _layers(config: Mapping[str, Any]) -> int | None:
-    """Return how many blocks the text model has by config.json; None if that does not say."""
+    """Return the number of blocks of the text model in config.json; None if it has none."""
     text = config.get("text_config")
     for node in (text if isinstance(text, dict) else {}, config):
         for key in _LAYERS:
@@ -284,7 +324,7 @@ def _layers(config: Mapping[str, Any]) -> int | None:
 
 
 def _experts(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
-    """Return how many experts each module has, numbered ones or stacked in one tensor."""
+    """Return the number of experts in each module, numbered ones or stacked in one tensor."""
     counts: dict[str, int] = {}
     for name, tensor in tensors.items():
         owner, found, rest = name.rpartition(".experts.")

@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
     from quantkit.model.experts import ExpertsSpec
 
-#: End of the name of a part of a packed matrix.
+#: Suffix of a part of a packed matrix.
 PART = re.compile(r"\.weight_\w+$")
-#: Names by which quantkit stores matrices of experts that transformers reads from one tensor for all.
+#: quantkit's names for matrices of experts that transformers reads from one fused tensor.
 _OWN = re.compile(r"(.+)\.\d+\.(gate_proj|up_proj|down_proj)\.weight")
-#: The parameters that such matrices are part of, and their places there.
+#: Fused parameters and places of such matrices.
 _OWN_PLACES = {
     "gate_proj": (("gate_up_proj", 0),),
     "up_proj": (("gate_up_proj", 1), ("up_proj", 0)),
     "down_proj": (("down_proj", 0),),
 }
-#: Kinds of operations with which experts are stacked.
+#: Sequences of transformers' operations that stack experts.
 STACKED = ("MergeModulelist",), ("MergeModulelist", "Concatenate")
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A stored tensor's parameter, the operations that make it, and its place among their inputs.
+    """Parameter of a stored tensor, the operations that make it, and the tensor's place among their inputs.
 
     Without operations, the tensor is the parameter. `converter` is transformers' own record of them.
     """
@@ -42,18 +42,18 @@ class Renamed:
     parameter: str
     operations: tuple[Any, ...] = ()
     part: int = 0
-    #: Whether quantkit gave the name.
+    #: True if the name is quantkit's own.
     own: bool = False
     converter: Any = None
 
     @property
     def is_fused(self) -> bool:
-        """Return True if the parameter has more in it than this tensor."""
+        """Return True if the parameter contains more than this tensor."""
         return self.own or bool(self.operations)
 
     @property
     def is_stacked(self) -> bool:
-        """Return True if the tensor is a matrix of one expert in it."""
+        """Return True if the tensor is a matrix of one expert in the parameter."""
         return self.own or tuple(type(one).__name__ for one in self.operations) in STACKED
 
 
@@ -63,7 +63,7 @@ def model_names(model: "nn.Module", stored: Iterable[str]) -> dict[str, tuple[st
 
 
 def as_matrices(checkpoint: Checkpoint, stored: Iterable[str]) -> Checkpoint:
-    """Return `checkpoint` with the tensors `stored` read as [N, K], which its files have as [K, N]."""
+    """Return `checkpoint` with the tensors `stored` read as [N, K]; the files have them as [K, N]."""
     changed = {name: checkpoint.tensors[name] for name in stored}
     turned = {name: TransposedTensor.from_stored(one.as_stored) for name, one in changed.items()}
     return replace(checkpoint, tensors={**checkpoint.tensors, **turned}) if turned else checkpoint
@@ -71,40 +71,42 @@ def as_matrices(checkpoint: Checkpoint, stored: Iterable[str]) -> Checkpoint:
 
 def other_names(
     model: "nn.Module", names: Mapping[str, tuple[str, bool]], checkpoint: Checkpoint
-) -> dict[str, tuple[str, ...]]:
-    """Map modules of `model` to their names in what AutoModelForCausalLM makes of the checkpoint.
+) -> tuple[dict[str, tuple[str, ...]], str | None]:
+    """Map modules of `model` to their names in the class that AutoModelForCausalLM builds.
 
-    `names` is `model_names` of `model`. Empty where that is the same class, or there is none.
+    Also return the name of that class's head if `model` has none. `names` is `model_names` of `model`. The
+    mapping is empty if the class is the same, or there is none.
     """
     config, directory = checkpoint.config, checkpoint.directory
     found = of_mapping("MODEL_FOR_CAUSAL_LM_MAPPING", model_config(config, directory))
     if found is None or found[0] is type(model):
-        return {}
+        return {}, None
     try:
         text: Any = build(*found, directory)
     except CheckpointError:
-        return {}
+        return {}, None
     entries = text.state_dict(keep_vars=True)
     aliases: dict[str, dict[str, None]] = {}
     for stored, (parameter, fused) in model_names(text, checkpoint.tensors).items():
         own, _ = names[stored]
         if (fused or parameter in entries) and parameter != own:
             aliases.setdefault(own.removesuffix(".weight"), {})[parameter.removesuffix(".weight")] = None
-    for side in ("input", "output"):
-        # A tied head has no tensor.
-        pair = [_name_of(one, embeddings(one, side)) for one in (model, text)]
-        if None not in pair and pair[0] != pair[1]:
-            aliases.setdefault(str(pair[0]), {})[str(pair[1])] = None
-    return {name: tuple(of) for name, of in aliases.items()}
+    embedding, head = (
+        tuple(_name_of(one, embeddings(one, side)) for one in (model, text)) for side in ("input", "output")
+    )
+    # A tied head has no tensor.
+    for mine, other in (embedding, head):
+        if mine is not None and other is not None and mine != other:
+            aliases.setdefault(mine, {})[other] = None
+    return {name: tuple(of) for name, of in aliases.items()}, head[1] if head[0] is None else None
 
 
 @dataclass(frozen=True)
 class OwnNames:
-    """Names in the class that a checkpoint is of, where it is loaded as another class.
+    """Names in the checkpoint's own class, for a model of another class.
 
-    `modules` maps modules of the other class to them; those without a tensor, such as a new head, are left
-    out. `prefix` is the prefix of the base model in the files and in the other class. It is None where
-    transformers sees that they are the same.
+    modules   own name by module of the other class; without modules that have no tensor, such as a new head
+    prefix    prefix of the base model, in the files and in the other class; None if transformers maps it
     """
 
     modules: Mapping[str, str]
@@ -114,7 +116,7 @@ class OwnNames:
 def names_in_own_class(
     model: "nn.Module", config: Mapping[str, Any], directory: Path, stored: Iterable[str]
 ) -> OwnNames | None:
-    """Return the names of a checkpoint for `model`; None if `model` is of the class that it is of.
+    """Return the names of a checkpoint for `model`; None if `model` is of the checkpoint's own class.
 
     `stored` are the tensors of the checkpoint, packed or not.
     """
@@ -134,7 +136,7 @@ def names_in_own_class(
 
 
 def _base_prefix(own: str, model: Any) -> tuple[str, str] | None:
-    """Return the prefixes of the base model, called `own` in the files, if `model` calls it otherwise."""
+    """Return the prefixes of the base model, `own` in the files and its name in `model`; None if equal."""
     here = model.base_model_prefix
     if own in ("", here) or hasattr(model, own):
         return None
@@ -174,26 +176,26 @@ def expert_parts(model: "nn.Module", stored: Iterable[str]) -> dict[str, ExpertP
     for name, one in renamed(model, stored):
         if one.is_stacked:
             experts.setdefault((one.parameter, one.part, one.own), []).append(name)
-    # The operations of transformers stack matrices, and put up below gate.
+    # transformers' operations stack matrices, with up below gate.
     stacked = ExpertsSpec()
     owners = {parameter.rpartition(".")[0] for parameter, _, own in experts if own}
     specs = {owner: spec_of(model.get_submodule(owner)) for owner in owners}
     return {
         name: ExpertPart(parameter, expert, part, specs[parameter.rpartition(".")[0]] if own else stacked)
         for (parameter, part, own), names in experts.items()
-        # The order in which transformers stacks them.
+        # transformers stacks in this order.
         for expert, name in enumerate(sorted(names, key=natural))
     }
 
 
 def own_name(owner: str, expert: int | str, parameter: str, part: int) -> str:
-    """Return quantkit's name for a matrix of the experts called `owner`; `parameter` is where it belongs."""
+    """Return quantkit's name for a matrix of the experts `owner`, which is in fused parameter `parameter`."""
     leaf = next(leaf for leaf, places in _OWN_PLACES.items() if (parameter, part) in places)
     return f"{owner}.{expert}.{leaf}.weight"
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts expert 10 after expert 9."""
+    """Return a sort key that puts expert 10 after expert 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
@@ -229,13 +231,13 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
             # The bare decoder of a file with lm_head.
             target = inside
         if target not in parameters and name in parameters:
-            # As transformers does with the norm of DeepSeek-V4, which a rule for those inside blocks renames.
+            # As transformers treats the norm of DeepSeek-V4, which a rule for names inside blocks renames.
             target, found = name, Renamed(name)
         yield name, replace(found, parameter=target)
 
 
 def _own(name: str, parameters: Mapping[str, Any], prefix: str) -> Renamed | None:
-    """Return the place of a matrix of experts that has quantkit's name for it."""
+    """Return the parameter and place of a matrix of experts that has quantkit's own name."""
     match = None if name in parameters else _OWN.fullmatch(name)
     if match is None:
         return None

@@ -1,8 +1,8 @@
-"""Decide which parts of a model are packed by default: those that compute text, or else all of its blocks.
+"""Decide which parts of a model are packed by default: those that compute text, or else all blocks.
 
-A model that generates text has its decoder packed, and its encoder if that reads text too or is of the same
-config. What feeds them, such as vision towers and projectors, stays dense. A model without a text decoder, an
-encoder or several, has the linears of its blocks packed.
+In a model that generates text, the decoder is packed, and the encoder if it reads text too or has the same
+config. Parts that feed them, such as vision towers and projectors, stay dense. In a model without a text
+decoder, such as an encoder, the linears of its blocks are packed.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,10 @@ OUTSIDE_BLOCKS = "a linear outside the blocks of the model"
 
 @dataclass(frozen=True)
 class Parts:
-    """Prefixes of modules whose linears are packed, less those `without`; `outside` is why others are not."""
+    """Prefixes of modules whose linears are packed, and prefixes `without`, which are excluded.
+
+    `outside` is the reason for other linears to stay dense.
+    """
 
     within: tuple[str, ...]
     without: tuple[str, ...]
@@ -36,7 +39,7 @@ def packed_parts(model: Any) -> Parts:
     modules = dict(model.named_modules())
     names = {module: name for name, module in modules.items()}
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    if isinstance(decoder, nn.Linear):  # that of ModernBERT makes the logits
+    if isinstance(decoder, nn.Linear):  # The decoder of ModernBERT is the linear that makes the logits.
         decoder = model.base_model
     if decoder is model or decoder not in names or not _generates(model.config):
         return Parts(_block_lists(model, names), (), OUTSIDE_BLOCKS)
@@ -51,10 +54,10 @@ def packed_parts(model: Any) -> Parts:
 
 
 def _generates(config: Any) -> bool:
-    """Return True if transformers has a class for this config that generates text, and it is no encoder's."""
+    """Return True if transformers has a generative class for this config that is not an encoder."""
     if not any(of_mapping(mapping, config) for mapping in GENERATIVE):
         return False
-    # BERT and others can be told to decode.
+    # BERT and others have an option to decode.
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     return decodes or of_mapping("MODEL_FOR_MASKED_LM_MAPPING", config) is None
 
@@ -69,14 +72,14 @@ def embeddings(model: Any, side: str) -> "nn.Module | None":
     """Return the module that embeds tokens (`side` "input") or makes logits ("output"), or None."""
     try:
         found = getattr(model, f"get_{side}_embeddings")()
-    # A model of images or sounds has none, and not all of them say so in one way.
+    # Models of images or sounds have none, and signal it in different ways.
     except (AttributeError, NotImplementedError):
         return None
     return found  # type: ignore[no-any-return]
 
 
 def _towers(modules: dict[str, "nn.Module"], chosen: list[Any]) -> list[str]:
-    """Return the prefixes of models inside the chosen ones that have a config of another kind."""
+    """Return the prefixes of submodels in the chosen ones whose config is of another kind."""
     from transformers import PreTrainedModel
 
     kinds = {type(part.config) for part in chosen if hasattr(part, "config")}
@@ -89,7 +92,7 @@ def _towers(modules: dict[str, "nn.Module"], chosen: list[Any]) -> list[str]:
 
 
 def _block_lists(model: Any, names: dict["nn.Module", str]) -> tuple[str, ...]:
-    """Return the prefixes of the outermost lists of blocks below the head; all of the model without any."""
+    """Return the prefixes of the outermost lists of blocks below the head; "" for the model without any."""
     from torch import nn
 
     base = getattr(model, "base_model", model)

@@ -2,7 +2,7 @@
 
 Training wrappers leave their names before or inside parameter names: data parallelism `module.`,
 torch.compile `_orig_mod.`, PEFT `base_model.model.`, FSDP `_fsdp_wrapped_module.`. A file may also store a
-tied weight as lm_head; after this module it has the name of the embedding.
+tied weight as lm_head; here it gets the name of the embedding.
 """
 
 import re
@@ -24,10 +24,8 @@ _UNMERGED = ".base_layer."
 def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
     """Return `checkpoint` under the names of its model, with a note if they differ, and its structure.
 
-    Linears are read as [N, K], also where a class keeps them as [K, N]. Matrices of experts that are stored
-    in one tensor for all have names of their own there.
-
-    Raises `CheckpointError` as `read_structure` does.
+    Linears are read as [N, K], even if a class stores [K, N]. Fused experts are read as separate matrices
+    with names of their own. Raises `CheckpointError` as `read_structure` does.
     """
     try:
         structure = read_structure(checkpoint)

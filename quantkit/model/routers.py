@@ -1,9 +1,8 @@
-"""Find the linears that choose: experts for a token, or tokens for an indexer.
+"""Find routers: linears whose outputs choose experts for a token, or tokens for an indexer.
 
-Modules run on the meta device, each distinct one once. Every linear's output is followed through the
-operations after it: one that reaches a selection, such as top-k, without another matrix product in between,
-chooses. A module that selects, all of whose own linears lead to that, chooses as a whole. No name, shape or
-class is asked.
+Each distinct module runs once on the meta device. A dataflow trace follows the output of every linear: if it
+reaches a selection, such as top-k, before another matrix product, the linear is a router. If all linears of a
+selecting module lead to its selection, all of them are. Names, shapes and classes do not matter.
 """
 
 import logging
@@ -19,11 +18,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Operations whose result depends on which of their inputs are largest.
+#: Operations whose result depends on which inputs are largest.
 SELECTIONS = ("topk", "sort", "argsort", "argmax")
-#: Operations after which an output is no longer that of one linear.
+#: Operations that combine linears: their result counts for neither.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_grouped_mm")
-#: Tokens in a run: more than a model would choose among, so that top-k finds enough.
+#: Tokens of a run: enough for any top-k of a model.
 TOKENS = 96
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -32,8 +31,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 def choosing_linears(model: nn.Module) -> frozenset[str]:
     """Return the names of the linears of `model` whose outputs decide a selection.
 
-    `model` is on the meta device. Modules outside numbered blocks are not looked at; those that cannot be
-    called with hidden states alone are, part by part.
+    `model` is on the meta device. Only modules inside numbered blocks are run. A module that does not run on
+    hidden states alone is replaced by its parts.
     """
     modules = dict(model.named_modules())
     kinds = {name: (_NUMBER.sub("*", f"{name}."), type(module)) for name, module in modules.items()}
@@ -48,7 +47,7 @@ def choosing_linears(model: nn.Module) -> frozenset[str]:
 
 
 def _choosing(module: nn.Module) -> set[str]:
-    """Return the names, inside `module`, of its linears that choose when it runs; "" for itself."""
+    """Run `module` and return the names, inside it, of its linears that choose; "" for itself."""
     linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
     if not linears or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return set()
@@ -67,31 +66,37 @@ def _choosing(module: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class _Of:
-    """Linears that a tensor comes from, by name: the weight, the output, all before it, and a choice."""
+    """Linears behind a tensor, by name.
+
+    weight   linears whose weight it is
+    output   linears whose output it is
+    before   all linears it was computed from
+    number   True if it is an index of a largest value
+    """
 
     weight: frozenset[str] = frozenset()
     output: frozenset[str] = frozenset()
     before: frozenset[str] = frozenset()
-    #: Whether it is the number of the largest.
+    #: True if it is an index of a largest value.
     number: bool = False
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the weights of linears to products, and the products to selections."""
+    """Trace that follows linears' weights to products, and products to selections."""
 
     def __init__(self, linears: dict[str, nn.Linear]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._chose: set[str] = set()
-        #: Linears of the innermost module that makes a selection, by its name, that lead to it.
+        #: Linears that lead to a selection, by name of the innermost module that makes it.
         self._led: dict[str, set[str]] = {}
         self._running: list[str] = []
         self._linears = linears
         self._of = {id(one.weight): _Of(weight=frozenset([name])) for name, one in linears.items()}
-        #: Tensors with an entry, which keep their identity as long as they live.
+        #: Keep the tensors that have an entry, so that their ids are not reused.
         self._kept: list[torch.Tensor] = []
 
     def chose(self) -> set[str]:
-        """Return the linears that chose, with all of a module that selects by all of its own."""
+        """Return the linears that chose, plus all linears of a module whose selection uses all of its own."""
         whole = (led for name, led in self._led.items() if led == self._inside(name))
         return self._chose.union(*whole)
 
@@ -100,7 +105,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
-        """Note which module inside `module` runs, the innermost one."""
+        """Context manager: track the innermost running module inside `module`."""
         with ExitStack() as stack:
             for name, one in module.named_modules():
                 begin = one.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
@@ -130,7 +135,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith(PRODUCTS):
             of = replace(of, weight=frozenset(), output=of.weight)
         for one in _tensors(result):
-            # Values of a maximum only bound others; its number selects if it is used.
+            # The value of a maximum only bounds others; its index selects, if it is used.
             number = name.startswith("max.dim") and not one.is_floating_point()
             self._of[id(one)] = replace(of, number=number)
             self._kept.append(one)
@@ -143,7 +148,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Run on the meta device, without gradients, compilation, warnings and log lines."""
+    """Context manager: run on the meta device, without gradients, compilation, warnings and log lines."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,14 +1,14 @@
-"""Read fused experts that are stored in one tensor for all as matrices [N, K] of their own.
+"""Read fused experts, stored in one tensor, as separate matrices [N, K].
 
     stored                                    read as
     mlp.experts.gate_up_proj [E, H, 2I]       mlp.experts.0.gate_proj.weight [I, H], ...0.up_proj.weight, ...
     mlp.experts.down_proj [E, I, H]           mlp.experts.0.down_proj.weight [H, I], ...
 
-So plan, stream and calibration see what other checkpoints store.
+So planning, streaming and calibration see the same as in checkpoints with separate experts.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CutTensor(StoredTensor):
-    """Matrix `index` of `expert` in `source`, of `parts` matrices an expert; `spec` is how the file has them.
+    """Matrix `index` of `expert` in the fused tensor `source`, which holds `parts` matrices per expert.
 
-    Its offset is right if it is a range of the file. Rows that are none are read with the whole expert,
-    unless the source is low-bit and has codes and scales of each row.
+    `spec` is the layout in the file. Its offset is valid if the matrix is one range of the file. If its rows
+    are no ranges of the file, the whole expert is read, unless the source is low-bit and stored by rows.
     """
 
     source: StoredTensor
@@ -65,16 +65,16 @@ class CutTensor(StoredTensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Its part of the bytes of the source."""
+        """Return the stored bytes: a share of the bytes of the source."""
         return self.source.stored_bytes // (self.source.shape[0] * self.parts)
 
     @property
     def stored_as(self) -> str | None:
-        """The low-bit format of the source."""
+        """Return the low-bit format of the source, if any."""
         return self.source.stored_as
 
     def values(self, read: Read, start: int, stop: int) -> "torch.Tensor":
-        """Rows `[start, stop)`."""
+        """Read rows `[start, stop)`."""
         grid = self.grid(read, start, stop)
         if grid is not None:
             return grid.values().to(self.torch_dtype)
@@ -87,7 +87,7 @@ class CutTensor(StoredTensor):
 
     @property
     def grid_spec(self) -> GridSpec | None:
-        """The grid of the source, if its rows are those of the matrices."""
+        """Return the grid of the source; None unless rows of the source are rows of the matrices."""
         found = self.source.grid_spec
         if found is None or found.matrices is None or found.transposed != self.spec.transposed:
             return None
@@ -101,7 +101,7 @@ class CutTensor(StoredTensor):
         )
 
     def _group_rows(self, found: GridSpec) -> int:
-        """Return the rows that share a scale; 1 where a block of the source has rows of two matrices."""
+        """Return the rows that share a scale; 1 if a block of the source has rows of two matrices."""
         size, rows = found.group_rows, self.shape[0]
         if size >= found.shape[0]:
             return rows
@@ -110,7 +110,7 @@ class CutTensor(StoredTensor):
         return size if self.parts == 1 or rows % size == 0 else 1
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
-        """Codes and scales of rows `[start, stop)`."""
+        """Read codes and scales of rows `[start, stop)`."""
         spec, step = self.grid_spec, self.parts if self._alternates else 1
         if spec is None:
             return None
@@ -126,9 +126,9 @@ class CutTensor(StoredTensor):
 
 
 def with_cuts(checkpoint: Checkpoint, cuts: "Mapping[str, CutTensor | RowsTensor]") -> Checkpoint:
-    """Return `checkpoint` with `cuts`, by name, in place of the tensors that they are of.
+    """Return `checkpoint` with `cuts`, by name, in place of the tensors that they are slices of.
 
-    These can still be read, for experts that stay dense.
+    The whole tensors can still be read, for experts that stay dense.
     """
     by_source: dict[str, dict[str, StoredTensor]] = {}
     for name, cut in cuts.items():
@@ -136,16 +136,17 @@ def with_cuts(checkpoint: Checkpoint, cuts: "Mapping[str, CutTensor | RowsTensor
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         tensors |= by_source.get(name, {name: tensor})
-    return replace(checkpoint, tensors=tensors, uncut={cut.source.name: cut.source for cut in cuts.values()})
+    uncut = {cut.source.name: cut.source for cut in cuts.values()}
+    return replace(checkpoint, tensors=tensors, uncut={**checkpoint.uncut, **uncut})
 
 
 def cuts_of(
     modules: "Mapping[str, nn.Module]", tensors: Mapping[str, StoredTensor], places: "Mapping[str, Renamed]"
 ) -> dict[str, CutTensor]:
-    """Return the cuts of all experts of `modules` that are stored in one tensor for all, by their new names.
+    """Return the matrices of all fused experts in `modules`, by their new names.
 
-    `places` are those of the stored tensors in the model. Experts that cannot be packed, or of which
-    transformers changes the tensors in other ways, have none.
+    `places` are the places of the stored tensors in the model. Left out are experts that cannot be packed,
+    and experts that transformers changes in other ways when loading.
     """
     from quantkit.model.experts import ExpertsSpec, find_spec, is_fused_experts
 
@@ -167,6 +168,59 @@ def cuts_of(
     return cuts
 
 
+@dataclass(frozen=True)
+class StackedMatrix:
+    """One matrix of a set of experts in tensors [E, ...]: its place, and the shape and leaf of its tensor."""
+
+    leaf: str
+    shape: tuple[int, ...]
+    spec: "ExpertsSpec"
+    expert: int
+    index: int
+    parts: int
+    name: str
+
+    @classmethod
+    def of_cut(cls, cut: CutTensor) -> "StackedMatrix":
+        """Return the place of a cut."""
+        leaf, name = cut.source.name.rpartition(".")[2], ".".join(cut.name.rsplit(".", 3)[1:])
+        return cls(leaf, cut.source.shape, cut.spec, cut.expert, cut.index, cut.parts, name)
+
+    @classmethod
+    def of_fused(cls, leaf: str, matrices: int, shape: tuple[int, int]) -> "Iterator[StackedMatrix]":
+        """Yield the places of `matrices`, [N, K] each, in the parameter `leaf` that transformers stacks."""
+        from quantkit.model.experts import MATRICES, ExpertsSpec
+        from quantkit.model.names import own_name
+
+        parts, (rows, columns) = len(MATRICES[leaf]), shape
+        whole = (matrices // parts, parts * rows, columns)
+        for expert, index in itertools.product(range(whole[0]), range(parts)):
+            name = own_name("", expert, leaf, index).removeprefix(".")
+            yield cls(leaf, whole, ExpertsSpec(), expert, index, parts, name)
+
+
+def cuts_alike(
+    sets: Iterable[Sequence[StackedMatrix]], others: Iterable[StoredTensor]
+) -> dict[str, CutTensor]:
+    """Return the cuts of experts among `others` whose tensors have the names and shapes of one of `sets`.
+
+    Such are the experts of extra prediction heads, which the model class lacks.
+    """
+    stored: dict[str, dict[str, StoredTensor]] = {}
+    for tensor in others:
+        stem, _, leaf = tensor.name.rpartition(".")
+        stored.setdefault(stem, {})[leaf] = tensor
+    layouts = {frozenset((one.leaf, one.shape) for one in matrices): matrices for matrices in sets}
+    found: dict[str, CutTensor] = {}
+    for (stem, tensors), (sizes, matrices) in itertools.product(stored.items(), layouts.items()):
+        if not sizes <= {(leaf, tensor.shape) for leaf, tensor in tensors.items()}:
+            continue
+        for one in matrices:
+            name, source = f"{stem}.{one.name}", tensors[one.leaf]
+            found[name] = CutTensor.from_source(name, source, one.spec, one.expert, one.index, one.parts)
+    return found
+
+
 def _cuts_of_parameter(
     parameter: str,
     spec: "ExpertsSpec",
@@ -174,7 +228,7 @@ def _cuts_of_parameter(
     stored: Sequence[StoredTensor],
     places: "Mapping[str, Renamed]",
 ) -> dict[str, CutTensor] | None:
-    """Return the cuts of a parameter of this shape that is made of `stored`; None if that cannot be cut."""
+    """Return the matrices in a parameter of this shape, made of `stored`; None if it cannot be sliced."""
     from quantkit.model.experts import MATRICES
     from quantkit.model.names import own_name
 
@@ -196,19 +250,19 @@ def _cuts_of_parameter(
 def _spec_in_file(
     spec: "ExpertsSpec", tensor: StoredTensor, shape: tuple[int, ...], place: "Renamed"
 ) -> "ExpertsSpec | None":
-    """Return how the file has what becomes a parameter of this shape; None if that cannot be cut."""
+    """Return the layout in the file of a parameter of this shape; None if it cannot be sliced."""
     if place.own or len(place.operations) > 1:
         return None
     (operation,) = place.operations or (None,)
     kind = "" if operation is None else type(operation).__name__
     same, turned = tensor.shape == shape, tensor.shape == (shape[0], shape[2], shape[1])
-    # Some turn what has another shape than the parameter, others everything.
+    # Some versions transpose only tensors of another shape than the parameter, others all.
     turns = kind == "Transpose" and turned and not (same and operation.check_dims)
     if turns:
         return replace(spec, transposed=not spec.transposed)
     if same and kind == "Interleave" and not spec.transposed:
         return replace(spec, interleaved=not spec.interleaved)
-    # One tensor of all gates and one of all ups.
+    # One tensor of all gates, and one of all ups.
     half = kind == "Concatenate" and tensor.shape == (shape[0], shape[1] // 2, shape[2])
     fits = (same and kind in ("", "Transpose")) or (half and not spec.transposed and not spec.interleaved)
     return spec if fits else None

@@ -1,8 +1,8 @@
 """Classify the tensors of a checkpoint: linears of the decoder, and the rest.
 
 The model is built from its config on the meta device. Its modules tell the kind of each tensor, and the
-loading rules of transformers tell which tensor goes where. A new architecture needs no change here if its
-linears are `nn.Linear`.
+loading rules of transformers tell which tensor belongs to which parameter. A new architecture needs no change
+here if its linears are `nn.Linear`.
 """
 
 import re
@@ -22,20 +22,24 @@ from quantkit.model.split_experts import CutTensor, cuts_of
 if TYPE_CHECKING:
     from torch import nn
 
-#: Stored names with the parameter, or all that is known of its place.
+#: Stored name to parameter, and True if it is fused with other tensors there.
 Names = Mapping[str, tuple[str, bool]]
 Places = Mapping[str, Renamed]
 
-#: Reason of linears that choose experts: tiny, and a wrong choice costs more than the bytes saved.
+#: Reason for routers: a wrong choice costs more than the bytes saved.
 ROUTER = "a router: it chooses experts and is tiny"
-#: Reason of linears with one output, such as those that weigh shared experts.
+#: Reason for linears with one output, such as weights of shared experts.
 ONE_OUTPUT = "it has one output: packing it saves next to nothing"
 
 EMBEDDING = "an embedding"
 TIED = "its weights are the embedding's, and it cannot be packed apart from that"
+NO_HEAD = "the class of the model has no head"
 SHARED = "another module has the same weights"
 READ = "the model reads its weight itself, which a packed linear does not have"
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
+DIVIDED = "transformers divides its list of experts among modules, and quantkit packs only whole lists"
+#: Reasons for tensors that become parameters of other names.
+MOVED = frozenset({REARRANGED, DIVIDED})
 
 _LAYER_COUNT = re.compile(r"(num|n)_(\w+_)?layers?")
 
@@ -46,9 +50,11 @@ Kind = Literal["linear", "experts", "lm_head", "embedding"]
 class Linear:
     """Linear of the model, or one fused set of experts.
 
-    `module` is its name in the loaded model. `stored` are the names of its matrices in the file, for experts
-    one per expert and half. It is empty for a tied head that has the table of a packed embedding. `shape` is
-    [N, K] of each matrix, which the file has as [K, N] if `transposed`.
+    module       name in the loaded model
+    stored       names of its matrices in the file, for experts one per expert and half; empty for a tied head
+                 on a packed embedding
+    shape        [N, K] of each matrix
+    transposed   True if the file has [K, N]
     """
 
     module: str
@@ -60,17 +66,19 @@ class Linear:
 
 @dataclass(frozen=True)
 class Structure:
-    """Linears by module name, and for all other tensors and modules the reason to stay dense.
+    """Linears by module name, and the reason to stay dense for all other tensors and modules.
 
-    `dense` is keyed by stored tensor. `embedding` is the stored name of the token embedding, from which a
-    tied lm_head takes its weights. `unpackable` are linears and fused experts that are always dense, by
-    module name, with their stored names without `.weight`; readers of the output must be told about them.
-    `tied_head` is set if the file has a tied weight as lm_head only: (its stored name, name of the embedding
-    in the model). `aliases` are the names by which AutoModelForCausalLM knows a module, where they differ.
-    `table` is the token embedding as a matrix that can be packed, or why it cannot. `model_class` is the
-    class that the files are of, "" if none was asked. `kept` are linears that only a rule packs, with the
-    reason, beside the head. `cuts` are the matrices of experts that are stored in one tensor for all, by the
-    name that each gets, with `.weight`; `row_cuts` are linears in one tensor.
+    dense         reason by stored tensor
+    embedding     stored name of the token embedding, from which a tied lm_head takes its weights
+    unpackable    linears and fused experts that are always dense, by module name, with their stored names
+                  without `.weight`; the output's config lists them for readers
+    tied_head     (stored name, embedding's name in the model), if the file has a tied weight as lm_head only
+    aliases       names of modules in AutoModelForCausalLM's class, where they differ
+    table         token embedding as a matrix that can be packed, or why it cannot
+    model_class   class of the files, "" if not looked up
+    kept          linears besides the head that only a rule packs, with the reason
+    cuts          matrices of experts stored in one tensor, by the new name of each, with `.weight`
+    row_cuts      linears stored as rows of one tensor
     """
 
     linears: Mapping[str, Linear]
@@ -100,13 +108,16 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     structure = _classify_tensors(model, places, checkpoint)
     structure = replace(structure, row_cuts=_row_cuts(model, checkpoint))
     # Some parameters are made of tensors of other names.
-    if missing and REARRANGED not in structure.dense.values():
+    if missing and MOVED.isdisjoint(structure.dense.values()):
         raise lacks(model, missing, checkpoint)
-    return replace(structure, aliases=other_names(model, _names(places), checkpoint))
+    aliases, head = other_names(model, _names(places), checkpoint)
+    # Readers that make a text model of a model without a head would take its head to be packed.
+    heads = {} if head is None else {head: (head,)}
+    return replace(structure, aliases=aliases, unpackable={**structure.unpackable, **heads})
 
 
 def stored_model(checkpoint: Checkpoint, *, buffers: bool = False) -> Any:
-    """Build the model that the files are of, as `meta_model` does.
+    """Build the model of the class that the files are of; arguments as for `meta_model`.
 
     Files of an embedding model have no head, though config.json may name a class with one.
     """
@@ -151,7 +162,7 @@ def _names(places: Places) -> Names:
 
 
 def _special_linears(model: "nn.Module") -> dict[str, str]:
-    """Return the linears that stay dense by what they are for, with the reason."""
+    """Return the linears that stay dense because of their purpose, with the reason."""
     from quantkit.model.routers import choosing_linears
     from quantkit.model.weight_reads import linears_that_are_read
 
@@ -192,8 +203,8 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         if parameter not in parameters and (module is None or not fused):
             dense[stored] = NOT_A_PARAMETER
         elif fused:
-            is_matrix = places[stored].is_stacked
-            why = _why_dense_experts(module, leaf, parts, owner) if is_matrix else REARRANGED
+            place, shape = places[stored], checkpoint.tensors[stored].shape
+            why = _why_dense_experts(module, leaf, parts, place, shape)
             reason = SHARED if owner in shared else why
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and module is not None and _may_be_linear(module):
@@ -236,7 +247,10 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
 
 
 def _why_dense_head(head: str | None, modules: Mapping[str, "nn.Module"], tied_otherwise: bool) -> str | None:
-    """Return why the head cannot be packed; `tied_otherwise` if the config ties more by the same flag."""
+    """Return why the head cannot be packed; None if it can.
+
+    `tied_otherwise` if the config ties other weights by the same flag.
+    """
     from quantkit.model.architectures import why_not_packable
 
     if head is None:
@@ -257,7 +271,7 @@ def _table(
 ) -> Linear | str:
     """Return the token embedding as a matrix, or why it cannot be packed.
 
-    `packs_head` is None without a tied head, and else whether that can be packed.
+    `packs_head` is None without a tied head, and else True if the head can be packed.
     """
     from quantkit.model.linears import lookup_of
 
@@ -306,7 +320,7 @@ def _may_be_linear(module: "nn.Module") -> bool:
 
 
 def _strangers(dense: Mapping[str, str], checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """Return matrices that are not in the class, and that others read, such as heads of further tokens."""
+    """Return matrices that the class lacks but other engines read, such as extra prediction heads."""
     found = [
         name.removesuffix(".weight")
         for name, reason in dense.items()
@@ -375,13 +389,17 @@ def _why_dense_linear(module: "nn.Module") -> str | None:
     return why_not_packable(module)
 
 
-def _why_dense_experts(module: "nn.Module | None", leaf: str, parts: Parts, owner: str) -> str | None:
+def _why_dense_experts(
+    module: "nn.Module | None", leaf: str, parts: Parts, place: Renamed, shape: tuple[int, ...]
+) -> str | None:
     from quantkit.model.architectures import why_not_packable
     from quantkit.model.experts import MATRICES, is_fused_experts
 
-    if module is None or not is_fused_experts(module) or leaf not in MATRICES:
+    if not place.is_stacked and leaf in MATRICES and len(shape) == 2:
+        return DIVIDED
+    if not place.is_stacked or module is None or not is_fused_experts(module) or leaf not in MATRICES:
         return REARRANGED
-    if owner not in parts:
+    if place.parameter.rpartition(".")[0] not in parts:
         return parts.outside.replace("a linear", "experts")
     return why_not_packable(module)
 
@@ -400,7 +418,10 @@ def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
         return ROUTER
     if leaf == "bias":
         return "a bias"
-    return f"{leaf!r} of a {kind}, which is not a linear"
+    shape = getattr(module._parameters.get(leaf), "shape", ())
+    stacked = leaf == "weight" and len(shape) == 3 and not hasattr(module, "kernel_size")
+    what = "has several matrices in one tensor, but not gate, up and down of experts"
+    return f"{leaf!r} of a {kind}, which {what if stacked else 'is not a linear'}"
 
 
 def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
@@ -419,7 +440,9 @@ def _input_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
 
 
 NOT_A_PARAMETER = "not a parameter of the model"
+#: Reason of experts in one tensor for all that are not stored as those that the class has.
+OTHER_EXPERTS = f"{NOT_A_PARAMETER}, and no experts of the model are stored by these names and shapes"
 
 
-#: Weight dtypes that can be quantized. Others (float8, integers) are codes of some format already.
+#: Weight dtypes that can be quantized. Others (float8, integers) are already codes.
 QUANTIZABLE_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})

@@ -16,7 +16,7 @@ from quantkit.model.transformers_version import require_transformers
 TOKENIZED = 1 << 22
 
 TOKENIZER_NAME = "tokenizer.json"
-#: Vocabulary files, by name or ending, and the packages that read them beside `tokenizers`.
+#: Vocabulary files, by name or suffix, and the packages besides `tokenizers` that read them.
 _VOCABULARIES = {
     TOKENIZER_NAME: (),
     "vocab.json": (),
@@ -66,7 +66,7 @@ def vocabularies(directory: Path) -> list[Path]:
 
 
 def _packages(path: Path) -> tuple[str, ...] | None:
-    """Return the packages that read a vocabulary file beside `tokenizers`; None for other files."""
+    """Return the packages besides `tokenizers` that read a vocabulary file; None for other files."""
     return _VOCABULARIES.get(path.name, _VOCABULARIES.get(path.suffix))
 
 
@@ -89,7 +89,7 @@ def _unusable(directory: Path, files: Sequence[Path], error: CheckpointError) ->
     if (path := directory / TOKENIZER_NAME) in files:
         try:
             Tokenizer.from_file(str(path))
-        except Exception as problem:  # The only class that tokenizers raises.
+        except Exception as problem:  # tokenizers raises plain `Exception` only.
             return CheckpointError(
                 f"{path} is not a tokenizer ({problem}). Download it again, or copy the original model's."
             )

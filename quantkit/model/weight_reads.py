@@ -1,7 +1,7 @@
-"""Linears whose weight the code of a model reads itself, which a packed linear does not have.
+"""Find linears whose weight the code of a model reads itself; a packed linear has no such weight.
 
-Found in the source of the model's classes: `self.dt_proj.weight` makes `dt_proj` one of them. What code reads
-in training only, or to initialize, does not count.
+They are found in the source of the model's classes: `self.dt_proj.weight` means `dt_proj` is one. Code for
+training or initialization does not count.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-#: Methods that do not run when a loaded model runs: they build it, initialize it or tie its weights.
+#: Prefixes of methods that build or initialize a model or tie weights: they do not run at inference.
 _SETUP = ("__init__", "_init", "init_", "reset_", "_reset", "tie_", "_tie", "get_", "set_", "resize_")
 
 _COMPARISONS: dict[type[ast.cmpop], Any] = {
@@ -25,7 +25,7 @@ _COMPARISONS: dict[type[ast.cmpop], Any] = {
 
 
 def linears_that_are_read(model: nn.Module) -> frozenset[str]:
-    """Return the names of the modules in `model` whose `weight` some class of it reads."""
+    """Return the names of the modules in `model` whose `weight` is read by the code of a class."""
     modules = dict(model.named_modules())
     found = set()
     for owner, module in modules.items():
@@ -38,35 +38,33 @@ def linears_that_are_read(model: nn.Module) -> frozenset[str]:
             if chain[0] == "self":
                 found |= {f"{inside}{path}"} & modules.keys()
             else:
-                # In some block or layer of the module, under a name of the method's own.
+                # In some block or layer of the module, under a name local to the method.
                 found |= {one for one in modules if one.startswith(inside) and one.endswith(f".{path}")}
     return frozenset(found)
 
 
 def reads_weight(function: Any, leaf: str, parameter: str = "weight") -> bool:
-    """Return True if the source of `function` reads a parameter, such as the weight, of a module called
-    `leaf`.
-    """
+    """Return True if the source of `function` reads `parameter` of a module called `leaf`."""
     return f".{leaf.rpartition('.')[2]}.{parameter}" in _source(function)
 
 
-#: A condition of a branch, and the value of it with which the branch runs.
+#: Condition of a branch, and the value with which the branch runs.
 _Conditions = tuple[tuple[ast.expr, bool], ...]
 _Read = tuple[tuple[str, ...], _Conditions]
 
 
 def passes_on(function: Any, leaf: str) -> bool:
-    """Return True if the source of `function` gives a module called `leaf` to another function."""
+    """Return True if the source of `function` passes a module called `leaf` to another function."""
     name = re.escape(leaf.rpartition(".")[2])
     return re.search(rf"\(\s*\w+\.{name}\s*[,)]", _source(function)) is not None
 
 
 @cache
 def _reads(kind: type) -> tuple[_Read, ...]:
-    """Names before `.weight` in methods of a class, such as ("self", "dt_proj"), and when they run."""
+    """Return the names before `.weight` in methods of a class, such as ("self", "dt_proj"), and when read."""
     found: list[_Read] = []
     for base in kind.__mro__:
-        # Other classes of torch, and those of transformers that all models share, read no linear by its name.
+        # Other classes of torch, and classes that all models share, read no linear by its name.
         if ".models." not in base.__module__ and base is not nn.MultiheadAttention:
             continue
         for method in vars(base).values():
@@ -92,7 +90,7 @@ def _reads_in(node: ast.AST, conditions: _Conditions) -> Iterator[_Read]:
 
 
 def _truth(test: ast.expr, module: nn.Module) -> bool | None:
-    """Value of a condition on attributes that `module` has when it runs; None if it depends on more."""
+    """Evaluate a condition on attributes of `module`; None if it depends on more."""
     if isinstance(test, ast.BoolOp):
         values = [_truth(one, module) for one in test.values]
         decisive = isinstance(test.op, ast.Or)
@@ -101,12 +99,12 @@ def _truth(test: ast.expr, module: nn.Module) -> bool | None:
         return None
     try:
         return bool(_value(test, module))
-    except Exception:  # Attributes and comparisons may raise what they like.
+    except Exception:  # Attributes and comparisons may raise anything.
         return None
 
 
 def _value(node: ast.expr, module: nn.Module) -> Any:
-    """Value of an expression of attributes of `module`; `LookupError` for one of anything else."""
+    """Evaluate an expression of attributes of `module`; raise `LookupError` for any other."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -117,7 +115,7 @@ def _value(node: ast.expr, module: nn.Module) -> Any:
     root, *names = _chain(node) or ("",)
     if root != "self":
         raise LookupError
-    # Models are built in training, and run without.
+    # The class is analysed as at inference.
     return False if names == ["training"] else reduce(getattr, names, module)
 
 
@@ -137,7 +135,10 @@ def _tree(function: Any) -> ast.AST:
 
 @cache
 def _source(function: Any) -> str:
-    """Return the source of a function, "" without; Python scans the file each time."""
+    """Return the source of a function, "" if there is none.
+
+    Cached, because Python scans the file each time.
+    """
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):

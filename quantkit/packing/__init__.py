@@ -1,1 +1,1 @@
-"""Number formats, schemes and words: numbers <-> bytes. Nothing here knows a method, a kernel or a file."""
+"""Number formats, schemes and packing: numbers <-> bytes. Knows no methods, kernels or files."""

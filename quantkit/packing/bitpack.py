@@ -1,7 +1,7 @@
-"""Codes <-> int32 words, the storage layout of `docs/format.md`.
+"""Pack codes into int32 words, the storage layout of `docs/format.md`.
 
-A row of K codes is cut into blocks of 32. A block of b-bit codes takes exactly b words, for any b from 1 to
-8. For that b is split into parts of 8, 4, 2 or 1 bits, each packed densely on its own:
+A row of K codes is cut into blocks of 32. A block of b-bit codes takes exactly b words, for b from 1 to 8.
+For that, b is split into parts of 8, 4, 2 or 1 bits, each packed densely:
 
     bits   parts       words of one block of 32 codes
      4     4           [4444]
@@ -9,9 +9,9 @@ A row of K codes is cut into blocks of 32. A block of b-bit codes takes exactly 
      7     4 + 2 + 1   [4444][22][1]
 
 Inside a part of p bits, code i of the block sits at bit `p*i % 32` of word `p*i // 32` (little-endian). No
-code straddles a word, no bit is wasted, and a slice of K at a multiple of 32 is a slice of the words. The
-last block of a row is cut per part to the words it needs: `ceil(r*p/32)` for r remaining codes. For 1, 2, 4
-and 8 bits this is byte for byte what compressed-tensors calls `pack-quantized`.
+code straddles two words, no bit is wasted, and a slice of K at a multiple of 32 is a slice of the words. The
+last block of a row stores only the words it needs of each part: `ceil(r*p/32)` for r remaining codes. For 1,
+2, 4 and 8 bits the bytes equal those of compressed-tensors' `pack-quantized`.
 """
 
 import sys
@@ -32,7 +32,7 @@ if sys.byteorder != "little":
 
 
 def parts(bits: int) -> tuple[int, ...]:
-    """The dense part widths of a code, lowest bits first: 6 -> (4, 2)."""
+    """Return the widths in bits of the parts of a code, lowest bits first: 6 -> (4, 2)."""
     if not 1 <= bits <= 8:
         raise FormatError(f"codes have 1 to 8 bits, got {bits}.")
     return tuple(p for p in (8, 4, 2, 1) if bits & p)
@@ -40,7 +40,7 @@ def parts(bits: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _word_columns(columns: int, bits: int) -> tuple[int, ...]:
-    """Which words of the row padded to whole blocks are stored, in order."""
+    """Return the indices of the stored words in a row padded to whole blocks, in order."""
     full, rest = divmod(columns, BLOCK)
     kept = list(range(full * bits))
     start = full * bits
@@ -51,13 +51,16 @@ def _word_columns(columns: int, bits: int) -> tuple[int, ...]:
 
 
 def words_per_row(columns: int, bits: int) -> int:
-    """int32 words that a row of `columns` codes of `bits` bits takes."""
+    """Return the number of int32 words for a row of `columns` codes of `bits` bits."""
     full, rest = divmod(columns, BLOCK)
     return full * bits + sum(-(-rest * p // BLOCK) for p in parts(bits))
 
 
 def codes_per_cut(bits: int) -> int:
-    """Codes at whose multiples a row can be cut between words: a word of one part, or a block of several."""
+    """Return the columns per cut: a row can be cut between words at their multiples.
+
+    Codes of one part can be cut between any two words, codes of several parts only between blocks.
+    """
     return BLOCK // bits if len(parts(bits)) == 1 else BLOCK
 
 
@@ -66,7 +69,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if codes.dtype != torch.uint8:
         raise FormatError(f"codes are torch.uint8, got {codes.dtype}.")
     widths = parts(bits)
-    # A code that is too wide would run into its neighbours.
+    # A code that is too wide would overwrite its neighbours.
     if codes.numel() and (largest := int(codes.max())) >> bits:
         raise FormatError(f"a code of {bits} bits is below {2**bits}, got {largest}.")
     columns = codes.shape[-1]
@@ -87,9 +90,9 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Codes (uint8 [..., columns]) of `words` (int32 [..., words_per_row(columns, bits)]).
+    """Unpack `words` (int32 [..., words_per_row(columns, bits)]) to codes (uint8 [..., columns]).
 
-    Do not write into them: codes of 8 bits are the memory of `words`.
+    The result is read-only: 8-bit codes share the memory of `words`.
     """
     expected = words_per_row(columns, bits)
     if words.dtype != torch.int32 or words.shape[-1] != expected:
@@ -115,9 +118,10 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
 
 
 def take(words: torch.Tensor, bits: int, count: int, ids: torch.Tensor) -> torch.Tensor:
-    """Codes `ids` (int64 [n]) of each column of `words`, uint8 [n, G].
+    """Return codes `ids` (int64 [n]) of each column of `words`, uint8 [n, G].
 
-    `words` (int32 [words_per_row(count), G]) are columns of `count` codes, packed as rows are by `pack`.
+    Each column of `words` (int32 [words_per_row(count), G]) holds `count` codes, packed as `pack` packs a
+    row.
     """
     inside = ids % BLOCK
     at = ids // BLOCK * bits
@@ -147,12 +151,12 @@ _WIDE = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 
 @lru_cache(maxsize=32)
 def _mask(p: int, codes: int) -> int:
-    """The low `codes * p` bits of every `codes` bytes of an integer of type `_WIDE[p]`."""
+    """Return a mask of the low `codes * p` bits in every `codes` bytes of an integer of type `_WIDE[p]`."""
     return sum(((1 << codes * p) - 1) << at for at in range(0, 64 // p, 8 * codes))
 
 
 def _pack_part(codes: torch.Tensor, p: int) -> torch.Tensor:
-    """uint8 [n] with n a multiple of 32 -> int32 [n*p/32]."""
+    """Pack uint8 [n] to int32 [n*p/32]; n is a multiple of 32."""
     if p == 8:
         return codes.view(torch.int32)
     x = codes.view(_WIDE[p])
@@ -162,7 +166,7 @@ def _pack_part(codes: torch.Tensor, p: int) -> torch.Tensor:
 
 
 def _unpack_part(words: torch.Tensor, p: int) -> torch.Tensor:
-    """int32 [n] -> uint8 [n*32/p]."""
+    """Unpack int32 [n] to uint8 [n*32/p]."""
     if p == 8:
         return words.view(torch.uint8)
     x = words.view(torch.uint8).to(_WIDE[p])
@@ -172,16 +176,16 @@ def _unpack_part(words: torch.Tensor, p: int) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as one dimension of stride 1, which a view of another element size needs.
+    """Return `tensor` as one dimension of stride 1, so that it can be viewed with another element size.
 
-    Flattening alone keeps a stride of 3 on a single element and calls it contiguous.
+    `flatten` alone keeps a stride of 3 on a single element and calls it contiguous.
     """
     flat = tensor.flatten()
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def pack_reference(codes: list[int], bits: int) -> list[int]:
-    """The slow obvious twin of `pack` for one row: Python integers, one bit at a time, words as unsigned."""
+    """Pack one row in plain Python, one bit at a time, to unsigned words: the reference of `pack`."""
     words: list[int] = []
     for start in range(0, len(codes), BLOCK):
         block = codes[start : start + BLOCK]
@@ -199,7 +203,7 @@ def pack_reference(codes: list[int], bits: int) -> list[int]:
 
 
 def unpack_reference(words: list[int], bits: int, columns: int) -> list[int]:
-    """The slow obvious twin of `unpack` for one row."""
+    """Unpack one row in plain Python: the reference of `unpack`."""
     codes: list[int] = []
     position = 0
     while len(codes) < columns:

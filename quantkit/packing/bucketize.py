@@ -1,4 +1,4 @@
-"""Cells: where the code of a value in a code book is looked up, which is faster than a search."""
+"""Bucketize: look up the code of a value in a table of cells, which is faster than a binary search."""
 
 import math
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import torch
 
-#: A book whose edges lie closer than this many cells can tell apart is searched instead.
+#: Most cells of a table. A code book whose edges need finer cells is searched instead.
 MAX_CELLS = 1 << 12
 
 
 def codes_between(x: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
-    """The codes (uint8) of values (float32) in a book, given its edges.
+    """Return the codes (uint8) of values `x` (float32) in a code book with these `edges`.
 
-    These ascend, and are of each code but the first the smallest value that has it.
+    `edges` ascend; edge i is the smallest value whose code is i + 1.
     """
     if len(edges) == 1:
         return (x >= edges[0]).view(torch.uint8)
@@ -27,10 +27,11 @@ def codes_between(x: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """Cells of equal width, a power of two, with at most one edge in each: where a value's code is looked up.
+    """Table of cells of equal width, a power of two, with at most one edge in each.
 
-    Cell i is [first + i, first + i + 1) / per_unit. `code` (uint8) is the code of what is in it below
-    `edge` (float32), and one less than the code of what is not. The outermost cells reach to infinity.
+    Cell i is [first + i, first + i + 1) / per_unit. `code` (uint8) is one less than the code of values from
+    `edge` (float32) on. Without an edge in the cell, `edge` lies below or above all of it. The outermost
+    cells extend to infinity.
     """
 
     per_unit: float
@@ -39,9 +40,9 @@ class _Cells:
     edge: torch.Tensor
 
     def codes(self, x: torch.Tensor) -> torch.Tensor:
-        """The codes (uint8) of values (float32), both of any shape."""
+        """Return the codes (uint8) of values `x` (float32), of any shape."""
         cell = (x * self.per_unit).floor_().clamp_(self.first, self.first + len(self.edge) - 1)
-        # NaN has no cell; which code it gets does not matter, but it must not be an address.
+        # NaN may get any code, but its index must stay inside the table.
         index = cell.sub_(self.first).nan_to_num_(0.0).to(torch.int32).flatten()
         above = x.flatten() >= self.edge.index_select(0, index)
         return self.code.index_select(0, index).add_(above.view(torch.uint8)).view(x.shape)
@@ -49,9 +50,12 @@ class _Cells:
 
 @lru_cache(maxsize=64)
 def _cells(edges: tuple[float, ...], device: torch.device) -> _Cells | None:
-    """The cells of two edges or more; None where they were too many. About four times as fast as a search."""
+    """Return the cells for two edges or more; None if there would be more than `MAX_CELLS`.
+
+    A look-up takes about a quarter of the time of a binary search.
+    """
     gap = min(b - a for a, b in pairwise(edges))
-    # Multiplying by a power of two is exact, so that no value ends up in its neighbour's cell.
+    # Multiplying by a power of two is exact, so no value moves to a neighbouring cell.
     per_unit = 2.0 ** -math.floor(math.log2(gap))
     first, last = math.floor(edges[0] * per_unit), math.floor(edges[-1] * per_unit)
     if last - first >= MAX_CELLS:

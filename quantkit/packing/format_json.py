@@ -1,4 +1,4 @@
-"""Number formats as JSON: those of the table by name, any other by its fields."""
+"""Convert number formats to JSON: a row of `FORMATS` by its name, any other format by its fields."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -24,7 +24,7 @@ _KINDS: dict[str, type[NumberFormat]] = {
 
 
 def format_to_json(number_format: NumberFormat) -> str | dict[str, Any]:
-    """A format of the table by its name, any other by all its fields, so that it travels with its tensors."""
+    """Return the name of a format of `FORMATS`, or all fields of any other, so that a file can define it."""
     if FORMATS.get(number_format.name) == number_format:
         return number_format.name
     kind = next(kind for kind, cls in _KINDS.items() if type(number_format) is cls)
@@ -33,7 +33,7 @@ def format_to_json(number_format: NumberFormat) -> str | dict[str, Any]:
 
 
 def format_from_json(data: object) -> NumberFormat:
-    """The inverse of `format_to_json`; `FormatError` for anything else."""
+    """Parse the output of `format_to_json`; raise `FormatError` for anything else."""
     if isinstance(data, str):
         return number_format(data)
     if not isinstance(data, dict) or data.get("kind") not in list(_KINDS):
@@ -51,7 +51,7 @@ def format_from_json(data: object) -> NumberFormat:
     if isinstance(values.get("book"), list) and all(type(v) is float for v in values["book"]):
         values["book"] = tuple(values["book"])
     numbers = [value for key, value in values.items() if key not in ("name", "book")]
-    # Python does not write integers of thousands of digits into messages.
+    # Python refuses to print integers of thousands of digits in messages.
     if any(type(value) is not int or abs(value) > _LARGEST for value in numbers) or not isinstance(
         values.get("book", ()), tuple
     ):

@@ -1,7 +1,7 @@
-"""Number formats: the value of each code point of a format.
+"""Number formats: the value of each code of a format.
 
-A format is a frozen record. Its values, limits, rounding and codes all follow from its fields. So a new
-format is a new row of `FORMATS`, and nothing else in the project knows what a code means.
+A format is a frozen record; its values, limits, rounding and codes follow from its fields. So a new format is
+a new row of `FORMATS`, and no other module interprets codes.
 
 Codes are unsigned integers below `2**bits`, one per element, in a uint8 tensor:
 
@@ -9,7 +9,7 @@ Codes are unsigned integers below `2**bits`, one per element, in a uint8 tensor:
     float sign | exponent | mantissa                               e2m3: s ee mmm
     book  index into the sorted list of values                     binary: -1 -> 0, +1 -> 1
 
-A `FittedFormat` is a book whose values are stored with each tensor. It becomes a `CodebookFormat` for it.
+A `FittedFormat` is a code book whose values are stored with each tensor. `bind` makes it a `CodebookFormat`.
 """
 
 import math
@@ -28,13 +28,13 @@ from quantkit.errors import FormatError
 from quantkit.packing.bucketize import codes_between
 
 MAX_BITS = 8
-#: Rounding multiplies values of a float format by up to 2**23, in float32.
+#: Largest exponent: rounding multiplies values of a float format by up to 2**23, in float32.
 MAX_EXPONENT = 100
 
 
 @dataclass(frozen=True)
 class NumberFormat(ABC):
-    """A finite set of at most 256 real numbers, each with a code. All numbers are in units of the scale."""
+    """Finite set of at most 256 real numbers, each with a code. All numbers are in units of the scale."""
 
     name: str
     bits: int
@@ -48,17 +48,17 @@ class NumberFormat(ABC):
     @cached_property
     @abstractmethod
     def values(self) -> tuple[float, ...]:
-        """The value of every code point, indexed by code. Exact: each is a float32."""
+        """Return the value of every code, indexed by code. Exact: each value is a float32."""
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Codes (uint8) of the nearest values to `x` (float32, finite); saturates.
+        """Return the codes (uint8) of the values nearest to `x` (float32, finite); saturates.
 
-        Ties go to the even neighbour for int and float formats, upward for code books.
+        Ties go to the even neighbour for int and float formats, and upward for code books.
         """
 
     def encode_reference(self, x: float) -> int:
-        """The slow obvious twin of `encode` for one number: exact distances to every code point."""
+        """Encode one number by exact distances to every value: the reference of `encode`."""
         exact = Fraction(x)
 
         def rank(code: int) -> tuple[Fraction, tuple[float, ...]]:
@@ -68,7 +68,7 @@ class NumberFormat(ABC):
 
     @cached_property
     def _exact(self) -> dict[int, Fraction]:
-        """The value of every code that is a number."""
+        """Return the exact value of every code whose value is a number."""
         return {code: Fraction(value) for code, value in enumerate(self.values) if not math.isnan(value)}
 
     @abstractmethod
@@ -76,32 +76,32 @@ class NumberFormat(ABC):
         """Return a key: of the codes nearest to `x`, `encode` takes the one with the smallest."""
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Values (float32) of `codes` (uint8, each below `2**bits`)."""
+        """Return the values (float32) of `codes` (uint8, each below `2**bits`)."""
         # index_select is several times faster than indexing with a tensor.
         return _table(self, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        """The nearest values (float32) to `x`: `decode(encode(x))`."""
+        """Round `x` to the nearest values (float32): `decode(encode(x))`."""
         return self.decode(self.encode(x))
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`encode(x)` and `round(x)` in one go."""
+        """Return `encode(x)` and `round(x)` in one pass."""
         codes = self.encode(x)
         return codes, self.decode(codes)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """The values that are numbers, ascending: without the NaN of codes that stand for none."""
+        """Return the values in ascending order, without the NaN of unused codes."""
         return tuple(sorted({value for value in self.values if not math.isnan(value)}))
 
     @property
     def max(self) -> float:
-        """Largest value."""
+        """Return the largest value."""
         return self.numbers[-1]
 
     @property
     def min(self) -> float:
-        """Smallest value."""
+        """Return the smallest value."""
         return self.numbers[0]
 
     @cached_property
@@ -111,7 +111,7 @@ class NumberFormat(ABC):
 
     @property
     def absmax(self) -> float:
-        """Largest magnitude that is there with both signs: what plain rounding maps a group's absmax to."""
+        """Return the largest magnitude with both signs, to which plain rounding maps a group's absmax."""
         return min(self.max, -self.min)
 
     @cached_property
@@ -122,12 +122,12 @@ class NumberFormat(ABC):
 
     @property
     def has_zero(self) -> bool:
-        """Return True if a zero weight is stored exactly."""
+        """Return True if 0 is one of the values."""
         return 0.0 in self.values
 
     @property
     def rounding_statistic(self) -> Literal["absmax", "absmean"]:
-        """The statistic of a group that plain rounding maps to `absmax`."""
+        """Return which statistic of a group plain rounding maps to `absmax`."""
         return "absmean" if len(self.numbers) <= 3 else "absmax"
 
 
@@ -138,7 +138,7 @@ def _table(number_format: NumberFormat, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class IntFormat(NumberFormat):
-    """Two's-complement range `[-2**(bits-1), 2**(bits-1) - 1]`, stored offset-binary."""
+    """Integers in `[-2**(bits-1), 2**(bits-1) - 1]`, stored in offset binary."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -157,7 +157,7 @@ class IntFormat(NumberFormat):
 
     @property
     def offset(self) -> int:
-        """The code of zero."""
+        """Return the code of zero."""
         return 1 << (self.bits - 1)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -171,34 +171,40 @@ class IntFormat(NumberFormat):
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = self.round(x)
-        # By way of int8, to which torch converts seven times faster; the sum wraps around to the code.
+        # Via int8, to which torch converts seven times faster; the sum wraps around to the code.
         return values.to(torch.int8).view(torch.uint8).add_(self.offset), values
 
     def round_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-        """The nearest values to `x` where the code `zero_point` (float32, broadcastable) stands for zero."""
+        """Round `x` (float32) to the nearest values, if code `zero_point` means zero.
+
+        `zero_point` is float32 and broadcasts to `x`.
+        """
         return torch.round(x).clamp_(-zero_point, (2 * self.offset - 1) - zero_point)
 
     def quantize_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and values of `x` where the code `zero_point` (float32, broadcastable) stands for zero."""
+        """Return codes (uint8) and values (float32) of `x`, if code `zero_point` (float32) means zero.
+
+        `zero_point` broadcasts to `x`.
+        """
         values = self.round_affine(x, zero_point)
         return (values + (zero_point - 128)).to(torch.int8).view(torch.uint8).add_(128), values
 
     def round_offset(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-        """The nearest values to `x` where `zero_point`, a float between codes, stands for zero."""
+        """Round `x` (float32) to the nearest values, if `zero_point`, a float between codes, means zero."""
         return torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1).sub_(zero_point)
 
     def quantize_offset(self, x: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and values of `x` where `zero_point`, a float between codes, stands for zero."""
+        """Return codes (uint8) and values (float32) of `x`, if `zero_point`, between codes, means zero."""
         codes = torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1)
         return (codes - 128).to(torch.int8).view(torch.uint8).add_(128), codes - zero_point
 
 
 @dataclass(frozen=True)
 class FloatFormat(NumberFormat):
-    """Sign, `exponent_bits`, `mantissa_bits`, subnormals (OCP MX v1.0, 5.3; OCP OFP8 v1.0 for 8 bits).
+    """Floats of a sign, `exponent_bits` and `mantissa_bits`, with subnormals.
 
-    Of each sign, the `reserved` largest codes are no numbers (infinities and NaN): they are never encoded,
-    and decode to NaN.
+    Follows OCP MX v1.0, 5.3, and OCP OFP8 v1.0 for 8 bits. For each sign, the `reserved` largest codes are
+    infinities and NaN: they are never encoded, and decode to NaN.
     """
 
     exponent_bits: int
@@ -246,7 +252,7 @@ class FloatFormat(NumberFormat):
         return tuple(value(code) for code in range(2**self.bits))
 
     def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        # The sign comes first: it tells the two zeros apart.
+        # The sign comes first in the key: it distinguishes the two zeros.
         return math.copysign(1.0, x) != math.copysign(1.0, self.values[code]), code % 2
 
     @property
@@ -257,9 +263,9 @@ class FloatFormat(NumberFormat):
         return self.quantize(x)[0]
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        # Adding 1.5 * 2**23 times the spacing of the values around x leaves float32 no finer digits than
-        # that spacing, so its own addition rounds to nearest even. The spacing is 2**-m of the power of two
-        # below x, which is its exponent field alone; among subnormals it is that of the smallest normal.
+        # Round to nearest even by float32's own addition: adding 1.5 * 2**23 times the spacing of the values
+        # around x leaves no finer digits than that spacing. The spacing is 2**-m times the power of two below
+        # x, which is its exponent field alone. Subnormals have the spacing of the smallest normal.
         magnitude = x.abs().clamp_(max=self.max)
         power = magnitude.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
         shift = power.clamp_(min=self._smallest_normal).mul_(1.5 * 2.0 ** (23 - self.mantissa_bits))
@@ -268,7 +274,7 @@ class FloatFormat(NumberFormat):
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values = self.round(x)
         magnitude = values.abs()
-        # A float32 holds its exponent above its mantissa as we do: move both down and change the bias.
+        # In a float32 too, the exponent lies above the mantissa: shift both down and change the bias.
         exponent_and_mantissa = magnitude.view(torch.int32) >> (23 - self.mantissa_bits)
         normal = exponent_and_mantissa.sub_((127 - self.bias) << self.mantissa_bits)
         # Subnormals are multiples of their spacing.
@@ -280,9 +286,9 @@ class FloatFormat(NumberFormat):
 
 @dataclass(frozen=True)
 class CodebookFormat(NumberFormat):
-    """An explicit, strictly increasing list of values; the code is the index.
+    """Strictly increasing list of values; the code is the index.
 
-    With fewer than `2**bits` values, the codes beyond them decode to NaN.
+    With fewer than `2**bits` values, the remaining codes decode to NaN.
     """
 
     book: tuple[float, ...]
@@ -310,9 +316,10 @@ class CodebookFormat(NumberFormat):
 
     @cached_property
     def edges(self) -> tuple[float, ...]:
-        """For each pair of neighbours the smallest float32 that goes to the upper one.
+        """Return for each pair of neighbouring values the smallest float32 that rounds to the upper one.
 
-        Midpoints rounded up: one rounded down would send itself, a float32 below the midpoint, upward.
+        It is their midpoint, rounded up to float32: rounded down, it would send values below the midpoint
+        upward.
         """
         midpoints = [(Fraction(a) + Fraction(b)) / 2 for a, b in zip(self.book, self.book[1:], strict=False)]
         return tuple(_float32_at_least(midpoint) for midpoint in midpoints)
@@ -323,13 +330,13 @@ class CodebookFormat(NumberFormat):
 
 @dataclass(frozen=True)
 class FittedFormat(NumberFormat):
-    """A code book whose values are fitted to each tensor and stored with it; the code is the index.
+    """Code book whose values are fitted to each tensor and stored with it; the code is the index.
 
-    The values ascend, and the largest magnitude is 1. Until `bind` says what they are, no code is a number.
+    The values ascend, and the largest magnitude is 1. Before `bind`, no code has a value.
     """
 
     def bind(self, book: Sequence[float]) -> CodebookFormat:
-        """The format with the values that a tensor has."""
+        """Return the format with the values `book` of a tensor."""
         return CodebookFormat(self.name, self.bits, tuple(book))
 
     @cached_property
@@ -365,7 +372,7 @@ def _float32(x: float) -> float:
 
 
 def _float32_at_least(x: Fraction) -> float:
-    """The smallest float32 that is not below `x`."""
+    """Return the smallest float32 that is not below `x`."""
     nearest = np.float32(float(x))
     return float(nearest if Fraction(float(nearest)) >= x else np.nextafter(nearest, np.float32(np.inf)))
 
@@ -378,7 +385,7 @@ _NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 
-#: Every number format there is. Adding one is adding a row.
+#: All number formats. To add one, add a row.
 FORMATS: dict[str, NumberFormat] = {
     number_format.name: number_format
     for number_format in (
@@ -395,12 +402,12 @@ FORMATS: dict[str, NumberFormat] = {
     )
 }
 
-#: Shorter names. `fp6` is the one of the two with the smaller measured error (docs/accuracy.md).
+#: Short names. `fp6` is the 6-bit float with the smaller measured error (docs/accuracy.md).
 ALIASES: dict[str, str] = {"fp8": "fp8-e4m3", "fp6": "fp6-e2m3", "fp4": "fp4-e2m1"}
 
 
 def number_format(name: str) -> NumberFormat:
-    """The format called `name` (an alias is resolved); `FormatError` lists the known ones."""
+    """Return the format called `name`, or by an alias; raise `FormatError` with the known names."""
     try:
         return FORMATS[ALIASES.get(name, name)]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Packings: the ways to lay codes into words, as rows of a table."""
+"""Packings: the ways to lay out codes in words, as rows of a table."""
 
 import math
 from collections.abc import Callable
@@ -15,11 +15,13 @@ PackingName = Literal["bits", "radix"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Conversion of a row's codes to int32 words, where `why_not` has no reason against format and planes.
+    """Conversion between the codes of a row and int32 words.
 
-    `pack` maps codes (uint8 [..., K]), a format and planes to words (int32 [..., W]), W being
-    `words_per_row(K, format, planes)`. `unpack` maps words, format, planes and K back. A code holds the codes
-    of all planes. At multiples of `codes_per_cut(format, planes)` a row can be cut between words.
+    why_not(format, planes)            reason if it cannot pack them, else None
+    pack(codes, format, planes)        words (int32 [..., W]) of codes (uint8 [..., K], all planes in one)
+    unpack(words, format, planes, K)   the codes
+    words_per_row(K, format, planes)   W
+    codes_per_cut(format, planes)      columns, at whose multiples a row can be cut between words
     """
 
     name: PackingName
@@ -32,9 +34,7 @@ class Packing:
 
 
 def base(number_format: NumberFormat) -> int:
-    """Return the base in which codes of a format are digits: the number of its values, -0 and +0 counted
-    apart.
-    """
+    """Return the base of a format's codes as digits: its number of values, with -0 and +0 as two."""
     if isinstance(number_format, FittedFormat):
         return int(2**number_format.bits)
     return sum(not math.isnan(value) for value in number_format.values)

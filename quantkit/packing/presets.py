@@ -1,13 +1,14 @@
-"""Formats of the command line: each name and what it stands for. Imports no torch, as `--help` shows them."""
+"""Format names of the command line. Imports no torch, as `--help` shows them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A format name of the command line: number format, group size and scale dtype until flags say otherwise.
+    """Format name of the command line: number format, and the default group size and scale dtype.
 
-    `scale_dtype` is a name of `schemes.SCALE_DTYPES`; None follows the weights: `default_scale_dtype`.
+    `scale_dtype` is a name of `schemes.SCALE_DTYPES`; None follows the dtype of the weights, see
+    `default_scale_dtype`.
     """
 
     format: str
@@ -41,5 +42,5 @@ PRESETS: dict[str, Preset] = {
     "nvfp4": Preset("fp4-e2m1", 16, "e4m3"),
 }
 
-#: The format where none is given.
+#: Default format.
 DEFAULT_FORMAT = "int4"

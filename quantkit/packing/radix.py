@@ -1,13 +1,13 @@
-"""Codes as digits of a byte: for formats whose values do not fill a power of two.
+"""Pack codes as digits of a byte, for formats whose number of values is no power of two.
 
-A format of three values wastes a quarter of what its 2-bit codes can say. As digits to base 3, five of them
-fit a byte, because 3**5 = 243:
+2-bit codes waste a quarter of their range on three values. As digits to base 3, five codes fit a byte,
+because 3**5 = 243:
 
     byte = c0 + 3*c1 + 9*c2 + 27*c3 + 81*c4            c0 the code of the lowest column
 
-Bytes are in the order of columns, four of them one little-endian int32 word, so a row of K ternary codes
-takes `ceil(K/20)` words: 1.6 bits a code. Digits beyond the last column are zero. Bytes that are no sum of
-digits, here 243 to 255, stand for no codes: each digit of one reads as the base, a code without a value.
+Bytes are in the order of columns, four to a little-endian int32 word. So a row of K ternary codes takes
+`ceil(K/20)` words: 1.6 bits a code. Digits beyond the last column are zero. Bytes that are no sum of digits,
+here 243 to 255, are invalid: each of their digits reads as the base, a code without a value.
 """
 
 from functools import lru_cache
@@ -32,7 +32,7 @@ def digits_per_byte(base: int) -> int:
 
 
 def words_per_row(columns: int, base: int) -> int:
-    """int32 words that a row of `columns` codes below `base` takes."""
+    """Return the number of int32 words for a row of `columns` codes below `base`."""
     return -(-columns // (WORD_BYTES * digits_per_byte(base)))
 
 
@@ -53,7 +53,7 @@ def pack(codes: torch.Tensor, base: int) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, base: int, columns: int) -> torch.Tensor:
-    """Codes (uint8 [..., columns]) of `words` (int32 [..., words_per_row(columns, base)])."""
+    """Unpack `words` (int32 [..., words_per_row(columns, base)]) to codes (uint8 [..., columns])."""
     expected = words_per_row(columns, base)
     if words.dtype != torch.int32 or words.shape[-1] != expected:
         raise FormatError(
@@ -62,14 +62,14 @@ def unpack(words: torch.Tensor, base: int, columns: int) -> torch.Tensor:
         )
     packed = words.contiguous().view(torch.uint8)
     digits = digits_per_byte(base)
-    # Looking up a byte's codes together costs one gather where dividing it would cost one pass for each.
+    # One gather looks up all codes of a byte; dividing would take one pass per code.
     codes = _digits(base, words.device).index_select(0, packed.flatten().int())
     return codes.view(*packed.shape[:-1], packed.shape[-1] * digits)[..., :columns]
 
 
 @lru_cache(maxsize=64)
 def _digits(base: int, device: torch.device) -> torch.Tensor:
-    """The codes in each byte, uint8 [256, digits]."""
+    """Return the codes in each byte, uint8 [256, digits]."""
     return torch.tensor([_digits_of(byte, base) for byte in range(256)], dtype=torch.uint8, device=device)
 
 
@@ -81,7 +81,7 @@ def _digits_of(byte: int, base: int) -> list[int]:
 
 
 def pack_reference(codes: list[int], base: int) -> list[int]:
-    """The slow obvious twin of `pack` for one row: Python integers, a code at a time, words as unsigned."""
+    """Pack one row in plain Python, one code at a time, to unsigned words: the reference of `pack`."""
     digits = digits_per_byte(base)
     words = [0] * words_per_row(len(codes), base)
     for column, code in enumerate(codes):
@@ -91,7 +91,7 @@ def pack_reference(codes: list[int], base: int) -> list[int]:
 
 
 def unpack_reference(words: list[int], base: int, columns: int) -> list[int]:
-    """The slow obvious twin of `unpack` for one row."""
+    """Unpack one row in plain Python: the reference of `unpack`."""
     digits = digits_per_byte(base)
     codes = []
     for column in range(columns):

@@ -1,4 +1,4 @@
-"""Schemes: a number format together with how its scales are shared and stored."""
+"""Schemes: a number format, and how its scales are shared and stored."""
 
 import json
 import math
@@ -22,18 +22,19 @@ from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, at_least_16_bits
 
-#: What may be asked for: columns, "channel", "tensor" or a block such as "128x128"; None is the format's own.
+#: Columns, "channel", "tensor", or a block such as "128x128"; None for the format's default.
 GroupSize = int | str | None
 BLOCK = re.compile(r"([1-9][0-9]{0,7})x([1-9][0-9]{0,7})")
 
 
 @dataclass(frozen=True)
 class ScaleType:
-    """A type in which scales may be stored.
+    """Type in which scales may be stored.
 
-    `max` is the largest scale, `digits` the bits of its significand, `signed` is True if one may be negative.
-    With `relative` they are divided by one float32 factor per tensor, because the dtype's own range is too
-    small for weights.
+    max        largest scale
+    digits     bits of the significand
+    signed     True if a scale may be negative
+    relative   True if scales are divided by one float32 per tensor, as the dtype's range is small
     """
 
     name: str
@@ -44,14 +45,14 @@ class ScaleType:
     relative: bool = False
 
     def round(self, scale: torch.Tensor) -> torch.Tensor:
-        """The nearest scales of this type, as float32; infinite for those that overflow."""
-        # Casts to 8-bit dtypes saturate, and did not in every version of torch.
+        """Round to the nearest scales of this type, as float32; infinite on overflow."""
+        # Casts to 8-bit dtypes saturate in some versions of torch and overflow in others.
         limit = self.max + 2.0 ** (math.floor(math.log2(self.max)) - self.digits)
         exact = scale.to(torch.float32)
         return torch.where(exact.abs() > limit, math.inf, exact.to(self.dtype).to(torch.float32))
 
 
-#: Scale types by dtype. Adding one is adding a row.
+#: Scale types by dtype. To add one, add a row.
 SCALE_TYPES: dict[torch.dtype, ScaleType] = {
     scale.dtype: scale
     for scale in (
@@ -63,12 +64,12 @@ SCALE_TYPES: dict[torch.dtype, ScaleType] = {
     )
 }
 
-#: Scale dtypes by the name a file uses for them.
+#: Scale dtypes by their names in files.
 SCALE_DTYPES: dict[str, torch.dtype] = {scale.name: scale.dtype for scale in SCALE_TYPES.values()}
 
 MAX_GROUP_SIZE = 1 << 20
 
-#: Every part that a stored weight may have. The parts that computing needs come in this order.
+#: All parts of a stored weight, those needed to compute first, in the order that operators take them.
 PARTS = ("packed", "scale", "zero_point", "global_scale", "column_scale", "codebook", "shape")
 
 
@@ -77,16 +78,16 @@ class Scheme:
     """Storage of the weight of one linear layer, [N output channels, K input features].
 
     A weight is `scale * value(code)`. With a zero-point, which is a code or a float between codes, it is
-    `scale * (code - zero_point)`. With a minimum it is `scale * code + minimum`. A scale is shared by
-    `group_size` consecutive input features of one output channel; the last group of a row holds what is left.
-    None is one group per output channel, and "tensor" one scale for all weights. With `global_scale`, all
-    scales of a tensor are divided by one float32.
+    `scale * (code - zero_point)`. With a minimum it is `scale * code + minimum`. `group_size` consecutive
+    input features of one output channel share a scale; the last group of a row may be shorter. None is one
+    scale per output channel, and "tensor" one scale for all weights. With `group_rows` above 1, a block of
+    `group_rows` output channels x `group_size` shares a scale. `global_scale`: all scales are divided by one
+    float32.
 
-    With `planes` above 1 a weight is the sum of `planes` values, each with a scale of its own. Its code holds
-    theirs, plane 0 in the lowest bits. With `column_scale` every weight is also multiplied by a factor of its
-    input feature. A `FittedFormat` has its values stored with each tensor. `packing` says how codes become
-    words: a row of `PACKINGS`. With `group_rows` above 1 a scale is that of a block: `group_rows` output
-    channels share it, fewer in the last block.
+    With `planes` above 1, a weight is the sum of `planes` values, each with its own scale. Its code holds the
+    codes of all planes, plane 0 in the lowest bits. `column_scale`: every weight is also multiplied by a
+    factor of its input feature. `packing`: how codes become words, a row of `PACKINGS`. A `FittedFormat` has
+    its values stored with each tensor.
     """
 
     format: NumberFormat
@@ -148,14 +149,14 @@ class Scheme:
             )
 
     def _check_shared_by_rows(self) -> None:
-        """A scale of several rows leaves nothing to what is fitted to groups, rows or columns beside it."""
+        """Refuse options that are fitted per group, row or column, if rows share a scale."""
         unfit = {
             f"blocks of {self.group_rows} rows": self.per_tensor and self.group_rows > 1,
             f"{self.planes} planes": self.planes > 1,
             "column scales": self.column_scale,
             f"the fitted values of {self.format.name!r}": self.is_fitted,
             f"{self.zero_point} zero-points": self.has_zero_point,
-            # All they have for them is their size.
+            # 8-bit scales only save space, and one scale per tensor leaves nothing to save.
             f"{self.scale_type.name} scales": self.per_tensor and self.scale_dtype.itemsize < 2,
             "a global scale": self.global_scale,
         }
@@ -181,19 +182,19 @@ class Scheme:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code, those of all planes."""
+        """Return the bits of a code, all planes together."""
         return self.planes * self.format.bits
 
     def words_per_row(self, columns: int) -> int:
-        """int32 words that a row of `columns` codes takes."""
+        """Return the number of int32 words for a row of `columns` codes."""
         return PACKINGS[self.packing].words_per_row(columns, self.format, self.planes)
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """Words (int32 [..., W]) of codes (uint8 [..., K], those of all planes in one)."""
+        """Pack codes (uint8 [..., K], all planes in one code) to words (int32 [..., W])."""
         return PACKINGS[self.packing].pack(codes, self.format, self.planes)
 
     def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
-        """The codes (uint8 [..., columns]) of words (int32 [..., W])."""
+        """Unpack words (int32 [..., W]) to codes (uint8 [..., columns])."""
         return PACKINGS[self.packing].unpack(packed, self.format, self.planes, columns)
 
     @property
@@ -206,7 +207,7 @@ class Scheme:
 
     @property
     def has_zero_point(self) -> bool:
-        """Return True if the value of a code is the code less a zero-point."""
+        """Return True if a zero-point is subtracted from codes."""
         return self.zero_point_type.storage is not None
 
     @property
@@ -221,7 +222,7 @@ class Scheme:
         return at_least_16_bits(self.scale_dtype)
 
     def for_columns(self, columns: int) -> "Scheme":
-        """The scheme as it applies to rows of `columns`: a group as long as the row is the row."""
+        """Return the scheme for rows of `columns` weights: a group as long as a row becomes the row."""
         if isinstance(self.group_size, int) and self.group_size >= columns:
             return replace(self, group_size=None)
         return self
@@ -231,40 +232,38 @@ class Scheme:
         return min(self.group_size, columns) if isinstance(self.group_size, int) else columns
 
     def group_spans(self, columns: int) -> tuple[tuple[slice, int], ...]:
-        """The columns of a row's whole groups, then of its ragged last one, each with those of a group."""
+        """Return the columns of a row's whole groups, then of its shorter last group, with group sizes."""
         size = self.group_columns(columns)
         full = columns // size * size
         spans = ((slice(0, full), size), (slice(full, columns), columns - full))
         return tuple(span for span in spans if span[0].start < span[0].stop)
 
     def groups(self, columns: int) -> int:
-        """Groups in a row of `columns` weights, a ragged last one included."""
+        """Return the number of groups in a row of `columns` weights; a shorter last group counts."""
         return -(-columns // self.group_columns(columns))
 
     def row_units(self) -> dict[str, int]:
-        """Return the kinds of units of which stored rows are whole, and the rows of each; cuts lie between
-        units.
-        """
+        """Return the rows of each kind of unit, such as a block, by name. Cuts fall between units."""
         storage = self.zero_point_type.storage
         count = 1 if storage is None else storage.cut(self.format.bits)
         units = {f"words of {count} zero-points": count, f"blocks of {self.group_rows} rows": self.group_rows}
         return {name: unit for name, unit in units.items() if unit > 1}
 
     def column_units(self, columns: int) -> dict[str, int]:
-        """The same for the `columns` of a row."""
+        """Return the columns of each kind of unit of a row of `columns` weights, by name."""
         count = PACKINGS[self.packing].codes_per_cut(self.format, self.planes)
         group = self.group_columns(columns)
         groups = {f"groups of {group}": group} if group < columns else {}
         return {**groups, f"words of {count} codes": count}
 
     def whole_blocks(self, rows: int) -> int:
-        """About `rows`, at least one block, that begin and end where blocks do."""
+        """Return about `rows` rounded to whole blocks, at least one block."""
         return max(1, rows // self.group_rows) * self.group_rows
 
     def row_scale(
         self, scale: torch.Tensor, rows: int, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        """Scales of rows `start:stop` of `rows`, [stop - start, groups * planes], from those stored."""
+        """Expand stored scales to rows `start:stop` of `rows`, [stop - start, groups * planes]."""
         start, stop, _ = slice(start, stop).indices(rows)
         if self.per_tensor:
             return scale.expand(rows, 1)[start:stop]
@@ -272,12 +271,12 @@ class Scheme:
         if size == 1:
             return scale[start:stop]
         blocks = scale[first : -(-stop // size)]
-        # Not every dtype of 8 bits can be repeated.
+        # torch cannot repeat all 8-bit dtypes.
         of_rows = blocks.unsqueeze(1).expand(-1, size, -1).reshape(-1, scale.shape[1])
         return of_rows[start - first * size : stop - first * size]
 
     def storage_shapes(self, shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each stored part of a weight [N, K], by part name."""
+        """Return dtype and shape of each stored part of a weight [N, K], by part name."""
         rows, columns = shape
         parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "packed": (torch.int32, (rows, self.words_per_row(columns))),
@@ -304,12 +303,12 @@ class Scheme:
 
     @cached_property
     def part_names(self) -> tuple[str, ...]:
-        """The parts that a weight has and computing needs, in the order that operators take them in."""
+        """Return the parts needed to compute, in the order that operators take them."""
         return tuple(part for part in self.storage_shapes((1, 1)) if part != "shape")
 
     @cached_property
     def cast_parts(self) -> frozenset[str]:
-        """Parts whose dtype follows from that of the scales: a cast of a model casts these, and no others."""
+        """Return the parts whose dtype follows the dtype of the scales: casting a model casts only these."""
         one, other = (
             replace(self, scale_dtype=dtype).storage_shapes((1, 1))
             for dtype in (torch.float16, torch.float32)
@@ -317,7 +316,7 @@ class Scheme:
         return frozenset(part for part in one if one[part] != other[part])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; `from_dict` is its inverse."""
+        """Return the scheme as JSON values; `from_dict` is the inverse."""
         return {
             "format": format_to_json(self.format),
             "group_size": self.group_size if self.group_rows == 1 else [self.group_rows, self.group_size],
@@ -331,7 +330,7 @@ class Scheme:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Scheme":
-        """Parse what `to_dict` wrote; `FormatError` for a missing, unknown or ill-typed field."""
+        """Parse the output of `to_dict`; raise `FormatError` for a missing, unknown or ill-typed field."""
         expected = {field.name for field in fields(cls)} - {"group_rows"}
         if not isinstance(data, Mapping) or set(data) != expected:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
@@ -378,12 +377,12 @@ class Scheme:
 
     @cached_property
     def token(self) -> str:
-        """The scheme as one string, for operator arguments; `parse_token` is its inverse."""
+        """Return the scheme as one string, for arguments of operators; `parse_token` is the inverse."""
         return json.dumps(self.to_dict(), separators=(",", ":"))
 
     @property
     def granularity(self) -> str:
-        """Return what has a scale of its own: `tensor`, `channel`, a group `g128` or a block `128x128`."""
+        """Return the unit that has its own scale: `tensor`, `channel`, group `g128` or block `128x128`."""
         if self.group_rows > 1:
             return f"{self.group_rows}x{self.group_size or 'K'}"
         if isinstance(self.group_size, int):
@@ -400,7 +399,7 @@ class Scheme:
 
 @lru_cache(maxsize=1024)
 def parse_token(token: str) -> Scheme:
-    """The scheme that `Scheme.token` wrote."""
+    """Return the scheme of a `Scheme.token`."""
     try:
         data = json.loads(token)
     except json.JSONDecodeError as error:
@@ -409,7 +408,7 @@ def parse_token(token: str) -> Scheme:
 
 
 def default_scale_dtype(weight_dtype: torch.dtype) -> torch.dtype:
-    """fp16 weights keep fp16 scales; everything else gets bf16, whose range no weight overflows."""
+    """Return float16 for float16 weights, else bfloat16, whose range no weight overflows."""
     return torch.float16 if weight_dtype == torch.float16 else torch.bfloat16
 
 
@@ -422,11 +421,10 @@ def scheme(
     packing: PackingName = "bits",
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Scheme:
-    """Return the scheme of format `name`, as its preset says where `group_size` and `scale_dtype` do not.
+    """Return the scheme of format `name`; its preset gives `group_size` and `scale_dtype` unless given.
 
-    A scale that neither names is bfloat16, or float16 for a float16 weight. Raises `FormatError` for an
-    unknown format, a group size out of range, or a zero-point, packing or scale per tensor that the format
-    cannot have.
+    A scale dtype given by neither is bfloat16, or float16 for float16 weights. Raises `FormatError` for an
+    unknown format, a group size out of range, or any option that the format does not support.
     """
     preset = PRESETS.get(name)
     if preset is None:

@@ -12,23 +12,23 @@ from quantkit.packing.schemes import Scheme
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A weight [N, K] in the storage layout of `docs/format.md`.
+    """Weight [N, K] in the storage layout of `docs/format.md`.
 
-    `tensors` are the parts called `scheme.part_names`, in that order; of these a scheme has some:
+    `tensors` are the parts named in `scheme.part_names`, in that order. A scheme has some of these parts:
 
-    packed      int32 [N, W]   codes, packed along K as `scheme.packing` says
+    packed      int32 [N, W]   codes, packed along K by `scheme.packing`
     scale       scale dtype [N, groups * planes]   plane p of group g in column g * planes + p; or [1]; or,
                                                    of blocks, [blocks, groups]
     zero_point  [R, groups]   as `scheme.zero_point_type` stores them: codes, packed along N, or floats
-    global_scale  float32 [1]   by which all scales are divided
-    column_scale  float [K]   by which all weights of an input feature are multiplied
+    global_scale  float32 [1]   divides all scales
+    column_scale  float [K]   multiplies all weights of an input feature
     codebook    float32 [2**bits]   the value of each code
     """
 
     tensors: tuple[torch.Tensor, ...]
     scheme: Scheme
     shape: tuple[int, int]
-    #: What `quantkit.kernels` built from the words for a faster kernel; owned by it, never stored.
+    #: Kernel layouts that `quantkit.kernels` built from the words; owned by that part, never stored.
     kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class PackedTensor:
             raise FormatError(
                 f"a {self.scheme} tensor has the parts {', '.join(names)}; got {len(self.tensors)} tensors."
             )
-        # torch.compile cannot trace what makes the token, and finds it made.
+        # Compute the token now, because torch.compile cannot trace its computation.
         _ = self.scheme.token
         expected = self.scheme.storage_shapes(self.shape)
         for part, tensor in zip(names, self.tensors, strict=True):
@@ -51,14 +51,14 @@ class PackedTensor:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles are of what is stored; kernels build theirs again.
+        # Copies and pickles hold only stored parts; kernels build their layouts again.
         return {**self.__dict__, "kernel_cache": {}}
 
     @classmethod
     def from_parts(
         cls, parts: Mapping[str, torch.Tensor | None], scheme: Scheme, shape: tuple[int, int]
     ) -> "PackedTensor":
-        """The tensor of these parts by name, which are those of the scheme; None is as good as left out."""
+        """Create a tensor from the parts of `scheme`, by name; None counts as missing."""
         given = {part: tensor for part, tensor in parts.items() if tensor is not None}
         if given.keys() != set(scheme.part_names):
             raise FormatError(
@@ -80,13 +80,13 @@ class PackedTensor:
     ) -> "PackedTensor":
         """Pack codes (uint8 [N, K]), scales in their stored shape, and zero-points [N, groups].
 
-        Scales are rounded to the scheme's scale dtype. Zero-points have `scheme.zero_point_dtype`, uint8 for
-        those that are stored as codes. The other parts are stored as given.
+        Scales are rounded to the scale dtype. Zero-points have `scheme.zero_point_dtype`, uint8 if stored as
+        codes. Other parts are stored as given.
         """
         if codes.ndim != 2:
             raise FormatError(f"codes of a packed tensor are [N, K], got shape {tuple(codes.shape)}.")
         rows, columns = codes.shape
-        # Packed zero-points of 33 and of 40 rows have one shape, so the check on the parts is too late.
+        # Checked before packing: packed zero-points of 33 and of 40 rows have the same shape.
         if zero_point is not None and tuple(zero_point.shape) != (rows, scheme.groups(columns)):
             raise FormatError(
                 f"zero-points of {rows} rows of {columns} under {scheme} have shape "
@@ -100,7 +100,7 @@ class PackedTensor:
             )
         parts = {
             "packed": scheme.pack(codes),
-            # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
+            # `clone`, because `contiguous` leaves a single column with the stride of its matrix.
             "scale": rounded.to(scheme.scale_dtype).clone(memory_format=torch.contiguous_format),
             "zero_point": None if zero_point is None else store_zero_points(zero_point, scheme),
             "global_scale": global_scale,
@@ -110,11 +110,11 @@ class PackedTensor:
         return cls.from_parts(parts, scheme, (rows, columns))
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stored tensors by part name, less the logical shape."""
+        """Yield the stored tensors by part name, without the logical shape."""
         return zip(self.scheme.part_names, self.tensors, strict=True)
 
     def part(self, name: str) -> torch.Tensor | None:
-        """The part called `name`; None where the scheme has no such part."""
+        """Return the part called `name`; None if the scheme has no such part."""
         names = self.scheme.part_names
         return self.tensors[names.index(name)] if name in names else None
 
@@ -127,11 +127,11 @@ class PackedTensor:
         return self.tensors[1]
 
     def codes(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Codes of rows `start:stop`, uint8 [rows, K]."""
+        """Return the codes of rows `start:stop`, uint8 [rows, K]."""
         return self.scheme.unpack(self.words[start:stop], self.shape[1])
 
     def row_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The stored scales of rows `start:stop`, [rows, groups * planes]; those that rows share repeated."""
+        """Return the stored scales of rows `start:stop`, [rows, groups * planes]; repeats shared scales."""
         return self.scheme.row_scale(self.scale, self.shape[0], start, stop)
 
     def group_scale(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -143,7 +143,7 @@ class PackedTensor:
         return scale if divisor is None else scale / divisor
 
     def zero_points(self) -> torch.Tensor | None:
-        """Zero-points or minimums, [N, groups] of `scheme.zero_point_dtype`; None for a symmetric scheme."""
+        """Return zero-points or minimums, [N, groups] of `scheme.zero_point_dtype`; None if symmetric."""
         stored = self.part("zero_point")
         storage = self.scheme.zero_point_type.storage
         if stored is None or storage is None:
@@ -151,27 +151,27 @@ class PackedTensor:
         return storage.unpack(stored, self.shape[0], self.scheme.format.bits)
 
     def zeros_in_codes(self) -> torch.Tensor | None:
-        """Return what is subtracted from codes, [N, groups]; within float32 rounding of a minimum."""
+        """Return the zero-points in codes, float32 [N, groups]; for a minimum, within float32 rounding."""
         zeros = self.zero_points()
         return None if zeros is None else self.scheme.zero_point_type.in_codes(zeros, self.group_scale())
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, *, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        """Weights of rows `start:stop`, `dtype` [rows, K]: products in float32, rounded once."""
+        """Return the weights of rows `start:stop`, `dtype` [rows, K]: products in float32, rounded once."""
         zeros = self.zero_points()
         weights = self.without_column_scale(start, stop, None if zeros is None else zeros[start:stop])
         return self._with_column_scale(weights).to(dtype)
 
     def dequantize_rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return rows `ids`, int64 [n]: `dtype` [n, K], bit by bit those of `dequantize`.
+        """Return the weights of rows `ids` (int64 [n]), `dtype` [n, K], bit by bit those of `dequantize`.
 
-        Reads no other rows, and asks the device for no number.
+        Reads no other rows, and does not wait for the device.
         """
         rows = self.scale.expand(self.shape[0], 1) if self.scheme.per_tensor else self.scale
-        # Scales of 8 bits as bytes: torch selects no rows of such floats.
+        # View 8-bit scales as bytes: torch cannot select rows of such floats.
         stored = rows.view(torch.uint8) if rows.itemsize == 1 else rows
-        # A scale is that of `group_rows` rows.
+        # `group_rows` rows share a scale.
         scale = self._scaled(stored.index_select(0, ids // self.scheme.group_rows).view(rows.dtype))
         zeros, storage = self.part("zero_point"), self.scheme.zero_point_type.storage
         if zeros is not None and storage is not None:
@@ -185,21 +185,21 @@ class PackedTensor:
         return weights if columns is None else weights.mul_(columns.to(torch.float32))
 
     def without_column_scale(self, start: int, stop: int | None, zeros: torch.Tensor | None) -> torch.Tensor:
-        """Weights of rows `start:stop`, float32 [rows, K], before the column scale is applied.
+        """Return weights of rows `start:stop`, float32 [rows, K], before the column scale is applied.
 
-        `zeros` are those rows of `zero_points()`.
+        `zeros` are these rows of `zero_points()`.
         """
         codes, scale = self.codes(start, stop), self.group_scale(start, stop)
         return dequantize_codes(codes, scale, zeros, self.scheme, self.part("codebook"))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all stored parts, the 16 of the logical shape included."""
+        """Return the bytes of all stored parts, 16 for the logical shape included."""
         return sum(tensor.numel() * tensor.itemsize for _, tensor in self.parts()) + 16
 
     @property
     def bits_per_weight(self) -> float:
-        """All stored bits over the logical weights: words, padding, scales, zero-points and shape."""
+        """Return all stored bits per logical weight: words, padding, scales, zero-points and shape."""
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
     @property
@@ -207,7 +207,7 @@ class PackedTensor:
         return self.words.device
 
     def to(self, device: torch.device | str) -> "PackedTensor":
-        """The same tensor on `device`; itself when it is there already."""
+        """Return this tensor on `device`, without a copy if it is there already."""
         if self.words.to(device) is self.words:
             return self
         return replace(self, tensors=tuple(part.to(device) for part in self.tensors), kernel_cache={})
@@ -220,9 +220,12 @@ def dequantize_codes(
     scheme: Scheme,
     codebook: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float32 [N, K] from codes (uint8 [N, K]), scales [N, groups * planes] and zero-points [N, groups]."""
+    """Dequantize codes (uint8 [N, K]) to float32 [N, K].
+
+    `scale` is [N, groups * planes], `zero_point` [N, groups].
+    """
     rows, columns = codes.shape
-    # Groups of equal length broadcast; only a ragged last group needs one scale spelled out per weight.
+    # Groups of equal length broadcast; a shorter last group needs one scale per weight.
     even = columns % scheme.group_columns(columns) == 0
     groups = scheme.groups(columns)
     grouped = (rows, groups, columns // groups) if even else (rows, columns)
@@ -245,7 +248,7 @@ def dequantize_codes(
 
 
 def plane_codes(codes: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
-    """The codes (uint8) of each plane in `codes`, plane 0 in the lowest bits."""
+    """Yield the codes (uint8) of each plane in `codes` (uint8), plane 0 in the lowest bits."""
     bits = scheme.format.bits
     if scheme.planes == 1:
         yield codes
@@ -255,7 +258,7 @@ def plane_codes(codes: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
 
 
 def look_up(codes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`values[codes]`, for codes uint8 of any shape."""
+    """Return `values[codes]`, for codes uint8 of any shape."""
     # index_select is several times faster than indexing with a tensor.
     return values.index_select(0, codes.flatten().int()).view(codes.shape)
 
@@ -270,9 +273,9 @@ def spread(per_group: torch.Tensor, columns: int, scheme: Scheme) -> torch.Tenso
 def encode_groups(
     groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
 ) -> torch.Tensor:
-    """Codes (uint8 [R, g]) of groups (float32 [R, g]) on the grids `scale`, `zero_point` ([R, 1]).
+    """Encode groups (float32 [R, g]) with `scale` and `zero_point` ([R, 1]) to codes (uint8 [R, g]).
 
-    A zero scale stands for a group of zeros; its codes are those of zero weights.
+    A zero scale means a group of zeros: its codes are those of zero weights.
     """
     units = groups / torch.where(scale == 0, 1.0, scale)
     return quantize_units(units, zero_point, scheme)[0]
@@ -281,13 +284,13 @@ def encode_groups(
 def quantize_units(
     units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (uint8) and values (float32) nearest to `units`, weights over their scale, float32."""
+    """Return codes (uint8) and values (float32) nearest to `units`: weights / scale, float32."""
     zero = None if zero_point is None else zero_point.to(units.dtype)
     return scheme.zero_point_type.quantize(scheme.format, units, zero)
 
 
 def store_zero_points(zero_point: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Zero-points [N, groups] as they are stored."""
+    """Return zero-points [N, groups] in their stored form."""
     storage = scheme.zero_point_type.storage
     assert storage is not None
     return storage.pack(zero_point, scheme.scale_dtype, scheme.format.bits)

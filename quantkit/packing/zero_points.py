@@ -1,8 +1,8 @@
 """Kinds of zero-points, as rows of a table: how z of `scale * (code - z)` is rounded, stored and searched.
 
 Each group of a matrix [N, K] has one z: [N, G] for G groups in a row. A kind may store z in any way, and
-round it to any set of numbers. A weight is `scale * (code - z)`. The kind "minimum" stores -scale * z in
-place of z, and a weight is `scale * code + minimum`.
+round it to any set of numbers. The kind "minimum" stores -scale * z in place of z, and a weight is `scale *
+code + minimum`.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ ZeroPoint = Literal["none", "integer", "float", "minimum"]
 
 
 def at_least_16_bits(scale_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scales, or bfloat16 where that has 8 bits."""
+    """Return the dtype of the scales, or bfloat16 if that has 8 bits."""
     return torch.bfloat16 if scale_dtype.itemsize < 2 else scale_dtype
 
 
@@ -45,7 +45,7 @@ class ZeroPointStorage:
 
 
 def plain_storage(dtype: Callable[[torch.dtype], torch.dtype]) -> ZeroPointStorage:
-    """One element for each z, [N, G], of `dtype(scale dtype)`."""
+    """Return storage with one element per z, [N, G], of `dtype(scale dtype)`."""
     return ZeroPointStorage(
         values=dtype,
         dtype=dtype,
@@ -60,11 +60,11 @@ def plain_storage(dtype: Callable[[torch.dtype], torch.dtype]) -> ZeroPointStora
 
 
 def _pack_codes(z: torch.Tensor, scale_dtype: torch.dtype, bits: int) -> torch.Tensor:
-    # A clone, as `contiguous` leaves a single column with the stride of the matrix it came from.
+    # `clone`, because `contiguous` leaves a single column with the stride of its matrix.
     return bitpack.pack(z.T.contiguous(), bits).T.clone(memory_format=torch.contiguous_format)
 
 
-#: z is a code, uint8, and as wide as the weights' codes: packed along N, as compressed-tensors does.
+#: z is a code (uint8) as wide as the weights' codes, packed along N as compressed-tensors does.
 PACKED_CODES = ZeroPointStorage(
     values=lambda scale_dtype: torch.uint8,
     dtype=lambda scale_dtype: torch.int32,
@@ -90,37 +90,37 @@ def _minimum_in_codes(minimum: torch.Tensor, scale: torch.Tensor) -> torch.Tenso
 
 @dataclass(frozen=True)
 class ZeroPointType:
-    """A kind of zero-point: a row of `ZERO_POINTS`. z is None where `storage` is.
+    """Kind of zero-point: a row of `ZERO_POINTS`. z is None if `storage` is None.
 
-    suffix           of the name of a scheme
-    storage          how z is stored; None where there is no zero-point
+    suffix                     part of the name of a scheme
+    storage                    how z is stored; None without a zero-point
     weights(codes, scale, z)   float32 weights of codes, which are float32 and overwritten
-    in_codes(z, scale)         what is subtracted from codes, for scales float32 [N, G]
+    in_codes(z, scale)         the number subtracted from codes, for scales float32 [N, G]
 
-    Rounding z and weights, for units = weight / scale, float32:
+    Rounding of z and weights, with units = weight / scale, float32:
 
     round(format, z, scale dtype)   the nearest z that can be stored, float32; takes any float dtype
     nearest(format, units, z)       the values code - z nearest to `units`, float32
     quantize(format, units, z)      their codes, uint8, and the values
 
-    Searching z, for `mse`:
+    Search of z, for `mse`:
 
-    why_not_searched why no method finds it; None where they do
-    step             between candidates, in codes
-    refits           least-squares refits of the winner
-    is_continuous    whether z may lie between codes, so that a refit moves it too
+    why_not_searched   reason why no method searches z, else None
+    step               distance of candidates, in codes
+    refits             number of least-squares refits of the best candidate
+    is_continuous      True if z may lie between codes, so that a refit moves it too
 
     Kernels, which read z as `kernel_dtype`, where it must be exact:
 
-    why_not_fused    why no fused kernel of a GPU takes it; None where they do
-    why_not_int8     why code - z does not fit an int8 for codes of up to 7 bits; None where it does
+    why_not_fused      reason why no fused GPU kernel supports it, else None
+    why_not_int8       reason why code - z does not fit an int8 for codes of up to 7 bits, else None
     """
 
     name: ZeroPoint
     suffix: str
     storage: ZeroPointStorage | None
     round: Callable[[NumberFormat, torch.Tensor, torch.dtype], torch.Tensor]
-    # Any is a format that `why_not` has no reason against, and z, a tensor or None.
+    # `Any` is a format that `why_not` accepts, and z, a tensor or None.
     nearest: Callable[[Any, torch.Tensor, Any], torch.Tensor]
     quantize: Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
     weights: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = _shifted
@@ -134,18 +134,18 @@ class ZeroPointType:
     why_not_int8: str | None = None
 
     def why_not(self, number_format: NumberFormat) -> str | None:
-        """Return why codes of a format have no such zero-point; None where they can have one."""
+        """Return why codes of a format cannot have this zero-point; None if they can."""
         if self.storage is None or isinstance(number_format, IntFormat):
             return None
         return f"format {number_format.name!r} has no zero-point; asymmetric schemes need an int format"
 
 
 def round_to_code(number_format: NumberFormat, z: torch.Tensor, _: torch.dtype) -> torch.Tensor:
-    """The nearest code to `z`, float32."""
+    """Round `z` to the nearest code, float32."""
     return torch.round(z).clamp_(0, 2**number_format.bits - 1).float()
 
 
-#: Kinds by the name that files and options use. Adding one is adding a row.
+#: Kinds by their name in files and options. To add one, add a row.
 ZERO_POINTS: dict[str, ZeroPointType] = {
     kind.name: kind
     for kind in (
@@ -198,5 +198,5 @@ ZERO_POINTS: dict[str, ZeroPointType] = {
 
 
 def searched() -> tuple[ZeroPoint, ...]:
-    """The kinds that methods find."""
+    """Return the kinds that methods search."""
     return tuple(kind.name for kind in ZERO_POINTS.values() if kind.why_not_searched is None)

@@ -1,1 +1,1 @@
-"""Quantize a checkpoint: plan it, calibrate, stream the tensors through packing, write."""
+"""Quantize a checkpoint: plan it, calibrate, stream its tensors through quantization, write."""

@@ -1,7 +1,7 @@
-"""GPU memory of a run, from shapes alone: what `plan` names, as the driver counts it.
+"""Bound the GPU memory of a run from shapes alone, as the driver counts it; `plan` prints it.
 
-Each phase has an upper bound on what is live in it, from the sizes of what it makes. The constants per weight
-and per token were counted on a CPU. A test compares the bound with the bytes that the same code holds there.
+Each phase has an upper bound on its live tensors. The constants per weight and per token were counted on a
+CPU; a test compares the bound with the bytes that the same code holds there.
 """
 
 import re
@@ -36,25 +36,27 @@ from quantkit.quantization.plan import Plan
 from quantkit.quantization.stream import CHUNK_BYTES, worker_count
 from quantkit.quantization.task import Task, needs_of
 
-#: Bytes of a weight that is rounded: to evenly spaced values, and to others, which are looked up.
+#: Bytes per weight while rounding, by True for evenly spaced values and False for others, which use tables.
 ROUND_BYTES = {True: 35, False: 52}
-#: Of a weight whose scale is searched for, beside histograms, by the name of the grid.
+#: Bytes per weight while scales are searched, without histograms, by name of the search.
 SEARCH_BYTES = {"rtn": 0, "mse": 48, "hqq": 88}
-#: Matrices of K x K in float32 while H is factored, and while the input error is corrected (docs/methods.md).
+#: K x K float32 matrices in memory while H is factored, and while input errors are corrected
+#: (docs/methods.md).
 FACTOR, CORRECTION = 2.7, 3.2
-#: Values for each token in a pass through a block: of the hidden size, and of the widest linear. Then those
-#: of a pass whose gradients are taken.
+#: Values per token in a pass through a block: in hidden sizes and in widths of the widest linear. `BACK` is
+#: for a pass with gradients.
 PASS, BACK = (10, 3), (20, 5)
-#: Bytes of a weight whose rounding is learned.
+#: Bytes per weight while its rounding is learned.
 LEARNED_BYTES = 30
-#: cuBLAS's workspaces and CUDA graphs: an H200 had 6.38 GB where the tensors of GPTQ have 6.28.
+#: cuBLAS workspaces and CUDA graphs, in bytes: an H200 used 6.38 GB for 6.28 GB of GPTQ tensors.
 WORKSPACE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes that a run takes of a GPU at most, as nvidia-smi shows them: while it quantizes, and while the
-    result runs on a prompt, which is left out where that is not free.
+    """Largest GPU memory of a run in bytes, as nvidia-smi shows it: when quantizing, when checking.
+
+    The check on a prompt is left out if its memory is not free.
     """
 
     quantizing: int
@@ -64,7 +66,7 @@ class GpuMemory:
 def gpu_memory(
     checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, free: int | None = None
 ) -> GpuMemory:
-    """Return the memory that a run of the plan takes of a GPU with `free` bytes; None for one with enough."""
+    """Return the GPU memory of a run of the plan on a GPU with `free` bytes; None for unlimited memory."""
     device = torch.device("cuda")
     takes_data = planned.allocation is not None or needs_of(_packing(planned))
     shape = sample_shape(checkpoint, options) if takes_data else (0, 0)
@@ -80,9 +82,7 @@ def gpu_memory(
 
 
 def streamed_bytes(planned: Plan, device: torch.device) -> int:
-    """Return the bytes of workers that quantize without data: a piece of a tensor, and its packed rows so
-    far.
-    """
+    """Return the bytes of workers that quantize without data: a piece of a tensor, and its packed rows."""
     tasks = [task for task in _packing(planned) if not task.needs]
     most = max((_rows_bytes(t, min(GPU_CHUNK_WEIGHTS, t.source.elements), device) for t in tasks), default=0)
     return worker_count(device.type) * (most + CHUNK_BYTES[device.type])
@@ -91,9 +91,7 @@ def streamed_bytes(planned: Plan, device: torch.device) -> int:
 def calibrated_bytes(
     checkpoint: Checkpoint, planned: Plan, shape: tuple[int, int], device: torch.device, free: int | None
 ) -> int:
-    """Return the bytes of blocks that are quantized with samples of this `shape`, [count, length]; 0 without
-    data.
-    """
+    """Return the bytes for blocks quantized with samples of `shape`, [count, length]; 0 without data."""
     tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
     if not needs_of(tasks):
         return 0
@@ -108,7 +106,7 @@ def calibrated_bytes(
     room = HIDDEN_BYTES - 4 * max(task.source.shape[1] for task in tasks) ** 2
     at_home = states <= (room if free is None else min(room, HIDDEN_MEMORY * free))
     held = states if at_home else 2 * tokens * hidden * itemsize
-    # What experts are called with is where hidden states are, twice while it is put together.
+    # Calls of experts are stored with the hidden states, twice while they are concatenated.
     called = states if at_home else 0
     stored = _stored_bytes(checkpoint, itemsize)
     peaks = [stored.get("", 0) + through]
@@ -116,7 +114,7 @@ def calibrated_bytes(
         work = [through, _scaled_bytes(of_block, tokens * itemsize, through, device)]
         for stage in _stages(of_block):
             if stage[0].module in experts:
-                # Of two experts; without input error each has half as many matrices.
+                # Two experts at least; without input error each has half as many matrices.
                 matrices = max(twice * WORK_BYTES * t.source.shape[1] ** 2 for t in stage)
                 rows = max(_rows_bytes(t, t.source.elements, device) for t in stage)
                 work.append(called + max(called, matrices + rows))
@@ -150,21 +148,19 @@ def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int,
         strips + (1 + corrects) * matrix + tile,
         int(corrects * CORRECTION * matrix),
         int(factors * FACTOR * matrix) + wide,
-        # Scales are refitted with some columns of H at a time.
+        # Scales are refitted with a slice of the columns of H at a time.
         (1 + factors) * matrix + wide + rows + ("damped_hessian" in needs) * 2 * tile,
     )
 
 
 def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: torch.device) -> int:
-    """Return the bytes that choosing scales of input features takes: the Hessians of all of them, and
-    candidates.
-    """
+    """Return the bytes for choosing scales of input features: all their Hessians, and the candidates."""
     stages = _stages(task for task in tasks if task.method is not None and task.method.input_scaling)
     widths = [stage[0].source.shape[1] for stage in stages]
     strips, whole = (
         4 * sum(size) for size in ([strip_entries(w, device) for w in widths], [w**2 for w in widths])
     )
-    # How large weights are is measured of a whole weight, 12 bytes each, and candidates on some rows.
+    # Magnitudes are measured on a whole weight, 12 bytes per element, candidates on some rows.
     wide = [
         4 * sum(t.source.elements for t in stage)
         + max(_rows_bytes(stage[0], GPU_WEIGHTS, device), 12 * max(t.source.elements for t in stage))
@@ -174,7 +170,7 @@ def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: tor
 
 
 def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
-    """Return the bytes that quantizing `weights` weights together takes.
+    """Return the bytes for quantizing `weights` weights together.
 
     With data, scales are searched for some of them at a time.
     """
@@ -195,9 +191,7 @@ def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
 
 
 def _sensitivity_bytes(checkpoint: Checkpoint, planned: Plan, length: int) -> int:
-    """Return the bytes that measuring takes: a block or the head in float32, the sums of two passes, and a
-    pass back.
-    """
+    """Return the bytes for measuring sensitivities: a block or head in float32, two sums, a backward pass."""
     tasks, stored = _packing(planned), _stored_bytes(checkpoint, 4)
     widest = max(max(task.source.shape) for task in tasks)
     back = 4 * min(BATCH * length, TOKENS) * (BACK[0] * _hidden_size(checkpoint, widest) + BACK[1] * widest)
@@ -218,13 +212,13 @@ def _refines(task: Task) -> bool:
 
 
 def _block_of(name: str) -> str:
-    """The block of a tensor: its name up to the first number; "" for those outside of blocks."""
+    """Return the block of a tensor: its name up to the first number; "" outside of blocks."""
     found = re.match(r".*?\.\d+(?=\.)", name)
     return "" if found is None else found[0]
 
 
 def _blocks(tasks: Iterable[Task]) -> dict[str, list[Task]]:
-    """The tasks of each block, of those that are alike one; those of a head are a block called ""."""
+    """Return the tasks of each distinct kind of block; a head is a block called ""."""
     found: dict[str, list[Task]] = {}
     for task in tasks:
         found.setdefault(_block_of(task.source.name), []).append(task)
@@ -233,7 +227,7 @@ def _blocks(tasks: Iterable[Task]) -> dict[str, list[Task]]:
 
 
 def _stages(tasks: Iterable[Task]) -> list[list[Task]]:
-    """Linears that may have one input: those in one module with as many columns, if they take data."""
+    """Group linears that may share an input: in one module, with equal columns, and with data."""
     found: dict[tuple[str, int], list[Task]] = {}
     for task in tasks:
         if task.needs:
@@ -242,7 +236,7 @@ def _stages(tasks: Iterable[Task]) -> list[list[Task]]:
 
 
 def _stored_bytes(checkpoint: Checkpoint, itemsize: int) -> dict[str, int]:
-    """The weights of each block as they are computed with, and as they are stored where that is another."""
+    """Return the bytes of each block's weights in the compute dtype, plus the stored ones if that differs."""
     found: dict[str, int] = {}
     for name, tensor in checkpoint.tensors.items():
         kept = tensor.torch_dtype.itemsize
@@ -252,6 +246,6 @@ def _stored_bytes(checkpoint: Checkpoint, itemsize: int) -> dict[str, int]:
 
 
 def _hidden_size(checkpoint: Checkpoint, widest: int) -> int:
-    """Return the hidden size that config.json states; if it states none, `widest`, an upper bound."""
+    """Return the hidden size in config.json, or `widest`, an upper bound, if it states none."""
     config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
     return next((config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config), widest)

@@ -1,4 +1,4 @@
-"""Fates of linears where a source is converted: the scheme that has its values, or dense."""
+"""Decide for each linear of a converted source: the scheme that holds its values, or dense."""
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
@@ -13,10 +13,10 @@ SCALES_OF_SCALES = "its scales have scales of their own"
 
 
 def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
-    """The fate of every linear, by module: the scheme with the values of its grid, and no method.
+    """Return the fate of every linear, by module: the scheme with the values of its grid, and no method.
 
-    Linears of plain numbers stay dense, and so does a head whose grid is of no scheme. `CheckpointError` for
-    any other linear whose grid is of no scheme, and for a source without any grid.
+    Unquantized linears stay dense, and so does a head whose grid fits no scheme. Raises `CheckpointError` for
+    any other linear whose grid fits no scheme, and for a source without any grid.
     """
     fates: dict[str, Fate] = {}
     refused: dict[str, str] = {}
@@ -48,9 +48,9 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
 
 
 def kept_table(checkpoint: Checkpoint, structure: Structure) -> Fate | str:
-    """Return the fate of the token embedding: the scheme that has exactly its stored values, and no method.
+    """Return the fate of the token embedding: the scheme with exactly its stored values, and no method.
 
-    Return the reason as text if there is none.
+    Returns the reason as text if there is none.
     """
     if isinstance(structure.table, str):
         return structure.table
@@ -58,7 +58,7 @@ def kept_table(checkpoint: Checkpoint, structure: Structure) -> Fate | str:
 
 
 def dense_share(checkpoint: Checkpoint, planned: Plan) -> dict[str, str]:
-    """Tensors of the source that are packed there and become float32, with what they are there."""
+    """Return the packed tensors of the source that become dense float32, with their stored format."""
     copied = {task.source.name for shard in planned.shards for task in shard.tasks if task.scheme is None}
     return {
         name: tensor.stored_as
@@ -68,12 +68,12 @@ def dense_share(checkpoint: Checkpoint, planned: Plan) -> dict[str, str]:
 
 
 def _may_stay_dense(linear: Linear) -> bool:
-    """Return True if a linear is dense by default in every model, as a head is."""
+    """Return True for a linear that is dense by default in every model, such as a head."""
     return linear.kind == "lm_head"
 
 
 def kept_fate(tensor: StoredTensor | None) -> Fate | str:
-    """The fate of one matrix, or why no scheme has its values."""
+    """Return the fate of one matrix, or the reason why no scheme has its values."""
     if tensor is None:
         return "its weights are the embedding's"
     if tensor.stored_as is None:
@@ -86,7 +86,7 @@ def kept_fate(tensor: StoredTensor | None) -> Fate | str:
 
 
 def _same(fates: list[Fate | str]) -> Fate:
-    """The one fate of all matrices of a linear, which experts have several of."""
+    """Return the common fate of all matrices of a linear; experts have several."""
     schemes: set[Scheme | None] = {fate.scheme for fate in fates if isinstance(fate, Fate)}
     first = fates[0]
     assert isinstance(first, Fate)

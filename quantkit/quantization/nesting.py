@@ -1,7 +1,7 @@
-"""Grids of low-bit sources as schemes: which scheme has the values of a grid, and its parts.
+"""Convert grids of low-bit sources to schemes: find the scheme that has all values of a grid.
 
 A grid nests in a scheme if each of its weights is a weight of the scheme, bit by bit in float32. `_CHECKS` is
-the table of what a grid must be for that.
+the table of conditions for that.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ from quantkit.packing.schemes import SCALE_TYPES, Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.zero_points import ZeroPoint
 
-#: Groups of fewer weights take more bits for scales than numbers of 16 bits do.
+#: Smallest group: with fewer weights, scales take more bits than 16-bit weights would.
 MIN_GROUP = 4
-#: The kind of zero-point for what a grid has beside its scales.
+#: Kind of zero-point by the offset that a grid has.
 _ZERO_POINTS: Mapping[str, ZeroPoint] = {"none": "none", "zeros": "integer", "biases": "minimum"}
 
-#: What a grid must be, and why it does not nest where it is not.
+#: Conditions for nesting, and the reason to give if one fails.
 _CHECKS: tuple[tuple[Callable[[GridSpec], bool], Callable[[GridSpec], str]], ...] = (
     (
         lambda spec: not spec.permuted,
@@ -58,12 +58,12 @@ _CHECKS: tuple[tuple[Callable[[GridSpec], bool], Callable[[GridSpec], str]], ...
 
 
 def why_not_nested(spec: GridSpec) -> str | None:
-    """Return why no scheme has the values of a grid; None where one does."""
+    """Return why no scheme has the values of a grid; None if one does."""
     return next((why(spec) for fits, why in _CHECKS if not fits(spec)), None)
 
 
 def nested_scheme(spec: GridSpec) -> Scheme:
-    """The scheme that has the values of a grid; `FormatError` says why there is none."""
+    """Return the scheme that has the values of a grid; raise `FormatError` if there is none."""
     if (reason := why_not_nested(spec)) is not None:
         raise FormatError(f"no scheme has its values: {reason}.")
     rows, columns = spec.shape
@@ -71,7 +71,7 @@ def nested_scheme(spec: GridSpec) -> Scheme:
     plain = spec.affine == "none" and not spec.global_scale
     per_tensor = whole and plain and rows > 1 and spec.scale_dtype.itemsize > 1
     group_rows = spec.group_rows if plain and not per_tensor else 1
-    # All blocks of a model have one size, also where a matrix is smaller.
+    # All blocks of a model have the same size, even if a matrix is smaller.
     size = spec.group_size if spec.group_size < columns or group_rows > 1 else None
     return Scheme(
         spec.format,
@@ -84,24 +84,24 @@ def nested_scheme(spec: GridSpec) -> Scheme:
 
 
 def nested_rows(grid: StoredGrid, scheme: Scheme) -> PackedTensor:
-    """Rows of a grid as a packed tensor [R, K] of its scheme, with the same values.
+    """Convert rows of a grid to a packed tensor [R, K] of its scheme, with the same values.
 
-    `FormatError` for zero-points that are no codes, for minimums that are not of the scale dtype, and for
-    scales that are not finite.
+    Raises `FormatError` for zero-points that are no codes, for minimums that the scale dtype cannot hold, and
+    for scales that are not finite.
     """
     codes, scales, zeros = grid.codes, grid.scales, grid.zeros
     if grid.biases is not None:
         codes, scales, zeros = _without_zero_scales(codes, scales, grid.biases, scheme)
     if zeros is not None:
         zeros = _exactly(zeros, scheme)
-    # Each row has its scale, also where rows share it; blocks begin with the first of these rows.
+    # Each row has its scale, even if rows share it: take the scale of the first row of each block.
     scales = scales[:1, 0] if scheme.per_tensor else scales[:: scheme.group_rows]
     return PackedTensor.from_codes(
         codes,
         scales.to(torch.float32),
         zeros,
         scheme,
-        # A clone, as one number for all rows may have no stride.
+        # `clone`, because one number for all rows may have stride 0.
         None
         if grid.global_scale is None
         else grid.global_scale[:1].float().clone(memory_format=torch.contiguous_format),
@@ -111,10 +111,10 @@ def nested_rows(grid: StoredGrid, scheme: Scheme) -> PackedTensor:
 def kept_rows(
     checkpoint: Checkpoint, source: StoredTensor, scheme: Scheme, start: int, stop: int
 ) -> tuple[PackedTensor, float]:
-    """Rows `[start, stop)` of a source on a grid, packed, and the sum of their squared weights.
+    """Convert rows `[start, stop)` of a source on a grid; return them packed, and the sum of squared weights.
 
-    `FormatError` unless every weight is that of the source: as the source's own reader gives it, in its
-    dtype, and as the grid defines it, in float32.
+    Raises `FormatError` unless every weight equals the source: in the dtype of the source's own reader, and
+    in float32 by the definition of the grid.
     """
     grid = source.grid(checkpoint.read_stored, start, stop)
     assert grid is not None, "a source without a grid is not planned to be kept"
@@ -134,7 +134,7 @@ def kept_rows(
 def _without_zero_scales(
     codes: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same weights where a scale of 0 means zeros: code 1 and the minimum as scale."""
+    """Replace scales of 0: a group of equal weights is code 1 with its minimum as scale."""
     constant = scales == 0
     if not bool(constant.any()):
         return codes, scales, biases
@@ -147,7 +147,7 @@ def _without_zero_scales(
 
 
 def _exactly(zeros: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Zero-points as the scheme stores them; `FormatError` for one that it cannot store exactly."""
+    """Return zero-points in the dtype of the scheme; raise `FormatError` if one cannot be stored exactly."""
     stored = zeros.to(scheme.zero_point_dtype)
     most = 2**scheme.format.bits - 1 if stored.dtype == torch.uint8 else float("inf")
     wrong = (stored.to(zeros.dtype) != zeros) | (stored.float() > most)

@@ -1,7 +1,7 @@
-"""Plans: from headers alone, every tensor of the packed checkpoint, in which file and how big.
+"""Plan a packed checkpoint from headers alone: every tensor, its file and its size.
 
 A plan decides everything before a weight is read. So sizes, refusals and the fate of every layer are known
-first. The writer can put each chunk in its place in any order.
+first, and the writer can write chunks in any order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.model_class import named_classes
-from quantkit.model.structure import QUANTIZABLE_DTYPES, TIED, Linear, Structure
+from quantkit.model.structure import NO_HEAD, NOT_A_PARAMETER, QUANTIZABLE_DTYPES, TIED, Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes, readers_beside
@@ -49,7 +49,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One line of the plan: a linear, its fate and its bytes before and after."""
+    """One line of the plan: a linear, its fate, and its bytes before and after."""
 
     linear: Linear
     fate: Fate
@@ -60,15 +60,15 @@ class LayerPlan:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Stored bits per weight; None for a head that has the table of a packed embedding."""
+        """Return stored bits per weight; None for a head that shares a packed embedding."""
         return 8 * self.output_bytes / self.weights if self.weights else None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a packed checkpoint that headers tell, and the allocation that the recipe is from.
+    """Everything about a packed checkpoint that headers determine, and the allocation behind its recipe.
 
-    `readers` are tools that read the container, as far as is known. `warnings` matter more than `notes`.
+    `readers` are tools known to read the container. `warnings` matter more than `notes`.
     """
 
     shards: tuple[Shard, ...]
@@ -86,32 +86,32 @@ class Plan:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of all output tensors."""
+        """Return the bytes of all output tensors."""
         return sum(task.nbytes for shard in self.shards for task in shard.tasks)
 
     @property
     def weight_map(self) -> dict[str, str]:
-        """The index: output tensor -> file."""
+        """Return the index: output tensor -> file."""
         return {spec.name: shard.filename for shard in self.shards for spec in shard.specs}
 
     @property
     def quantized_bytes(self) -> int:
-        """Bytes of the packed linears, all their parts."""
+        """Return the bytes of the packed linears, with all parts."""
         return sum(layer.output_bytes for layer in self.layers if layer.scheme is not None)
 
     @property
     def quantized_weights(self) -> int:
-        """Logical weights of the packed linears."""
+        """Return the number of logical weights of the packed linears."""
         return sum(layer.weights for layer in self.layers if layer.scheme is not None)
 
     @property
     def model_weights(self) -> int:
-        """Logical weights of the whole model; those of an lm_head that is or was tied are the embedding's."""
+        """Return the logical weights of the model; a tied lm_head counts as part of the embedding."""
         sources = {task.source.location: task.source for shard in self.shards for task in shard.tasks}
         return sum(source.elements for source in sources.values())
 
     def layer_records(self, measured: Mapping[str, Measured]) -> dict[str, LayerRecord]:
-        """Each linear's fate by module, and what was `measured` of it as far as it is known."""
+        """Return the record of each linear by module, with its entry in `measured`, if any."""
         found = {layer.linear.module: measured.get(layer.linear.module) for layer in self.layers}
         return {
             layer.linear.module: LayerRecord(
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> dict[str, float | None]:
-        """All stored bits per logical weight: of the packed `linears` (None without any), of the `model`."""
+        """Return all stored bits per logical weight of the `linears` (None without any) and the `model`."""
         linears = 8 * self.quantized_bytes / self.quantized_weights if self.quantized_weights else None
         return {"linears": linears, "model": 8 * self.output_bytes / self.model_weights}
 
@@ -146,7 +146,7 @@ def make_plan(
     *,
     max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
 ) -> Plan:
-    """The plan of quantizing `checkpoint` by `recipe`. Reads no weights.
+    """Plan the quantization of `checkpoint` by `recipe`. Reads no weights.
 
     Raises `UsageError` for a recipe that fits no layer, splits fused experts, or packs an embedding that
     cannot be packed. Raises `CheckpointError` for a linear whose dtype cannot be quantized.
@@ -159,8 +159,10 @@ def make_plan(
             **structure.kept,
         },
         {
-            # A tied head has no tensor that could have a reason.
-            **dict.fromkeys(structure.unpackable, TIED),
+            # Neither a tied head nor the head of another class has a tensor to give a reason for.
+            **dict.fromkeys(
+                structure.unpackable, NO_HEAD if structure.model_class and not structure.tied else TIED
+            ),
             **{name.removesuffix(".weight"): reason for name, reason in structure.dense.items()},
         },
     )
@@ -176,7 +178,7 @@ def plan_of(
     *,
     max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
 ) -> Plan:
-    """The plan of giving every linear its fate, by module, and the token embedding that of its `table`.
+    """Plan the output for given fates: of every linear, by module, and of the token embedding, `table`.
 
     Raises as `make_plan` does. Reads no weights.
     """
@@ -223,7 +225,7 @@ def plan_of(
             task = _packing_task(name, source, linear, scheme, fates[linear.module], config.container)
             task = replace(task, beside=beside.get(name, ()))
         elif f"{name}.weight" in structure.cuts:
-            # Experts that stay dense keep their one tensor for all.
+            # Dense experts keep their one fused tensor.
             whole = structure.cuts[f"{name}.weight"].source
             if whole.name in copied:
                 continue
@@ -269,9 +271,9 @@ def _beside(
     sources: Mapping[str, StoredTensor],
     container: Container,
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """For matrices that engines fuse, by stored name, the sources of the others of their set.
+    """Return for matrices that engines fuse, by stored name, the sources of the other matrices of the set.
 
-    Of the global scales of a set, or of the scales where each has one, engines take the largest for all.
+    Engines take the largest global scale of a set, or scale if there is one per matrix, for all.
     """
     if container != "compressed-tensors":
         return {}
@@ -292,7 +294,7 @@ def _beside(
 
 
 def _sources(checkpoint: Checkpoint, structure: Structure) -> dict[str, StoredTensor]:
-    """The source tensor of each stored linear, by its name without `.weight`."""
+    """Return the source tensor of each stored linear, by its name without `.weight`."""
     sources = {}
     for linear in structure.linears.values():
         for one in linear.stored:
@@ -307,7 +309,7 @@ def _sources(checkpoint: Checkpoint, structure: Structure) -> dict[str, StoredTe
 def _in_file_order(
     checkpoint: Checkpoint, sources: Mapping[str, StoredTensor]
 ) -> list[tuple[str, StoredTensor]]:
-    """Every tensor to write, by stored name (linears without `.weight`), as the files have them."""
+    """List all tensors to write in the order of the files, by stored name (linears without `.weight`)."""
     ordered = []
     for name, tensor in checkpoint.tensors.items():
         short = name.removesuffix(".weight")
@@ -334,7 +336,7 @@ def _packing_task(
 
 
 def _check_experts(structure: Structure, schemes: Mapping[str, Scheme | None]) -> None:
-    """All fused parameters of one set of experts are packed, or none is."""
+    """Check that all fused parameters of one set of experts are packed, or none is."""
     fates: dict[str, set[bool]] = {}
     for name, linear in structure.linears.items():
         if linear.kind == "experts":
@@ -366,7 +368,9 @@ def _layer(
 
 
 def _is_cut(structure: Structure, linear: Linear) -> bool:
-    """Return True if the matrices of a linear are cut from the tensors of the source."""
+    """Return True if the class reads the matrices of a linear from one tensor, as the source has them."""
+    if structure.kept.get(linear.module) == NOT_A_PARAMETER:
+        return False
     return any(f"{one}.weight" in structure.cuts for one in linear.stored[:1])
 
 
@@ -406,7 +410,7 @@ def _split(tasks: Sequence[Task], max_shard_bytes: int) -> tuple[Shard, ...]:
 
 
 def _stays_dense(structure: Structure, fates: Mapping[str, Fate]) -> dict[str, str]:
-    """The stored tensors that no rule packs, with the reason."""
+    """Return the stored tensors that no rule packs, with the reason."""
     kept = [name for name, reason in structure.kept.items() if fates[name].reason == reason]
     return {
         **{f"{one}.weight": structure.kept[name] for name in kept for one in structure.linears[name].stored},
@@ -415,7 +419,7 @@ def _stays_dense(structure: Structure, fates: Mapping[str, Fate]) -> dict[str, s
 
 
 def _untied_head(structure: Structure, schemes: Mapping[str, Scheme | None]) -> str | None:
-    """The name of a packed lm_head whose weights were those of the embedding."""
+    """Return the name of a packed lm_head that was tied to the embedding; None if there is none."""
     heads = (one for one in structure.linears.values() if one.kind == "lm_head" and one.stored)
     return next((one.module for one in heads if structure.tied and schemes[one.module] is not None), None)
 
@@ -427,9 +431,9 @@ def _model_config(
     assignments: Sequence[Assignment],
     untied: str | None,
 ) -> dict[str, Any]:
-    """The source's config.json plus `quantization_config`; untied if lm_head is packed on its own.
+    """Return config.json of the source plus `quantization_config`; untied if lm_head is packed on its own.
 
-    `architectures` names the class that the files are of.
+    `architectures` names the class of the files.
     """
     merged = {**checkpoint.config, "quantization_config": config.to_dict(assignments)}
     if untied is not None:

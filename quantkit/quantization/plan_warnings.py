@@ -1,4 +1,4 @@
-"""Warnings about a plan before it runs: where other tools, or the model, may surprise a user."""
+"""Warn about a plan before it runs, where other tools or the model may surprise a user."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,20 +16,20 @@ from quantkit.packing.schemes import Scheme
 if TYPE_CHECKING:
     from quantkit.model.structure import Structure
 
-#: Linears, of a layer or an expert, that inference engines fuse into one, which then has one scheme.
+#: Linears of a layer or expert that inference engines fuse into one, which has a single scheme.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
-#: Names by which some engines find how the experts of a layer are stored.
+#: Names by which SGLang detects how the experts of a layer are stored.
 EXPERTS_OF_SGLANG = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
-#: Part of the weights from which a part of the model that stays dense is worth a warning.
+#: Part of all weights from which a dense part of the model is worth a warning.
 LARGE = 0.1
 
 T = TypeVar("T")
 
 
 def split_fusions(schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
-    """For each set of linears that engines fuse and `schemes` treats differently: who, and how."""
+    """Return a text for each set of linears that engines fuse but `schemes` treats differently."""
     return tuple(
         ", ".join(f"{name} {scheme or 'dense'}" for name, scheme in members.items())
         for members in fused_sets(schemes)
@@ -39,7 +39,7 @@ def split_fusions(schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Note:
-    """Text for the user, and the tools that, as it says, cannot read the result."""
+    """Text for the user, and the tools that cannot read the result for that reason."""
 
     text: str
     cannot: tuple[str, ...] = ()
@@ -53,9 +53,9 @@ def plan_notes(
     container: str,
     untied: str | None,
 ) -> tuple[Note, ...]:
-    """Notes on storing the linears of `structure` in `schemes`; `untied` is a head that was tied.
+    """Return notes on storing the linears of `structure` in `schemes`; `untied` is a formerly tied head.
 
-    `config` is the source's config.json. `assignments` are the linears as the file describes them.
+    `config` is config.json of the source. `assignments` are the linears as described in the file.
     """
     notes = list(reader_notes(assignments)) if container == "compressed-tensors" else []
     named = named_classes(config)
@@ -95,7 +95,10 @@ def plan_notes(
 
 
 def dense_parts(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """Warnings of what of `dense`, tensors by name with reasons, is much of the model, but for embeddings."""
+    """Return warnings about dense tensors that are much of the model, embeddings excepted.
+
+    `dense` are tensor names with the reason why each stays dense.
+    """
     return tuple(
         f"{share:.0%} of the weights stay dense: {text}."
         for share, text in _shares(dense, tensors)
@@ -118,7 +121,7 @@ def why_nothing(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> st
 
 
 def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list[tuple[float, str]]:
-    """Return for each reason to stay dense its share of all weights, and the tensors with the reason."""
+    """Return for each reason to stay dense its share of all weights, and its tensors."""
     weights = sum(tensor.elements for tensor in tensors.values())
     names: dict[str, list[str]] = {}
     for name, reason in dense.items():
@@ -185,13 +188,13 @@ def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
 
 
 def readers_beside(notes: Iterable[Note]) -> tuple[str, ...]:
-    """The engines that, as far as `notes` say, load a compressed-tensors checkpoint."""
+    """Return the engines that load a compressed-tensors checkpoint, as far as `notes` say."""
     cannot = {name for one in notes for name in one.cannot}
     return tuple(engine.name for engine in ENGINES if engine.name not in cannot)
 
 
 def _notes_on_experts(experts: Mapping[str, set[str]]) -> Iterator[Note]:
-    """Yield notes on experts that are stored in several ways; `experts` has those ways, by module."""
+    """Yield notes on experts that are stored in several ways; `experts` lists the ways by module."""
     mixed = [name for name, stored in experts.items() if len(stored) > 1]
     if mixed:
         more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
@@ -210,7 +213,7 @@ def _notes_on_experts(experts: Mapping[str, set[str]]) -> Iterator[Note]:
 
 
 def fused_sets(linears: Mapping[str, T]) -> Iterator[dict[str, T]]:
-    """The linears that inference engines fuse, as far as there are any, with what they are mapped to."""
+    """Yield the sets of linears that inference engines fuse, with their values in `linears`."""
     for name in linears:
         parent, _, leaf = name.rpartition(".")
         for fused in FUSED:
@@ -220,14 +223,20 @@ def fused_sets(linears: Mapping[str, T]) -> Iterator[dict[str, T]]:
 
 
 def _notes_on_other_parts(structure: "Structure", schemes: Mapping[str, Scheme | None]) -> Iterator[Note]:
-    """Yield what becomes of tensors that the class lacks, such as heads of further tokens."""
+    """Yield notes on tensors that the model class lacks, such as extra prediction heads."""
     linears = [name for name, reason in structure.kept.items() if reason == NOT_A_PARAMETER]
-    others = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
+    others = [name for name, reason in structure.dense.items() if reason.startswith(NOT_A_PARAMETER)]
     packed = [name for name in linears if schemes[name] is not None]
-    copied = [*(f"{name}.weight" for name in linears if schemes[name] is None), *others]
+    names = [f"{one}.weight" for k in linears if schemes[k] is None for one in structure.linears[k].stored]
+    # Experts that stay dense keep their one tensor for all.
+    sources = [structure.cuts[name].source.name if name in structure.cuts else name for name in names]
+    copied = [*dict.fromkeys(sources), *others]
     without = "not parameters of the model that config.json describes"
     if copied:
-        rule = f" --rule '{linears[0]}=int8' packs a linear of them." if linears and not packed else ""
+        first = linears[0] if linears else ""
+        if first and structure.linears[first].kind == "experts":
+            first = f"{first.rpartition('.')[0]}.*"
+        rule = f" --rule '{first}=int8' packs some of them." if first and not packed else ""
         yield Note(
             f"{len(copied)} tensors, such as {copied[0]}, are {without}; they are copied, and declared as "
             f"dense.{rule}"

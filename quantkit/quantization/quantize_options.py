@@ -1,4 +1,4 @@
-"""Options of a run of `quantize`. Imports no torch: the command line takes its defaults from here."""
+"""Options of a run of `quantize`. Imports no torch, because the command line takes its defaults from here."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from quantkit.recipes.recipe import Recipe
 
 
-#: Where nothing is said.
+#: Defaults.
 DEFAULT_RECIPE, DEFAULT_CALIBRATION = RecipeOptions(), CalibrationOptions()
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The recipe or budget of a run, where it computes, and what it does with its output.
+    """Options of a run: its recipe or budget, its device, and the handling of the output.
 
-    `recipe` says what linears get. A `budget` is in bits per weight or milliseconds per token. Linears
-    without a rule then get the formats that cost the least accuracy within it. Sensitivities are measured on
-    the texts of `calibration`; a resumed run keeps the formats. `calibration` also says what texts methods
-    with data are calibrated on.
-
-    `device` is where the arithmetic runs; "auto" takes a GPU if there is one. `allow_auto_map` accepts a
-    config that names remote code, which is dropped and never run. With `resume` a run that was interrupted
-    goes on, with `overwrite` an earlier output is replaced. With `check` the result is run on a fixed prompt
-    before it is finished. Its logits are stored in the manifest, with which `verify` compares. Where memory
-    is too small for that, `QuantizeResult.unchecked` says so.
+    recipe            what each linear gets
+    budget            bits per weight or milliseconds per token: linears without a rule get the formats that
+                      cost the least accuracy within it; a resumed run keeps them
+    calibration       texts for methods with data, and to measure sensitivities for a budget
+    device            where the arithmetic runs; "auto" takes a GPU if there is one
+    allow_auto_map    accept a config that names remote code, which is dropped and never run
+    resume            continue an interrupted run
+    overwrite         replace an earlier output
+    check             run the result on a fixed prompt before it is finished, and store the logits for
+                      `verify`; `QuantizeResult.unchecked` is the reason if memory is too small
     """
 
     recipe: "RecipeOptions | Recipe" = DEFAULT_RECIPE
@@ -48,14 +48,14 @@ class QuantizeOptions:
             raise UsageError("resume and overwrite exclude each other: continue the run, or start it anew.")
 
     def to_recipe(self) -> "Recipe":
-        """The recipe of these options; with a budget, before formats are allocated."""
+        """Return the recipe of these options; with a budget, before formats are allocated."""
         if isinstance(self.recipe, RecipeOptions):
             return self.recipe.to_recipe(None if self.budget is None else self.budget.limit.option)
         return self.recipe
 
     @property
     def mode(self) -> "Mode":
-        """The state that the output directory may be in."""
+        """Return the states that the output directory may be in."""
         from quantkit.checkpoint.output.directory import Mode
 
         return Mode.RESUME if self.resume else Mode.OVERWRITE if self.overwrite else Mode.NEW

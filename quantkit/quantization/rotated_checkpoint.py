@@ -1,10 +1,10 @@
-"""A checkpoint seen through a rotation: `read` gives each tensor rotated, so nothing behind it needs to know.
+"""Rotate a checkpoint while it is read, so that no later step needs to know.
 
 The residual stream x becomes x Q, and the values v of each head v R (QuaRot, arXiv 2404.00456; SpinQuant,
-arXiv 2405.16406, calls them R1 and R2). Linears that read a space are multiplied by its rotation, those that
-write it by the transpose, on the other side. An RMSNorm commutes with Q once its weight is 1, so that is
-multiplied into the linears after it. The model computes the same and its architecture is the same: nothing is
-rotated when it runs.
+arXiv 2405.16406, calls them R1 and R2). Linears that read a rotated space are multiplied by its rotation,
+those that write it by the transpose on the other side. An RMSNorm commutes with Q once its weight is 1, so
+its weight is folded into the linears after it. The model computes the same with the same architecture:
+nothing is rotated at inference.
 """
 
 import hashlib
@@ -29,12 +29,13 @@ Space = Literal["residual", "heads"]
 
 @dataclass(frozen=True)
 class Place:
-    """Position of tensors of some names between the two spaces.
+    """Rotations of the tensors that match a name.
 
-    `names` is a regular expression of what follows the number of the layer, if any. The inputs of a matrix
-    are in the space `columns`, its outputs, or a bias, in `rows`; None where they are in neither. Of the rows
-    in "heads" the last ones are the values, also where q and k are above them. `norm` is the parameter that
-    scales the inputs, in the same layer.
+    names     regular expression for the name after the layer number, if any
+    columns   rotated space of the inputs of a matrix; None if not rotated
+    rows      rotated space of the outputs, or of a bias; in "heads" the last rows are the values, even if q
+              and k are stacked above them
+    norm      parameter that scales the inputs, in the same layer
     """
 
     names: str
@@ -70,10 +71,10 @@ PLACES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RotatedCheckpoint(Checkpoint):
-    """The tensors of a checkpoint, rotated; config, names, shapes and dtypes are those to be written.
+    """Tensors of a checkpoint, rotated; config, names, shapes and dtypes are those of the output.
 
-    Matrices that are changed come in float32 at least: what packs them sees no other rounding, and what
-    stores them dense rounds to the dtype of the header. `value_rows` are the outputs of the values.
+    Changed matrices are at least float32, so packing adds the only rounding; dense storage rounds to the
+    dtype of the header. `value_rows` is the number of output rows of the values.
     """
 
     spaces: Mapping[Space, Rotation]
@@ -91,7 +92,7 @@ class RotatedCheckpoint(Checkpoint):
         return self._turned(super().read(name, start, stop), place)
 
     def _turned(self, stored: torch.Tensor, place: Place) -> torch.Tensor:
-        """In float64, some rows or columns at a time."""
+        """Rotate a tensor in float64, some rows or columns at a time."""
         found = stored.to(torch.promote_types(stored.dtype, torch.float32))
         if place.columns is not None:
             scale = torch.ones(()) if place.norm is None else super().read(place.norm)
@@ -105,16 +106,16 @@ class RotatedCheckpoint(Checkpoint):
         return found if found.dim() > 1 else found.to(stored.dtype)
 
     def fingerprint(self, *, of_copies: bool = False) -> str:
-        """Return the fingerprint of the files, and of what is made of them."""
+        """Return a fingerprint of the files and of the rotation."""
         return hashlib.sha256(f"rotated {super().fingerprint(of_copies=of_copies)}".encode()).hexdigest()
 
 
 def rotated(checkpoint: Checkpoint) -> RotatedCheckpoint:
-    """`checkpoint`, under the names of its model, rotated. Reads no weights.
+    """Return `checkpoint` rotated, under the names of its model. Reads no weights.
 
-    An lm_head that is tied to the embedding becomes a tensor of its own, as only it takes the final norm.
-    `CheckpointError` for a model of another family than `LLAMA_LIKE`, features that no Hadamard matrix is
-    known for, and tensors whose place is unknown.
+    A tied lm_head becomes a tensor of its own, as only it takes the final norm. Raises `CheckpointError` for
+    a family outside `LLAMA_LIKE`, for feature counts without a known Hadamard matrix, and for tensors with
+    unknown roles.
     """
     kind = checkpoint.config.get("model_type")
     if kind not in LLAMA_LIKE:
@@ -163,12 +164,12 @@ def rotated(checkpoint: Checkpoint) -> RotatedCheckpoint:
 def _places(
     checkpoint: Checkpoint, structure: Structure, embedding: str, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Place]:
-    """The places of all tensors that change, with the stored names of their norms."""
-    # Files of the bare decoder have no "model." before its names.
+    """Return the rotations of all tensors that change, with the stored names of their norms."""
+    # Files of the bare decoder lack the prefix "model.".
     prefix = embedding.removesuffix("embed_tokens.weight")
     found = {}
     for name, tensor in tensors.items():
-        if structure.dense.get(name) == NOT_A_PARAMETER:
+        if structure.dense.get(name, "").startswith(NOT_A_PARAMETER):
             continue
         inside = name.removeprefix(prefix)
         short = _LAYER.sub("", inside)

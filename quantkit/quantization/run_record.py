@@ -1,4 +1,4 @@
-"""The record of a run: all that determines its bytes, and what its manifest says of the model."""
+"""Record a run: everything that determines its bytes, and the model part of its manifest."""
 
 import platform
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def run_record(
     max_shard_bytes: int,
     calibrated: Calibration | None,
 ) -> dict[str, Any]:
-    """All that determines the bytes written."""
+    """Return everything that determines the written bytes."""
     return {
         **({} if calibrated is None else {"calibration": calibrated.to_dict()}),
         "source": checkpoint.fingerprint(),
@@ -33,7 +33,7 @@ def run_record(
 
 
 def versions() -> dict[str, str]:
-    """The versions of all that determines the bytes written."""
+    """Return the versions of all libraries that determine the written bytes."""
     from importlib.metadata import version
 
     from quantkit import __version__
@@ -53,7 +53,7 @@ def model_record(
     measured: Mapping[str, Measured],
     calibrated: Calibration | None,
 ) -> ModelRecord:
-    """The model part of the manifest of a run on `source`."""
+    """Return the model part of the manifest of a run on `source`."""
     return ModelRecord(
         source=source.name,
         source_kind=source.kind,
@@ -72,7 +72,7 @@ def model_record(
 
 
 def _dense(planned: Plan, calibrated: Calibration | None) -> dict[str, str]:
-    """Return why each dense tensor is, and which are not those of the source."""
+    """Return the reason why each dense tensor is dense, and which of them differ from the source."""
     changed = frozenset[str]() if calibrated is None else calibrated.changed
     folded = ", changed: it has the scales of input features"
     return {name: reason + (folded if name in changed else "") for name, reason in planned.dense.items()}

@@ -1,7 +1,7 @@
-"""Files that a packed checkpoint gets unchanged, read before work starts as their readers will read them.
+"""Check the files that are copied unchanged, before work starts, by reading them as their users will.
 
-A run copies them last. An unreadable one would otherwise be found when everything else is written, or when
-the result is loaded. `READERS` is the table of file names and readers.
+A run copies them last. Otherwise an unreadable file would be found only after everything else is written, or
+when the result is loaded. `READERS` is the table of file names and readers.
 """
 
 import json
@@ -25,15 +25,15 @@ from quantkit.model.tokenizer import TOKENIZER_NAME, read_tokenizer, vocabularie
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
-#: More of them, by name.
+#: Folder of further templates, one file each.
 _TEMPLATES = "additional_chat_templates"
-#: How many of the things that are not copied are named.
+#: Most names of skipped files in a message.
 _NAMED = 10
-#: Of git and the hub's client, in every download.
+#: Files of git and of the hub client, in every download.
 _OF_TOOLS = frozenset({".git", ".gitattributes", ".gitignore", ".cache", HEADERS_ONLY_NAME})
-#: Names that quantkit gives files of its own, which no copy may have, whatever the case of its letters.
+#: Names of quantkit's own files in lower case: no copy may have one, whatever its case.
 _TAKEN = frozenset(name.lower() for name in (MANIFEST_NAME, CONFIG_NAME, INDEX_NAME))
-#: How files begin that stand in for others: what they are, and what to do.
+#: First bytes of files that are not the file itself: their kind, and the remedy.
 _IMPOSTORS = (
     (b"version https://git-lfs", "a git LFS pointer", "Run `git lfs pull` in the directory"),
     (b"<!doctype html", "an HTML page", "Download it again: that was the answer of a login page or a proxy"),
@@ -46,7 +46,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reader of files of certain names: `check` raises for one that cannot be read; what to do about it."""
+    """Reader of files of certain names: `check` raises for an unreadable one; `remedy` for the user."""
 
     names: tuple[str, ...]
     check: Callable[[Path], object]
@@ -54,10 +54,10 @@ class _Reader:
 
 
 def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint`, with a warning more for what could not be read here but may be elsewhere.
+    """Check all files to copy; return `checkpoint`, with a warning about files that cannot be checked here.
 
-    Raises `CheckpointError`, which names the file, for one that would be copied and that its reader cannot
-    read. That is also raised for one that is no file, such as a link to a file that is gone.
+    Raises `CheckpointError` with the file for one that its reader cannot read, and for one that is no regular
+    file, such as a broken link.
     """
     with examining(checkpoint.directory):
         _check_left_out(checkpoint.directory)
@@ -73,9 +73,9 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _not_copied(checkpoint: Checkpoint) -> str | None:
-    """Return in one line what of the source the output will lack; None if nothing."""
+    """Return one line on the source's files that the output will lack; None if none."""
     directory = checkpoint.directory
-    # Weights that are not used, and links out of the directory, have warnings of their own.
+    # Unused weights, and links out of the directory, have their own warnings.
     left = [
         path
         for path in sorted(directory.iterdir())
@@ -94,12 +94,12 @@ def _not_copied(checkpoint: Checkpoint) -> str | None:
 
 
 def _check_left_out(directory: Path) -> None:
-    """`CheckpointError` for what has the name of a file to copy and is none: the output would lack it."""
+    """Raise `CheckpointError` for something that has the name of a file to copy but is no file."""
     read = {_TEMPLATE, *(name for reader in READERS for name in reader.names)}
     for path in sorted(directory.iterdir()):
         if not is_side_name(path.name) or path.name.endswith(".index.json") or path.is_file():
             continue
-        # Folders and pipes may have any name but those that a reader asks for.
+        # Folders and pipes may have any name that no reader asks for.
         if path.is_symlink() or path.name in read:
             found = "a link that leads to no file" if path.is_symlink() else "no regular file"
             raise CheckpointError(
@@ -136,7 +136,7 @@ def _check_with(reader: _Reader, path: Path) -> None:
         raise CheckpointError(f"{error}. {reader.remedy}.") from error
     except MemoryError:
         raise
-    # Whatever transformers raises for what a file says.
+    # transformers may raise anything for the content of a file.
     except Exception as error:
         text = " ".join(str(error).split())
         raise CheckpointError(
@@ -145,7 +145,7 @@ def _check_with(reader: _Reader, path: Path) -> None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object, as transformers reads it: keys may come twice."""
+    """Parse a JSON object as transformers does: duplicate keys are allowed."""
     found = json.loads(_bytes(path).decode("utf-8"))
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: is {shown(found)}; expected a JSON object")
@@ -203,7 +203,7 @@ def _check_tokenizer_config(path: Path) -> None:
 
 
 def _compile(template: str) -> None:
-    """Raise what transformers raises for a chat template that cannot be parsed; it is not run."""
+    """Raise what transformers raises for a chat template that cannot be parsed; does not run it."""
     from transformers.utils import chat_template_utils, is_jinja_available
 
     if is_jinja_available():
@@ -216,7 +216,7 @@ def _check_tokenizer_json(path: Path) -> None:
     try:
         Tokenizer.from_file(str(path))
     except BaseException as error:
-        # Panics of its Rust code have a class that none can import.
+        # Panics of its Rust code have a class that cannot be imported.
         if isinstance(error, MemoryError):
             raise
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
@@ -241,7 +241,7 @@ READERS = (
         f"{_COPY_AGAIN} tokenizer files",
     ),
     _Reader(("vocab.txt", "merges.txt"), _check_text, f"{_COPY_AGAIN} tokenizer files"),
-    # Read by packages that may not be here.
+    # Their readers are packages that may not be installed.
     _Reader((".model", ".tiktoken"), _check_not_empty, f"{_COPY_AGAIN} tokenizer files"),
     _Reader((".jinja",), _check_template, "Mend the template, or remove the file"),
     _Reader(("chat_template.json",), _check_template_config, "Mend the template, or remove the file"),
@@ -257,9 +257,9 @@ READERS = (
 
 
 def _tokenizer_warning(checkpoint: Checkpoint) -> str | None:
-    """Return what of the tokenizer cannot be read here, as its code or a package is missing; None if nothing.
+    """Return which part of the tokenizer cannot be read here, for lack of code or a package; None if nothing.
 
-    Raises `CheckpointError` for files that make no tokenizer anywhere.
+    Raises `CheckpointError` for files that make no tokenizer on any machine.
     """
     directory = checkpoint.directory
     if not any(path in checkpoint.side_files for path in vocabularies(directory)):
@@ -282,10 +282,10 @@ def _tokenizer_warning(checkpoint: Checkpoint) -> str | None:
 
 
 def _read_tokenizer(checkpoint: Checkpoint, files: Sequence[Path]) -> None:
-    """Make a tokenizer of `files`, as of the copies that the output gets, and use it."""
+    """Build a tokenizer from copies of `files`, as the output will have them, and use it."""
     with tempfile.TemporaryDirectory(prefix="quantkit-tokenizer-", ignore_cleanup_errors=True) as folder:
         view = Path(folder)
-        # A model_type that transformers does not know says nothing of the tokenizer.
+        # For an unknown model_type transformers ignores the config.
         config = checkpoint.config if is_known_type(checkpoint.config.get("model_type")) else {}
         replace_file(view / CONFIG_NAME, json.dumps(config).encode(), durable=False)
         for path in files:
@@ -295,7 +295,7 @@ def _read_tokenizer(checkpoint: Checkpoint, files: Sequence[Path]) -> None:
             with explained(checkpoint.directory):
                 words("a", add_special_tokens=False, verbose=False)
         except QuantkitError as error:
-            # Its path is of no use to anybody.
+            # The temporary path would not help the user.
             text = str(error).replace(folder, str(checkpoint.directory))
             raise type(error)(text) from _first_cause(error)
 
@@ -308,11 +308,11 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _fail_for(checkpoint: Checkpoint, error: CheckpointError) -> NoReturn:
-    """Name the file without which the others make a tokenizer, or else those that have a vocabulary."""
+    """Raise `error` with the file that breaks the tokenizer, or else the files that hold a vocabulary."""
     cause = _first_cause(error)
     why = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
     found = [path for path in vocabularies(checkpoint.directory) if path in checkpoint.side_files]
-    # First those that a tokenizer can do without.
+    # Try files first that a tokenizer can do without.
     for path in sorted(checkpoint.side_files, key=lambda path: (path in found, path.name)):
         rest = [other for other in checkpoint.side_files if other != path]
         if path.suffix in _OF_PEOPLE or not any(other in found for other in rest):

@@ -1,8 +1,8 @@
-"""Streaming: the tensors of each output file, through memory in chunks of rows.
+"""Stream the tensors of each output file through memory, in chunks of rows.
 
-Each worker reads a chunk, quantizes it and puts the result where the plan says. So reading, arithmetic and
-writing overlap, and the memory in use does not grow with the model. Chunk boundaries follow from shapes
-alone, so the bytes do not depend on the workers.
+Each worker reads a chunk, quantizes it and writes the result where the plan says. So reading, arithmetic and
+writing overlap, and memory does not grow with the model. Chunk boundaries follow from shapes alone, so the
+bytes do not depend on the number of workers.
 """
 
 import math
@@ -33,8 +33,8 @@ from quantkit.workers import cpu_workers, working
 
 #: Bytes of a source tensor that a worker holds at a time, by device.
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
-#: The fewest workers, as one reads while another computes, and the most, which memory is for. Each has one
-#: thread: the work is cut into pieces too small for more, and sums then have one order.
+#: Fewest workers, so that one reads while another computes, and most, to limit memory. Each has one thread:
+#: the pieces are too small for more, and sums then have a fixed order.
 FEWEST_WORKERS, MOST_WORKERS = 2, 8
 
 
@@ -45,13 +45,13 @@ def worker_count(device: str) -> int:
 
 
 def peak_bytes(planned: Plan) -> int:
-    """About how much memory quantizing on a CPU takes beyond the libraries: what the workers hold."""
+    """Return about how many bytes quantizing on a CPU takes in its workers, without libraries."""
     tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
     rows = [_row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
     chunk = max([CHUNK_BYTES["cpu"], *rows])
     fitted = any(task.scheme is not None and task.scheme.is_fitted for task in tasks)
-    # A chunk as read, its packed parts, and the float32 copies and histograms of the piece in work; with code
-    # books the sample, its scales, codes and errors, and what the search makes of them.
+    # A chunk as read, its packed parts, and the float32 copies and histograms of the current piece; with code
+    # books also the sample, its scales, codes, errors and temporaries.
     return worker_count("cpu") * (8 * chunk + 128 * CHUNK_WEIGHTS + fitted * 64 * SAMPLE_WEIGHTS)
 
 
@@ -63,9 +63,9 @@ def write_shards(
     report: Advance,
     quantized: Sequence[str],
 ) -> dict[str, Measured]:
-    """Write every shard that is not done; what was measured of each packed linear.
+    """Write every unfinished shard; return the measured errors of each packed linear.
 
-    What the files `quantized` of `output` have is copied from there.
+    Tensors in the files `quantized` of `output` are copied from there.
     """
     details: dict[str, dict[str, Any]] = {}
     with working(worker_count(device.type), "quantize") as workers:
@@ -104,12 +104,12 @@ def write_shard(
     report: Advance,
     prepared: Checkpoint | None = None,
 ) -> dict[str, list[float]]:
-    """Fill one shard; per module, the sums of squared error and squared weights of what is quantized here.
+    """Fill one shard; return by module the sums of squared error and squared weights of quantized rows.
 
-    What `prepared` has is copied from there.
+    Tensors in `prepared` are copied from there.
     """
     futures: dict[Future[tuple[float, float] | None], tuple[Task, int, int]] = {}
-    # Before the chunks, so that a chunk that waits for its tensor's parameters never keeps them waiting.
+    # Submitted before the chunks, so that a waiting chunk never blocks the fit it waits for.
     fits = [
         None
         if task.method is None or _is_in(prepared, task)
@@ -139,11 +139,11 @@ def write_shard(
                 fit.cancel()
         for future in futures:
             future.cancel()
-        # The file is closed next, and its descriptor may then be another file's.
+        # The file is closed next, and its descriptor may then be reused for another file.
         wait(futures)
         raise
     sums: dict[str, list[float]] = {}
-    # In the order of the plan, so that float addition gives the same sums every time.
+    # In the order of the plan, so that float additions always give the same sums.
     for task, start, _ in futures.values():
         if (task.source.name, start) in results and task.module is not None:
             entry = sums.setdefault(task.module, [0.0, 0.0])
@@ -153,7 +153,7 @@ def write_shard(
 
 
 def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) -> TensorParameters:
-    """Return the parameters that the rows of a tensor share; reads it only if there are some.
+    """Fit the parameters that the rows of a tensor share; reads the tensor only if there are any.
 
     One worker sees all its rows.
     """
@@ -193,12 +193,12 @@ def _copy_prepared(prepared: Checkpoint, task: Task, file: ShardFile) -> None:
 
 
 def _piece_rows(columns: int, device: torch.device) -> int:
-    """Rows that are worked on at a time."""
+    """Return the number of rows per piece of work."""
     return max(1, (CHUNK_WEIGHTS if device.type == "cpu" else GPU_CHUNK_WEIGHTS) // columns)
 
 
 def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
-    """Row ranges of a tensor that are worked on at a time, of bounded bytes."""
+    """Split a tensor into row ranges of bounded bytes."""
     rows = task.source.shape[0] if task.source.shape else 1
     row_bytes = max(1, task.source.nbytes // max(rows, 1))
     unit = _row_unit(task)
@@ -207,10 +207,9 @@ def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
 
 
 def _row_unit(task: Task) -> int:
-    """Return the number of which the rows of a chunk are a multiple: whole words of zero-points belong to
-    whole blocks of rows.
+    """Return the row multiple of chunks, so that packed zero-points and blocks of rows stay whole.
 
-    A tensor that is copied may have large rows: all the weights of an expert.
+    A copied tensor may have large rows: all the weights of an expert.
     """
     if task.source.whole:
         return task.source.shape[0]
@@ -226,7 +225,7 @@ def _write_rows(
     fit: Future[TensorParameters] | None,
     device: torch.device,
 ) -> tuple[float, float] | None:
-    """Copy, keep or quantize some rows of a tensor; the sums of squared error and weights if packed."""
+    """Copy, convert or quantize rows of a tensor; return the sums of squared error and weights if packed."""
     if task.scheme is None:
         _copy_rows(checkpoint, task, file, start, stop)
         return None
@@ -239,7 +238,7 @@ def _copy_rows(checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, 
     (spec,) = task.outputs
     whole = not task.source.shape
     data = checkpoint.read(task.source.name) if whole else checkpoint.read(task.source.name, start, stop)
-    # A rotated source gives more digits than are stored.
+    # A rotated source has more digits than the stored dtype.
     data = data.to(spec.torch_dtype)
     if isinstance(task.source, TransposedTensor):
         data = data.T.contiguous()
@@ -278,14 +277,14 @@ def _quantize_rows(
 def _keep_rows(
     checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int
 ) -> tuple[float, float]:
-    """Write the codes and scales of the source, and prove that they have its values."""
+    """Write the codes and scales of the source, and check that they give its values."""
     assert task.scheme is not None
     try:
         packed, norm = kept_rows(checkpoint, task.source, task.scheme, start, stop)
     except FormatError as error:
         raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
     parts = dict(packed.parts())
-    # One of each is there for all rows.
+    # These parts exist once for all rows.
     once = {part: parts.pop(part) for part in ("global_scale",) if part in parts}
     if task.scheme.per_tensor:
         once["scale"] = parts.pop("scale")
@@ -300,12 +299,12 @@ def _write_parts(
     parts: Mapping[str, torch.Tensor],
     once: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write `parts` of rows from `start` on, and with the first of them what there is `once` for all rows."""
+    """Write `parts` of rows from `start` on; with the first rows also the parts `once` for all rows."""
     assert task.scheme is not None
     before = task.scheme.storage_shapes((start, task.source.shape[1]))
     for part, tensor in parts.items():
         spec = dict(task.parts)[part]
-        # As many stored rows are before it as the rows of the matrix before it are stored in.
+        # The stored rows before these follow from the matrix rows before `start`.
         first = before[part][1][0]
         file.write(spec.name, tensor.cpu().view(spec.torch_dtype), offset=first * spec.shape[1])
     if start == 0:

@@ -1,4 +1,4 @@
-"""The token embedding as a packed table, which a head that is tied to it has too."""
+"""Pack the token embedding as a table, which a tied head shares."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,10 @@ HEAD_KEPT = "no --lm-head or rule for it"
 def asked_table(
     checkpoint: Checkpoint, structure: Structure, recipe: Recipe, fates: Mapping[str, Fate]
 ) -> Fate | None:
-    """The fate of the token embedding where the recipe packs it; `UsageError` where that cannot be."""
+    """Return the fate of the token embedding if the recipe packs it, else None.
+
+    Raises `UsageError` if the recipe asks for what is impossible.
+    """
     if recipe.embeddings is None or recipe.embeddings.keep:
         return None
     table = structure.table
@@ -32,9 +35,9 @@ def asked_table(
 def with_table(
     structure: Structure, fates: Mapping[str, Fate], table: Fate
 ) -> tuple[Structure, Mapping[str, Fate]]:
-    """The structure and fates with the token embedding among the linears, and a tied head that has its table.
+    """Return structure and fates with the token embedding, and a tied head on its table, among the linears.
 
-    A head that is packed in a scheme of its own is stored apart.
+    A head that is packed in a scheme of its own is stored separately.
     """
     assert isinstance(structure.table, Linear)
     module = structure.table.module
@@ -49,7 +52,7 @@ def with_table(
 
 
 def packed_table(linears: Mapping[str, Linear], not_portable: Sequence[str]) -> tuple[str, ...]:
-    """Warning where nothing but the packed token embedding keeps other tools from reading the result."""
+    """Warn if only the packed token embedding keeps other tools from reading the result."""
     table = next((name for name, linear in linears.items() if linear.kind == "embedding"), None)
     if table is None or len(not_portable) > 1:
         return ()

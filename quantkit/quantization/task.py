@@ -1,4 +1,4 @@
-"""One tensor of a plan: its source, and what is written for it."""
+"""One tensor of a plan: its source and its outputs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,11 +11,13 @@ from quantkit.packing.schemes import Scheme
 
 @dataclass(frozen=True)
 class Task:
-    """One source tensor and what is written for it.
+    """One source tensor and its outputs.
 
-    `scheme` None copies it. Otherwise `parts` maps packed, scale, zero_point and shape to the output
-    tensors, and `module` is the linear it belongs to. `method` None keeps the codes and scales of the source.
-    `beside` are other sources with the same global scale, or one scale.
+    scheme   None copies the tensor
+    parts    packed, scale, zero_point and shape to the output tensors
+    module   the linear it belongs to
+    method   None keeps the codes and scales of the source
+    beside   other sources that share its global scale, or its only scale
     """
 
     source: StoredTensor
@@ -28,7 +30,7 @@ class Task:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written."""
+        """Return the bytes written."""
         return sum(spec.nbytes for spec in self.outputs)
 
     @property

@@ -1,1 +1,1 @@
-"""Which linear gets which scheme and method: recipes, candidates, and the knapsack for a budget."""
+"""Recipes: which linear gets which scheme and method; candidates and the knapsack for a budget."""

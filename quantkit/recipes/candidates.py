@@ -1,7 +1,7 @@
-"""The menu of automatic bit allocation: the formats that a group of linears may get, and the names for them.
+"""List the candidate formats of automatic bit allocation.
 
-A row is a format in the granularity in which it is worth its bits (docs/accuracy.md). Rows that cost more and
-lose more than another on a model are never chosen there. So a row too many costs only the time to measure it.
+Each row is a format with the granularity that is worth its bits (docs/accuracy.md). A row that costs more and
+loses more than another is never chosen, so a superfluous row costs only measuring time.
 """
 
 from dataclasses import replace
@@ -33,11 +33,10 @@ MENU: tuple[Choice, ...] = (
 
 
 def candidates(method: str, formats: tuple[str, ...] | None = None) -> tuple[Choice, ...]:
-    """The rows of the menu that `method` can quantize to, each with that method.
+    """Return the rows of the menu that `method` supports, each with that method.
 
-    `formats` are names (`int4`: the rows of that format, or the format as it comes where the menu has none)
-    or `FORMAT:GROUP` for one granularity. `UsageError` for those that are unknown or that the method cannot
-    do.
+    `formats` are names such as `int4`, for all rows of that format, or the format's preset if it has no row.
+    `FORMAT:GROUP` is one granularity. Raises `UsageError` for unknown or unsupported formats.
     """
     if formats is None:
         rows = tuple(replace(row, method=method) for row in MENU)

@@ -1,10 +1,10 @@
-"""Bit allocation: for every group of tensors one of its options, for the smallest sum of losses in a budget.
+"""Allocate bits: choose an option for every group of tensors, with the least sum of losses in a budget.
 
-This is the multiple-choice knapsack problem, and it is solved exactly: a dynamic programme over the groups,
-whose states are the sums of costs and losses that no other is better than in both. Of those it keeps what may
-still lead to a better choice than the best one known, by a bound from below: the groups that are left at
-their linear relaxation (Dyer, "An O(n) algorithm for the multiple-choice knapsack linear program", 1984).
-States and bound are as in Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995.
+This multiple-choice knapsack problem is solved exactly by dynamic programming over the groups. The states are
+the pairs (cost, loss) that no other pair beats in both. A state is dropped if a lower bound shows that it
+cannot lead to a better result than the best known one. The bound is the linear relaxation of the remaining
+groups (Dyer, "An O(n) algorithm for the multiple-choice knapsack linear program", 1984). States and bound are
+as in Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995.
 """
 
 import math
@@ -20,24 +20,24 @@ from quantkit.errors import UsageError
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: Bounds are sums of floats: what they may be wrong by, in parts of all losses.
+#: Bounds are sums of floats: their largest rounding error, relative to all losses.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Option:
-    """A candidate of a group: its cost, a whole number such as bytes, and its loss."""
+    """Candidate of a group: its cost, an integer such as bytes, and its loss."""
 
     cost: int
     loss: float
 
 
 def allocate(groups: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...]:
-    """Return for each group the number of its option, such that the sum of losses is the least possible.
+    """Return for each group the index of its option, such that the sum of losses is minimal.
 
-    The costs add up to at most `budget`; losses are added in the order of the groups. Of two options of one
-    cost and loss the first is taken. The result depends on the arguments alone. Raises `UsageError` if even
-    the cheapest options cost more, or a loss is not a finite number of at least zero.
+    The costs add up to at most `budget`; losses are added in the order of the groups. Of options with equal
+    cost and loss the first is taken. The result depends on the arguments only. Raises `UsageError` if even
+    the cheapest options cost too much, or a loss is not finite and at least zero.
     """
     numbers = [_front(options) for options in groups]
     fronts = [[options[i] for i in front] for options, front in zip(groups, numbers, strict=True)]
@@ -45,7 +45,7 @@ def allocate(groups: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...]
     if cheapest > budget:
         raise UsageError(f"a budget of {budget} is below the {cheapest} of the cheapest options.")
     hulls = [_hull(front) for front in fronts]
-    # No sum is larger than that of the cheapest options.
+    # No sum of losses exceeds that of the cheapest options.
     limit = _rounded(hulls, budget) + _ROUNDING * sum(front[0].loss for front in fronts)
     costs, losses = np.zeros(1, np.int64), np.zeros(1)
     steps: list[tuple[Ints, Ints]] = []
@@ -54,7 +54,7 @@ def allocate(groups: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...]
         kept = losses + rest.below(budget - costs) <= limit
         costs, losses = costs[kept], losses[kept]
         steps.append((chosen[kept], parents[kept]))
-    # Losses fall along the states.
+    # Losses decrease along the states.
     at, found = len(losses) - 1, list[int]()
     for (chosen, parents), front_numbers in zip(reversed(steps), reversed(numbers), strict=True):
         found.append(front_numbers[int(chosen[at])])
@@ -63,7 +63,7 @@ def allocate(groups: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...]
 
 
 def _front(options: Sequence[Option]) -> list[int]:
-    """The numbers of the options that no other beats in both, by rising cost and falling loss."""
+    """Return the indices of the options on the Pareto front, by rising cost and falling loss."""
     for option in options:
         if not 0 <= option.loss < math.inf:
             raise UsageError(f"a loss of {option.loss} cannot be allocated; it is a number of at least 0.")
@@ -76,7 +76,7 @@ def _front(options: Sequence[Option]) -> list[int]:
 
 
 def _hull(front: Sequence[Option]) -> list[Option]:
-    """The options on the lower convex hull of a front: those that mixtures of others do not beat."""
+    """Return the options on the lower convex hull of a front."""
     hull: list[Option] = []
     for option in front:
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], option):
@@ -86,28 +86,28 @@ def _hull(front: Sequence[Option]) -> list[Option]:
 
 
 def _slope(before: Option, after: Option) -> float:
-    """Loss per cost of a step, negative."""
+    """Return the loss per cost of a step; negative."""
     return (after.loss - before.loss) / (after.cost - before.cost)
 
 
 def _steps(hull: Sequence[Option]) -> list[tuple[float, int, float]]:
-    """Slope, cost and loss of every step of a hull."""
+    """Return slope, cost and loss of every step of a hull."""
     return [(_slope(a, b), b.cost - a.cost, b.loss - a.loss) for a, b in pairwise(hull)]
 
 
 @dataclass(frozen=True, eq=False)
 class _Relaxation:
-    """The least loss of some groups for a budget, where options may be mixed: a convex, falling function.
+    """Least loss of some groups as a function of the budget, if options may be mixed; convex, decreasing.
 
     costs   float64 [S], rising: the corners
-    losses  float64 [S]: the loss there
+    losses  float64 [S]: the loss at each corner
     """
 
     costs: Floats
     losses: Floats
 
     def below(self, budgets: Ints) -> Floats:
-        """Return a lower bound of the loss for `budgets` [n], infinite where there is no choice."""
+        """Return a lower bound of the loss for `budgets` [n]; infinite if the budget is too small."""
         found: Floats = np.interp(budgets.astype(np.float64), self.costs, self.losses)
         found[budgets < self.costs[0]] = np.inf
         return found
@@ -132,7 +132,7 @@ def _relaxations(hulls: Sequence[Sequence[Option]]) -> list[_Relaxation]:
 
 
 def _rounded(hulls: Sequence[Sequence[Option]], budget: int) -> float:
-    """The loss of a choice within the budget: the steps of all hulls, steepest first, as far as they fit."""
+    """Return the loss of a feasible choice: the steps of all hulls, steepest first, as far as they fit."""
     at = [0] * len(hulls)
     left = budget - sum(hull[0].cost for hull in hulls)
     steps = sorted(
@@ -140,16 +140,16 @@ def _rounded(hulls: Sequence[Sequence[Option]], budget: int) -> float:
     )
     for _, group, step in steps:
         cost = hulls[group][step + 1].cost - hulls[group][step].cost
-        # A step past one that was left out could not be taken alone.
+        # Steps of a hull are taken in order: after one that did not fit, its group takes none.
         if at[group] == step and cost <= left:
             at[group], left = step + 1, left - cost
     return sum(hull[i].loss for hull, i in zip(hulls, at, strict=True))
 
 
 def _extended(costs: Ints, losses: Floats, options: Sequence[Option]) -> tuple[Ints, Floats, Ints, Ints]:
-    """All states with all options of one more group, as far as none is better in cost and loss.
+    """Combine all states with all options of one more group, and keep those on the Pareto front.
 
-    Their costs, rising, their losses, falling, the option that each took and the state that it came from.
+    Returns their costs, rising, their losses, falling, and for each its option and its previous state.
     """
     count = len(costs)
     all_costs = np.concatenate([costs + option.cost for option in options])

@@ -11,8 +11,8 @@ shell-style glob over the whole name (`*` also crosses dots), so an exact name i
     match = "model.layers.0.*"
     keep = true
 
-What no rule matches gets the recipe's default. A pattern that matches no linear is an error. `[embeddings]`
-is for the token embedding. `rotate = true` at the top has the model rotated first
+Linears without a matching rule get the recipe's default. A pattern that matches no linear is an error.
+`[embeddings]` is for the token embedding. `rotate = true` at the top rotates the model first
 (`quantization/rotated_checkpoint.py`).
 """
 
@@ -38,7 +38,7 @@ from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 @dataclass(frozen=True)
 class Choice:
-    """The treatment of a linear: a format with its options, or `keep` to leave it dense."""
+    """Treatment of a linear: a format with its options and a method, or `keep` to leave it dense."""
 
     format: str = DEFAULT_FORMAT
     group_size: GroupSize = None
@@ -49,7 +49,7 @@ class Choice:
     packing: PackingName = "bits"
 
     def scheme(self, weight_dtype: torch.dtype) -> Scheme | None:
-        """The scheme for a weight of `weight_dtype`; None to keep it dense."""
+        """Return the scheme for a weight of `weight_dtype`; None to keep it dense."""
         if self.keep:
             return None
         return scheme(
@@ -62,7 +62,7 @@ class Choice:
         )
 
     def group_of_rows(self) -> int | None:
-        """Return the number of weights of a row that share a scale; None where that is no number."""
+        """Return the number of weights per scale in a row; None if it is no number, as for a whole row."""
         chosen = self.scheme(torch.bfloat16)
         return None if chosen is None or not isinstance(chosen.group_size, int) else chosen.group_size
 
@@ -73,8 +73,10 @@ class Choice:
             method.check(chosen)
 
     def of_format(self, name: str) -> "Choice":
-        """This choice in format `name`: another format brings its own group size and scale dtype, and has
-        the zero-point and the packing if it can."""
+        """Return this choice with format `name` and its own group size and scale dtype.
+
+        The zero-point and the packing are kept if the format supports them.
+        """
         if name == self.format:
             return replace(self, keep=False)
         other = scheme(name) if name in PRESETS else None
@@ -90,7 +92,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rule:
-    """A glob over module names and the treatment of the linears it matches; `why` where quantkit wrote it."""
+    """Glob over module names and the treatment of the linears it matches; `why` if quantkit wrote it."""
 
     match: str
     choice: Choice
@@ -99,7 +101,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Fate:
-    """The treatment of one linear, and why."""
+    """Decision for one linear: its treatment, and the reason."""
 
     scheme: Scheme | None
     method: Method | None
@@ -108,11 +110,11 @@ class Fate:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Ordered rules and the default for what they leave; `rotate` if the model is rotated first.
+    """Ordered rules, and the default for linears without a rule; `rotate` to rotate the model first.
 
-    `embeddings` is for the token embedding, which is dense without and which no rule matches. With
-    `model_free`, names and shapes decide what is a linear (`model/model_free.py`): no model runs, so there
-    are neither methods with data nor rotation.
+    `embeddings` is the treatment of the token embedding, which no rule matches; None leaves it dense. With
+    `model_free`, names and shapes classify tensors (`model/model_free.py`). No model runs then, so methods
+    with data and rotation are impossible.
     """
 
     default: Choice = Choice()
@@ -143,17 +145,19 @@ class Recipe:
                 )
 
     def embeddings_fate(self, dtype: torch.dtype) -> Fate | None:
-        """The fate of a token embedding of `dtype`; None where it stays dense."""
+        """Return the decision for a token embedding of `dtype`; None if it stays dense."""
         return None if self.embeddings is None else _fate(None, self.embeddings, None, dtype)
 
     def fates(
         self, linears: Mapping[str, torch.dtype], kept: Mapping[str, str], dense: Mapping[str, str]
     ) -> dict[str, Fate]:
-        """The fate of every linear.
+        """Return the decision for every linear.
 
-        `linears` maps module names to weight dtypes. `kept` maps those of them that only a rule quantizes to
-        the reason, and `dense` the modules that no rule can quantize. Raises `UsageError` for a pattern that
-        matches no linear.
+        linears   weight dtype by module name
+        kept      linears that only a rule quantizes, with the reason
+        dense     modules that no rule can quantize, with the reason
+
+        Raises `UsageError` for a pattern that matches no linear.
         """
         used: set[int] = set()
         fates = {}
@@ -170,7 +174,7 @@ class Recipe:
         return fates
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form, for the manifest."""
+        """Return JSON values for the manifest; `from_dict` is the inverse."""
         return {
             "rotate": self.rotate,
             **({} if self.embeddings is None else {"embeddings": vars(self.embeddings)}),
@@ -184,7 +188,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Recipe":
-        """The recipe that `to_dict` wrote; `UsageError` for anything else."""
+        """Parse the output of `to_dict`; raise `UsageError` for anything else."""
         if not isinstance(data, dict) or data.keys() - {"embeddings"} != {"rotate", "default", "rules"}:
             raise UsageError(
                 "a recipe is an object of 'rotate', 'default' and 'rules', and of 'embeddings' if it packs "
@@ -234,9 +238,9 @@ def _unmatched(
 
 
 def parse_rule(text: str, default: Choice) -> Rule:
-    """A rule from `PATTERN=FORMAT[:GROUP][:METHOD]` or `PATTERN=keep`.
+    """Parse a rule `PATTERN=FORMAT[:GROUP][:METHOD]` or `PATTERN=keep`.
 
-    What is left out is as in `default`, as far as the format has it; see `Choice.of_format`.
+    Missing options are taken from `default`, if the format supports them; see `Choice.of_format`.
     """
     pattern, separator, value = text.partition("=")
     if not separator or not pattern or not value:
@@ -255,13 +259,10 @@ def parse_rule(text: str, default: Choice) -> Rule:
 
 
 def parse_group_size(text: str | None) -> GroupSize:
-    """A group size from the command line: an integer above 0, `channel`, `tensor` or a block (`128x128`).
-
-    None as it is.
-    """
+    """Parse a group size: an integer above 0, `channel`, `tensor` or a block (`128x128`); None stays None."""
     if text in (None, "channel", "tensor") or BLOCK.fullmatch(text):
         return text
-    # The length first: Python refuses to convert thousands of digits.
+    # Check the length first: Python refuses to convert thousands of digits.
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MAX_GROUP_SIZE:
         raise UsageError(
             f"group size {text!r} is not a positive integer, 'channel' or 'tensor', nor a block such as "
@@ -271,21 +272,21 @@ def parse_group_size(text: str | None) -> GroupSize:
 
 
 def parse_zero_point(text: str) -> ZeroPoint:
-    """A kind of zero-point from the command line or a file."""
+    """Parse a kind of zero-point from the command line or a file."""
     if text not in searched():
         raise UsageError(f"zero-point {text!r} is unknown; use one of {', '.join(searched())}.")
     return ZERO_POINTS[text].name
 
 
 def parse_packing(text: str) -> PackingName:
-    """A packing from the command line or a file."""
+    """Parse a packing from the command line or a file."""
     if text not in PACKINGS:
         raise UsageError(f"packing {text!r} is unknown; use one of {', '.join(PACKINGS)}.")
     return PACKINGS[text].name
 
 
 def scale_dtype_named(name: str | None) -> torch.dtype | None:
-    """The scale dtype called `name`; None for None, which is the format's own."""
+    """Return the scale dtype called `name`; None, for the format's default, stays None."""
     if name is not None and name not in SCALE_DTYPES:
         raise UsageError(f"scale dtype {name!r} is unknown; use one of {', '.join(SCALE_DTYPES)}.")
     return None if name is None else SCALE_DTYPES[name]
@@ -300,17 +301,17 @@ def _parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-MAX_CHARACTERS = 1 << 20  # rules for ten thousand linears
-#: tomllib takes time in the square and more of the names in a dotted key, which are on one line.
+MAX_CHARACTERS = 1 << 20  # Rules for ten thousand linears.
+#: Most dots in a line: tomllib takes at least quadratic time in the names of a dotted key.
 _MAX_DOTS = 200
-#: A rule, for errors that tell how to write one.
+#: Example of a rule for errors.
 _EXAMPLE = """a line [[rule]], then lines such as match = "*.down_proj" and format = "int8\""""
 
 
 def read_recipe(path: Path, default: Choice) -> Recipe:
-    """A recipe from a TOML file.
+    """Read a recipe from a TOML file.
 
-    Rules inherit what they leave out from its `default`, and that from the argument. Raises `UsageError`
+    Rules inherit missing options from the file's `default`, and that from the argument. Raises `UsageError`
     naming the file and the key, or the line, for anything that is not a recipe.
     """
     if path.suffix.lower() != ".toml":
@@ -357,7 +358,7 @@ def _rule(data: dict[str, Any], default: Choice) -> Rule:
 
 
 def _written_rule(data: dict[str, Any], default: Choice) -> Rule:
-    """A rule of a file, all of whose keys are to have an effect."""
+    """Parse a rule of a file; refuse keys without effect."""
     rule = _rule(data, default)
     idle = sorted(data.keys() - {"match", "keep"})
     if rule.choice.keep and idle:

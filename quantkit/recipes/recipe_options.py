@@ -1,6 +1,6 @@
-"""Options of formats, rounding and rules, and the recipe that they make.
+"""Options of formats, methods and rules, and the recipe they make.
 
-Imports no torch before a recipe is made: the command line has such a record.
+Imports no torch until a recipe is made, because the command line uses the record.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """Formats, rounding and rules: None leaves it to the recipe file `recipe`, and that to `Choice`.
+    """Formats, methods and rules. None leaves a field to the recipe file `recipe`, and that to `Choice`.
 
-    `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep") come first, then `lm_head` (a format), then
-    the rules of the file, then the default that the other fields make. `embeddings`
+    Rules apply in this order: `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a
+    format), the rules of the file, then the default made of the other fields. `embeddings`
     ("FORMAT[:GROUP][:METHOD]") is for the token embedding. The model is rotated if `rotate` or the file says
-    so. `model_free` has names and shapes of tensors decide what is a linear.
+    so. `model_free` classifies tensors by names and shapes.
     """
 
     format: str | None = None
@@ -41,10 +41,10 @@ class RecipeOptions:
     model_free: bool = False
 
     def to_recipe(self, allocated_by: str | None = None) -> "Recipe":
-        """The recipe of these options.
+        """Return the recipe of these options.
 
-        `allocated_by` is the option that has formats allocated later to linears without a rule; none may be
-        given for them here. Raises `UsageError` or `FormatError` naming the option.
+        `allocated_by` is the option by which formats are allocated later to linears without a rule; no other
+        option may set these formats. Raises `UsageError` or `FormatError` naming the option.
         """
         from quantkit.recipes.recipe import Choice, Recipe, parse_rule, read_recipe
 
@@ -57,7 +57,7 @@ class RecipeOptions:
             "packing": self.packing,
         }
         if allocated_by is not None:
-            # A method goes with a budget.
+            # A budget may be combined with a method.
             _check_left_out({**given, "method": None, "recipe": self.recipe}, allocated_by)
             if self.model_free:
                 raise UsageError(
@@ -84,7 +84,7 @@ def _option(name: str) -> str:
 
 
 def _check_left_out(given: Mapping[str, object], allocated_by: str) -> None:
-    """`UsageError` for the first option that has a value: `allocated_by` decides on it."""
+    """Raise `UsageError` for the first option with a value, because `allocated_by` decides it."""
     for name, value in given.items():
         if value is not None:
             raise UsageError(
@@ -94,7 +94,7 @@ def _check_left_out(given: Mapping[str, object], allocated_by: str) -> None:
 
 
 def _check_agreeing(given: Mapping[str, object], default: "Choice", recipe: str | Path) -> None:
-    """`UsageError` for the first option whose value is not that of the `default` of a recipe file."""
+    """Raise `UsageError` for the first option that differs from the `default` of a recipe file."""
     for name, value in given.items():
         found = getattr(default, name)
         if value is not None and found != value:

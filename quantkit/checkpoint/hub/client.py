@@ -39,7 +39,8 @@ _PIECE_BYTES = 1 << 20
 _GZIP_OR_ZLIB = 47
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 #: With it huggingface_hub leaves a download to hf_xet, which asks any host that the server names, with the
-#: token and without bounds. Without it the same file comes over HTTP.
+#: token and without bounds. Without it the same file comes over HTTP. An upload is left to hf_xet unless that
+#: is disabled, which `guarded` does.
 _XET = "X-Xet-Hash"
 #: What a server answered, by the name of the exception. Others are errors of the connection.
 _WRONG = {
@@ -120,9 +121,10 @@ class _Received(httpx.SyncByteStream):  # type: ignore[misc]
 class _Guarded:
     """A factory of clients like those of another one, whose answers are bounded."""
 
-    def __init__(self, before: Callable[[], Any], seconds: float) -> None:
+    def __init__(self, before: Callable[[], Any], seconds: float, xet_disabled: bool) -> None:
         self.before = before
         self.seconds = seconds
+        self.xet_disabled = xet_disabled
 
     def __call__(self) -> Any:
         client = self.before()
@@ -222,16 +224,24 @@ def streams_of(nbytes: int | None) -> Iterator[None]:
         _stream_bytes.reset(token)
 
 
+def _without_xet() -> bool:
+    """Disable hf_xet; returns whether it was."""
+    before: bool = constants.HF_HUB_DISABLE_XET
+    constants.HF_HUB_DISABLE_XET = True
+    return before
+
+
 @contextmanager
 def guarded(seconds: float) -> Iterator[None]:
     """In the block huggingface_hub bounds answers that it reads whole, and waits so long for each.
 
-    A block in another one changes nothing. The bytes of requests and answers put off a deadline.
+    Files go over HTTP, as hf_xet has no deadlines. A block in another one changes nothing. The bytes of
+    requests and answers put off a deadline.
     """
     with _mutex:
         _blocks.append(seconds)
         if not isinstance(_http._GLOBAL_CLIENT_FACTORY, _Guarded):
-            _http.set_client_factory(_Guarded(_http._GLOBAL_CLIENT_FACTORY, seconds))
+            _http.set_client_factory(_Guarded(_http._GLOBAL_CLIENT_FACTORY, seconds, _without_xet()))
     try:
         yield
     finally:
@@ -241,3 +251,4 @@ def guarded(seconds: float) -> Iterator[None]:
             # Another one may have been set meanwhile.
             if not _blocks and isinstance(now, _Guarded):
                 _http.set_client_factory(now.before)
+                constants.HF_HUB_DISABLE_XET = now.xet_disabled

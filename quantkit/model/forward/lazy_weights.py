@@ -1,4 +1,4 @@
-"""Weights of modules on the meta device that are read when code of the model asks for them."""
+"""Read weights of modules on the meta device when the model's code first uses them."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -9,11 +9,11 @@ from torch import nn
 
 
 class LazyWeights:
-    """A context in which the parameters of `modules`, by name, are read when an attribute asks for one.
+    """Context manager: parameters of `modules`, by name, are read when an attribute asks for one.
 
-    `read` gives a parameter by its name. What lists parameters gets placeholders on `device`, of `dtype`:
-    NaN that takes no memory. So a model that asks for its device is not told "meta". `release` gives memory
-    back.
+    `read` gives a parameter by its name. Iterating over parameters gives placeholders on `device`, of
+    `dtype`: NaN without memory. So a model that asks for its device does not get "meta". `release` frees the
+    memory.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class LazyWeights:
         self.release()
 
     def release(self) -> None:
-        """Drop the weights that were read; those in use stay until they are not."""
+        """Free the weights that were read; those still in use are freed when their use ends."""
         with self._mutex:
             self._loaded.clear()
 
     def weight(self, parameter: str) -> nn.Parameter:
-        """Return a parameter by its name, read at the first time."""
+        """Return a parameter by its name; reads it on first use."""
         with self._mutex:
             if parameter not in self._loaded:
                 self._loaded[parameter] = nn.Parameter(self._read(parameter), requires_grad=False)
@@ -62,7 +62,7 @@ class LazyWeights:
 
 
 class _Parameters(dict[str, Any]):
-    """Parameters of the module called `name`: an item is the weight, what lists them finds `placeholders`."""
+    """Parameters of the module called `name`: indexing reads the weight, iterating gives `placeholders`."""
 
     def __init__(self, weights: LazyWeights, name: str, placeholders: Mapping[str, Any]) -> None:
         super().__init__(placeholders)

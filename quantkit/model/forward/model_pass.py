@@ -1,7 +1,7 @@
-"""Run the forward of a model up to each of its blocks in turn; someone else computes the block.
+"""Run the forward of a model up to each of its blocks in turn; the caller computes the blocks.
 
-The model's own forward says what a block is called with and what becomes of its output, so no convention is
-assumed: what goes from block to block beside hidden states stays where the forward keeps it.
+The model's own forward prepares the arguments of each block and handles its output, so no calling convention
+is assumed. Anything else that goes from block to block stays where the forward keeps it.
 """
 
 import threading
@@ -22,16 +22,16 @@ _here = threading.local()
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Arguments that a block is called with."""
+    """Arguments of a block."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Call":
-        """Return the call with None for each cache.
+        """Return the call with None in place of each cache.
 
-        A block runs several times on the same tokens, which a cache would hold from the run before.
+        A block runs several times on the same tokens; a cache would hold those of the earlier runs.
         """
         from transformers import Cache
 
@@ -42,12 +42,12 @@ class Call:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """All arguments."""
+        """Return all arguments."""
         return (*self.args, *self.kwargs.values())
 
     @property
     def hidden(self) -> torch.Tensor:
-        """The hidden states: the first tensor of the arguments."""
+        """Return the hidden states: the first tensor of the arguments."""
         found = hidden_in(self.values)
         assert found is not None
         return found
@@ -56,10 +56,12 @@ class Call:
 class ModelPass:
     """Forward pass of a model on one micro-batch of tokens [B, T], which waits before each block.
 
-    `block` is the name of the block that it waits for and `call` what that is called with. At the end `block`
-    is None and `output` is the output of the model. `forward` runs the model, in `waiting_at` its blocks.
-    While the pass waits, hidden states are stored at `home`; with `grad`, what is computed between blocks has
-    gradients.
+    block     name of the block that the pass waits for; None at the end
+    call      arguments of that block
+    output    output of the model, at the end
+    forward   runs the model; `waiting_at` makes it wait at blocks
+    home      where hidden states are stored while the pass waits
+    grad      True if computations between blocks have gradients
     """
 
     def __init__(
@@ -75,13 +77,13 @@ class ModelPass:
         self.tokens = tokens
         self.block: str | None = None
         self.output: Any = None
-        #: Whether nothing but hidden states has gone from block to block, each the output of the one before.
+        #: True if each block got only hidden states, the output of the block before.
         self.plain = plain
-        #: Of each block so far, the length of the tuple that it returned; 0 for a tensor.
+        #: For each block so far, the length of the tuple it returned; 0 for a tensor.
         self.lengths: list[int] = []
         self._home, self._device, self._grad = home, device, grad
         self._call: Call | None = None
-        #: Tensors that wait at `home`, with what is stored there.
+        #: Tensors stored at `home`, with their stored form.
         self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def run(suspended: Suspended) -> Any:
@@ -94,23 +96,23 @@ class ModelPass:
 
     @property
     def call(self) -> Call:
-        """Return the arguments of the block; its hidden states are at `home` outside of `loaded`."""
+        """Return the arguments of the block; outside of `loaded` its hidden states are at `home`."""
         assert self._call is not None
         return self._call
 
     def advance(self, output: Any) -> torch.Tensor:
-        """Go on with the output of the block to the next one; return the hidden states in `output`."""
+        """Continue with `output` of the block to the next block; return the hidden states in `output`."""
         hidden = hidden_in(output)
         assert hidden is not None
         before, self._stored = self._stored, []
         for tensor, stored in before:
             tensor.data = stored.to(self._device, non_blocking=True)
-        # Also the length of a tuple that has other tensors: the pass is not plain then.
+        # Also for a tuple with other tensors, although the pass is not plain then.
         self.lengths.append(len(output) if isinstance(output, tuple) else 0)
         is_plain = isinstance(output, tuple | torch.Tensor) and len(list(tensors_in(output))) == 1
         self._proceed(output)
         if self._grad:
-            # Who asks for gradients keeps what blocks were called with.
+            # With gradients, the caller keeps the arguments of blocks.
             for tensor, stored in before:
                 tensor.data = stored
         if self._call is not None:
@@ -119,19 +121,19 @@ class ModelPass:
         return hidden
 
     def take_output(self) -> Any:
-        """Return the output of the model, and keep it no longer."""
+        """Return the output of the model and free it here."""
         output, self.output, self._suspended.output = self.output, None, None
         return output
 
     def skip(self, lengths: Sequence[int], hidden: torch.Tensor) -> None:
-        """Go on, as a plain pass, by blocks with these `lengths`; `hidden` are the states after the last."""
+        """Skip blocks of a plain pass, given their output `lengths`; `hidden` are the last states."""
         for at, length in enumerate(lengths, 1):
             states = hidden.to(self._device) if at == len(lengths) else self.call.hidden
             self.advance((states, *[None] * (length - 1)) if length else states)
 
     @contextmanager
     def loaded(self) -> Iterator[Call]:
-        """Have the hidden states on the device, for the block to run."""
+        """Context manager: move the hidden states to the device, for the block to run."""
         for tensor, stored in self._stored:
             tensor.data = stored.to(self._device, non_blocking=True)
         try:
@@ -166,7 +168,7 @@ class ModelPass:
 
 
 def _is_plain(call: Call) -> bool:
-    """Return True if a block can change nothing that it is called with."""
+    """Return True if a block cannot change any of its arguments."""
     return all(map(_is_constant, call.values))
 
 
@@ -178,7 +180,7 @@ def _is_constant(value: Any) -> bool:
 
 @contextmanager
 def waiting_at(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Make every `ModelPass` wait before `blocks`, by name; other threads run them."""
+    """Context manager: make every `ModelPass` wait before `blocks`, by name; other threads run the blocks."""
 
     def waiting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def pause(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +188,7 @@ def waiting_at(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
             if suspended is None:
                 return forward(*args, **kwargs)
             call = Call.of(args, kwargs)
-            # A copy from there to another device would have whatever its memory held.
+            # Copying a meta tensor to another device would give uninitialised memory.
             if call.hidden.is_meta:
                 raise RuntimeError("its hidden states depend on a weight that is not there yet")
             return suspended.pause((name, call))
@@ -199,7 +201,7 @@ def waiting_at(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def returning(blocks: Mapping[str, nn.Module], output: Callable[[str], Any]) -> Iterator[None]:
-    """Make `blocks`, by name, return `output(name)`."""
+    """Context manager: make `blocks`, by name, return `output(name)`."""
 
     def fixed(name: str) -> Callable[..., Any]:
         return lambda *_, **__: output(name)
@@ -210,7 +212,7 @@ def returning(blocks: Mapping[str, nn.Module], output: Callable[[str], Any]) -> 
 
 @contextmanager
 def _forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules other forwards."""
+    """Context manager: replace the forwards of modules."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward

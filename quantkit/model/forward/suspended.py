@@ -1,4 +1,4 @@
-"""Suspend a function where it waits for something, and resume it there."""
+"""Suspend a function in the middle and resume it there."""
 
 import threading
 from collections.abc import Callable
@@ -12,13 +12,13 @@ class Abandoned(BaseException):
 
 
 class Suspended:
-    """A function in a thread of its own, which runs only while someone waits for it in `resume`.
+    """Function in a thread of its own, which runs only while a caller waits for it in `resume`.
 
-    The function takes this object and calls `pause` on it. It computes with as many threads as its maker.
+    The function gets this object and calls `pause` on it. It uses as many torch threads as its creator.
     """
 
     def __init__(self, function: "Callable[[Suspended], Any]") -> None:
-        #: Result of the function once it has ended, which `ended` says.
+        #: Result of the function, valid once `ended` is True.
         self.output: Any = None
         self.ended = False
         self._function = function
@@ -31,9 +31,9 @@ class Suspended:
         self._thread.start()
 
     def resume(self, value: Any = None) -> Any:
-        """Run up to the next pause, which returns `value` inside, and return what it was given.
+        """Run to the next pause, where `value` is returned inside; return the value passed to `pause`.
 
-        None at the end. Raises what the function raises.
+        Returns None at the end. Raises what the function raises.
         """
         if self._abandoned:
             raise Abandoned
@@ -46,13 +46,13 @@ class Suspended:
         return found
 
     def pause(self, value: Any) -> Any:
-        """Give `value` to who resumed, wait to be resumed, and return what that is given."""
+        """Hand `value` to the caller of `resume`, wait for the next `resume`, and return its value."""
         self._value = value
         self._stopped.release()
         return self._wait()
 
     def abandon(self) -> None:
-        """End the thread where it next stops; a caller that waits for it gets an exception."""
+        """End the thread at its next pause; a waiting caller gets an exception."""
         self._abandoned = True
         self._go.release()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Tensors in the arguments and results of modules: tuples, lists, mappings and records of them."""
+"""Find and map tensors in nested arguments and results: tuples, lists, mappings and records."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -18,7 +18,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def hidden_in(value: Any) -> torch.Tensor | None:
-    """Return the first tensor in `value`: hidden states, by the convention of all blocks. None without."""
+    """Return the first tensor in `value`, which all blocks use for hidden states; None without tensors."""
     return next(tensors_in(value), None)
 
 
@@ -29,7 +29,7 @@ def with_hidden(value: Any, hidden: torch.Tensor) -> Any:
 
 
 def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of `value` with `function` applied to each tensor; what holds no tensor is not copied."""
+    """Return `value` with `function` applied to each tensor; parts without tensors are not copied."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if hidden_in(value) is None:
@@ -49,7 +49,7 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def mutable_in(value: Any) -> Iterator[MutableMapping[Any, Any]]:
-    """Yield the mappings in `value` that a function can write to if called with it, not those inside."""
+    """Yield the mappings in `value` that the called function can write to, except nested ones."""
     if isinstance(value, MutableMapping):
         yield value
     else:

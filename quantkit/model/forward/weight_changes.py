@@ -1,6 +1,4 @@
-"""Changes that the forward of a model makes to weights in place: noted on the meta device, then made to real
-ones.
-"""
+"""Record in-place changes of weights in a forward on the meta device, and apply them to real weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,17 +6,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Operation that changes its first argument in place, and its other arguments.
+#: In-place operation on its first argument, and its other arguments.
 Change = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
 class WeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that notes changes of `parameters`, by name, in `found`."""
+    """Context manager that records in-place changes of `parameters`, by name, in `found`."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, list[Change]] = {}
-        # The tensors are kept, so that no other has their id.
+        # Keep the tensors, so that their ids are not reused.
         self._parameters = {id(tensor): (name, tensor) for name, tensor in parameters.items()}
 
     def __torch_dispatch__(
@@ -31,7 +29,7 @@ class WeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def apply_changes(weight: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
-    """Return a copy of `weight` with changes of its parameter."""
+    """Return a copy of `weight` with the recorded changes of its parameter."""
     weight = weight.clone()
     for function, args, kwargs in changes:
         function(weight, *args, **kwargs)

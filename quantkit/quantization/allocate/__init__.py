@@ -1,1 +1,1 @@
-"""Formats for a budget: measure sensitivities, predict costs, choose a format for each group of linears."""
+"""Allocate formats within a budget: measure sensitivities, predict costs, choose formats."""

@@ -1,9 +1,9 @@
-"""Automatic allocation: from a budget of bytes or of time to a recipe with a rule for every linear.
+"""Allocate formats automatically: from a budget of bytes or of time to a recipe with a rule for every linear.
 
-Groups of linears that share a format are chosen for together. What each format costs a group in bytes follows
-from headers, and in time from tile tables (`quantization/allocate/budget.py`); what it costs the model's
-predictions is measured once (`quantization/allocate/sensitivity.py`) and kept in the user's cache, from which
-any budget is solved (`recipes/knapsack.py`).
+Linears that engines fuse share a format, so formats are chosen per group of linears. The cost of a format in
+bytes follows from headers, its cost in time from tile tables (`quantization/allocate/budget.py`). Its cost in
+accuracy is measured once (`quantization/allocate/sensitivity.py`) and kept in the user's cache. From there a
+knapsack is solved for any budget (`recipes/knapsack.py`).
 """
 
 import math
@@ -35,29 +35,29 @@ from quantkit.workers import cpu_workers
 
 @dataclass(frozen=True)
 class Allocated:
-    """The recipe of an allocation, and what the reader should know of how it came to be."""
+    """Result of an allocation: the recipe, and notes for the user."""
 
     recipe: Recipe
     allocation: Allocation
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values; `from_dict` is the inverse."""
         recipe, allocation = self.recipe.to_dict(), self.allocation.to_dict()
         return {"recipe": recipe, "allocation": allocation, "notes": list(self.notes)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Allocated":
-        """Read what `to_dict` wrote."""
+        """Parse the output of `to_dict`."""
         allocation = Allocation.from_dict(data["allocation"])
         return cls(Recipe.from_dict(data["recipe"]), allocation, tuple(data["notes"]))
 
 
 def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...], ...]:
-    """The groups that an allocation decides on, in the order of the model: linears that share a format.
+    """Return the groups of linears that share a format, in the order of the model.
 
-    Those are what engines fuse (q, k and v; gate and up) and the experts of a layer. Linears for which
-    `recipe` has a rule, lm_head, and what is kept unless a rule packs it are left out.
+    A group is what engines fuse (q, k and v; gate and up), or the experts of a layer. Excluded are linears
+    with a rule in `recipe`, lm_head, and linears that stay dense without a rule.
     """
     free = {
         name: linear
@@ -87,12 +87,12 @@ def allocate_formats(
     read: Callable[[int], Samples],
     report: Progress | None = None,
 ) -> Allocated:
-    """Return a recipe that gives linears of the decoder the formats of least divergence within `budget`.
+    """Choose a format for each linear of the decoder, with the least expected divergence within `budget`.
 
-    The rules of `recipe` come first. Every other linear gets the method of its default, and a format such
-    that the sum of expected divergences is the smallest. `read` gives calibration samples for an embedding
-    with a number of rows. Raises `UsageError` for a budget out of reach and for formats that the method
-    cannot do or whose costs are not known. It also does for models whose sensitivity cannot be measured.
+    Returns a recipe. Linears with a rule in `recipe` keep it. Every other linear gets the default method, and
+    formats that minimize the sum of expected divergences. `read` gives calibration samples for an embedding
+    with a number of rows. Raises `UsageError` for a budget out of reach, and for formats of unknown cost or
+    unsupported by the method. Also raised for models whose sensitivity cannot be measured.
     """
     method, limit = method_named(recipe.default.method), budget.limit
     choices = candidates(method.name, budget.formats)
@@ -135,9 +135,9 @@ def _costs(
     groups: Sequence[Sequence[Linear]],
     schemes: Mapping[str, Sequence[Scheme]],
 ) -> tuple[list[dict[int, int]], tuple[str, ...]]:
-    """Return the cost of each group by the number of its scheme, and a note on schemes without known costs.
+    """Return the cost of each group by index of its scheme, and a note on schemes of unknown cost.
 
-    Those are left out. Raises `UsageError` where a group has no other.
+    Schemes of unknown cost are left out. Raises `UsageError` for a group without any other scheme.
     """
     rows = []
     unknown: dict[tuple[int, int], dict[str, None]] = {}
@@ -168,7 +168,7 @@ def _costs(
 
 
 def _note_on_unknown(limit: Limit, unknown: Mapping[tuple[int, int], Collection[str]]) -> str:
-    """Which schemes are left out of the choice, by shape [N, K] of linears."""
+    """Return a note on the schemes that were not considered, by shape [N, K] of linears."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for (n, k), names in unknown.items():
         alike.setdefault(tuple(names), []).append(f"{n}x{k}")
@@ -197,7 +197,7 @@ def _check_reachable(limit: Limit, costs: Sequence[Mapping[int, int]], allowed: 
     least, most = (sum(pick(row.values()) for row in costs) for pick in (min, max))
     if least <= allowed and limit.amount <= most / in_one + 1e-9:
         return
-    # Rounded to what is in reach.
+    # Round inwards, so that the budgets named can be reached.
     low, high = math.ceil(1e3 * least / in_one) / 1e3, math.floor(1e3 * most / in_one) / 1e3
     raise UsageError(
         f"{limit.amount:g} {limit.unit} are out of reach: with these formats the linears take {low:.3f} to "
@@ -213,8 +213,8 @@ def _losses(
     read: Callable[[int], Samples],
     report: Progress | None,
 ) -> tuple[Losses, tuple[str, ...]]:
-    """Return the loss of each scheme for each linear, from the cache or measured and put there; and notes."""
-    # float32 whatever the model is in: what is measured are small differences.
+    """Return the loss of each scheme for each linear, from the cache or measured; and notes."""
+    # float32 for every model, because the measured differences are small.
     decoder = Decoder(checkpoint, device, torch.float32)
     if decoder.head_name is None:
         raise UsageError(
@@ -247,7 +247,7 @@ def _losses(
 
 
 def _notes_on_experts(found: Sensitivities) -> Iterator[str]:
-    """Which experts nothing is known of."""
+    """Yield notes on experts that no token chose."""
     unchosen = {name: counts.count(0) for name, counts in found.expert_tokens.items() if 0 in counts}
     if unchosen:
         first, experts = next(iter(unchosen)), sum(map(len, found.expert_tokens.values()))

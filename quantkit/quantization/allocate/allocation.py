@@ -1,4 +1,4 @@
-"""The result of an allocation: the scheme of every group of linears, and its cost."""
+"""Result of an allocation: the scheme of every group of linears, and its cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from quantkit.quantization.allocate.budget import Limit
 
 @dataclass(frozen=True)
 class Share:
-    """The scheme of one group of linears, its bytes, its cost and its expected divergence.
+    """Scheme of one group of linears, with its bytes, its cost and its expected divergence.
 
     The cost is in the unit that the limit counts.
     """
@@ -23,10 +23,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A budget, and the share of it that every group got.
+    """Budget, and the share of it that every group got.
 
-    `weights` are those of the groups, `allowed` what they may cost, in what the limit counts, and `cost` what
-    they do. `divergence` is the KL divergence in nats per token that is expected of all groups together.
+    weights      number of weights of all groups
+    allowed      largest allowed cost, in the unit that the limit counts
+    cost         cost of all groups, in the same unit
+    divergence   expected KL divergence of all groups together, nats per token
     """
 
     limit: Limit
@@ -51,7 +53,7 @@ class Allocation:
         return sum(share.divergence for share in self.shares)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values; `from_dict` is the inverse."""
         return {
             "asked": self.limit.to_dict(),
             "counts": self.limit.counts,
@@ -75,7 +77,7 @@ class Allocation:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Allocation":
-        """The allocation that `to_dict` wrote; `KeyError` or `TypeError` for anything else."""
+        """Parse the output of `to_dict`; raise `KeyError` or `TypeError` for anything else."""
         shares = tuple(
             Share(tuple(one["linears"]), one["scheme"], one["bytes"], one["cost"], one["expected_kl"])
             for one in data["groups"]

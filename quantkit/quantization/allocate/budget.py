@@ -1,4 +1,4 @@
-"""Budgets of an allocation, and what linears cost of them: bytes, or measured time of decoding."""
+"""Budgets of an allocation, and the price of linears: in bytes, or in measured decoding time."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,22 +18,22 @@ from quantkit.model.experts import GATE_UP
 from quantkit.model.structure import Linear
 from quantkit.packing.schemes import Scheme
 
-#: What a linear costs in a scheme, in whole numbers of what a limit counts; None where that is not known.
+#: Price of a linear in a scheme, in whole numbers of the unit that a limit counts; None if unknown.
 Price = Callable[[Linear, Scheme], int | None]
 
 
 @dataclass(frozen=True)
 class Limit(ABC):
-    """The most that all linears allocated together may cost: `amount` of the kind's unit."""
+    """Largest total cost of all linears in an allocation: `amount` of the unit of its kind."""
 
     amount: float
 
-    #: The option that asks for it, without its dashes.
+    #: Option of the command line, without dashes.
     key: ClassVar[str]
-    #: What prices are whole numbers of.
+    #: Unit of prices, which are whole numbers.
     counts: ClassVar[str]
     example: ClassVar[str]
-    #: How prices come to be that are not known.
+    #: How a user can make unknown prices known.
     remedy: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Limit(ABC):
     @property
     @abstractmethod
     def unit(self) -> str:
-        """The unit of `amount`, in words."""
+        """Return the unit of `amount`, in words."""
 
     @property
     def option(self) -> str:
@@ -56,17 +56,18 @@ class Limit(ABC):
 
     @abstractmethod
     def price(self, checkpoint: Checkpoint) -> Price:
-        """Return the function that prices linears of a checkpoint. Raises `UsageError` where no times are
-        known.
+        """Return the function that prices linears of a checkpoint.
+
+        Raises `UsageError` if no times were measured.
         """
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values; `from_dict` is the inverse."""
         return {self.key: self.amount}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Limit":
-        """Read what `to_dict` wrote; `KeyError` or `TypeError` for anything else."""
+        """Parse the output of `to_dict`; raise `KeyError` or `TypeError` for anything else."""
         if MillisecondsPerToken.key in data:
             return MillisecondsPerToken(data[MillisecondsPerToken.key], data["gpu"])
         return BitsPerWeight(data[BitsPerWeight.key])
@@ -74,7 +75,7 @@ class Limit(ABC):
 
 @dataclass(frozen=True)
 class BitsPerWeight(Limit):
-    """Stored bits, all parts of the linears included."""
+    """Limit on stored bits per weight, with all parts of the linears."""
 
     key: ClassVar[str] = "bits_per_weight"
     counts: ClassVar[str] = "bytes"
@@ -90,9 +91,9 @@ class BitsPerWeight(Limit):
 
 @dataclass(frozen=True)
 class MillisecondsPerToken(Limit):
-    """Time of the products of one token with the linears, one launch after the other, as tile tables have it.
+    """Limit on milliseconds per token: the sum of the measured GEMM times of all linears for one token.
 
-    `gpu` is the name of a GPU, as `NVIDIA H200` or `nvidia_h200`.
+    Times come from the tile tables of `gpu`, a name such as `NVIDIA H200` or `nvidia_h200`.
     """
 
     gpu: str
@@ -111,7 +112,7 @@ class MillisecondsPerToken(Limit):
 
     @classmethod
     def here(cls, amount: float) -> "MillisecondsPerToken":
-        """On the GPU of this machine; `UsageError` without one."""
+        """Return the limit for the GPU of this machine; raise `UsageError` without one."""
         gpu = gpu_of(torch.device("cuda"))
         if gpu is None:
             raise UsageError(
@@ -127,7 +128,7 @@ class MillisecondsPerToken(Limit):
         tables = [stored.table for stored in named_tables(self.gpu, KERNELS)]
 
         def price(linear: Linear, scheme: Scheme) -> int | None:
-            # What a GPU computes in: models of other dtypes are loaded as bfloat16.
+            # Activation dtype on a GPU: models of other dtypes are loaded as bfloat16.
             stored = checkpoint.tensors[f"{linear.stored[0]}.weight"].torch_dtype
             dtype = torch.float16 if stored == torch.float16 else torch.bfloat16
             us = time_of(tables, scheme, *linear.shape, dtype)
@@ -141,26 +142,29 @@ class MillisecondsPerToken(Limit):
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit, and formats to choose from (None for those of `recipes/candidates.py`)."""
+    """Limit, and the formats to choose from; None for the formats of `recipes/candidates.py`."""
 
     limit: Limit
     formats: tuple[str, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values."""
         return {**self.limit.to_dict(), "formats": None if self.formats is None else list(self.formats)}
 
 
 def stored_bytes(linear: Linear, scheme: Scheme) -> int:
-    """Bytes of a linear in a scheme, all parts of all its matrices; other containers need no more."""
+    """Return the bytes of a linear in a scheme, all parts of all its matrices.
+
+    Other containers need no more.
+    """
     parts = scheme.storage_shapes(linear.shape).values()
     return len(linear.stored) * sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
 
 
 def launches(checkpoint: Checkpoint, linear: Linear) -> int:
-    """Return the number of products of one token with matrices of a linear.
+    """Return the number of GEMMs that one token launches for a linear.
 
-    It is 1. For experts it is the number that a token chooses, and twice that for gate and up.
+    It is 1, or for experts the number that a token chooses, and twice that for gate and up.
     """
     if linear.kind != "experts":
         return 1

@@ -1,7 +1,7 @@
-"""Hessians of inputs and squares of gradients of linears, summed over the tokens of passes forward and back.
+"""Sum Hessians of inputs and squared gradients of linears over tokens, by forward and backward passes.
 
-The gradients are those of the log probability of tokens that the model draws, so that their squares are the
-Fisher information (`quantization/allocate/sensitivity.py`).
+The gradients are of the log probability of tokens drawn from the model, so their squares are the Fisher
+information (`quantization/allocate/sensitivity.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed
 class Seen:
     """Sums over tokens for linears that share an input, float32.
 
-    weighted  [K, K] sum of |g|^2 x x^T, g of all of them together
+    weighted  [K, K] sum of |g|^2 x x^T, with g the gradients of all these linears together
     weight    sum of |g|^2
-    inputs    [K, K] sum of x x^T, None where the method asks for none
+    inputs    [K, K] sum of x x^T, None unless the method needs it
     squares   by linear, [N] sum of g_n^2
     """
 
@@ -36,10 +36,10 @@ class Seen:
     def of(
         cls, name: str, inputs: torch.Tensor, slopes: Mapping[str, torch.Tensor], *, unweighted: bool
     ) -> Self:
-        """Sum over inputs [..., K] and the gradients [..., N] at the outputs of each linear.
+        """Sum over inputs [..., K] and over the gradients [..., N] at the output of each linear.
 
-        With `unweighted` also `inputs`. Raises `FormatError` with the `name` of one of them if an input is
-        not finite.
+        `unweighted` also sums `inputs`. Raises `FormatError` with the `name` of a linear whose input is not
+        finite.
         """
         flat = inputs.reshape(-1, inputs.shape[-1])
         check_finite(flat, name)
@@ -53,7 +53,7 @@ class Seen:
         )
 
     def plus(self, other: Self) -> Self:
-        """The sums over the tokens of both; takes the memory of this."""
+        """Add the sums of `other` in place, and return the result."""
         inputs = None
         if self.inputs is not None and other.inputs is not None:
             inputs = self.inputs.add_(other.inputs)
@@ -61,18 +61,18 @@ class Seen:
         return type(self)(self.weighted.add_(other.weighted), self.weight + other.weight, inputs, squares)
 
     def weighted_hessian(self) -> torch.Tensor:
-        """H float32 [K, K], in which a token counts by its gradient; takes the memory of `weighted`."""
+        """Return the Hessian float32 [K, K] of tokens weighted by |g|^2; reuses `weighted`'s memory."""
         return self.weighted.div_(self.weight) if self.weight else self.weighted
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertCall:
-    """Arguments of a call of fused experts, and the gradients at its result, on the host.
+    """Arguments of a call of fused experts, and the gradients at its output, on the host.
 
     inputs   [T, K]
     chosen   int64 [T, k], the experts of each token
-    weights  [T, k], those of their outputs in the sum
-    slopes   [T, K]
+    weights  [T, k], the weights of their outputs in the sum
+    slopes   [T, K], the gradients
     """
 
     inputs: torch.Tensor
@@ -82,7 +82,7 @@ class ExpertCall:
 
     @classmethod
     def of(cls, call: Sequence[torch.Tensor], slopes: torch.Tensor, name: str) -> Self:
-        """`CheckpointError` where the module called `name` is called with something else."""
+        """Copy a call to the host; raise `CheckpointError` if module `name` takes other arguments."""
         shapes = [tuple(one.shape) for one in call]
         if len(call) < 3 or call[1].is_floating_point() or shapes[1:3] != [(len(call[0]), shapes[1][-1])] * 2:
             raise CheckpointError(
@@ -96,10 +96,10 @@ class ExpertCall:
 
 @dataclass(frozen=True, eq=False)
 class RoutedGradients:
-    """All calls of fused experts, and what the tokens that chose an expert show of its matrices.
+    """All calls of fused experts, and the gradients of each expert's tokens.
 
-    An expert that no token chose is taken to be chosen by one token, the mean of all: no expert of which
-    nothing is known counts for nothing.
+    An expert that no token chose counts as chosen by one token, the mean of all. So no expert is free to lose
+    all its accuracy.
     """
 
     experts: Any
@@ -110,7 +110,7 @@ class RoutedGradients:
 
     @classmethod
     def of(cls, experts: nn.Module, name: str, calls: Sequence[ExpertCall]) -> Self:
-        """Collect the `calls` of the module called `name`, in their order."""
+        """Collect the `calls` of module `name`, in their order."""
         inputs, chosen = (torch.cat([getattr(call, part) for call in calls]) for part in ("inputs", "chosen"))
         weights, slopes = (
             torch.cat([getattr(call, part) for call in calls]) for part in ("weights", "slopes")
@@ -123,7 +123,7 @@ class RoutedGradients:
         return tuple(len(self.routed.tokens(expert)) for expert in range(len(self.experts.down_proj)))
 
     def seen(self, expert: int) -> dict[str, Seen]:
-        """Return the sums of the two parameters of an expert, by their names; outputs as in `weight`."""
+        """Return the sums for both parameters of an expert, by parameter name; rows as in `weight`."""
         tokens, slots = (self.routed.chosen == expert).nonzero(as_tuple=True)
         if len(tokens):
             weights = self.weights[tokens, slots]
@@ -144,15 +144,15 @@ class RoutedGradients:
         }
 
     def weight(self, expert: int, leaf: str) -> torch.Tensor:
-        """The rows [N', K] of all matrices of an expert in a parameter."""
+        """Return the rows [N', K] of all matrices of an expert in a parameter."""
         return spec_of(self.experts).rows(getattr(self.experts, leaf)[expert])
 
     def everyone(self) -> Hessian:
-        """The Hessian of what all tokens bring to the first product, whichever expert they chose."""
+        """Return the Hessian of the inputs of all tokens, whichever experts they chose."""
         return _hessian(self._inputs(self.routed.everyone(self.routed.inputs.shape[1])))
 
     def hessian(self, expert: int, leaf: str, everyone: Hessian) -> Hessian:
-        """The Hessian of the inputs of an expert's matrix (`quantization/blockwise/moe_calibration.py`)."""
+        """Return the Hessian of an expert's inputs (`quantization/blockwise/moe_calibration.py`)."""
         tokens = self.routed.tokens(expert)
 
         def read(some: torch.Tensor) -> torch.Tensor:

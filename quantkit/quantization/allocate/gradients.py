@@ -1,6 +1,6 @@
-"""Gradients through a model, block by block: what a block returns is a leaf, whose gradient is summed up.
+"""Backpropagate through a model block by block: the output of a block is a leaf that collects its gradient.
 
-What the model computes between blocks has gradients of its own (`ModelPass` with `grad`).
+The computations of the model between blocks have their own graph (`ModelPass` with `grad`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from quantkit.model.forward.trees import hidden_in, mapped, mutable_in, tensors_
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One run of a block: its call, what it returned, and what it wrote to its arguments, as leaves."""
+    """One run of a block: its call, its output, and the arguments it changed, as leaves."""
 
     call: Call
     output: Any
@@ -24,7 +24,7 @@ class Step:
 
     @classmethod
     def take(cls, block: Block, one: ModelPass) -> "Step":
-        """Run `block`, for which a pass waits, and take that to the next block."""
+        """Run `block`, before which a pass waits, and advance the pass to the next block."""
         with torch.no_grad(), one.loaded() as call:
             known = {id(tensor) for tensor in tensors_in(call)}
             output = mapped(block.run(call), _leaf)
@@ -39,14 +39,14 @@ class Step:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """The hidden states after the block, a leaf."""
+        """Return the hidden states after the block, a leaf."""
         found = hidden_in(self.output)
         assert found is not None
         return found
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that the block returned and wrote."""
+        """Return the tensors that the block returned or wrote."""
         return (*tensors_in(self.output), *self.written)
 
     def backward(
@@ -56,9 +56,9 @@ class Step:
         earlier: Sequence[torch.Tensor],
         device: torch.device,
     ) -> dict[str, torch.Tensor]:
-        """Run the block again, which fills `outputs`, and return the gradients at these, zero without any.
+        """Run the block again to fill `outputs`; return their gradients, zero if there are none.
 
-        The gradients at the leaves of this step go on to those in `earlier`, the leaves of steps before.
+        The gradients at the leaves of this step are passed on to `earlier`, the leaves of the steps before.
         """
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -76,7 +76,7 @@ class Step:
         arguments = (one for mapping in mutable_in(call.values) for one in tensors_in(dict(mapping)))
         again = (*tensors_in(output), *(one for one in arguments if id(one) not in known))
         both = zip(again, self.leaves, strict=True)
-        # Some of it depends on weights alone.
+        # Tensors that depend on weights only need no gradient.
         pairs = [(one, leaf.grad) for one, leaf in both if leaf.grad is not None and one.requires_grad]
         inputs = [(tensor, found) for tensor, found in moved.values() if found.requires_grad]
         wanted = [*(found for _, found in inputs), *outputs.values()]
@@ -105,7 +105,7 @@ def _go_on(
     leaves: Sequence[torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Add to the gradients at `leaves`, by those at tensors that the model computed of them."""
+    """Add to the gradients of `leaves`; `between` are tensors computed from them, with their gradients."""
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     if not between or not leaves:
         return
@@ -113,7 +113,7 @@ def _go_on(
     for leaf in leaves:
         leaf.data = leaf.data.to(device)
     tensors, gradients = zip(*between, strict=True)
-    # The same tensor may go to several blocks.
+    # The graph is retained because one tensor may be the input of several blocks.
     found = torch.autograd.grad(tensors, leaves, gradients, retain_graph=True, allow_unused=True)
     for leaf, data in zip(leaves, stored, strict=True):
         leaf.data = data

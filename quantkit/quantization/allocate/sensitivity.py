@@ -1,22 +1,22 @@
-"""Sensitivity: how far a model's predictions move when some of its linears are stored in some scheme.
+"""Measure sensitivity: how far predictions move if a linear is stored in a scheme.
 
-Where stored weights W - E take the place of W, the outputs of a linear move by E x. To second order the KL
-divergence of the model's predictions then is half the mean square of g E x. Here g is the gradient of the log
-probability of tokens that the model itself draws. Its squares are the Fisher information (Martens, "New
-insights and perspectives on the natural gradient method", arXiv 1412.1193). Outputs are taken to be
-independent of each other, and so are tokens. The size of a token's gradient is taken to be independent of its
-spread over outputs. Then the divergence is, in nats per token,
+If stored weights W - E replace W, the outputs of a linear change by E x. To second order, the KL divergence
+of the model's predictions is then half the mean square of g E x. Here g is the gradient of the log
+probability of tokens drawn from the model itself. Its squares are the Fisher information (Martens, "New
+insights and perspectives on the natural gradient method", arXiv 1412.1193). Three independences are assumed:
+between outputs, between tokens, and between the size of a token's gradient and its spread over outputs. Then
+the divergence is, in nats per token,
 
     1/2 sum_n f_n (E H E^T)_nn,    f_n = mean of g_n^2,    H = mean of |g|^2 x x^T over the mean of |g|^2.
 
-So one pass forward and one backward serve every scheme of every linear. E is what the method makes of some
-rows of each weight. Divergences of several linears are taken to add up; docs/accuracy.md says how well they
-do.
+So one forward and one backward pass serve every scheme of every linear. E is the error of the method on a
+sample of rows of each weight. Divergences of several linears are added up; docs/accuracy.md shows how well
+that predicts.
 
-An expert is a linear that only the tokens that chose it go through; their weights in the sum of the experts
-are in the gradients. Other tokens that would choose it, were an expert before it rounded, are not counted.
+An expert is a linear for the tokens that chose it; the gradients include the router's weights. Tokens that
+would choose it only after rounding of earlier layers are not counted.
 
-The blocks are in memory one at a time, as in calibration, with the hidden states before each of them.
+Blocks are in memory one at a time, as in calibration, with the hidden states before each of them.
 """
 
 import threading
@@ -50,17 +50,18 @@ from quantkit.quantization.allocate.gradients import Step
 from quantkit.quantization.blockwise.input_groups import stages_of
 from quantkit.workers import working
 
-#: Tokens to measure on, whole samples. Their hidden states before every block are in memory.
+#: Tokens to measure on, rounded to whole samples. Their hidden states before every block are in memory.
 TOKENS = 8192
-#: Samples at a time, and logits at a time.
+#: Samples per micro-batch, and logits computed at a time.
 BATCH = 4
 LOGITS = 1 << 24
-#: Rows of a weight that are quantized to see what a scheme costs it. Methods with data take far longer.
+#: Rows of a weight that are quantized to measure a scheme; fewer for methods with data, which take far
+#: longer.
 ROWS = 256
 CALIBRATED_ROWS = 64
-#: Of each of the matrices of many experts, which share these rows, no fewer.
+#: Fewest rows of each expert's matrix; `ROWS` is divided among the experts.
 EXPERT_ROWS = 8
-#: Code books are fitted to one of so many of them.
+#: Code books are fitted to one in this many of the sampled rows.
 FITTED = 8
 
 Losses = Mapping[str, tuple[float, ...]]
@@ -68,11 +69,11 @@ Losses = Mapping[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """Measured losses of linears, and tokens of experts.
+    """Measured losses of linears, and token counts of experts.
 
-    losses         by linear, what each of its schemes costs: nats per token of KL divergence of the whole
-                   model, all other linears dense
-    expert_tokens  by the module of fused experts, how many of the tokens chose each
+    losses         by linear, the loss of each of its schemes: KL divergence of the whole model in nats per
+                   token, with all other linears dense
+    expert_tokens  by module of fused experts, the number of tokens that chose each
     """
 
     losses: Losses
@@ -87,18 +88,18 @@ def measure(
     lanes: int,
     report: Progress | None = None,
 ) -> Sensitivities:
-    """Measure the loss of each of its `schemes` for each linear or fused parameter of experts, by its name.
+    """Measure the loss of each scheme for each linear or fused parameter of experts, by its name.
 
-    `tokens` are int64 [samples, length]. The result does not depend on `lanes`, the number of workers of one
-    thread each. Raises `CheckpointError` for a model that does not come in blocks or whose linears do not run
-    once. Raises `FormatError` for weights or inputs that are not finite.
+    `tokens` are int64 [samples, length]. The result does not depend on `lanes`, the number of single-thread
+    workers. Raises `CheckpointError` for a model without blocks, or whose linears do not run exactly once.
+    Raises `FormatError` for weights or inputs that are not finite.
     """
     with working(lanes, "sensitivity") as workers:
         return _Measurement(decoder, method, workers, lanes, report).run(schemes, tokens)
 
 
 class _Measurement:
-    """One measurement at work, and how far it is."""
+    """State and progress of one measurement."""
 
     def __init__(
         self,
@@ -113,7 +114,8 @@ class _Measurement:
 
     def run(self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor) -> Sensitivities:
         batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
-        # A pass back takes about as long as two forward, and the head as a block.
+        # Units of progress: a backward pass takes about as long as two forward, and the head as long as a
+        # block.
         blocks = [self._decoder.block(name) for name in self._decoder.block_names]
         wanted = {block.name: _Wanted.of(block, schemes) for block in blocks}
         steps = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in wanted.values())
@@ -154,7 +156,7 @@ class _Measurement:
         return found
 
     def _predict(self, done: Sequence[tuple[str, Sequence[Step]]], batches: Sequence[torch.Tensor]) -> None:
-        """Give the hidden states after the last block their gradients."""
+        """Compute the gradients of the hidden states after the last block."""
         listed = [(name, of) for name, of in done if not self._decoder.block(name).is_linear]
         outputs = {name: of[0].output for name, of in listed}
         _, last = listed[-1]
@@ -163,12 +165,14 @@ class _Measurement:
             last[at].hidden.grad = self._drawn(logits, last[at].hidden, batches[at].shape, at)
 
         with self._decoder.head(outputs) as logits:
-            # The random numbers of a micro-batch do not depend on the worker that takes it.
+            # The random numbers of a micro-batch do not depend on the worker that runs it.
             list(self._workers.map(gradients, range(len(batches))))
 
     def _drawn(self, logits: Logits, hidden: torch.Tensor, shape: Sequence[int], seed: int) -> torch.Tensor:
-        """The gradients, at the hidden states after the last block, of the log probability of tokens that the
-        model draws; `shape` is [B, T], which are two axes of `hidden`.
+        """Return the gradients of the log probability of drawn tokens, at the last hidden states.
+
+        The tokens are drawn from the model. `shape` is [B, T], two axes of `hidden`, the hidden states after
+        the last block.
         """
         generator = torch.Generator().manual_seed(seed)
         axis = next(at for at in range(hidden.dim()) if tuple(hidden.shape[at : at + 2]) == tuple(shape))
@@ -185,7 +189,7 @@ class _Measurement:
                 drawn = torch.searchsorted(bounds, draws * bounds[:, -1:]).clamp_max_(bounds.shape[-1] - 1)
                 (found,) = torch.autograd.grad(scores.gather(-1, drawn).sum(), part)
             gradient.narrow(axis + 1, start, step).copy_(found)
-            # The first token shows how many logits there are for one.
+            # The logits of the first token show the size of the vocabulary.
             start, step = start + step, max(1, LOGITS // bounds.shape[-1])
         self._step(3, "predictions")
         return gradient.view_as(hidden)
@@ -197,10 +201,10 @@ class _Measurement:
         earlier: Sequence[Sequence[torch.Tensor]],
         wanted: "_Wanted",
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, list[ExpertCall]]]:
-        """Sum over all passes for the linears of a block, stage by stage.
+        """Sum over all passes for the linears of a block, one group with a shared input after the other.
 
-        Returns these sums, and the calls of its experts, by name in the block. Gradients go on to the leaves
-        in `earlier`.
+        Returns these sums, and the calls of its experts, by name in the block. Passes gradients on to the
+        leaves in `earlier`.
         """
         modules = (*wanted.linears, *wanted.experts)
         call = mapped(steps[0].call, lambda tensor: tensor.detach().to(self._decoder.device))
@@ -217,7 +221,7 @@ class _Measurement:
         def one(at: int) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
             return self._pass(block, steps[at], earlier[at], stages, wanted)
 
-        # No more at a time than there are workers: what passes show is large.
+        # At most one pass per worker at a time, because the results of a pass are large.
         for at in range(0, len(steps), self._lanes):
             for parts, calls in self._workers.map(one, range(at, min(at + self._lanes, len(steps)))):
                 seen = {stage: seen[stage].plus(part) if seen else part for stage, part in parts.items()}
@@ -228,7 +232,7 @@ class _Measurement:
     def _linears(
         self, block: Block, stage: tuple[str, ...], seen: Seen, wanted: "_Wanted", tokens: int
     ) -> dict[str, tuple[float, ...]]:
-        """The losses of linears that share an input."""
+        """Return the losses of linears that share an input, by name, one per scheme."""
         stats = None
         if seen.inputs is not None:
             of_inputs = Hessian(seen.inputs.div_(tokens), tokens)
@@ -247,7 +251,10 @@ class _Measurement:
     def _experts(
         self, module: str, routed: RoutedGradients, wanted: "_Wanted", tokens: int
     ) -> dict[str, tuple[float, ...]]:
-        """The losses of the fused parameters of experts, summed over these, which workers share out."""
+        """Return the losses of the fused parameters of experts, summed over experts.
+
+        Workers share the experts.
+        """
         schemes = wanted.experts[module]
         everyone = routed.everyone() if self._method.needs_data else None
         count = len(routed.experts.down_proj)
@@ -290,11 +297,12 @@ class _Measurement:
         stats: LinearStats | None,
         most: int,
     ) -> list[Callable[[], float]]:
-        """For each scheme, what finds the loss of a weight [N, K], whose outputs have `importance` [N], by at
-        most `most` of its rows.
+        """Return for each scheme a function that measures its loss for a weight [N, K].
+
+        It uses at most `most` rows. `importance` [N] are the weights of the outputs.
         """
         rows = torch.arange(0, len(weight), -(-len(weight) // most), device=weight.device)
-        # Rows that are larger or matter more lose more: the sample stands for all in that measure.
+        # Larger or more important rows lose more: the loss of the sample is scaled up in that measure.
         energy = importance * (weight.square() @ hessian.diagonal())
         share = energy[rows].double().sum() / energy.double().sum().clamp_min(1e-300)
         importance = importance[rows] / float(share.clamp_min(1e-30))
@@ -312,8 +320,8 @@ class _Measurement:
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
         """Run one micro-batch forward and backward through a block.
 
-        Return by stage the sums of linears that share an input. Return by module the calls of fused experts
-        with the gradients at their outputs.
+        Returns the sums of linears that share an input, by group, and the calls of fused experts with the
+        gradients at their outputs, by module.
         """
         inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         outputs: dict[str, torch.Tensor] = {}
@@ -358,7 +366,7 @@ class _Measurement:
         scheme: Scheme,
         stats: LinearStats | None,
     ) -> float:
-        """Half the sum over rows [n, K] of `importance` [n] times the row's error in H = `hessian`."""
+        """Return the loss of rows [n, K]: half the sum of importance_n (E H E^T)_nn, H = `hessian`."""
         try:
             errors = rows - _stored(rows, scheme, self._method, stats)
         except FormatError as error:
@@ -370,8 +378,9 @@ class _Measurement:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The schemes to measure in a block: of its linears by their name in it, and of its fused experts by
-    their module's and that of the parameter. `trials` is how many matrices are stored to see.
+    """Schemes to measure in a block, by linear and by fused parameter of experts.
+
+    Names are relative to the block. `trials` is the number of matrices to quantize.
     """
 
     linears: Mapping[str, Sequence[Scheme]]
@@ -400,7 +409,7 @@ class _Wanted:
 
 
 def _add(losses: dict[str, tuple[float, ...]], more: Losses) -> None:
-    """Add losses of linears, those of the same one for a block that runs several times."""
+    """Add losses of linears; a block that runs several times adds to the same linears."""
     for name, row in more.items():
         known = losses.get(name, (0.0,) * len(row))
         losses[name] = tuple(a + b for a, b in zip(known, row, strict=True))
@@ -421,10 +430,10 @@ def _not_run(name: str) -> str:
 
 
 def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, stats: LinearStats | None) -> torch.Tensor:
-    """Return rows [n, K], float32, as the method stores them."""
+    """Quantize rows [n, K] by the method, and return the stored weights, float32."""
     search = method.scale_search
     if scheme.is_fitted:
-        # Few weights show how they are spread.
+        # A sample of the weights shows their distribution.
         some = rows[::FITTED]
         book = fit_parameters(
             lambda: iter([some]), (len(some), rows.shape[1]), scheme, method.scale_search.fit

@@ -1,7 +1,6 @@
-"""Measured sensitivities in the user's cache: one JSON file for a model, its samples, a method and schemes.
+"""Cache of measured sensitivities: one JSON file per model, samples, method and schemes.
 
-Any budget is solved from one file. Files are safe to delete; one that is damaged is replaced by a new
-measurement.
+One file serves any budget. Files are safe to delete; a damaged file is replaced by a new measurement.
 """
 
 import hashlib
@@ -21,12 +20,12 @@ from quantkit.files import open_regular, os_error_text, parse_json, replace_file
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.allocate.sensitivity import Sensitivities
 
-#: To be raised when measuring, or the file, changes: what is there is then no longer found.
+#: Version of the cache. Raise it when the measurement or the file changes: old files are then ignored.
 _REVISION = 3
 _HASH = "sha256"
-#: Files are no larger: a thousand linears in thirty schemes have about 1 MB.
+#: Largest file, in bytes: a thousand linears in thirty schemes take about 1 MB.
 MAX_BYTES = 64 << 20
-_LARGEST = sys.float_info.max  # JSON has integers beyond it
+_LARGEST = sys.float_info.max  # JSON may have larger integers.
 
 
 def cache_key(
@@ -36,8 +35,10 @@ def cache_key(
     device: str,
     schemes: Mapping[str, Sequence[Scheme]],
 ) -> str:
-    """Hex SHA-256 of all that a measurement depends on: files and tensors of the source, its config, the
-    tokens, the method, the schemes of every linear, the kind of device and the versions.
+    """Return the hex SHA-256 of everything that a measurement depends on.
+
+    It covers files, tensors and config of the source, the tokens, the method and the schemes of every linear.
+    It also covers the kind of device and the versions of libraries.
     """
     tensors = [[t.name, t.dtype, list(t.shape), t.file.name, t.offset] for t in checkpoint.tensors.values()]
     facts = {
@@ -56,19 +57,19 @@ def cache_key(
 
 @dataclass(frozen=True)
 class SensitivityCache:
-    """The file of one key; `path` is None where there is no cache to have it in."""
+    """Cache file of one key; `path` is None without a cache directory."""
 
     key: str
     path: Path | None
 
     @classmethod
     def of(cls, key: str) -> "SensitivityCache":
-        """The file that a key has in the user's cache."""
+        """Return the cache file of a key."""
         directory = user_cache()
         return cls(key, None if directory is None else directory / "sensitivity" / f"{key}.json")
 
     def read(self, schemes: Mapping[str, Sequence[Scheme]]) -> tuple[Sensitivities | None, tuple[str, ...]]:
-        """Return the sensitivities kept for these linears and schemes, None without; and notes."""
+        """Return the cached sensitivities of these linears and schemes, or None; and notes."""
         if self.path is None:
             return None, ()
         try:
@@ -86,7 +87,7 @@ class SensitivityCache:
             return None, (f"the sensitivities {self.path} are damaged and measured anew: {error}.",)
 
     def write(self, found: Sensitivities) -> tuple[str, ...]:
-        """Keep what was measured, in one step; notes if that cannot be."""
+        """Write the file in one step; return notes if that fails."""
         remedy = "Another run will measure again; set XDG_CACHE_HOME to a directory that can be written."
         if self.path is None:
             return (f"the measured sensitivities are not kept, as there is no home directory. {remedy}",)
@@ -107,7 +108,7 @@ def _hash(facts: Mapping[str, Any]) -> str:
 
 
 def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Scheme]]) -> Sensitivities:
-    """Parse a file; `ValueError` if it is not of `schemes`, or not as it was written."""
+    """Parse a file; raise `ValueError` if it is damaged or of other schemes."""
     if data.keys() != {"key", "losses", "expert_tokens", _HASH} or data["key"] != key:
         raise ValueError("it does not hold the key that it is called by")
     losses, tokens = data["losses"], data["expert_tokens"]

@@ -1,6 +1,6 @@
-"""The scales of a block's input features: of those that a method tries, the best for what its linears see.
+"""AWQ and SmoothQuant: search the scales of a block's input features, the best of a method's candidates.
 
-How candidates are made and measured is in `calibrate/scaling.py`, and where scales go in `fold_scales.py`.
+`calibrate/scaling.py` makes and measures candidates; `fold_scales.py` says where scales are folded into.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,9 @@ from quantkit.quantization.task import Task, needs_of
 def scale_features(
     block: Block, todo: BlockTasks, states: States, solver: Solver, config: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Choose the scales of a block's input features, in the solver's `factors`; the dense tensors they
-    change, by parameter.
+    """Choose the scales of a block's input features and put them into the solver's `factors`.
+
+    Returns the changed dense tensors by parameter.
     """
     changed: dict[str, torch.Tensor] = {}
     stops = [fold.consumers[0] for fold in todo.folds]
@@ -53,7 +54,7 @@ def scale_features(
         if fold.changed in todo.changed:
             stored = solver.read(todo.changed[fold.changed].source.name)
             changed[fold.changed], exact = fold_into(stored, scales)
-            # Of a bias only a part of the outputs comes through the rounded values.
+            # Only a part of a bias passes through the rounded values.
             scales = exact if fold.is_norm else scales
         for consumer in fold.consumers:
             _multiply(solver, todo.tasks[consumer], Factors(columns=scales[shared]))
@@ -65,7 +66,7 @@ def scale_features(
 def _scales(
     fold: Fold, todo: BlockTasks, hessian: Hessian, solver: Solver, config: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best of the candidates, float32 [S], and which of them each input feature has."""
+    """Return the best candidate, float32 [S], and the index of the scale of each input feature."""
     consumers = []
     tasks = [todo.tasks[name] for name in fold.consumers]
     for task in tasks:
@@ -73,7 +74,7 @@ def _scales(
         weight = solver.read(task.source.name).to(torch.float32)
         scheme = task.scheme
         if scheme.is_fitted:
-            # Fitted once: how weights are spread hardly changes.
+            # Fitted once: scaling hardly changes the distribution of the weights.
             scheme = solver.fit(task, weight, None).bind(scheme)
         consumers.append(Consumer(weight, scheme))
     columns = consumers[0].weight.shape[1]

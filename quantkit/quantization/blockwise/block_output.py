@@ -1,4 +1,4 @@
-"""The work file of a block while it is filled."""
+"""Fill the work file of a block."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,26 +8,26 @@ from quantkit.progress import Advance
 from quantkit.quantization.blockwise.block_tasks import BlockTasks
 from quantkit.quantization.blockwise.layer_quantizer import Quantized, merged
 
-#: Said of a linear whose method scales input features, where it does not.
+#: Note for a linear whose method scales input features, if its features could not be scaled.
 NOT_SCALED = (
     "its input features are not scaled: quantkit knows no operation of this model that only feeds linears "
     "of this method and could take the scales"
 )
-#: Said of what is quantized by a method that learns the rounding of blocks, where that does not reach it.
+#: Note for a matrix whose method learns the rounding of blocks, if the method does not cover it.
 NOT_LEARNED = "its rounding is not learned: that is for the linears of a block, not for experts or a head"
 
-#: Said of what has a method with data, and does not run when the model is given tokens.
+#: Note for a linear that has a method with data but does not run on tokens.
 NOT_RUN = (
     "it does not run when the model is given the calibration text, so it is quantized without data, with the "
     "scales of mse; a rule keeps it dense"
 )
 
-#: How many tokens chose each expert, and a note where those were too few.
+#: Number of tokens that chose each expert, and a note if some got too few.
 Coverage = tuple[list[int], str | None]
 
 
 class BlockOutput:
-    """The work file of a block while it is filled, and what the manifest says of its linears."""
+    """Work file of a block while it is filled, and the manifest entries of its linears."""
 
     def __init__(self, file: WorkFile, todo: BlockTasks, report: Advance) -> None:
         self._file, self.todo, self._report = file, todo, report
@@ -46,7 +46,7 @@ class BlockOutput:
             self._report(task.source.nbytes, one.line(matrix if name in self.todo.parts else task.module))
 
     def close(self, covered: Mapping[str, Coverage]) -> None:
-        """Put errors, notes and the tokens of experts, by module, into the work file for the manifest."""
+        """Write errors, notes and token counts of experts, by module, into the work file for the manifest."""
         notes = {module: [] if note is None else [note] for module, (_, note) in covered.items()}
         for module, text in _not_done(self.todo):
             if text not in notes.setdefault(module, []):
@@ -58,7 +58,7 @@ class BlockOutput:
 
 
 def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
-    """Modules, and what their methods do that was not done to one of their matrices."""
+    """Yield modules, and the step of their method that was skipped for one of their matrices."""
     scaled = {name for fold in todo.folds for name in fold.consumers}
     for name in todo.idle & todo.tasks.keys():
         module = todo.tasks[name].module

@@ -1,4 +1,4 @@
-"""The part of a plan that takes calibration data: what is to do in each block of the decoder."""
+"""Tasks with calibration data: which linears of each decoder block are quantized, and how."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,13 +18,15 @@ from quantkit.quantization.task import Task, needs_of
 
 @dataclass(frozen=True)
 class BlockTasks:
-    """The linears of one block that are quantized with it, by their name inside the block.
+    """Linears of one block that are quantized with it, by name inside the block.
 
-    The matrices of fused experts are called as their module, the number of the expert, and gate, up or down,
-    such as `mlp.experts.3.gate`; `parts` says where in the block's parameters they are. `folds` are where
-    scales of input features go, and `changed` the dense tensors that they change, by parameter. `number`
-    counts the blocks of the model. `is_head` for the lm_head, which is worked on as if it were a block.
-    `idle` do not run when the model is given tokens: they are quantized as if their methods took no data.
+    tasks     the linears; a matrix of fused experts has a name such as `mlp.experts.3.gate`
+    parts     where each such matrix is in the parameters of the block
+    folds     where scales of input features are folded into
+    changed   the dense tensors that folding changes, by parameter
+    number    index of the block in the model
+    is_head   True for the lm_head, which is treated as a block
+    idle      linears that do not run on tokens: quantized as if their methods took no data
     """
 
     name: str
@@ -38,12 +40,12 @@ class BlockTasks:
 
     @property
     def filename(self) -> str:
-        """The work file of the block."""
+        """Return the name of the block's work file."""
         return f"calibrated-{self._label}.safetensors"
 
     @property
     def hidden_filename(self) -> str:
-        """The work file of the hidden states after the block."""
+        """Return the name of the work file for the hidden states after the block."""
         return f"hidden-{self._label}.safetensors"
 
     @property
@@ -52,23 +54,26 @@ class BlockTasks:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """The tensors of the work file, about in the order they are made: it is hashed as it grows."""
+        """Return the tensors of the work file, about in the order they are made.
+
+        The file is hashed as it grows.
+        """
         every = (*self.changed.values(), *self.tasks.values())
         return [spec for task in every for spec in task.outputs]
 
     @property
     def calibrated(self) -> dict[str, Task]:
-        """Return the tasks with a method that takes data, as far as they run."""
+        """Return the tasks that run and whose method takes data."""
         return {name: task for name, task in self.tasks.items() if task.needs and name not in self.idle}
 
     def without(self, modules: Collection[str]) -> "BlockTasks":
-        """Return these tasks where linears and experts called `modules` do not run."""
+        """Return these tasks with the linears and experts in `modules` marked as idle."""
         experts = [name for module in modules if module in self.experts for name in self.of_experts(module)]
         return replace(self, idle=frozenset([*modules, *experts]))
 
     @property
     def refined(self) -> dict[str, Refinement]:
-        """Return the refinement of the codes of each linear: no matrices of experts, no head."""
+        """Return the refinement of the codes of each linear; experts and head have none."""
         if self.is_head:
             return {}
         refinements = {
@@ -82,14 +87,14 @@ class BlockTasks:
 
     @property
     def experts(self) -> dict[str, tuple[int, ...]]:
-        """The fused experts with tasks: their module, and the numbers of its experts."""
+        """Return the fused experts with tasks: the module, and the indices of its experts."""
         found: dict[str, set[int]] = {}
         for part in self.parts.values():
             found.setdefault(part.parameter.rpartition(".")[0], set()).add(part.expert)
         return {module: tuple(sorted(numbers)) for module, numbers in found.items()}
 
     def of_expert(self, module: str, expert: int, leaf: str) -> dict[str, Task]:
-        """The matrices of an expert in a fused parameter, as far as they have a method that takes data."""
+        """Return the tasks with data for an expert's matrices in a fused parameter."""
         names = [f"{module}.{expert}.{matrix}" for matrix in MATRICES[leaf]]
         return {
             name: self.tasks[name]
@@ -100,7 +105,7 @@ class BlockTasks:
         }
 
     def of_experts(self, module: str) -> dict[str, Task]:
-        """The matrices of all its experts that have a method that takes data."""
+        """Return the tasks with data for the matrices of all experts of a module."""
         found: dict[str, Task] = {}
         for expert in self.experts[module]:
             for leaf in MATRICES:
@@ -109,7 +114,7 @@ class BlockTasks:
 
 
 def weight_of(name: str) -> str:
-    """Return the parameter of a linear, by its name inside a block: "" is the block itself."""
+    """Return the weight parameter of a linear, by its name inside a block; "" is the block itself."""
     return f"{name}.weight" if name else "weight"
 
 
@@ -119,9 +124,9 @@ def needs_data(planned: Plan) -> bool:
 
 
 def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:
-    """Return the tasks of each block up to the last one with a method that takes data, the lm_head included.
+    """Return the tasks of each block up to the last one with a method that takes data, lm_head included.
 
-    Raises `UsageError` where such a method is asked for outside of them.
+    Raises `UsageError` if such a method is requested outside of blocks.
     """
     kinds = {layer.linear.module: layer.linear.kind for layer in planned.layers}
     block_names = decoder.block_names
@@ -169,7 +174,7 @@ def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockT
 def _as_listed(
     tasks: Mapping[str, Task], parts: Mapping[str, ExpertPart], parameters: Sequence[str]
 ) -> dict[str, Task]:
-    """The tasks of a block in the order of its parameters."""
+    """Return the tasks of a block in the order of its parameters."""
     places = {parameter: at for at, parameter in enumerate(parameters)}
 
     def place(name: str) -> int:
@@ -179,7 +184,10 @@ def _as_listed(
 
 
 def work_bytes(blocks: Sequence[BlockTasks], samples: Samples, hidden_size: int) -> int:
-    """Bytes of a run's work files, at most: the blocks, and hidden states twice while they are replaced."""
+    """Return an upper bound on the bytes of all work files.
+
+    These are the blocks, and hidden states twice, as they are replaced by new ones.
+    """
     hidden = samples.tokens.numel() * hidden_size * 4
     return sum(spec.nbytes for block in blocks for spec in block.specs) + 4 * hidden
 
@@ -193,7 +201,7 @@ def _no_inputs(module: str, what: str, task: Task) -> str:
 
 
 def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
-    """Return the folds where all linears that see the features are packed by methods with one scaling."""
+    """Return the folds for which all consumers are packed by methods with the same scaling."""
 
     def scaled(fold: Fold) -> bool:
         methods = [tasks[name].method for name in fold.consumers if name in tasks]
@@ -204,6 +212,6 @@ def _folds(tasks: Mapping[str, Task]) -> tuple[Fold, ...]:
 
 
 def _packing(planned: Plan) -> Iterator[Task]:
-    """The tasks that pack a linear."""
+    """Yield the tasks that pack a linear."""
     for shard in planned.shards:
         yield from (task for task in shard.tasks if task.scheme is not None)

@@ -1,7 +1,7 @@
-"""The calibration of a run: what its methods with data work with, and the work files that they fill.
+"""Calibration of a run: samples, decoder, tasks, and the work files they fill.
 
-`quantization/blockwise/block_tasks.py` says what is to do in each block, and
-`quantization/blockwise/pipeline.py` does it.
+`quantization/blockwise/block_tasks.py` lists the tasks of each block, and
+`quantization/blockwise/pipeline.py` runs them.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ class Calibration:
     def of(
         cls, checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, device: torch.device
     ) -> "Calibration | None":
-        """The calibration of a plan, None if no method needs data.
+        """Create the calibration of a plan; None if no method needs data.
 
-        Everything that can be refused about it is, before any work.
+        Every check that can refuse a run is made here, before any work.
         """
         if not needs_data(planned):
             if options.sources is not None and planned.allocation is None:
@@ -64,37 +64,37 @@ class Calibration:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes in the source of what is quantized with data."""
+        """Return the source bytes of the tensors that are quantized with data."""
         return sum(task.source.nbytes for block in self.blocks for task in block.tasks.values())
 
     @property
     def changed(self) -> frozenset[str]:
-        """The dense tensors that are not those of the source: scales of input features go to them."""
+        """Return the dense tensors that differ from the source, because scales are folded into them."""
         return frozenset(task.source.name for block in self.blocks for task in block.changed.values())
 
     @property
     def work_files(self) -> tuple[str, ...]:
-        """The names of all files that are filled."""
+        """Return the names of all work files."""
         return tuple(name for block in self.blocks for name in (block.filename, block.hidden_filename))
 
     @property
     def quantized_files(self) -> tuple[str, ...]:
-        """Return the names of the files whose tensors the shards take."""
+        """Return the names of the work files from which shards copy tensors."""
         return tuple(block.filename for block in self.blocks if block.tasks)
 
     @property
     def description(self) -> str:
-        """The samples in a line, for the manifest."""
+        """Return a one-line description of the samples, for the manifest."""
         count, length = self.samples.tokens.shape
         return f"{count} samples of {length} tokens from {self.samples.origin}, sha256 {self.samples.digest}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all that determines the bytes written."""
+        """Return everything that the written bytes depend on."""
         return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}
 
 
 def _refuse_without_images(blocks: Sequence[BlockTasks], parts: Parts) -> None:
-    """Raise `UsageError` for methods with data on what runs for images only."""
+    """Raise `UsageError` for methods with data on modules that run for images only."""
     if parts.outside != OUTSIDE_DECODER:
         return
     for block in blocks:
@@ -116,7 +116,7 @@ def calibrate(
     ranks: Ranks,
     report: Advance,
 ) -> None:
-    """Fill the work files, unless all shards are done; ranks beside the first have no `output`."""
+    """Fill the work files, unless all shards are done. Only the first rank has an `output`."""
 
     def done() -> list[str] | None:
         assert output is not None
@@ -129,7 +129,7 @@ def calibrate(
         return
     files: WorkFiles = Followed(out, known) if output is None else output
     decoder = calibration.decoder
-    # One for a GPU, whose passes would share its memory.
+    # One worker on a GPU: the passes of several would compete for its memory.
     lanes = max(1, cpu_workers() // ranks.on_host) if decoder.device.type == "cpu" else 1
     with working(lanes, "quantize") as workers:
         blocks, samples = calibration.blocks, calibration.samples
@@ -137,7 +137,7 @@ def calibrate(
 
 
 def discard_work(output: OutputDirectory, calibration: Calibration) -> None:
-    """Remove the work files of a run whose shards are whole."""
+    """Remove the work files after the shards are complete."""
     for name in calibration.work_files:
         if output.is_done(name):
             output.discard(name)

@@ -1,4 +1,4 @@
-"""Calibration data for a checkpoint: its own tokenizer's tokens, checked before any work."""
+"""Read calibration data for a checkpoint, tokenized by its own tokenizer and checked before any work."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,9 @@ from quantkit.quantization.blockwise.pictured_samples import (
 
 
 def sample_shape(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[int, int]:
-    """Return the number of samples, and of tokens of each, that are asked for; texts, which are not read, may
-    give fewer.
+    """Return the requested number of samples, and of tokens per sample.
+
+    Texts are not read here; they may give fewer.
     """
     counts = shares(parse_sources(options.sources), options.samples, DEFAULT_SAMPLES)
     length = options.length or DEFAULT_LENGTH
@@ -33,11 +34,10 @@ def sample_shape(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[i
 
 
 def read_samples(checkpoint: Checkpoint, options: CalibrationOptions, vocabulary: int) -> Samples:
-    """The samples for a model whose embedding has `vocabulary` rows.
+    """Read the samples for a model whose embedding has `vocabulary` rows.
 
-    A model with an image processor gets the images that rows of `.jsonl` files name.
-
-    `UsageError` for sources that cannot be used, `CheckpointError` if the tokenizer is another model's.
+    A model with an image processor also gets the images named in rows of `.jsonl` files. Raises `UsageError`
+    for unusable sources, `CheckpointError` if the tokenizer belongs to another model.
     """
     sources = parse_sources(options.sources)
     counts = shares(sources, options.samples, DEFAULT_SAMPLES)
@@ -92,7 +92,7 @@ def _tokens(words: Any, document: Document, name: str) -> torch.Tensor:
 
 
 def _rendered(words: Any, document: list[dict[str, Any]], name: str) -> str:
-    """A chat as the text that the model's template makes of it."""
+    """Render a chat to text by the chat template of the model."""
     if not getattr(words, "chat_template", None):
         raise UsageError(
             f"{name} has chat messages, but the tokenizer of this model has no chat template. Give "
@@ -100,7 +100,7 @@ def _rendered(words: Any, document: list[dict[str, Any]], name: str) -> str:
         )
     try:
         text: str = words.apply_chat_template(document, tokenize=False)
-    except Exception as error:  # Templates raise what they like.
+    except Exception as error:  # Templates may raise anything.
         raise UsageError(
             f"{name}: the chat template of this model refuses a chat ({type(error).__name__}: {error}). "
             "Check the roles of its messages."
@@ -109,8 +109,8 @@ def _rendered(words: Any, document: list[dict[str, Any]], name: str) -> str:
 
 
 def _positions(checkpoint: Checkpoint) -> int | None:
-    """Return how many positions the text model has, under whatever name its config keeps that."""
+    """Return the number of positions of the text model, under any of the names that configs use."""
     config = model_config(checkpoint.config, checkpoint.directory)
     found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    # XLNet, which has no limit, says -1.
+    # XLNet has no limit and says -1.
     return found if isinstance(found, int) and found > 0 else None

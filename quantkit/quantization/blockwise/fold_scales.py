@@ -1,4 +1,4 @@
-"""Folding scales of input features into the norm or the linear that makes a linear's inputs."""
+"""Fold scales of input features into the norm or linear that produces the features."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import torch
 
 @dataclass(frozen=True)
 class Fold:
-    """An operation of a block, by name, and the linears that see its outputs and nothing else does.
+    """Operation of a block, by name, and the linears that alone read its outputs.
 
-    A norm's weight is divided by the scales; of a linear, its rows and bias.
+    Scales divide the weight of a norm, or the rows and bias of a linear.
     """
 
     producer: str
@@ -20,11 +20,11 @@ class Fold:
 
     @property
     def changed(self) -> str:
-        """The parameter that is stored dense and changes: a norm's weight, a linear's bias if it has one."""
+        """Return the dense parameter that changes: the weight of a norm, or the bias of a linear, if any."""
         return f"{self.producer}.{'weight' if self.is_norm else 'bias'}"
 
 
-#: Where scales may go in the blocks of `LLAMA_LIKE` families.
+#: Possible folds in blocks of `LLAMA_LIKE` families.
 FOLDS = (
     Fold("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), True),
     Fold("input_layernorm", ("self_attn.qkv_proj",), True),
@@ -37,7 +37,7 @@ FOLDS = (
 
 
 def shared_rows(fold: Fold, rows: int, columns: int, config: Mapping[str, Any]) -> torch.Tensor:
-    """For each of the consumers' `columns` the row of the producer that it sees, int64 [columns].
+    """Return for each of the consumers' `columns` the producer's row that it reads, int64 [columns].
 
     Attention repeats each key-value head for the query heads of its group.
     """
@@ -50,13 +50,13 @@ def shared_rows(fold: Fold, rows: int, columns: int, config: Mapping[str, Any]) 
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """Multipliers of the weights [N, K] of a linear: columns [K] and rows [N], float32, or None for 1."""
+    """Multipliers of a weight [N, K]: columns [K] and rows [N], float32, or None for 1."""
 
     columns: torch.Tensor | None = None
     rows: torch.Tensor | None = None
 
     def apply(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weights in float32, scaled."""
+        """Return the scaled weight, float32."""
         scaled = weight.to(torch.float32)
         if self.columns is not None:
             scaled = scaled * self.columns
@@ -64,10 +64,10 @@ class Factors:
 
 
 def fold_into(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A norm's weight or a bias divided by `scales`, in its own dtype, and what it was divided by after
-    rounding.
+    """Divide a norm's weight or a bias by `scales`; return it with the exact divisor after rounding.
 
-    Where the result is zero that is 1: nothing comes through such a feature.
+    The result has the dtype of `stored`. The divisor is 1 where the result is zero, as such a feature has no
+    output.
     """
     divided = (stored.to(torch.float32) / scales).to(stored.dtype)
     exact = stored.to(torch.float32) / divided.to(torch.float32)

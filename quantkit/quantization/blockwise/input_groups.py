@@ -1,6 +1,6 @@
-"""The stages of a block: the modules that have one input together, in the order they run.
+"""Find the stages of a block: modules with the same input, in the order they run.
 
-Forward passes stop before each, so that its weights can be replaced before they are used.
+Forward passes stop before each stage, so that its weights can be replaced before they are used.
 """
 
 import threading
@@ -22,9 +22,10 @@ Stages = tuple[list[tuple[str, ...]], list[str], list[str]]
 
 
 def stages_of(block: Block, call: Call, wanted: Sequence[str], alone: Collection[str] = ()) -> Stages:
-    """The modules `wanted`, by name inside the block, in the order they run, those with one input together.
+    """Group the modules `wanted`, by name inside the block, into stages with one input each.
 
-    Except those in `alone`. `CheckpointError` if one of `alone` runs several times in `call` of the block.
+    Modules in `alone` get a stage each. Raises `CheckpointError` if one of these runs several times in
+    `call`.
     """
     calls: list[tuple[str, torch.Tensor]] = []
     hooks = [
@@ -62,7 +63,7 @@ def stages_of(block: Block, call: Call, wanted: Sequence[str], alone: Collection
 
 
 def inputs_of_calls(block: Block, one: ModelPass, name: str) -> torch.Tensor:
-    """Run `block` for a pass; the inputs [tokens, K] of all calls of the linear called `name` in it."""
+    """Run `block` for a pass; return the inputs [tokens, K] of all calls of the linear `name` in it."""
     found: list[torch.Tensor] = []
     thread = threading.get_ident()
 
@@ -81,11 +82,11 @@ def inputs_of_calls(block: Block, one: ModelPass, name: str) -> torch.Tensor:
 
 
 class Forwards:
-    """The forward passes of a block on all micro-batches, each stopping before every stage.
+    """Forward passes of a block on all micro-batches, each stopping before every stage.
 
-    While all are stopped the weights of the stage that comes next may be replaced. With `suspend` each pass
-    has a thread, which waits where it stopped. So every operation runs once, and all that a block makes
-    between two stages is in memory. Without, a pass starts anew for each stage. The numbers are the same.
+    While all are stopped, the weights of the next stage may be replaced. With `suspend`, each pass waits in a
+    thread of its own: every operation runs once, but the intermediate tensors stay in memory. Without, a pass
+    starts again for each stage. The numbers are the same.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Forwards:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Workers may still be in a step when another one has failed.
+        # Other workers may still be running after one has failed.
         with self._mutex:
             self._closed = True
         for lane in self._lanes:
@@ -122,7 +123,7 @@ class Forwards:
             hook.remove()
 
     def step(self, lane: int) -> tuple[torch.Tensor, ...]:
-        """Run micro-batch `lane` to its next stage; what that is called with: [tokens, any] each."""
+        """Run micro-batch `lane` to its next stage; return that stage's arguments, [tokens, any] each."""
         stop = self._reached[lane]
         self._reached[lane] += 1
         found: tuple[torch.Tensor, ...] | None = None
@@ -134,9 +135,9 @@ class Forwards:
         return tuple(one.reshape(-1, one.shape[-1]) for one in found)
 
     def visit(self, lane: int, see: Callable[[str, torch.Tensor], None]) -> None:
-        """Run micro-batch `lane` up to its last stage, and call `see` at each with its name and its inputs.
+        """Run micro-batch `lane` up to its last stage; call `see` with the name and inputs of each stage.
 
-        The inputs [tokens, K] are copies: the block may change its own once the stage has read them.
+        The inputs [tokens, K] are copies, as the block may change its own after reading them.
         """
         seen = 0
 
@@ -151,7 +152,7 @@ class Forwards:
         assert stopped is not None, f"{self._block.name} does not come to all of its stages"
 
     def finish(self, lane: int) -> torch.Tensor:
-        """Run micro-batch `lane` to the end, and its pass to the next block; the hidden states between."""
+        """Run micro-batch `lane` to the next block; return the hidden states between the blocks."""
         if not self._suspend:
             output = self._run(lane)
         else:
@@ -180,7 +181,7 @@ class Forwards:
     def _run_to(
         self, lane: int, stop: Callable[[int, tuple[torch.Tensor, ...]], None]
     ) -> tuple[torch.Tensor, ...] | None:
-        """Run a pass that `stop` ends before a stage by raising `Stopped`: what that is called with."""
+        """Run a pass until `stop` raises `Stopped` before a stage; return the arguments of that stage."""
         self._here.stop = stop
         try:
             self._run(lane)

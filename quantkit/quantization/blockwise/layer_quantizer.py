@@ -1,4 +1,4 @@
-"""Quantizing linears whose inputs are known: on some workers, whose results are put together in one order."""
+"""Quantize linears whose inputs are known, on several workers; results are combined in a fixed order."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -26,21 +26,23 @@ from quantkit.packing.tensor import PackedTensor
 from quantkit.quantization.blockwise.fold_scales import Factors
 from quantkit.quantization.task import Task, needs_of
 
-#: Reads inputs [T, K] of a linear, and those of the original model where a method needs the input error.
+#: Reads inputs [T, K] of a linear, and the same of the original model if a method needs the input error.
 ReadInputs = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-#: A piece of the inputs of the linear with this name.
+#: Name of a linear, and a piece of its inputs.
 Named = tuple[str, Piece]
 
 
 @dataclass(frozen=True, eq=False)
 class Solver:
-    """Quantizes the linears of blocks. `read` gives a stored tensor on `device`, `lanes` is the number of
-    `workers`, and `ranks` share the work.
+    """Quantizer for the linears of blocks.
 
-    `factors` are what weights are multiplied by first, by their stored name: those of the block in work.
-    `seen` are the Hessians of the inputs of its linears whose rounding will be learned, by stored name.
+    read      function that returns a stored tensor on `device`
+    lanes     number of `workers`
+    ranks     processes that share the work
+    factors   multipliers of weights by stored name, for the current block
+    seen      Hessians of the inputs of linears with learned rounding, by stored name
     """
 
     read: Callable[[str], torch.Tensor]
@@ -52,7 +54,7 @@ class Solver:
     seen: dict[str, Hessian] = field(default_factory=dict)
 
     def hessians(self, pieces: Mapping[str, Sequence[ReadInputs]]) -> dict[str, Hessian]:
-        """The Hessians of the inputs of some linears, by name, for those with any pieces of inputs."""
+        """Compute the Hessians of the inputs of linears, by name; linears without inputs are left out."""
         jobs = [
             (name, run_of(at, len(reads)), read)
             for name, reads in pieces.items()
@@ -63,12 +65,15 @@ class Solver:
     def hessians_of_all(
         self, function: Callable[[Any], Sequence[Named]], items: Sequence[Any]
     ) -> dict[str, Hessian]:
-        """The Hessians by name of what `function` finds for the `items` of all ranks, each with its own."""
+        """Compute Hessians by name from the results of `function` for the `items` of all ranks.
+
+        Each rank passes its own items.
+        """
         sums = self._sums_of_all(self._sums(function, items))
         return {name: found.hessian() for name, found in sums.items()}
 
     def _sums_of_all(self, mine: Mapping[str, RunSum]) -> dict[str, RunSum]:
-        """Return the sums of all ranks; the memory of `mine` is used."""
+        """Return the sums of all ranks; reuses the memory of `mine`."""
         records = [_record(name, part) for name, found in mine.items() for part in found.parts]
         sums: dict[str, RunSum] = {}
         for record in self.ranks.gather_records(records, self.device):
@@ -83,21 +88,22 @@ class Solver:
             for name, part in parts:
                 sums.setdefault(name, RunSum()).add(part)
 
-        # What one lane finds comes in order, and needs no memory of its own. Several multiply at a time.
+        # A single worker returns results in order and needs no extra memory. Several workers multiply at
+        # once.
         if self.lanes == 1:
             done = self.in_order(lambda item: add(function(item)), items)
         else:
             found = self.in_order(
                 lambda item: [(name, HessianSum.of(piece)) for name, piece in function(item)], items
             )
-            # A function, as a loop would keep what was added until it has the next: a sum more in memory.
+            # `map` frees each result when it has been added; a loop would keep one sum more in memory.
             done = map(add, found)
         for _ in done:
             pass
         return sums
 
     def in_order(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        """The results of `function` for all items, as many of them in memory at a time as there are lanes."""
+        """Yield the results of `function` for all items in order; at most `lanes` results are in memory."""
         running = deque(self.workers.submit(function, item) for item in items[: self.lanes])
         for item in items[self.lanes :]:
             yield running.popleft().result()
@@ -108,17 +114,16 @@ class Solver:
     def prepare(
         self, hessians: Mapping[str, Hessian], needs: Mapping[str, Set[Need]]
     ) -> dict[str, LinearStats]:
-        """Return the statistics for linears with the Hessians `hessians`, whose methods need `needs`, by the
-        same names.
+        """Compute the statistics that the methods of linears need, by name, from `hessians` and `needs`.
 
-        The input errors are used up.
+        Consumes the input errors.
         """
         found = self.workers.map(lambda name: LinearStats.corrected(hessians[name], needs[name]), hessians)
         return dict(zip(hessians, found, strict=True))
 
     def solve(self, tasks: Mapping[str, Task], stats: Mapping[str, LinearStats]) -> "dict[str, Quantized]":
-        """Quantize some linears with what is known of their inputs, nothing for methods without data."""
-        # What sums of Hessians leave free fits few of the rows, and what factors leave as few.
+        """Quantize linears with the statistics of their inputs; methods without data have none."""
+        # Cached memory from Hessian sums, and later from factors, fits few of the tensors allocated next.
         trim_cache(self.device)
         weights = {name: self.weight(task.source.name) for name, task in tasks.items()}
         fits = {
@@ -127,7 +132,7 @@ class Solver:
         }
         parameters = {name: fit.result() for name, fit in fits.items()}
         pieces = {name: self._pieces(weights[name], task, stats.get(name)) for name, task in tasks.items()}
-        # Once for all linears that have an input.
+        # Factorize once for all linears with the same input.
         list(self.workers.map(LinearStats.factorize, dict.fromkeys(stats.values())))
         trim_cache(self.device)
         chunks = {
@@ -155,7 +160,7 @@ class Solver:
     def _pieces(
         self, weight: torch.Tensor, task: Task, stats: LinearStats | None
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Rows of a weight some at a time, and their targets, where those are others."""
+        """Split the rows of a weight into pieces; add their targets if these differ from the rows."""
         method, chunks = task.method, self._chunks(weight)
         assert method is not None
         if stats is None or not method.changes_target(stats):
@@ -171,8 +176,9 @@ class Solver:
     def solve_alike(
         self, name: str, tasks: Mapping[str, Task], share: Sequence[tuple[int, ReadInputs]]
     ) -> "dict[str, Quantized]":
-        """Quantize linears with one input, whose name is for errors; `share` are this rank's pieces, with
-        their runs.
+        """Quantize linears with one input; `share` are this rank's pieces of it, with their run numbers.
+
+        `name` is the input's name for errors.
         """
         jobs = [(name, run, read) for run, read in share]
         hessians = self.hessians_of_all(_read_piece, jobs)
@@ -190,13 +196,13 @@ class Solver:
     def divide(
         self, tasks: Mapping[str, Task], solve: "Callable[[Mapping[str, Task]], dict[str, Quantized]]"
     ) -> "dict[str, Quantized]":
-        """Have each rank `solve` its share of `tasks`; what all of them found."""
+        """Let each rank `solve` its share of `tasks`; return the results of all ranks."""
         names = list(tasks)
         mine = {names[at]: tasks[names[at]] for at in self.ranks.share(len(names))}
         return self.exchange(tasks, solve(mine) if mine else {})
 
     def exchange(self, tasks: Mapping[str, Task], mine: "Mapping[str, Quantized]") -> "dict[str, Quantized]":
-        """Return the results of all ranks for `tasks`, of which this one has `mine`."""
+        """Return the results of all ranks for `tasks`; `mine` are the results of this rank."""
         records = [
             Record(dict(one.packed.parts()), {"name": name, "detail": one.detail})
             for name, one in mine.items()
@@ -211,7 +217,7 @@ class Solver:
         return found
 
     def weight(self, name: str) -> torch.Tensor:
-        """A weight as it is quantized: as stored, or with the scales of its features and rows."""
+        """Return the weight to quantize: as stored, with the scales of features and rows applied."""
         weight = self.read(name)
         return self.factors[name].apply(weight) if name in self.factors else weight
 
@@ -219,7 +225,7 @@ class Solver:
         return torch.split(weight, chunk_rows(weight.shape[1], self.device))
 
     def fit(self, task: Task, weight: torch.Tensor, stats: LinearStats | None) -> TensorParameters:
-        """Return the parameters that the rows of a weight share."""
+        """Fit the parameters that all rows of a weight share, such as a code book."""
         assert task.scheme is not None and task.method is not None
         method, search = task.method, task.method.scale_search
 
@@ -248,9 +254,9 @@ def named_piece(
     *,
     find_largest: bool = False,
 ) -> Named:
-    """A piece of inputs [T, K] in this run; `FormatError` if one of them is NaN or infinite.
+    """Make a piece of inputs [T, K] in run `run`; raise `FormatError` for NaN or infinity.
 
-    Only scalings ask for the largest magnitudes.
+    `find_largest` also computes the largest magnitudes, which only scalings need.
     """
     check_finite(inputs, name)
     return name, Piece(run, inputs, original, find_largest)
@@ -286,7 +292,7 @@ def _rows(
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A finished linear: its parts, and what the manifest says of it."""
+    """Finished linear: its parts, and its manifest entry."""
 
     packed: PackedTensor
     detail: dict[str, Any]
@@ -315,7 +321,7 @@ class Quantized:
         return cls(packed_rows(rows, parameters, task.scheme, shape), detail)
 
     def part(self, name: str, task: Task) -> torch.Tensor:
-        """The stored part called `name`, the logical shape included."""
+        """Return the stored part called `name`; the logical shape is one of them."""
         if name == "shape":
             return torch.tensor(task.source.shape)
         found = self.packed.part(name)
@@ -325,7 +331,10 @@ class Quantized:
     def learned(
         self, packed: PackedTensor, weight: torch.Tensor, inputs: Hessian, block_error: Sequence[float]
     ) -> "Quantized":
-        """With the codes that were learned; `weight` is what was quantized, and `inputs` what it saw."""
+        """Return this linear with learned codes.
+
+        `weight` is the weight that was quantized, `inputs` the Hessian of its inputs.
+        """
         errors = weight.float() - packed.dequantize()
         detail = {
             **self.detail,
@@ -336,7 +345,7 @@ class Quantized:
         return Quantized(packed, detail)
 
     def line(self, module: str) -> str:
-        """For the progress line: the relative error of the outputs, and the damping."""
+        """Return text for the progress line: the relative error of the outputs, and the damping."""
         if "output" not in self.detail:
             return module
         error, energy = self.detail["output"]
@@ -346,7 +355,7 @@ class Quantized:
 
 
 def packed_of(files: Checkpoint, task: Task) -> PackedTensor:
-    """The packed tensor that a work file holds for a task."""
+    """Return the packed tensor of a task from its work file."""
     assert task.scheme is not None
     shape = (task.source.shape[0], task.source.shape[1])
     stored = task.scheme.storage_shapes(shape)
@@ -361,7 +370,7 @@ def packed_of(files: Checkpoint, task: Task) -> PackedTensor:
 def merged(
     matrices: Mapping[str, Mapping[str, Any]], notes: Sequence[str], tokens: Sequence[int] | None
 ) -> dict[str, Any]:
-    """The details of the matrices of one module as one, with `notes` on all, and the tokens of experts."""
+    """Merge the details of all matrices of a module; add `notes` and the token counts of experts."""
     details = list(matrices.values())
     found: dict[str, Any] = {
         "squared": [sum(pair) for pair in zip(*(one["squared"] for one in details), strict=True)]
@@ -375,7 +384,7 @@ def merged(
     if "output" not in details[0]:
         return found
     found["output"] = [sum(pair) for pair in zip(*(one["output"] for one in details), strict=True)]
-    # A linear whose rounding was learned is the only matrix of its module.
+    # A linear with learned rounding is the only matrix of its module.
     found["block_error"] = details[0].get("block_error")
     dampings = [one["damping"] for one in details if one["damping"] is not None]
     found["damping"] = max(dampings, default=None)

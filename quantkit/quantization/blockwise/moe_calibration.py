@@ -1,15 +1,13 @@
-"""Calibrating fused experts: each with the tokens that chose it, and with all to a part.
+"""Calibrate fused experts: each on its own tokens, and to a part on all tokens.
 
-An expert sees a part of the tokens, often fewer than a Hessian of all its features asks for. So its Hessian
-is
+An expert sees a part of the tokens, often fewer than a Hessian needs. So its Hessian is
 
     H = (n H_own + m H_all) / (n + m),
 
-of the n tokens that chose it and of all tokens of the layer. Those count as much as m of its own: m is twice
-the features of its inputs. That is the mean of H given n samples if H_all is expected before (an inverse
-Wishart prior). An expert that no token chose has H_all. The quantized gate and up of the expert make the
-inputs of down, from either kind of tokens. A token counts the same whatever its weight in the sum of the
-experts.
+with n tokens that chose it, and H_all the Hessian of all tokens of the layer. The prior m is twice the number
+of its input features. H is the posterior mean given n samples, for an inverse Wishart prior with mean H_all.
+An expert that no token chose has H_all. The inputs of down are computed by the quantized gate and up of the
+expert, for both kinds of tokens. All tokens count the same, whatever their router weight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +25,14 @@ from quantkit.quantization.blockwise.block_tasks import BlockTasks
 from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver
 from quantkit.quantization.task import Task
 
-#: How many tokens per feature all of them count as.
+#: Weight of H_all, in tokens per input feature.
 PRIOR = 2
-#: Tokens per feature, evenly spaced, that stand for all: each goes through every expert for what down sees.
+#: Tokens per feature, evenly spaced, that represent all tokens: each runs through every expert to get the
+#: inputs of down.
 EVERYONE = 16
-#: Tokens whose Hessian is computed at a time.
+#: Tokens per step of a Hessian sum.
 TOKENS = 4096
-#: Bytes of an expert in work by the square of the features of its inputs: H, its factors and what they are
-#: made from.
+#: Bytes per squared input feature for an expert in progress: H, its factors and temporaries.
 WORK_BYTES = 56
 
 
@@ -42,7 +40,7 @@ WORK_BYTES = 56
 class Routed:
     """Arguments of fused experts: inputs [T, K] and the experts that each token chose, int64 [T, k].
 
-    `originals` are the inputs [T, K] in the original model, where a method corrects for the input error.
+    `originals` are the inputs [T, K] in the original model, for methods that correct the input error.
     """
 
     inputs: torch.Tensor
@@ -53,9 +51,9 @@ class Routed:
     def of(
         cls, calls: Sequence[tuple[torch.Tensor, ...]], originals: Sequence[torch.Tensor], name: str
     ) -> "Routed":
-        """Collect the calls with all micro-batches; `originals` are empty without input error.
+        """Collect the calls of all micro-batches; `originals` is empty unless a method corrects input errors.
 
-        Raises `CheckpointError` if they are not inputs and choices.
+        Raises `CheckpointError` for arguments other than inputs and chosen experts.
         """
         for call in calls:
             if len(call) < 2 or len(call[0]) != len(call[1]) or call[1].is_floating_point():
@@ -71,11 +69,11 @@ class Routed:
         )
 
     def tokens(self, expert: int) -> torch.Tensor:
-        """The tokens that chose an expert, int64 [n]."""
+        """Return the indices of the tokens that chose an expert, int64 [n]."""
         return (self.chosen == expert).any(1).nonzero().flatten()
 
     def everyone(self, features: int) -> torch.Tensor:
-        """Tokens that stand for all, int64 [n]."""
+        """Return the indices of evenly spaced tokens that represent all, int64 [n]."""
         total = len(self.chosen)
         count = min(total, EVERYONE * features)
         return torch.arange(count) * total // count
@@ -84,11 +82,11 @@ class Routed:
 def call_tensors(
     experts: nn.Module, call: Sequence[torch.Tensor], original: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Return a call's tensors that `Routed.of` takes, by number, and the inputs of the `original` model."""
+    """Return the tensors of a call for `Routed.of`, by number, and the inputs of the `original` model."""
     tensors, rows = chosen_rows(experts, call)
     found = {str(at): one for at, one in enumerate(tensors)}
     if original is not None:
-        # Rows of zeros are those of experts that the original model did not choose: they say nothing.
+        # Zero rows belong to experts that the original model did not choose: ignore them.
         chosen = original[rows].any(-1, keepdim=True) | spec_of(experts).routed
         found["original"] = torch.where(chosen, original[rows], tensors[0])
     return found
@@ -104,9 +102,9 @@ def quantize_experts(
     free: int,
     store: Callable[[Mapping[str, Quantized]], None],
 ) -> None:
-    """Quantize the experts of the module called `name` that take data, some at a time, as `free` bytes allow.
+    """Quantize all experts of module `name` that take data, as many at a time as `free` bytes allow.
 
-    `store` makes what is finished the weights of `experts`; `originals` keep theirs, for the input error.
+    `store` sets finished matrices as weights of `experts`. `originals` keep theirs, for the input error.
     """
     numbers = todo.experts[name]
     kinds = [
@@ -115,7 +113,7 @@ def quantize_experts(
         if todo.of_expert(name, numbers[0], leaf)
     ]
     widest = max(kind.features for kind in kinds)
-    # All ranks have as many in work as the one with the least memory.
+    # The rank with the least memory sets the number of experts in progress for all.
     size = min(solver.ranks.all_gather(max(1, min(2 * solver.lanes, free // (WORK_BYTES * widest**2)))))
     size *= solver.ranks.size
     for at in range(0, len(numbers), size):
@@ -124,7 +122,7 @@ def quantize_experts(
 
 
 class _Kind:
-    """The matrices of one fused parameter, which have one method, and their Hessians."""
+    """Matrices of one fused parameter, which share a method, and their Hessians."""
 
     def __init__(
         self,
@@ -144,7 +142,7 @@ class _Kind:
         self._shared: Hessian | None = None
 
     def solve(self, block: str, group: Sequence[int]) -> dict[str, Quantized]:
-        """Quantize the matrices of some experts, each rank those of its share."""
+        """Quantize the matrices of a group of experts; each rank its share."""
         mine = [group[at] for at in self._solver.ranks.share(len(group))]
         tasks = {matrix: task for expert in group for matrix, task in self._tasks[expert].items()}
         return self._solver.exchange(tasks, self._solve(block, mine) if mine else {})
@@ -158,7 +156,7 @@ class _Kind:
             for name, every in self._everyone(names).items()
         }
         stats = solver.prepare(hessians, dict.fromkeys(hessians, self._method.needs))
-        # Their input errors are the corrections, which are let go before the factors come.
+        # The corrections are computed: free their inputs before the factors are allocated.
         hessians.clear()
         tasks = {matrix: task for expert in group for matrix, task in self._tasks[expert].items()}
         owners = {matrix: names[expert] for expert in group for matrix in self._tasks[expert]}
@@ -173,7 +171,7 @@ class _Kind:
         return finished
 
     def _everyone(self, names: Mapping[int, str]) -> dict[str, Hessian]:
-        """The Hessians of all tokens for each expert; gate and up of all experts see the same."""
+        """Return the Hessian of all tokens for each expert; gate and up of all experts share one."""
         tokens = self._routed.everyone(self.features)
         if self._leaf == DOWN:
             return self._hessians({name: (expert, tokens) for expert, name in names.items()})
@@ -183,7 +181,7 @@ class _Kind:
         return dict.fromkeys(names.values(), self._shared)
 
     def _hessians(self, wanted: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, Hessian]:
-        """The Hessians of experts from tokens, by name, for those with any."""
+        """Return the Hessians of experts from their own tokens, by name; none for unchosen experts."""
         pieces: dict[str, list[ReadInputs]] = {
             name: [partial(self._read, expert, some) for some in torch.split(tokens, TOKENS)]
             for name, (expert, tokens) in wanted.items()
@@ -195,7 +193,7 @@ class _Kind:
     def _read(self, expert: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the inputs [tokens, K] of an expert's matrices for the tokens numbered `tokens`.
 
-        Beside them return those of the original model; None unless the method needs the input error.
+        Also returns the inputs in the original model, or None unless the method needs the input error.
         """
 
         def of(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -210,16 +208,14 @@ class _Kind:
 
 
 def _output(solver: Solver, task: Task, quantized: Quantized, own: Hessian) -> list[float]:
-    """The squared error of the outputs, summed over the tokens that chose an expert, and their square."""
+    """Return the squared output error and the squared output, summed over an expert's tokens."""
     weight = solver.weight(task.source.name).to(torch.float32)
     errors = weight - quantized.packed.dequantize(torch.float32)
     return [own.tokens * own.output_energy(errors), own.tokens * own.output_energy(weight)]
 
 
 def coverage(routed: Routed, numbers: Sequence[int], columns: int) -> tuple[list[int], str | None]:
-    """Return the number of tokens that chose each expert, and a note if some are below the features of its
-    inputs.
-    """
+    """Return the number of tokens of each expert, and a note if some got fewer than their input features."""
     counts = [len(routed.tokens(expert)) for expert in numbers]
     few = [expert for expert, count in zip(numbers, counts, strict=True) if count < columns]
     if not few:

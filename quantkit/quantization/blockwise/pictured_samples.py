@@ -1,4 +1,4 @@
-"""Calibration samples with images: what the model's processor makes of rows that name some."""
+"""Make calibration samples with images, by the model's own processor."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.hf_files import explained
 from quantkit.model.tokenizer import tokenize
 
-#: Made by processors beside tokens, and of no use where no token is padding.
+#: Outputs of processors that samples do not use: tokens are kept separately, and none is padding.
 _LEFT_OUT = ("input_ids", "attention_mask")
 
 
 def image_processor(checkpoint: Checkpoint) -> Any:
-    """Return the processor of a model that takes images; None if it takes none.
+    """Return the processor of a model that takes images; None for other models.
 
-    Code in the checkpoint is never run. `CheckpointError` for one that does not load.
+    Code in the checkpoint is never run. Raises `CheckpointError` for a processor that does not load.
     """
     from transformers import AutoProcessor
 
@@ -34,10 +34,10 @@ def image_processor(checkpoint: Checkpoint) -> Any:
 def pictured_samples(
     processor: Any, rows: Sequence[Pictured], count: int, length: int, seed: int, path: str
 ) -> Samples:
-    """Return up to `count` samples of `length` tokens, each of one row: its images and text, then more text.
+    """Make up to `count` samples of `length` tokens, each of one row: its images and text, then filler text.
 
-    The text that fills a sample up comes with quantkit. `UsageError` if no row fits into a sample, or the
-    processor takes none.
+    The filler text comes with quantkit. Raises `UsageError` if no row fits into a sample, or if the processor
+    accepts none.
     """
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -80,7 +80,7 @@ def _inputs(processor: Any, row: Pictured, path: str) -> dict[str, torch.Tensor]
         found = {name: one for name, one in made.items() if isinstance(one, torch.Tensor)}
         if found["input_ids"].shape[0] != 1:
             raise ValueError("it makes several rows of one")
-    except Exception as error:  # Processors and templates raise what they like.
+    except Exception as error:  # Processors and templates may raise anything.
         raise UsageError(
             f"{path}: the processor of this model cannot take the row with {row.images[0].name} "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). Check its messages."
@@ -89,7 +89,7 @@ def _inputs(processor: Any, row: Pictured, path: str) -> dict[str, torch.Tensor]
 
 
 def _text(processor: Any, row: Pictured) -> str:
-    """The row by the model's chat template; without one, its text after the tokens for its images."""
+    """Render a row by the model's chat template; without one, put its image tokens before its text."""
     if getattr(processor, "chat_template", None):
         rendered: str = processor.apply_chat_template(row.messages, tokenize=False)
         return rendered
@@ -99,14 +99,17 @@ def _text(processor: Any, row: Pictured) -> str:
 
 
 def _padded(tensor: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
-    """Return `tensor`, [1, T, ...] with zeros for the text after a row if it has one entry a token."""
+    """Append zeros for the filler text to a [1, T, ...] tensor with one entry per token.
+
+    Other tensors are returned as they are.
+    """
     if tensor.shape[:2] != (1, tokens):
         return tensor
     return torch.cat([tensor, tensor.new_zeros(1, length - tokens, *tensor.shape[2:])], 1)
 
 
 def _filler(tokenizer: Any, length: int) -> torch.Tensor:
-    """Return the tokens of the text that comes with quantkit, again and again until there are `length`."""
+    """Return the tokens of the built-in text, repeated to `length` tokens."""
     documents = [document for document in read_documents(BUNDLED) if isinstance(document, str)]
     found = tokenize(tokenizer, "\n".join(documents))
     if len(found) < 2:

@@ -1,20 +1,18 @@
-"""Quantizing with calibration data: block by block, each with the inputs that the quantized blocks before it
-make.
+"""Quantize with calibration data, block by block: each on the outputs of the quantized blocks before it.
 
-The linears of a block are quantized in the order they run, those with one input together. In memory are the
-weights of one block, twice where a step needs the original's, and the hidden states of all samples. A
-finished block goes to a work file in the output directory, from which the shards take its bytes once all
-blocks are done.
+The linears of a block are quantized in the order they run; linears with one input together. In memory are the
+weights of one block, twice if a step needs the original, and the hidden states of all samples. A finished
+block goes to a work file in the output directory, from which the shards copy it at the end.
 
-A run that was interrupted continues after its last finished block. Hidden states are stored from time to
-time; blocks that were finished since are run again with their stored weights, which gives the same bits.
+An interrupted run resumes after its last finished block. Hidden states are stored from time to time. Later
+finished blocks run again with their stored weights, which gives the same bits.
 
-Arithmetic on a CPU is in float32, in workers of one thread each whose results are put together in one order:
-what is stored depends neither on their number nor on where a run was interrupted.
+On a CPU, arithmetic is in float32, in workers of one thread each. Results are combined in a fixed order, so
+the stored bytes depend neither on the number of workers nor on interruptions.
 
-Several ranks (`model/distributed.py`) each run the passes of their share of the samples and quantize their
-share of the linears. Hessians are summed as in one process, and all ranks see the same quantized weights, so
-that the number of ranks changes nothing either.
+Several ranks (`model/distributed.py`) each run their share of the samples and quantize their share of the
+linears. Hessians are summed as in one process, and all ranks see the same quantized weights. So the stored
+bytes do not depend on the number of ranks.
 """
 
 import time
@@ -48,29 +46,29 @@ from quantkit.quantization.blockwise.refine_block import learn_rounding
 from quantkit.quantization.blockwise.states import States
 from quantkit.quantization.task import Task, needs_of
 
-#: Samples that go through a block at a time at most, by device, their tokens, and the features of those where
-#: a linear has the most: an MLP has several tensors of so many.
+#: Limits of a micro-batch: samples by device, tokens, and tokens times the features of the widest linear, as
+#: an MLP holds several such tensors.
 BATCH = {"cpu": 4, "cuda": 8}
 BATCH_TOKENS = 8192
 BATCH_FEATURES = 1 << 27
-#: So many where rounding is learned: a CPU's cores each see a micro-batch in every step.
+#: Samples per micro-batch while rounding is learned: each core of a CPU runs one micro-batch per step.
 LEARNING_BATCH = {"cpu": 1, "cuda": 8}
-#: Seconds after which hidden states are stored again: gigabytes that a run waits for. After an interruption
-#: blocks that were finished since are only run again, which takes a fraction of that.
+#: Seconds between storing hidden states, which are gigabytes. After an interruption, blocks finished since
+#: then only run again, which takes a fraction of that time.
 HIDDEN_SECONDS = 120.0
-#: Passes are suspended between stages where what they hold then takes at most this part of the free memory.
-#: A GPU runs them anew sooner than it has memory for them.
+#: Passes are suspended between stages if their tensors take at most this part of the free memory. A GPU runs
+#: them again faster than it could hold them.
 SUSPENDED_MEMORY = {"cpu": 0.5, "cuda": 0.0}
-#: Experts are worked on together as far as that takes this part of the free memory.
+#: Part of the free memory for experts in progress.
 EXPERTS_MEMORY = 0.25
-#: Linears of methods without data that are quantized together.
+#: Linears without data that are quantized together.
 FREE = 16
-#: Whether the weights of the next block are read while one is in work: a GPU leaves the host time for that.
+#: True to read the weights of the next block while one is in progress: a GPU leaves the host time for it.
 READS_AHEAD = {"cpu": False, "cuda": True}
 
 
 def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations: float32, or on a GPU bfloat16 for a model that is stored so."""
+    """Return the dtype of activations: float32, or bfloat16 on a GPU for a model stored in bfloat16."""
     stored = {tensor.dtype for tensor in checkpoint.tensors.values()}
     return torch.bfloat16 if device.type == "cuda" and stored <= {"BF16"} else torch.float32
 
@@ -85,7 +83,7 @@ def quantize_blocks(
     ranks: Ranks,
     report: Advance,
 ) -> None:
-    """Fill the work files of all `blocks` that are not done; `lanes` is the number of `workers`."""
+    """Fill the work files of all unfinished `blocks`; `lanes` is the number of `workers`."""
     done = [block for block in blocks if not block.tasks or output.is_done(block.filename)]
     for block in done:
         report(sum(task.source.nbytes for task in block.tasks.values()), block.name)
@@ -99,7 +97,7 @@ def quantize_blocks(
     mine = [(batches[at], samples.beside[at] if samples.beside else None) for at in share]
     runs_original = bool(OF_ORIGINAL & needs_of(task for block in blocks for task in block.tasks.values()))
     stored = next((block for block in blocks if output.is_done(block.hidden_filename)), None)
-    # With experts all ranks have what those of all samples are called with.
+    # For experts, every rank gets the calls of all samples.
     experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
     tokens = (len(mine) * batches[0].numel() + experts) * (2 if runs_original else 1)
     needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
@@ -123,7 +121,7 @@ def quantize_blocks(
 def _micro_batches(
     samples: Samples, blocks: Sequence[BlockTasks], widest: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """The tokens [B, T] that go through a block at a time; `widest` is the most features of a linear."""
+    """Split the tokens into micro-batches [B, T]; `widest` is the largest number of features of a linear."""
     if samples.beside:
         return torch.split(samples.tokens, 1)
     refines = any(block.refined for block in blocks)
@@ -131,9 +129,7 @@ def _micro_batches(
 
 
 def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> int:
-    """Return the number of samples of `shape` [count, length] that go through a block at a time on this kind
-    of device.
-    """
+    """Return the samples per micro-batch, for samples of `shape` [count, length] on this kind of device."""
     count, length = shape
     tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
     return micro_batch(count, max(1, min((LEARNING_BATCH if refines else BATCH)[kind], tokens // length)))
@@ -141,17 +137,17 @@ def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> i
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """The decoder, solver and seed with which a block is worked on."""
+    """Decoder, solver and seed for the work on blocks."""
 
     decoder: Decoder
     solver: Solver
-    #: Of what is drawn in a block.
+    #: Seed of all random numbers in a block.
     seed: str
 
     def run(
         self, blocks: Sequence[BlockTasks], states: States, count: int, output: WorkFiles, report: Advance
     ) -> None:
-        """Fill the work files that are not done; `count` is the number of micro-batches of all ranks."""
+        """Fill the unfinished work files; `count` is the number of micro-batches of all ranks."""
         ranks, by_name = self.solver.ranks, {block.name: block for block in blocks}
         missing = {block.name for block in blocks if block.tasks and not output.is_done(block.filename)}
         kept = next((one.hidden_filename for one in blocks if output.is_done(one.hidden_filename)), None)
@@ -184,7 +180,7 @@ class _Worker:
                 kept, stored_at = todo.hidden_filename, time.monotonic()
 
     def replay(self, block: Block, todo: BlockTasks, states: States, output: WorkFiles) -> None:
-        """Take the passes past a block that is done or has nothing to do, by its stored weights."""
+        """Run the passes through a block that is finished or has no tasks, with its stored weights."""
         given: dict[str, torch.Tensor] = {}
         if todo.tasks:
             files = Checkpoint.of_files([output.path / todo.filename])
@@ -214,17 +210,17 @@ class _Worker:
     def quantize(
         self, block: Block, todo: BlockTasks, states: States, output: WorkFiles, report: Advance
     ) -> None:
-        """Quantize one block into its work file, and take the passes past it."""
+        """Quantize one block into its work file, and run the passes through it."""
         device = self.decoder.device
         with ExitStack() as stack:
             file = stack.enter_context(output.shard(todo.filename, todo.specs, {"format": "pt"}))
             finished = BlockOutput(file, todo, report)
-            # Made before it has weights, which would be copied.
+            # Duplicate the module before it has weights, which would be copied too.
             twin = None if states.exact is None else self.decoder.duplicate(block)
             stack.enter_context(self.decoder.cached(block))
             stack.enter_context(self.decoder.loaded(block))
 
-            # What is learned is written when all of the block is there.
+            # Linears with learned rounding are written after all of the block is quantized.
             learning: dict[str, Quantized] = {}
 
             def store(quantized: Mapping[str, Quantized]) -> None:
@@ -233,7 +229,7 @@ class _Worker:
                 learning.update({name: quantized[name] for name in todo.refined if name in quantized})
                 finished.write({name: one for name, one in quantized.items() if name not in learning})
 
-            # The original's passes first: their block takes the weights before any is replaced.
+            # The original's passes run first, because its block borrows the weights before any is replaced.
             suspend = self._suspends(block, states)
             stages, repeated, idle = self._stages(block, todo, states)
             todo = finished.todo = todo.without(idle)
@@ -272,7 +268,7 @@ class _Worker:
             finished.close(covered)
 
     def _stages(self, block: Block, todo: BlockTasks, states: States) -> Stages:
-        """Its linears and experts that take data, as the first rank sees them run."""
+        """Return the stages of the linears and experts that take data, as rank 0 sees them run."""
         experts = [module for module in todo.experts if todo.of_experts(module)]
         linears = [name for name in todo.calibrated if name not in todo.parts]
 
@@ -286,7 +282,7 @@ class _Worker:
     def _repeated(
         self, block: Block, twin: Block | None, name: str, task: Task, states: States
     ) -> dict[str, Quantized]:
-        """Quantize a linear that runs several times in a pass, by the inputs of all times."""
+        """Quantize a linear that runs several times in a pass, by the inputs of all its calls."""
         corrects = "input_error" in task.needs
 
         def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -299,7 +295,7 @@ class _Worker:
         return self.solver.solve_alike(block.full(name), {name: task}, share)
 
     def _without_data(self, todo: BlockTasks, store: Callable[[Mapping[str, Quantized]], None]) -> None:
-        """Quantize the linears whose methods take no data, or that do not run, some at a time."""
+        """Quantize the linears whose methods take no data, or that do not run, a few at a time."""
         calibrated = todo.calibrated
         names = [name for name in todo.tasks if name not in calibrated]
         for at in range(0, len(names), FREE):
@@ -315,7 +311,7 @@ class _Worker:
         targets: Sequence[torch.Tensor],
         report: Advance,
     ) -> dict[str, Quantized]:
-        """The linears `found` with their rounding learned, which the block then has."""
+        """Learn the rounding of the linears `found`; the block has the result afterwards."""
         weights = {name: self.solver.weight(todo.tasks[name].source.name) for name in found}
         learned = learn_rounding(
             block,
@@ -334,7 +330,7 @@ class _Worker:
         }
 
     def quantize_idle(self, todo: BlockTasks, output: WorkFiles, report: Advance) -> None:
-        """Quantize a block that does not run when the model is given tokens into its work file."""
+        """Quantize a block that does not run on tokens into its work file."""
         todo = todo.without(list(todo.tasks))
         self.solver.factors.clear()
         with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
@@ -349,7 +345,7 @@ class _Worker:
         output: WorkFiles,
         report: Advance,
     ) -> None:
-        """Quantize the lm_head into its work file, by what passes that wait before it call it with."""
+        """Quantize the lm_head into its work file, by its inputs in passes that wait before it."""
         exact = states.exact
         (task,) = todo.tasks.values()
         assert task.method is not None
@@ -381,7 +377,7 @@ class _Worker:
         states: States,
         store: Callable[[Mapping[str, Quantized]], None],
     ) -> dict[str, Coverage]:
-        """Quantize experts; by module, how many tokens chose each, and a note where those were too few."""
+        """Quantize experts; return by module the token count of each, and a note if some got too few."""
         home, ranks = states.home.device, self.solver.ranks
         tasks = todo.of_experts(name)
         corrects = "input_error" in needs_of(tasks.values())
@@ -393,7 +389,7 @@ class _Worker:
             found = call_tensors(experts, inputs, original if corrects else None)
             return Record({key: one.to(home) for key, one in found.items()})
 
-        # An expert has few tokens on each rank, so all of them go to the one that quantizes it.
+        # An expert has few tokens on each rank, so all go to the rank that quantizes it.
         calls = list(self.solver.in_order(call, range(len(states.passes))))
         calls = [record.tensors for record in ranks.gather_records(calls, home)]
         full = f"{block.name}.{name}"
@@ -410,7 +406,7 @@ class _Worker:
         return {module: coverage(routed, todo.experts[name], width) for module, width in widths.items()}
 
     def _set(self, block: Block, todo: BlockTasks, name: str, weight: torch.Tensor) -> None:
-        """Make `weight` that of a linear, or of a matrix of experts."""
+        """Set `weight` as the weight of a linear, or of a matrix of experts."""
         part = todo.parts.get(name)
         if part is None:
             set_weight(block.module, weight_of(name), weight)
@@ -419,7 +415,7 @@ class _Worker:
             part.of(block.module.get_parameter(part.parameter)).copy_(weight)
 
     def _suspends(self, block: Block, states: States) -> bool:
-        """Return True if free memory holds suspended passes: twice hidden state and widest input a token."""
+        """Return True if free memory holds suspended passes: per token 2 * (hidden size + widest input)."""
         shapes = [tuple(p.shape) for _, p in block.module.named_parameters() if p.dim() == 2]
         tokens = states.tokens
         widest = max((max(shape) for shape in shapes), default=0)
@@ -430,7 +426,7 @@ class _Worker:
 
 
 def _following(blocks: Sequence[BlockTasks], todo: BlockTasks) -> str | None:
-    """Return the name of the block that probably runs after this one."""
+    """Return the name of the block that probably runs next."""
     names = [block.name for block in blocks if not block.is_head]
     return next(iter(names[names.index(todo.name) + 1 :]), None)
 
@@ -438,7 +434,10 @@ def _following(blocks: Sequence[BlockTasks], todo: BlockTasks) -> str | None:
 def _reading(
     forwards: Forwards, exact: Forwards | None, runs: Sequence[int], tasks: Mapping[str, Task]
 ) -> list[tuple[int, ReadInputs]]:
-    """The run of each micro-batch, and what takes it to its next stage: inputs there, and the original's."""
+    """Return the run number of each micro-batch, and a function that runs it to its next stage.
+
+    The function returns the inputs there, and the inputs in the original model.
+    """
     corrects = "input_error" in needs_of(tasks.values())
 
     def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:

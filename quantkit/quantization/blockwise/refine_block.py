@@ -1,12 +1,11 @@
-"""Refining a block: the codes of all its linears, moved by gradients of what comes out of the block.
+"""Refine a block: learn the rounding of all its linears by gradients of the block's output error.
 
-Rounding that looks at one linear at a time cannot know how its errors meet those of the others behind an
-activation or a softmax. So the codes of all linears of a block move together, by steps that shrink to
-nothing. The block's outputs come close to the original's. How a step moves a code is the refinement's
-(`calibrate/signround.py`).
+Rounding one linear at a time cannot see how its errors combine with others behind an activation or a softmax.
+So the codes of all linears of a block are optimized together, by sign descent whose steps shrink to zero. The
+block's outputs approach the original's. `calibrate/signround.py` says how a step moves a code.
 
-The block runs on inputs that the quantized blocks before it make. Its outputs are compared with those of the
-original block on the original's inputs. So it makes up for errors of the blocks before it as far as it can.
+The block runs on outputs of the quantized blocks before it; the targets are outputs of the original block on
+the original's inputs. So it also compensates errors of the blocks before it.
 """
 
 import random
@@ -24,12 +23,12 @@ from quantkit.packing.tensor import PackedTensor
 from quantkit.quantization.blockwise.block_tasks import weight_of
 from quantkit.quantization.blockwise.layer_quantizer import Solver
 
-#: Steps of descent. The first is 1 / STEPS long and the last almost nothing, so that an offset that always
-#: goes one way comes to the end of its range.
+#: Steps of descent. The first has length 1 / STEPS, the last almost 0: an offset that always moves one way
+#: reaches the end of its range.
 STEPS = 50
-#: Micro-batches that a step sees, as many as a small machine has cores.
+#: Micro-batches per step, as many as a small machine has cores.
 AT_ONCE = 2
-#: After so many steps, and before the first, the error of all samples is measured; the best is kept.
+#: The error of all samples is measured before the first step and every this many steps; the best is kept.
 CHECK_EVERY = 25
 
 
@@ -37,7 +36,7 @@ CHECK_EVERY = 25
 class Learned:
     """Learned linears by name, and the errors of the block's outputs before and after learning.
 
-    An error is the sum of (original - output)^2 over that of original^2, on all samples.
+    An error is the sum of (original - output)^2 over the sum of original^2, on all samples.
     """
 
     packed: Mapping[str, PackedTensor]
@@ -56,9 +55,9 @@ def learn_rounding(
 ) -> Learned:
     """Learn the rounding of the `linears` of a block, by name inside it.
 
-    `block` has all its weights, which are the learned ones afterwards. `inputs` are passes of this rank's
-    micro-batches that wait before it, `targets` the hidden states [B, T, d] after it. `seed` decides the
-    order in which micro-batches are seen; `report` is called with the number of every step.
+    `block` has all its weights; afterwards the learned ones. `inputs` are passes of this rank's micro-batches
+    that wait before it, `targets` the hidden states [B, T, d] after it. `seed` sets the order of
+    micro-batches; `report` is called with the number of every step.
     """
     passes = _Passes(block, inputs, targets, solver, tuple(linears))
     best = {name: one.start for name, one in linears.items()}
@@ -78,7 +77,7 @@ def learn_rounding(
 
 
 def _draws(seed: str, count: int) -> Iterator[list[int]]:
-    """Yield the micro-batches of each step, sorted, of `count`; each round has a new random order.
+    """Yield the micro-batches of each step, sorted, out of `count`; each round has a new random order.
 
     Every micro-batch is drawn once before any is drawn again.
     """
@@ -91,9 +90,9 @@ def _draws(seed: str, count: int) -> Iterator[list[int]]:
 
 
 class _Passes:
-    """The passes of all micro-batches through a block, of which each rank runs its own.
+    """Passes of all micro-batches through a block; each rank runs its own.
 
-    Results are added up in the order of micro-batches, on all ranks.
+    Results are summed in the order of micro-batches, over all ranks.
     """
 
     def __init__(
@@ -113,14 +112,12 @@ class _Passes:
         self._first = sum(counts[: solver.ranks.number])
 
     def set(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Give linears these weights."""
+        """Set the weights of linears."""
         for name, weight in weights.items():
             self._weights[name].data.copy_(weight)
 
     def gradients(self, drawn: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the gradients of the squared error of some micro-batches by the weights of linears, float32
-        [N, K].
-        """
+        """Return the gradients of the squared error of some micro-batches, float32 [N, K] by linear."""
         mine = [at - self._first for at in drawn if 0 <= at - self._first < len(self._inputs)]
         found = list(self._solver.in_order(self._gradient, mine))
         total: dict[str, torch.Tensor] = {}
@@ -130,7 +127,7 @@ class _Passes:
         return total
 
     def error(self) -> float:
-        """The squared error of the outputs of all micro-batches over the sum of their squares."""
+        """Return the squared error of the outputs of all micro-batches over the sum of their squares."""
         mine = list(self._solver.in_order(self._squares, range(len(self._inputs))))
         pairs = list(chain.from_iterable(self._solver.ranks.all_gather(mine)))
         error, energy = (sum(column) for column in zip(*pairs, strict=True))

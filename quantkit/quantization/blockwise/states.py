@@ -1,4 +1,4 @@
-"""Passes of all micro-batches between two blocks, and a work file of them from which a run resumes."""
+"""Hold the passes of all micro-batches between two blocks, and store them in a work file to resume from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from quantkit.model.hidden_states import Home
 
 FORMAT = {"format": "pt"}
 
-#: Tensor of the work file: of each block before, the length of the tuple that it returns, 0 for a tensor.
+#: Tensor of the work file: for each earlier block, the length of the tuple it returns, 0 for a tensor.
 LENGTHS = "lengths"
 
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """Passes of the micro-batches of this rank, which wait before the same block; `runs` lists their runs.
+    """Passes of this rank's micro-batches, waiting before the same block; `runs` are their run numbers.
 
-    `exact` are those of the original model, for methods that need the input error; else None.
+    `exact` are passes of the original model, for methods that need the input error; else None.
     """
 
     runs: tuple[int, ...]
@@ -33,12 +33,12 @@ class States:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all micro-batches."""
+        """Return the number of tokens of all micro-batches."""
         return sum(one.tokens.numel() for one in self.passes)
 
     @property
     def block(self) -> str | None:
-        """Name of the block that the passes wait for; None at the end of the model."""
+        """Return the name of the block that the passes wait for; None at the end of the model."""
         names = {one.block for one in self.passes}
         if len(names) > 1:
             found = " and ".join(sorted(map(str, names)))
@@ -54,7 +54,7 @@ class States:
         return all(one.plain for one in (*self.passes, *(self.exact or ())))
 
     def write(self, output: WorkFiles, filename: str, count: int, ranks: Ranks) -> None:
-        """Write the states of all ranks, `count` micro-batches, to a work file; they are plain."""
+        """Write the states of all ranks, `count` micro-batches, to a work file; they must be plain."""
         named = {"hidden": self.passes, **({} if self.exact is None else {"exact": self.exact})}
         dtypes = {torch.float32: "F32", torch.bfloat16: "BF16"}
         # A rank without samples is not rank 0 and writes nothing.
@@ -74,7 +74,7 @@ class States:
                     file.write(name, tensor, offset=at * tensor.numel())
 
     def read(self, output: WorkFiles, filename: str, share: Sequence[int]) -> None:
-        """Take passes from the first block to where a work file was written; `share` are their numbers."""
+        """Advance passes from the first block to the states in a work file; `share` are their numbers."""
         files = Checkpoint.of_files([output.path / filename])
         lengths = files.read(LENGTHS).tolist()
         for name, passes in (("hidden", self.passes), ("exact", self.exact or ())):

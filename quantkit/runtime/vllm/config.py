@@ -13,6 +13,9 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.packing.schemes import Scheme
 from quantkit.runtime.vllm.versions import moved
 
+#: End of the name of a tensor that every packed matrix has.
+_SCALE = ".weight_scale"
+
 
 class QuantkitConfig(VllmConfig):  # type: ignore[misc]
     """Schemes of the modules of a checkpoint, by the names that vLLM has for its layers."""
@@ -21,6 +24,8 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
         super().__init__()
         #: With names of transformers, and with those of vLLM.
         self.own = self.config = config
+        #: Scales in the files. vLLM asks for routers too, which are no linears to transformers.
+        self._scales: frozenset[str] = frozenset()
         self._hf_config: Any = None
         self._directory = Path()
 
@@ -60,19 +65,29 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Keep the config of the model, for layers whose name vLLM does not say."""
+        """Read which matrices are packed, and keep the config of the model."""
+        from vllm.transformers_utils.config import get_safetensors_params_metadata
+
         self._hf_config, self._directory = hf_config, Path(model_name)
+        tensors = get_safetensors_params_metadata(model_name, revision=revision)
+        self._scales = frozenset(name for name in tensors if name.endswith(_SCALE))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the modules as vLLM does."""
         modules = hf_to_vllm_mapper.apply_dict(dict(self.config.modules))
         self.config = QuantizationConfig(self.config.container, self.config.default, modules)
+        self._scales = frozenset(hf_to_vllm_mapper.apply_list(sorted(self._scales)))
 
     def linears(self, prefix: str) -> Sequence[tuple[str, Scheme | None]]:
         """Return the linears that vLLM's layer `prefix` is made of, and the scheme of each."""
         owner, _, leaf = prefix.rpartition(".")
         names = [f"{owner}.{one}".lstrip(".") for one in self.packed_modules_mapping.get(leaf, [leaf])]
-        return [(name, self.config.scheme_of(name)) for name in names]
+        return [(name, self._scheme_of(name)) for name in names]
+
+    def _scheme_of(self, name: str) -> Scheme | None:
+        """Return the scheme of a linear: that of most is not named, and the files say which are packed."""
+        is_packed = name in self.config.modules or name + _SCALE in self._scales
+        return self.config.scheme_of(name) if is_packed else None
 
     def table(self, prefix: str) -> tuple[str, Scheme | None]:
         """Return the embedding called `prefix`, or the input embedding if that is empty, and its scheme."""
@@ -90,7 +105,7 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
         """
         from quantkit.model.names import renamed
 
-        if self.own.default is None and not any(self.own.modules.values()):
+        if f"{prefix}.0.{matrices[0]}{_SCALE}" not in self._scales:
             return [(prefix, None)]
         stored = [f"{prefix}.0.{matrix}.weight" for matrix in matrices]
         names = [place.parameter for _, place in renamed(self._meta_model(), stored)]

@@ -27,12 +27,13 @@ NAMES = {
     f"{LAYERS}.linear": ("LinearBase", "LinearMethodBase", "UnquantizedLinearMethod"),
     f"{LAYERS}.vocab_parallel_embedding": ("VocabParallelEmbedding",),
 }
+CONFIGS = "vllm.transformers_utils.config"
 OWN = ("config", "methods")
 
 
 def modules_of_vllm() -> dict[str, ModuleType]:
     found: dict[str, ModuleType] = {}
-    for name, classes in NAMES.items():
+    for name, classes in {**NAMES, CONFIGS: ()}.items():
         parents = name.split(".")
         for length in range(1, len(parents) + 1):
             found.setdefault(".".join(parents[:length]), ModuleType(".".join(parents[:length])))
@@ -73,11 +74,22 @@ def layer_of(vllm: dict[str, Any], place: str, kind: str, **attributes: Any) -> 
     return layer
 
 
-def config_for(modules: dict[str, Scheme | None], default: Scheme | None = INT4) -> Any:
+def config_for(
+    modules: dict[str, Scheme | None],
+    *stored: str,
+    default: Scheme | None = INT4,
+    architecture: Any = None,
+) -> Any:
+    """The plug-in's config of a checkpoint whose files have the packed matrices `stored`."""
     from quantkit.runtime.vllm.config import QuantkitConfig
 
     section = QuantizationConfig("quantkit", default, modules).to_dict()
     made = QuantkitConfig.from_config(section)
+    configs: Any = sys.modules[CONFIGS]
+    configs.get_safetensors_params_metadata = lambda name, revision: {
+        f"{one}.weight_scale": 0 for one in stored
+    }
+    made.maybe_update_config("nowhere", hf_config=architecture)
     made.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     return made
 
@@ -123,7 +135,7 @@ def test_a_compressed_tensors_checkpoint_is_taken_over_only_when_asked(vllm):
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (2, 2)])
 def test_q_k_and_v_of_different_schemes_are_one_layer_on_each_rank(vllm, ranks, replicas):
-    config = config_for({"b.q_proj": INT8, "b.k_proj": None})
+    config = config_for({"b.q_proj": INT8, "b.k_proj": None}, "b.q_proj", "b.v_proj")
     parts = {"q": ("int8", 128), "k": (None, 64), "v": ("int4", 64)}
     torch.manual_seed(0)
     weights = {shard: torch.randn(rows, 64) for shard, (_, rows) in parts.items()}
@@ -156,7 +168,7 @@ def test_a_linear_cut_along_k_adds_up(vllm):
     total = torch.zeros(3, 48)
     for rank in range(2):
         layer = layer_of(vllm, "linear", "LinearBase", tp_rank=rank)
-        method = config_for({}).get_quant_method(layer, "b.o_proj")
+        method = config_for({}, "b.o_proj").get_quant_method(layer, "b.o_proj")
         method.create_weights(layer, 64, [48], 128, 48, torch.float32)
         load(layer, packed)
         method.process_weights_after_loading(layer)
@@ -167,7 +179,7 @@ def test_a_linear_cut_along_k_adds_up(vllm):
 
 def test_matrices_that_the_file_holds_as_one_are_cut_one_by_one(vllm):
     packed = absmax_pack(torch.randn(64, 64), INT8)
-    config = config_for({}, default=INT8)
+    config = config_for({}, "b.gate_up_proj", default=INT8)
     config.packed_modules_mapping = {}
     layer = layer_of(vllm, "linear", "LinearBase", tp_rank=1)
     method = config.get_quant_method(layer, "b.gate_up_proj")
@@ -182,15 +194,17 @@ def test_matrices_that_the_file_holds_as_one_are_cut_one_by_one(vllm):
 
 def test_a_layer_of_another_number_of_matrices_is_refused(vllm):
     layer = layer_of(vllm, "linear", "LinearBase")
-    method = config_for({}).get_quant_method(layer, "b.qkv_proj")
+    method = config_for({}, "b.q_proj").get_quant_method(layer, "b.qkv_proj")
     with pytest.raises(UsageError, match="made of 2 matrices, and the checkpoint has 3 for it"):
         method.create_weights(layer, 64, [64, 64], 64, 128, torch.float32)
 
 
 def test_dense_layers_are_left_to_vllm(vllm):
     config = config_for({"b.o_proj": None, "lm_head": None})
-    method = config.get_quant_method(layer_of(vllm, "linear", "LinearBase"), "b.o_proj")
-    assert type(method).__name__ == "UnquantizedLinearMethod"
+    # A router is no linear to transformers, so the config does not name it.
+    for name in ("b.o_proj", "b.gate"):
+        method = config.get_quant_method(layer_of(vllm, "linear", "LinearBase"), name)
+        assert type(method).__name__ == "UnquantizedLinearMethod"
     embeddings = "vocab_parallel_embedding"
     # The default is of linears; an embedding is packed only if it is named.
     assert config.get_quant_method(layer_of(vllm, embeddings, "VocabParallelEmbedding"), "") is None
@@ -210,8 +224,8 @@ def vocabulary(rows: int, start: int, stop: int, padded: int) -> dict[str, Any]:
 
 def test_a_packed_embedding_without_a_name_is_the_input_embedding_and_its_tied_head_uses_it(vllm):
     table = "model.embed_tokens"
-    config = config_for({table: INT8, "lm_head": INT8})
-    config.maybe_update_config("nowhere", hf_config=config_of("llama", architectures=["LlamaForCausalLM"]))
+    architecture = config_of("llama", architectures=["LlamaForCausalLM"])
+    config = config_for({table: INT8, "lm_head": INT8}, table, architecture=architecture)
     embedding, head = (
         layer_of(vllm, "vocab_parallel_embedding", kind, **vocabulary(100, 64, 100, 64))
         for kind in ("VocabParallelEmbedding", "ParallelLMHead")
@@ -248,9 +262,11 @@ def test_a_head_that_is_tied_to_a_dense_embedding_and_added_rows_are_refused(vll
 
 def test_experts_have_the_names_that_transformers_gives_them(vllm):
     modules = {"model.layers.0.mlp.experts.down_proj": INT8}
-    config = config_for(modules)
     architecture = config_of("mixtral", architectures=["MixtralForCausalLM"])
-    config.maybe_update_config("nowhere", hf_config=architecture)
+    config = config_for(modules, "model.layers.0.block_sparse_moe.experts.0.w1", architecture=architecture)
+    assert config.experts("model.layers.1.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
+        ("model.layers.1.block_sparse_moe.experts", None)
+    ]
     assert config.experts("model.layers.0.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
         ("model.layers.0.mlp.experts.gate_up_proj", INT4),
         ("model.layers.0.mlp.experts.gate_up_proj", INT4),

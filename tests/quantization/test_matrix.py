@@ -11,6 +11,7 @@ import transformers
 import quantkit
 from quantkit.errors import QuantkitError
 from quantkit.model.names import model_names
+from quantkit.model.parts import packed_parts, why_no_tokens
 from quantkit.quantization.blockwise.block_output import NOT_RUN
 
 from . import matrix, tiny
@@ -26,6 +27,10 @@ SAMPLE = (
     *("BertModel", "BartForConditionalGeneration", "WhisperForConditionalGeneration", "Wav2Vec2ForCTC"),
     *("GptOssForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"),
     *("ViTForImageClassification", "Qwen3_5MoeForConditionalGeneration", "CLIPModel", "Qwen3Model"),
+    # A cache without layers, a config without their number, needed boxes, a class for decoders beside it,
+    # and a table in the dtype of a linear.
+    *("xLSTMForCausalLM", "ParakeetForCTC", "UdopForConditionalGeneration", "ReformerForMaskedLM"),
+    "Swinv2ForImageClassification",
 )
 
 
@@ -85,6 +90,27 @@ def test_the_stored_results_are_those_of_the_readme() -> None:
         assert sum(one[column]["result"] == "right" for one in classes.values()) >= 140
     refused = [one[column] for one in classes.values() for column in matrix.COLUMNS if "late" in one[column]]
     assert not [one for one in refused if one["late"] or not re.search(r"Take|Use|--rule", one["why"])]
+
+
+def test_a_decoder_made_of_models_has_its_blocks_packed() -> None:
+    with torch.device("meta"):
+        model = transformers.BltForCausalLM(tiny.tiny_config(transformers.BltConfig))
+    parts = packed_parts(model)
+    assert "model.global_transformer.layers.0.mlp.up_proj" in parts and "lm_head" not in parts
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("MusicgenForCausalLM", "it embeds tokens by a ModuleList"),
+        ("ParakeetForCTC", "it runs on input_features, not on tokens"),
+        ("PerceiverForMaskedLM", "it runs on inputs, not on tokens"),
+    ],
+)
+def test_why_a_model_has_no_tokens(name: str, reason: str) -> None:
+    cls = getattr(transformers, name)
+    with torch.device("meta"):
+        assert why_no_tokens(cls(tiny.tiny_config(cls.config_class))) == reason
 
 
 def test_a_run_goes_on_at_the_same_commit_only(tmp_path: Path) -> None:

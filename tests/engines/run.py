@@ -47,7 +47,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "mixed": {
         "format": "int3",
         "group_size": 32,
-        "rules": ["*q_proj=int8", "*k_proj=int5", "*gate_proj=keep", "*up_proj=fp6"],
+        "rules": ["*q_proj=int8", "*k_proj=keep", "*down_proj=fp6"],
     },
     "embedding": {"format": "fp6", "embeddings": "int5"},
 }

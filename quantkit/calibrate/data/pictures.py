@@ -1,4 +1,4 @@
-"""Images beside calibration texts: rows of `.jsonl` files that name image files, opened with suspicion.
+"""Read images named in rows of `.jsonl` calibration files. The image files are untrusted.
 
 A row names them as `"images": [NAME, ...]`, or in parts of its messages: `{"type": "image", "path": NAME}`.
 Names are relative to the folder of the `.jsonl` file.
@@ -15,29 +15,29 @@ from quantkit.calibrate.data.documents import MAX_OBJECTS, MAX_VALUES, kind_of, 
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.files import open_regular, shown
 
-#: Bytes of an image file, and its pixels: a small file may stand for gigabytes of them.
+#: Largest image file in bytes, and in pixels: a small file may expand to gigabytes.
 MAX_BYTES, MAX_PIXELS = 64 << 20, 1 << 26
-#: Formats that are read, by the names of Pillow. Each decoder is a way in.
+#: Accepted formats by Pillow's names. Each decoder is an attack surface.
 FORMATS = ("JPEG", "PNG", "WEBP")
-#: Rows that are read, and images of one.
+#: Most rows of a file, and images of a row.
 MAX_ROWS, MAX_IMAGES = 4096, 64
-#: Keys of a part of a message that may name a file.
+#: Keys that may name a file in a part of a message.
 _NAMES = ("path", "image", "url")
 
 
 @dataclass(frozen=True)
 class Pictured:
-    """A chat whose parts `{"type": "image"}` stand for `images`, in order."""
+    """Chat with parts `{"type": "image"}` that refer to `images`, in order."""
 
     messages: list[dict[str, Any]]
     images: tuple[Path, ...]
 
 
 def read_pictured(path: Path) -> list[Pictured]:
-    """Return the rows of a `.jsonl` file that name images; none for any other file.
+    """Read the rows of a `.jsonl` file that name images; return none for any other file.
 
-    `UsageError` names the line of a row that is no chat or text with images. So it does for an image that is
-    not there, outside of the folder, too large or of another format. Pixels are not read.
+    Raises `UsageError` with the line for a row that is no chat or text with images. Also raised for an image
+    that is missing, outside the folder, too large or of another format. Pixels are not read.
     """
     if kind_of(path.name) != ".jsonl":
         return []
@@ -58,7 +58,7 @@ def read_pictured(path: Path) -> list[Pictured]:
 
 
 def open_image(path: Path) -> Any:
-    """Return the image in `path`, of Pillow, its pixels not yet read; `UsageError` if it cannot be used."""
+    """Open the image in `path` with Pillow, without its pixels; raise `UsageError` if it cannot be used."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -74,7 +74,7 @@ def open_image(path: Path) -> Any:
         size = path.stat().st_size
         image = Image.open(file, formats=FORMATS) if size <= MAX_BYTES else None
         pixels = 0 if image is None else image.width * image.height
-    except Exception as error:  # Decoders raise what they like.
+    except Exception as error:  # Decoders may raise anything.
         file.close()
         raise UsageError(
             f"image {path} is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file "
@@ -91,7 +91,7 @@ def open_image(path: Path) -> Any:
 
 
 def pixels_of(path: Path) -> Any:
-    """Return the image in `path` in RGB; raises as `open_image` does."""
+    """Read the image in `path` as RGB; raises as `open_image` does."""
     with open_image(path) as image:
         try:
             return image.convert("RGB")
@@ -130,7 +130,7 @@ def _pictured(row: Mapping[str, Any], folder: Path, where: str) -> Pictured | No
 
 
 def _parts(content: Any, names: list[Any]) -> Iterator[dict[str, Any]]:
-    """The parts of a message, of which those for images are put into `names` if they name one."""
+    """Yield the parts of a message; append the names of its images to `names`."""
     if isinstance(content, str):
         yield {"type": "text", "text": content}
         return
@@ -143,7 +143,7 @@ def _parts(content: Any, names: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _inside(folder: Path, name: Any, where: str) -> Path:
-    """The file called `name` in `folder`, refused if it is elsewhere."""
+    """Return the path of file `name` in `folder`; refuse files elsewhere."""
     given = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else None
     if given is None or given.is_absolute() or ".." in given.parts or "://" in str(name):
         raise UsageError(

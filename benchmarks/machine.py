@@ -42,11 +42,13 @@ def _with_versions(device: str) -> str:
 
 
 def commit(tree: Path = Path(__file__).parent) -> str:
-    """The last commit of a tree, and whether files of the tree are others."""
+    """The last commit of a tree, and whether files of the tree are others, but for stored results."""
     last = _git(tree, "rev-parse", "--short", "HEAD")
     if not last:
         return "no commit"
-    changes = _git(tree, "status", "--porcelain", "--untracked-files=no")
+    changes = _git(
+        tree, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/results"
+    )
     return f"commit {last} with changes" if changes else f"commit {last}"
 
 

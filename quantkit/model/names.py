@@ -71,31 +71,34 @@ def as_matrices(checkpoint: Checkpoint, stored: Iterable[str]) -> Checkpoint:
 
 def other_names(
     model: "nn.Module", names: Mapping[str, tuple[str, bool]], checkpoint: Checkpoint
-) -> dict[str, tuple[str, ...]]:
+) -> tuple[dict[str, tuple[str, ...]], str | None]:
     """Map modules of `model` to their names in the class that AutoModelForCausalLM builds.
 
-    `names` is `model_names` of `model`. Empty if the class is the same, or there is none.
+    Also return the name of that class's head if `model` has none. `names` is `model_names` of `model`. The
+    mapping is empty if the class is the same, or there is none.
     """
     config, directory = checkpoint.config, checkpoint.directory
     found = of_mapping("MODEL_FOR_CAUSAL_LM_MAPPING", model_config(config, directory))
     if found is None or found[0] is type(model):
-        return {}
+        return {}, None
     try:
         text: Any = build(*found, directory)
     except CheckpointError:
-        return {}
+        return {}, None
     entries = text.state_dict(keep_vars=True)
     aliases: dict[str, dict[str, None]] = {}
     for stored, (parameter, fused) in model_names(text, checkpoint.tensors).items():
         own, _ = names[stored]
         if (fused or parameter in entries) and parameter != own:
             aliases.setdefault(own.removesuffix(".weight"), {})[parameter.removesuffix(".weight")] = None
-    for side in ("input", "output"):
-        # A tied head has no tensor.
-        pair = [_name_of(one, embeddings(one, side)) for one in (model, text)]
-        if None not in pair and pair[0] != pair[1]:
-            aliases.setdefault(str(pair[0]), {})[str(pair[1])] = None
-    return {name: tuple(of) for name, of in aliases.items()}
+    embedding, head = (
+        tuple(_name_of(one, embeddings(one, side)) for one in (model, text)) for side in ("input", "output")
+    )
+    # A tied head has no tensor.
+    for mine, other in (embedding, head):
+        if mine is not None and other is not None and mine != other:
+            aliases.setdefault(mine, {})[other] = None
+    return {name: tuple(of) for name, of in aliases.items()}, head[1] if head[0] is None else None
 
 
 @dataclass(frozen=True)

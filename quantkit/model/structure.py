@@ -33,6 +33,7 @@ ONE_OUTPUT = "it has one output: packing it saves next to nothing"
 
 EMBEDDING = "an embedding"
 TIED = "its weights are the embedding's, and it cannot be packed apart from that"
+NO_HEAD = "the class of the model has no head"
 SHARED = "another module has the same weights"
 READ = "the model reads its weight itself, which a packed linear does not have"
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
@@ -106,7 +107,10 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     # Some parameters are made of tensors of other names.
     if missing and REARRANGED not in structure.dense.values():
         raise lacks(model, missing, checkpoint)
-    return replace(structure, aliases=other_names(model, _names(places), checkpoint))
+    aliases, head = other_names(model, _names(places), checkpoint)
+    # Readers that make a text model of a model without a head would take its head to be packed.
+    heads = {} if head is None else {head: (head,)}
+    return replace(structure, aliases=aliases, unpackable={**structure.unpackable, **heads})
 
 
 def stored_model(checkpoint: Checkpoint, *, buffers: bool = False) -> Any:

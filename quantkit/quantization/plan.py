@@ -20,7 +20,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.model_class import named_classes
-from quantkit.model.structure import QUANTIZABLE_DTYPES, TIED, Linear, Structure
+from quantkit.model.structure import NO_HEAD, QUANTIZABLE_DTYPES, TIED, Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes, readers_beside
@@ -159,8 +159,10 @@ def make_plan(
             **structure.kept,
         },
         {
-            # A tied head has no tensor to give a reason for.
-            **dict.fromkeys(structure.unpackable, TIED),
+            # Neither a tied head nor the head of another class has a tensor to give a reason for.
+            **dict.fromkeys(
+                structure.unpackable, NO_HEAD if structure.model_class and not structure.tied else TIED
+            ),
             **{name.removesuffix(".weight"): reason for name, reason in structure.dense.items()},
         },
     )

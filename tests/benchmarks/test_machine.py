@@ -21,9 +21,13 @@ def test_a_tree_that_is_not_its_commit_says_so(benchmark: ModuleType, tmp_path: 
     git("init", "-q")
     assert benchmark.commit(tmp_path) == "no commit"
     (tmp_path / "file").write_text("1")
-    git("add", "file")
+    results = tmp_path / "benchmarks" / "results" / "one.json"
+    results.parent.mkdir(parents=True)
+    results.write_text("1")
+    git("add", ".")
     git("commit", "-qm", "One")
     (tmp_path / "other").write_text("not of the tree")
+    results.write_text("2")
     assert benchmark.commit(tmp_path) == f"commit {git('rev-parse', '--short', 'HEAD')}"
     (tmp_path / "file").write_text("2")
     assert benchmark.commit(tmp_path) == f"commit {git('rev-parse', '--short', 'HEAD')} with changes"

@@ -1,6 +1,7 @@
 """Resolving directories and hub ids, with a replaced hub, a fake hub, and no hub at all."""
 
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -392,6 +393,93 @@ def test_weights_of_which_hardly_a_byte_comes(cache: Path, monkeypatch: pytest.M
     assert str(caught.value).startswith(
         f"{url}: the server answered too slowly; expected 16384 bytes a second."
     )
+
+
+def hashed(content: bytes, digits: int) -> str:
+    """The SHA-256, or for 40 digits the SHA-1 of git."""
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    return hashlib.sha256(content).hexdigest() if digits == 64 else git
+
+
+@pytest.mark.parametrize("digits", [40, 64])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_bytes_of_another_hash_are_refused(cache: Path, name: str, digits: int) -> None:
+    answers = answers_of(FILES)
+    etag = hashed(FILES[name], digits)
+    answers[file_path(name)].headers["ETag"] = f'"{etag}"'
+    changed = FILES[name].replace(b"a", b"e", 1)
+    answers[file_path(name)].body = changed
+    with answering(answers):
+        for _ in range(2):  # nothing of it is kept
+            with pytest.raises(EnvironmentProblem) as caught:
+                resolve("org/name")
+            assert str(caught.value).startswith(
+                f"https://huggingface.co{file_path(name)}: the server answered bytes with the "
+                f"{'SHA-256' if digits == 64 else 'SHA-1 of git'} {hashed(changed, digits)}; "
+                f"expected {etag}, as its ETag says. Nothing of it was kept. Run the command again; if"
+            )
+        answers[file_path(name)].body = FILES[name]
+        directory = resolve("org/name")
+        assert (directory / name).read_bytes() == FILES[name]
+        # Compared once: what the cache has is not read again.
+        (directory / name).write_bytes(changed)
+        assert (resolve("org/name") / name).read_bytes() == changed
+    assert not list(cache.rglob("*.unchecked"))
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_download_that_was_killed_before_its_comparison_is_compared_by_the_next(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
+) -> None:
+    class Killed(BaseException):
+        """As SIGKILL: nothing that cleans up runs."""
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    answers = answers_of(FILES)
+    weights = answers[file_path("model.safetensors")]
+    weights.headers["ETag"] = hashed(WEIGHTS, 64)
+    weights.body = WEIGHTS[:-1] + b"x"
+    with answering(answers):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr("quantkit.checkpoint.hub.cache.check_content", kill)
+            hub.download_large(hub_answers.Repository("org/name"), "model.safetensors", COMMIT)
+        if offline:
+            answers[LISTING] = Answer(error=OfflineModeIsEnabled("offline"))
+            (cache / "models--org--name/refs").mkdir()
+            (cache / "models--org--name/refs/main").write_text(COMMIT)
+        with pytest.raises(EnvironmentProblem, match="the server answered bytes with the SHA-256"):
+            resolve("org/name")
+
+
+def test_hashes_are_those_that_the_hub_says_itself(cache: Path) -> None:
+    """Large files lie on other hosts, whose ETags are something else."""
+    answers = answers_of(FILES)
+    elsewhere = Answer(CONFIG, headers={"ETag": "a" * 64})
+    answers["/storage/x"] = elsewhere
+    answers[file_path("config.json")] = Answer(
+        status=302,
+        headers={
+            "Location": "https://elsewhere.test/storage/x",
+            "X-Linked-Etag": f'"{hashed(CONFIG, 64)}"',
+            "X-Repo-Commit": COMMIT,
+        },
+    )
+    with answering(answers):
+        elsewhere.body = CONFIG.replace(b"a", b"e", 1)
+        with pytest.raises(EnvironmentProblem, match="bytes with the SHA-256"):
+            resolve("org/name")
+        elsewhere.body = CONFIG
+        assert (resolve("org/name") / "config.json").read_bytes() == CONFIG
+
+
+@pytest.mark.parametrize("etag", ["abc", "f" * 32, "F" * 64, hashlib.sha1(CONFIG).hexdigest()])
+def test_etags_of_mirrors_that_are_no_hash_of_the_hub(cache: Path, etag: str) -> None:
+    answers = answers_of(FILES)
+    answers[file_path("config.json")].headers["ETag"] = etag
+    with answering(answers):
+        assert (resolve("org/name") / "config.json").read_bytes() == CONFIG
 
 
 def test_weights_come_over_http_where_the_hub_offers_xet(

@@ -10,7 +10,7 @@ from quantkit.errors import CheckpointError
 from quantkit.model.model_class import meta_model, model_class
 from quantkit.model.parts import OUTSIDE_BLOCKS, OUTSIDE_DECODER, packed_parts
 
-from ..quantization.matrix import tiny_config
+from ..quantization.tiny import tiny_config
 
 HERE = Path()
 

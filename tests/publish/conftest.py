@@ -170,6 +170,13 @@ def upload_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubState]:
         yield state
 
 
+def is_xet_enabled() -> bool:
+    """What huggingface_hub takes for true where hf_xet is installed."""
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_DISABLE_XET
+
+
 @contextmanager
 def standing_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubState]:
     """`upload_hub` for a block."""
@@ -182,8 +189,9 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubState]:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "ENDPOINT", state.endpoint)
     monkeypatch.setattr(hf_api.constants, "ENDPOINT", state.endpoint)
-    # Files would go to a service of their own; the LFS protocol is all that is stood in for.
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    # As it is for users: quantkit itself has files go over HTTP.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr("huggingface_hub._commit_api.is_xet_available", is_xet_enabled)
     yield state
     server.shutdown()
     server.server_close()

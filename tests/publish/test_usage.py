@@ -18,7 +18,7 @@ from quantkit.publish.card import make_card
 from quantkit.publish.measurements import Measurements
 from quantkit.publish.usage import USAGES, snippet, usage_of
 
-from ..quantization.matrix import VOCAB, tiny_model
+from ..quantization.tiny import VOCAB, tiny_model
 
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"

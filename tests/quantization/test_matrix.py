@@ -13,7 +13,7 @@ from quantkit.errors import QuantkitError
 from quantkit.model.names import model_names
 from quantkit.quantization.blockwise.block_output import NOT_RUN
 
-from . import matrix
+from . import matrix, tiny
 
 #: One of each kind: text, vision-language, encoder, classifier, embedding, seq2seq, speech, experts, hybrid.
 SAMPLE = (
@@ -45,7 +45,7 @@ def test_blocks_with_parameters_made_of_several_tensors_are_calibrated(tmp_path:
 
 def test_linears_that_are_rows_of_one_tensor_are_packed_one_by_one(tmp_path: Path) -> None:
     name, rules = "NomicBertForMaskedLM", ("*.0.*.k_proj=keep",)
-    matrix.save_source(matrix.tiny_model(name), tmp_path / "source")
+    tiny.save_source(tiny.tiny_model(name), tmp_path / "source")
     found = matrix.check(name, tmp_path, "int8", format="int8", rules=rules)
     assert (found["result"], found["matrices"], found["readers"]) == ("right", 13, ["transformers"]), found
     model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "int8")
@@ -56,7 +56,7 @@ def test_linears_that_are_rows_of_one_tensor_are_packed_one_by_one(tmp_path: Pat
 
 @pytest.mark.slow
 def test_no_class_is_wrong(tmp_path: Path) -> None:
-    found = {name: matrix.attempt(name, tmp_path / name, matrix.COLUMNS) for name in matrix.names()}
+    found = {name: matrix.attempt(name, tmp_path / name, matrix.COLUMNS) for name in tiny.names()}
     for column in matrix.COLUMNS:
         assert not {name: one[column] for name, one in found.items() if one[column]["result"] == "WRONG"}
         assert sum(one[column]["result"] == "right" for one in found.values()) >= 140
@@ -65,7 +65,7 @@ def test_no_class_is_wrong(tmp_path: Path) -> None:
 def test_linears_that_do_not_run_are_quantized_without_data(tmp_path: Path) -> None:
     """Longformer's linears for global attention, of which no token of a text has any."""
     source = tmp_path / "source"
-    matrix.save_source(matrix.tiny_model("LongformerForMaskedLM"), source)
+    tiny.save_source(tiny.tiny_model("LongformerForMaskedLM"), source)
     plain = quantkit.quantize(source, tmp_path / "plain", **matrix.INT4)
     found = quantkit.quantize(source, tmp_path / "out", **matrix.COLUMNS["gptq"])
     idle = {name for name, one in found.measured.items() if one.note == NOT_RUN}
@@ -87,8 +87,18 @@ def test_the_stored_results_are_those_of_the_readme() -> None:
     assert not [one for one in refused if one["late"] or not re.search(r"Take|Use|--rule", one["why"])]
 
 
+def test_a_run_goes_on_at_the_same_commit_only(tmp_path: Path) -> None:
+    results, head = tmp_path / "results.json", {"versions": {"torch": "2"}, "commit": "commit 1"}
+    assert matrix.run(results, [], head, jobs=1, seconds=0) == len(tiny.names())
+    results.write_text(json.dumps({**head, "classes": {name: {} for name in tiny.names()[:2]}}))
+    assert matrix.run(results, [], head, jobs=1, seconds=0) == len(tiny.names()) - 2
+    for other in ({**head, "commit": "commit 2"}, {**head, "versions": {"torch": "3"}}):
+        with pytest.raises(SystemExit, match=r"results of commit 1 with .*remove this one"):
+            matrix.run(results, [], other, jobs=1, seconds=0)
+
+
 def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:
-    matrix.tiny_model("LlamaForCausalLM").model.save_pretrained(tmp_path / "source")
+    tiny.tiny_model("LlamaForCausalLM").model.save_pretrained(tmp_path / "source")
     config = tmp_path / "source" / "config.json"
     config.write_text(config.read_text().replace("LlamaModel", "LlamaForCausalLM"))
     result = quantkit.quantize(tmp_path / "source", tmp_path / "out", format="int8", device="cpu", check=True)
@@ -104,10 +114,31 @@ def test_an_embedding_model_is_taken_for_its_base(tmp_path: Path) -> None:
     assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_of_text_models_is_declared_for_a_class_without(tmp_path: Path, tied: bool) -> None:
+    """vLLM, compressed-tensors and transformers make a Qwen3ForCausalLM of these files too."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    config = tiny.tiny_config(transformers.Qwen3Config)
+    config.tie_word_embeddings = tied
+    transformers.Qwen3Model(config).save_pretrained(source)
+    result = quantkit.quantize(source, out, format="int8", device="cpu", check=True)
+    section = result.plan.model_config["quantization_config"]
+    assert section["ignore"] == ["lm_head"] and section["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert result.plan.readers == ("vLLM", "SGLang", "transformers") and not result.plan.notes
+    _, info = transformers.AutoModel.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    # Without a tie the head is new, as it is with the source.
+    assert info["missing_keys"] == (set() if tied else {"lm_head.weight"})
+    assert type(model.lm_head) is torch.nn.Linear
+    with pytest.raises(QuantkitError, match="'lm_head' stays dense: the class of the model has no head"):
+        quantkit.quantize(source, tmp_path / "head", lm_head="int8", device="cpu")
+
+
 def test_rules_pack_vision_towers(tmp_path: Path) -> None:
     source, out, dense = tmp_path / "source", tmp_path / "out", tmp_path / "dense"
     # SigLIP initializes its linears by their weights, in a function that is not the whole model's.
-    matrix.tiny_model("Gemma3ForConditionalGeneration").save_pretrained(source)
+    tiny.tiny_model("Gemma3ForConditionalGeneration").save_pretrained(source)
     result = quantkit.quantize(
         source, out, format="int8", rules=("*vision_tower*=int8",), device="cpu", check=True
     )
@@ -129,7 +160,7 @@ def with_further_tokens(directory: Path) -> dict[str, torch.Tensor]:
     """Write a model with heads of further tokens, which its class lacks; return their matrices."""
     from safetensors.torch import load_file, save_file
 
-    matrix.tiny_model("Qwen3ForCausalLM").save_pretrained(directory)
+    tiny.tiny_model("Qwen3ForCausalLM").save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     stem = tensors["model.layers.1.mlp.up_proj.weight"]
     added = (
@@ -194,7 +225,7 @@ def test_rules_pack_experts_of_blocks_beyond_the_last(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     source, out = tmp_path / "source", tmp_path / "out"
-    matrix.tiny_model("Qwen3MoeForCausalLM").save_pretrained(source)
+    tiny.tiny_model("Qwen3MoeForCausalLM").save_pretrained(source)
     tensors = load_file(source / "model.safetensors")
     last = "model.layers.1."
     beyond = {n.replace(last, "model.layers.2."): t.clone() for n, t in tensors.items() if n.startswith(last)}
@@ -218,7 +249,7 @@ def test_methods_with_data_have_no_inputs_for_heads_of_further_tokens(tmp_path: 
 def test_a_model_without_next_tokens_is_refused_by_what_needs_them(tmp_path: Path) -> None:
     from quantkit.runtime.load import load_language_model
 
-    matrix.tiny_model("BertForMaskedLM").save_pretrained(tmp_path)
+    tiny.tiny_model("BertForMaskedLM").save_pretrained(tmp_path)
     with pytest.raises(QuantkitError, match="BertForMaskedLM, which does not continue a text"):
         load_language_model(tmp_path, device="cpu")
 
@@ -231,7 +262,7 @@ def test_a_model_without_next_tokens_is_refused_by_what_needs_them(tmp_path: Pat
     ],
 )
 def test_a_class_without_linears_is_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
-    matrix.tiny_model(name).save_pretrained(tmp_path / "source")
+    tiny.tiny_model(name).save_pretrained(tmp_path / "source")
     text = f"{name} has no linear that quantkit packs, and ..% of its weights are .*{reason}. Use the model"
     with pytest.raises(QuantkitError, match=text):
         quantkit.quantize(tmp_path / "source", tmp_path / "out")
@@ -241,7 +272,7 @@ def test_a_rename_that_fits_no_parameter_is_not_done() -> None:
     """As transformers loads DeepSeek-V4: a rule for the norms of its blocks matches the last norm too."""
     with torch.device("meta"):
         cls = transformers.DeepseekV4ForCausalLM
-        model = cls(matrix.tiny_config(cls.config_class))
+        model = cls(tiny.tiny_config(cls.config_class))
     assert model_names(model, ["model.norm.weight"]) == {"model.norm.weight": ("model.norm.weight", False)}
 
 
@@ -255,7 +286,7 @@ def test_a_rename_that_fits_no_parameter_is_not_done() -> None:
 )
 def test_classes_with_more_than_a_decoder_generate(name: str, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
-    matrix.tiny_model(name).save_pretrained(source)
+    tiny.tiny_model(name).save_pretrained(source)
     quantkit.quantize(source, out, format="int8")
     ours = quantkit.load(out, dtype="float32")
     matrix.rounded(source, out, tmp_path / "dense")

@@ -23,7 +23,7 @@ from quantkit.verification.readers import (
     why_not_transformers,
 )
 
-from ..quantization.matrix import tiny_model
+from ..quantization.tiny import tiny_model
 from ..support.compare import assert_equal
 
 CLASSES = ("Qwen3_5ForConditionalGeneration", "WhisperForConditionalGeneration", "BertForMaskedLM")

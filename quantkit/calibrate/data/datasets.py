@@ -12,6 +12,7 @@ from typing import Any
 
 from quantkit.calibrate.data.documents import SUFFIXES, kind_of
 from quantkit.checkpoint.hub.answers import FILE_SECONDS, Listing, Repository, read_listing
+from quantkit.checkpoint.hub.cache import cached_snapshot
 from quantkit.checkpoint.hub.deadline import SLOWEST_BYTES_PER_SECOND, Deadline, within
 from quantkit.checkpoint.hub.repository import (
     Wanted,
@@ -86,17 +87,11 @@ def open_data_set(asked: DataSetName) -> DataSet:
 
 
 def _opened(asked: DataSetName) -> DataSet:
-    import huggingface_hub
-
     repo, revision = asked.repo, asked.revision
     repository = Repository(repo, "dataset")
     found = online_or_cached(
         lambda: read_listing(repository, revision, sizes=True),
-        lambda: Path(
-            huggingface_hub.snapshot_download(
-                repo, repo_type="dataset", revision=revision, local_files_only=True
-            )
-        ),
+        lambda: cached_snapshot(repository, revision),
     )
     notes: tuple[str, ...] = ()
     if isinstance(found, Path):

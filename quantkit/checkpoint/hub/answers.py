@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from quantkit.checkpoint.hub.content import check_content, etag_of
 from quantkit.checkpoint.hub.deadline import SLOWEST_BYTES_PER_SECOND, Deadline, fail, within
 from quantkit.checkpoint.safetensors_header import MAX_HEADER_BYTES
 from quantkit.errors import QuantkitError
@@ -137,11 +138,20 @@ def check_local_name(url: str, name: str) -> None:
 
 
 def read_file(repository: Repository, name: str, commit: str) -> bytes:
-    """Read a small file of a repository; raise `BadAnswer` if it is slow, truncated, or a proxy's page."""
+    """Read a small file of a repository; raise `BadAnswer` if it is slow, truncated, or a proxy's page.
+
+    Also raised if its hash is not the one that the hub states.
+    """
     url = repository.file_url(name, commit)
-    data = _read(url, MAX_SMALL_FILE_BYTES, Deadline(FILE_SECONDS))
+    etags: list[str | None] = []
+
+    def check(response: Any) -> None:
+        etags.append(etag_of(one.headers for one in (*response.history, response)))
+
+    data = _read(url, MAX_SMALL_FILE_BYTES, Deadline(FILE_SECONDS), check=check)
     if why := why_not(name, data):
         fail(url, f"{_excerpt(data)}, which is {why}", f"the file {name}")
+    check_content(url, etags[-1], len(data), (data,))
     return data
 
 

@@ -39,7 +39,8 @@ _PIECE_BYTES = 1 << 20
 _GZIP_OR_ZLIB = 47
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 #: With this header, huggingface_hub leaves a download to hf_xet, which contacts any host that the server
-#: names, with the token and without bounds. Without it the file comes over HTTP.
+#: names, with the token and without bounds. Without it the file comes over HTTP. Uploads use hf_xet too,
+#: unless it is disabled, as `guarded` does.
 _XET = "X-Xet-Hash"
 #: Description of a bad answer, by the name of the exception. Others are connection errors.
 _WRONG = {
@@ -120,9 +121,10 @@ class _Received(httpx.SyncByteStream):  # type: ignore[misc]
 class _Guarded:
     """Client factory that wraps another one, with bounded answers."""
 
-    def __init__(self, before: Callable[[], Any], seconds: float) -> None:
+    def __init__(self, before: Callable[[], Any], seconds: float, xet_disabled: bool) -> None:
         self.before = before
         self.seconds = seconds
+        self.xet_disabled = xet_disabled
 
     def __call__(self) -> Any:
         client = self.before()
@@ -222,16 +224,24 @@ def streams_of(nbytes: int | None) -> Iterator[None]:
         _stream_bytes.reset(token)
 
 
+def _without_xet() -> bool:
+    """Disable hf_xet; return True if it was disabled already."""
+    before: bool = constants.HF_HUB_DISABLE_XET
+    constants.HF_HUB_DISABLE_XET = True
+    return before
+
+
 @contextmanager
 def guarded(seconds: float) -> Iterator[None]:
     """Context manager: bound huggingface_hub's answers, with `seconds` for each.
 
-    A nested block changes nothing. Bytes sent and received extend a deadline.
+    Files come over HTTP, as hf_xet has no deadlines. A nested block changes nothing. Bytes sent and received
+    extend a deadline.
     """
     with _mutex:
         _blocks.append(seconds)
         if not isinstance(_http._GLOBAL_CLIENT_FACTORY, _Guarded):
-            _http.set_client_factory(_Guarded(_http._GLOBAL_CLIENT_FACTORY, seconds))
+            _http.set_client_factory(_Guarded(_http._GLOBAL_CLIENT_FACTORY, seconds, _without_xet()))
     try:
         yield
     finally:
@@ -241,3 +251,4 @@ def guarded(seconds: float) -> Iterator[None]:
             # Another factory may have been set meanwhile.
             if not _blocks and isinstance(now, _Guarded):
                 _http.set_client_factory(now.before)
+                constants.HF_HUB_DISABLE_XET = now.xet_disabled

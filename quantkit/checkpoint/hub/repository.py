@@ -24,6 +24,7 @@ from quantkit.checkpoint.hub.answers import (
     read_listing,
     read_start,
 )
+from quantkit.checkpoint.hub.cache import cached_snapshot, checking, folder_of, storage_of
 from quantkit.checkpoint.hub.deadline import SLOWEST_BYTES_PER_SECOND, BadAnswer, Deadline, fail, within
 from quantkit.checkpoint.output.atomic_write import is_inside
 from quantkit.checkpoint.side_names import is_side_name
@@ -202,20 +203,10 @@ def _explanation(error: Exception) -> tuple[type[QuantkitError], str, str] | Non
 
 def _from_hub(name: str, revision: str | None, headers_only: bool) -> tuple[Path, str | None]:
     """Return the local directory of a repository, and its commit."""
-    import huggingface_hub
-
     repository = Repository(name)
     found = online_or_cached(
         lambda: read_listing(repository, revision),
-        lambda: Path(
-            huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=list(_CACHED_PATTERNS),
-                ignore_patterns=list(_IGNORE_PATTERNS),
-                local_files_only=True,
-            )
-        ),
+        lambda: cached_snapshot(repository, revision, _CACHED_PATTERNS, _IGNORE_PATTERNS),
     )
     if isinstance(found, Path):
         return found, found.name if _COMMIT.fullmatch(found.name) else None
@@ -282,7 +273,10 @@ def _download_weights(repository: Repository, commit: str, names: list[str]) -> 
 
 
 def download_large(repository: Repository, name: str, revision: str | None) -> Path:
-    """Return a file of a repository in the hub's cache, downloaded by huggingface_hub if missing."""
+    """Return a file of a repository in the hub's cache, downloaded by huggingface_hub if missing.
+
+    Raises `BadAnswer` if its hash is not the one that the hub states.
+    """
     import huggingface_hub
 
     from quantkit.checkpoint.hub.client import guarded, streams_of
@@ -299,14 +293,18 @@ def download_large(repository: Repository, name: str, revision: str | None) -> P
     if metadata.size is not None and not 0 < metadata.size <= MAX_FILE_BYTES:
         fail(url, f"the size {metadata.size}", f"1 to {MAX_FILE_BYTES} bytes")
     kind = None if repository.kind == "model" else repository.kind
-    with guarded(FILE_SECONDS), streams_of(metadata.size):
+    blob, path = (
+        storage_of(repository) / "blobs" / metadata.etag,
+        folder_of(repository, metadata.commit_hash) / name,
+    )
+    with checking(blob, url, path), guarded(FILE_SECONDS), streams_of(metadata.size):
         return Path(huggingface_hub.hf_hub_download(repository.name, name, repo_type=kind, revision=revision))
 
 
 def _bytes_of(repository: Repository) -> int:
     """Return the bytes of all files of a repository in the cache, partial downloads included."""
     total = 0
-    for path in _storage(repository).glob("blobs/*"):
+    for path in storage_of(repository).glob("blobs/*"):
         # The file may be renamed meanwhile.
         with suppress(OSError):
             total += path.stat().st_size
@@ -336,7 +334,7 @@ def _small_files(repository: Repository, listing: Listing, revision: str | None)
                 url, f"too slowly: {names.index(name) + 1} of {len(names)} small files", "all within minutes"
             )
     _remember(repository, revision, listing.commit)
-    folder = _folder(repository, listing.commit)
+    folder = folder_of(repository, listing.commit)
     # If there are only weights, opening the folder later reports what is missing.
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -347,7 +345,7 @@ def cached_file(repository: Repository, name: str, commit: str) -> Path:
 
     Raises as `read_file` does.
     """
-    path = _folder(repository, commit).joinpath(*name.split("/"))
+    path = folder_of(repository, commit).joinpath(*name.split("/"))
     check_local_name(repository.file_url(name, commit), path.name)
     if path.is_file() and is_inside(path) and _looks_whole(path):
         return path
@@ -371,23 +369,12 @@ def _looks_whole(path: Path) -> bool:
     return (start, end) in ((b"{", b"}"), (b"[", b"]"))
 
 
-def _folder(repository: Repository, commit: str) -> Path:
-    """Return the directory of the hub's cache for the files of a commit."""
-    return _storage(repository) / "snapshots" / commit
-
-
-def _storage(repository: Repository) -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE) / f"{repository.kind}s--{repository.name.replace('/', '--')}"
-
-
 def _remember(repository: Repository, revision: str | None, commit: str) -> None:
     """Record in the cache the commit of a branch or tag, for use without a network."""
     name = revision or "main"
     if _COMMIT.fullmatch(name) or not _REVISION.fullmatch(name):
         return
-    path = _storage(repository) / "refs" / name
+    path = storage_of(repository) / "refs" / name
     # A read-only cache is still useful.
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -429,7 +416,7 @@ def _skeleton(repository: Repository, commit: str, shards: list[str], side_files
     place = tempfile.mkdtemp(prefix="quantkit-headers-")
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     # Errors about its files then name the repository.
-    directory = Path(place, _storage(repository).name)
+    directory = Path(place, storage_of(repository).name)
     directory.mkdir()
     (directory / HEADERS_ONLY_NAME).touch()
     for path in side_files.iterdir():

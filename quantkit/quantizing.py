@@ -94,8 +94,7 @@ def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkp
     if recipe.model_free:
         checkpoint, structure = read_tensors(checkpoint, recipe.default.group_of_rows())
     else:
-        checkpoint, structure = read_names(checkpoint)
-        structure = with_other_parts(checkpoint, structure)
+        checkpoint, structure = with_other_parts(*read_names(checkpoint))
     checkpoint = check_side_files(checkpoint)
     if not recipe.rotate:
         return checkpoint, structure

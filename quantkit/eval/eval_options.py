@@ -21,8 +21,7 @@ class EvalOptions:
     batch          windows that run at a time; at most `max_windows` of each text
     noise_floor    also compare the reference with itself in another dtype (`evaluate.CONTROL_DTYPES`)
     per_block      also run the reference with each block of a model, on a few windows of the first text
-    kv_cache       format of `runtime.cache.kv_formats.KV_FORMATS` for keys and values; the reference and single
-                   blocks do not use it
+    kv_cache       format of `runtime.cache.kv_formats.KV_FORMATS` for keys and values; not for the reference
     """
 
     texts: tuple[Path | str, ...] = ()

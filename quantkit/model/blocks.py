@@ -29,7 +29,7 @@ from quantkit.model.forward.weight_changes import Change, WeightChanges, apply_c
 from quantkit.model.hidden_states import Home
 from quantkit.model.linears import is_linear, plain_linear, transposed_linears
 from quantkit.model.names import ExpertPart, as_matrices, expert_parts, model_names
-from quantkit.model.parts import Parts, embeddings, packed_parts
+from quantkit.model.parts import Parts, embeddings, packed_parts, why_no_tokens
 from quantkit.model.structure import stored_model
 
 
@@ -112,7 +112,7 @@ class Decoder:
         self.head_name = next((name for name, one in self._blocks.items() if one.module is head), None)
         self._embedding: Any = embeddings(self._model, "input")
         if not isinstance(self._embedding, nn.Embedding):
-            raise self._refusal("it does not embed tokens")
+            raise self._refusal(why_no_tokens(self._model))
         if not self.block_names:
             raise self._refusal("it has no list of modules that hold linears")
         self._outer: LazyWeights | None = None

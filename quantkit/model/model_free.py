@@ -5,16 +5,18 @@ Some signs are only likely; a rule can pack such a tensor anyway.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
+from quantkit.model.split_experts import CutTensor, StackedMatrix, cuts_alike, with_cuts
 from quantkit.model.structure import (
     EMBEDDING,
     NOT_A_PARAMETER,
     ONE_OUTPUT,
+    OTHER_EXPERTS,
     QUANTIZABLE_DTYPES,
     Kind,
     Linear,
@@ -246,27 +248,63 @@ def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint,
     return replace(checkpoint, notes=(*checkpoint.notes, UNKNOWN)), structure
 
 
-def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> Structure:
-    """Return `structure` with linears of parts that its class lacks, such as extra prediction heads.
+def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> tuple[Checkpoint, Structure]:
+    """Return both with linears of parts that the class lacks, such as extra prediction heads.
 
-    Names and shapes classify them. They stay dense unless a rule packs them.
+    Names and shapes classify them; fused experts have those of the class. They stay dense unless a rule packs
+    them.
     """
+    strangers = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
+    cuts = cuts_alike(_stacked(structure), (checkpoint.tensors[name] for name in strangers))
+    experts: dict[str, list[CutTensor]] = {}
+    for cut in cuts.values():
+        experts.setdefault(cut.source.name.removesuffix(".weight"), []).append(cut)
     around = Surroundings.of(checkpoint, None)
     found: dict[str, Linear] = {}
-    for name, reason in structure.dense.items():
+    for name in strangers:
         seen = Seen(checkpoint.tensors[name], around)
         signs = (sign for sign in SIGNS if not sign.is_place)
-        if reason != NOT_A_PARAMETER or "head" in seen.words or any(sign.holds(seen) for sign in signs):
+        if "head" in seen.words or any(sign.holds(seen) for sign in signs):
             continue
         rows, columns = seen.shape
         found[seen.module] = Linear(seen.module, "linear", (seen.module,), (rows, columns))
-    return replace(
+    for module, parts in experts.items():
+        stored = tuple(cut.name.removesuffix(".weight") for cut in parts)
+        rows, columns = parts[0].shape
+        found[module] = Linear(module, "experts", stored, (rows, columns))
+    other_experts = {
+        name: OTHER_EXPERTS
+        for name in strangers
+        if len(checkpoint.tensors[name].shape) == 3 and "experts" in name.split(".")
+    }
+    structure = replace(
         structure,
         linears={**structure.linears, **found},
         kept={**structure.kept, **dict.fromkeys(found, NOT_A_PARAMETER)},
-        dense={k: v for k, v in structure.dense.items() if k.removesuffix(".weight") not in found},
+        dense={
+            k: other_experts.get(k, v)
+            for k, v in structure.dense.items()
+            if k.removesuffix(".weight") not in found
+        },
         unpackable={k: v for k, v in structure.unpackable.items() if k not in found},
+        cuts={**structure.cuts, **cuts},
     )
+    return (with_cuts(checkpoint, cuts) if cuts else checkpoint), structure
+
+
+def _stacked(structure: Structure) -> Iterable[list[StackedMatrix]]:
+    """Return the matrices of each set of experts of the class, in one tensor for all."""
+    sets: dict[str, list[StackedMatrix]] = {}
+    for linear in structure.linears.values():
+        owner, _, leaf = linear.module.rpartition(".")
+        cuts = [structure.cuts.get(f"{one}.weight") for one in linear.stored]
+        if linear.kind == "experts":
+            sets.setdefault(owner, []).extend(
+                StackedMatrix.of_fused(leaf, len(cuts), linear.shape)
+                if None in cuts
+                else [StackedMatrix.of_cut(cut) for cut in cuts if cut is not None]
+            )
+    return sets.values()
 
 
 def _kind(module: str) -> Kind:

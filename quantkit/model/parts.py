@@ -50,7 +50,12 @@ def packed_parts(model: Any) -> Parts:
         if encoder is not model and encoder in names and (flat or _embeds_tokens(encoder)):
             chosen.append(encoder)
     within = tuple(f"{names[part]}." for part in chosen)
-    return Parts(within, tuple(_towers(modules, chosen)), OUTSIDE_DECODER)
+    parts = Parts(within, tuple(_towers(modules, chosen)), OUTSIDE_DECODER)
+    lists = _block_lists(model, names)
+    # A decoder may be made of models alone, each with a config of its own, as that of BLT.
+    if parts.without and not any(one in parts for one in lists):
+        return Parts(lists, (), OUTSIDE_BLOCKS)
+    return parts
 
 
 def _generates(config: Any) -> bool:
@@ -76,6 +81,15 @@ def embeddings(model: Any, side: str) -> "nn.Module | None":
     except (AttributeError, NotImplementedError):
         return None
     return found  # type: ignore[no-any-return]
+
+
+def why_no_tokens(model: Any) -> str:
+    """Return why a model does not look tokens up in one Embedding."""
+    main = getattr(model, "main_input_name", "input_ids")
+    if main != "input_ids":
+        return f"it runs on {main}, not on tokens"
+    found = embeddings(model, "input")
+    return f"it embeds tokens by a {type(found).__name__}" if found else "it does not embed tokens"
 
 
 def _towers(modules: dict[str, "nn.Module"], chosen: list[Any]) -> list[str]:

@@ -8,7 +8,7 @@ So planning, streaming and calibration see the same as in checkpoints with separ
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -136,7 +136,8 @@ def with_cuts(checkpoint: Checkpoint, cuts: "Mapping[str, CutTensor | RowsTensor
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         tensors |= by_source.get(name, {name: tensor})
-    return replace(checkpoint, tensors=tensors, uncut={cut.source.name: cut.source for cut in cuts.values()})
+    uncut = {cut.source.name: cut.source for cut in cuts.values()}
+    return replace(checkpoint, tensors=tensors, uncut={**checkpoint.uncut, **uncut})
 
 
 def cuts_of(
@@ -165,6 +166,59 @@ def cuts_of(
             found = None if found is None or some is None else found | some
         cuts |= found or {}
     return cuts
+
+
+@dataclass(frozen=True)
+class StackedMatrix:
+    """One matrix of a set of experts in tensors [E, ...]: its place, and the shape and leaf of its tensor."""
+
+    leaf: str
+    shape: tuple[int, ...]
+    spec: "ExpertsSpec"
+    expert: int
+    index: int
+    parts: int
+    name: str
+
+    @classmethod
+    def of_cut(cls, cut: CutTensor) -> "StackedMatrix":
+        """Return the place of a cut."""
+        leaf, name = cut.source.name.rpartition(".")[2], ".".join(cut.name.rsplit(".", 3)[1:])
+        return cls(leaf, cut.source.shape, cut.spec, cut.expert, cut.index, cut.parts, name)
+
+    @classmethod
+    def of_fused(cls, leaf: str, matrices: int, shape: tuple[int, int]) -> "Iterator[StackedMatrix]":
+        """Yield the places of `matrices`, [N, K] each, in the parameter `leaf` that transformers stacks."""
+        from quantkit.model.experts import MATRICES, ExpertsSpec
+        from quantkit.model.names import own_name
+
+        parts, (rows, columns) = len(MATRICES[leaf]), shape
+        whole = (matrices // parts, parts * rows, columns)
+        for expert, index in itertools.product(range(whole[0]), range(parts)):
+            name = own_name("", expert, leaf, index).removeprefix(".")
+            yield cls(leaf, whole, ExpertsSpec(), expert, index, parts, name)
+
+
+def cuts_alike(
+    sets: Iterable[Sequence[StackedMatrix]], others: Iterable[StoredTensor]
+) -> dict[str, CutTensor]:
+    """Return the cuts of experts among `others` whose tensors have the names and shapes of one of `sets`.
+
+    Such are the experts of extra prediction heads, which the model class lacks.
+    """
+    stored: dict[str, dict[str, StoredTensor]] = {}
+    for tensor in others:
+        stem, _, leaf = tensor.name.rpartition(".")
+        stored.setdefault(stem, {})[leaf] = tensor
+    layouts = {frozenset((one.leaf, one.shape) for one in matrices): matrices for matrices in sets}
+    found: dict[str, CutTensor] = {}
+    for (stem, tensors), (sizes, matrices) in itertools.product(stored.items(), layouts.items()):
+        if not sizes <= {(leaf, tensor.shape) for leaf, tensor in tensors.items()}:
+            continue
+        for one in matrices:
+            name, source = f"{stem}.{one.name}", tensors[one.leaf]
+            found[name] = CutTensor.from_source(name, source, one.spec, one.expert, one.index, one.parts)
+    return found
 
 
 def _cuts_of_parameter(

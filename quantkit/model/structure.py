@@ -37,6 +37,9 @@ NO_HEAD = "the class of the model has no head"
 SHARED = "another module has the same weights"
 READ = "the model reads its weight itself, which a packed linear does not have"
 REARRANGED = "transformers splits or joins it when it loads, so its rows are not those of one linear"
+DIVIDED = "transformers divides its list of experts among modules, and quantkit packs only whole lists"
+#: Reasons for tensors that become parameters of other names.
+MOVED = frozenset({REARRANGED, DIVIDED})
 
 _LAYER_COUNT = re.compile(r"(num|n)_(\w+_)?layers?")
 
@@ -105,7 +108,7 @@ def read_structure(checkpoint: Checkpoint) -> Structure:
     structure = _classify_tensors(model, places, checkpoint)
     structure = replace(structure, row_cuts=_row_cuts(model, checkpoint))
     # Some parameters are made of tensors of other names.
-    if missing and REARRANGED not in structure.dense.values():
+    if missing and MOVED.isdisjoint(structure.dense.values()):
         raise lacks(model, missing, checkpoint)
     aliases, head = other_names(model, _names(places), checkpoint)
     # Readers that make a text model of a model without a head would take its head to be packed.
@@ -200,8 +203,8 @@ def _classify_tensors(model: "nn.Module", places: Places, checkpoint: Checkpoint
         if parameter not in parameters and (module is None or not fused):
             dense[stored] = NOT_A_PARAMETER
         elif fused:
-            is_matrix = places[stored].is_stacked
-            why = _why_dense_experts(module, leaf, parts, owner) if is_matrix else REARRANGED
+            place, shape = places[stored], checkpoint.tensors[stored].shape
+            why = _why_dense_experts(module, leaf, parts, place, shape)
             reason = SHARED if owner in shared else why
             _sort_in(stored, parameter, reason, gathered, dense)
         elif leaf == "weight" and module is not None and _may_be_linear(module):
@@ -386,13 +389,17 @@ def _why_dense_linear(module: "nn.Module") -> str | None:
     return why_not_packable(module)
 
 
-def _why_dense_experts(module: "nn.Module | None", leaf: str, parts: Parts, owner: str) -> str | None:
+def _why_dense_experts(
+    module: "nn.Module | None", leaf: str, parts: Parts, place: Renamed, shape: tuple[int, ...]
+) -> str | None:
     from quantkit.model.architectures import why_not_packable
     from quantkit.model.experts import MATRICES, is_fused_experts
 
-    if module is None or not is_fused_experts(module) or leaf not in MATRICES:
+    if not place.is_stacked and leaf in MATRICES and len(shape) == 2:
+        return DIVIDED
+    if not place.is_stacked or module is None or not is_fused_experts(module) or leaf not in MATRICES:
         return REARRANGED
-    if owner not in parts:
+    if place.parameter.rpartition(".")[0] not in parts:
         return parts.outside.replace("a linear", "experts")
     return why_not_packable(module)
 
@@ -411,7 +418,10 @@ def _kind_of_dense(module: "nn.Module | None", leaf: str) -> str:
         return ROUTER
     if leaf == "bias":
         return "a bias"
-    return f"{leaf!r} of a {kind}, which is not a linear"
+    shape = getattr(module._parameters.get(leaf), "shape", ())
+    stacked = leaf == "weight" and len(shape) == 3 and not hasattr(module, "kernel_size")
+    what = "has several matrices in one tensor, but not gate, up and down of experts"
+    return f"{leaf!r} of a {kind}, which {what if stacked else 'is not a linear'}"
 
 
 def _head_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
@@ -430,6 +440,8 @@ def _input_name(model: Any, modules: Mapping[str, "nn.Module"]) -> str | None:
 
 
 NOT_A_PARAMETER = "not a parameter of the model"
+#: Reason of experts in one tensor for all that are not stored as those that the class has.
+OTHER_EXPERTS = f"{NOT_A_PARAMETER}, and no experts of the model are stored by these names and shapes"
 
 
 #: Weight dtypes that can be quantized. Others (float8, integers) are already codes.

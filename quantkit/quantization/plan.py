@@ -20,7 +20,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.model_class import named_classes
-from quantkit.model.structure import NO_HEAD, QUANTIZABLE_DTYPES, TIED, Linear, Structure
+from quantkit.model.structure import NO_HEAD, NOT_A_PARAMETER, QUANTIZABLE_DTYPES, TIED, Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes, readers_beside
@@ -368,7 +368,9 @@ def _layer(
 
 
 def _is_cut(structure: Structure, linear: Linear) -> bool:
-    """Return True if the matrices of a linear are cut from the tensors of the source."""
+    """Return True if the class reads the matrices of a linear from one tensor, as the source has them."""
+    if structure.kept.get(linear.module) == NOT_A_PARAMETER:
+        return False
     return any(f"{one}.weight" in structure.cuts for one in linear.stored[:1])
 
 

@@ -225,12 +225,18 @@ def fused_sets(linears: Mapping[str, T]) -> Iterator[dict[str, T]]:
 def _notes_on_other_parts(structure: "Structure", schemes: Mapping[str, Scheme | None]) -> Iterator[Note]:
     """Yield notes on tensors that the model class lacks, such as extra prediction heads."""
     linears = [name for name, reason in structure.kept.items() if reason == NOT_A_PARAMETER]
-    others = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
+    others = [name for name, reason in structure.dense.items() if reason.startswith(NOT_A_PARAMETER)]
     packed = [name for name in linears if schemes[name] is not None]
-    copied = [*(f"{name}.weight" for name in linears if schemes[name] is None), *others]
+    names = [f"{one}.weight" for k in linears if schemes[k] is None for one in structure.linears[k].stored]
+    # Experts that stay dense keep their one tensor for all.
+    sources = [structure.cuts[name].source.name if name in structure.cuts else name for name in names]
+    copied = [*dict.fromkeys(sources), *others]
     without = "not parameters of the model that config.json describes"
     if copied:
-        rule = f" --rule '{linears[0]}=int8' packs a linear of them." if linears and not packed else ""
+        first = linears[0] if linears else ""
+        if first and structure.linears[first].kind == "experts":
+            first = f"{first.rpartition('.')[0]}.*"
+        rule = f" --rule '{first}=int8' packs some of them." if first and not packed else ""
         yield Note(
             f"{len(copied)} tensors, such as {copied[0]}, are {without}; they are copied, and declared as "
             f"dense.{rule}"

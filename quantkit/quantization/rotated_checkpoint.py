@@ -169,7 +169,7 @@ def _places(
     prefix = embedding.removesuffix("embed_tokens.weight")
     found = {}
     for name, tensor in tensors.items():
-        if structure.dense.get(name) == NOT_A_PARAMETER:
+        if structure.dense.get(name, "").startswith(NOT_A_PARAMETER):
             continue
         inside = name.removeprefix(prefix)
         short = _LAYER.sub("", inside)

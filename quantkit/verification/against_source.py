@@ -38,8 +38,7 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
     `source` is a checkpoint directory, a GGUF file or a hub id, as for `convert`. Raises `CheckpointError` if
     it cannot be read.
     """
-    checkpoint, structure = read_names(exactly(open_source(resolve(source))))
-    structure = with_other_parts(checkpoint, structure)
+    checkpoint, structure = with_other_parts(*read_names(exactly(open_source(resolve(source)))))
     packed = Checkpoint.open(directory)
     config = QuantizationConfig.from_dict(packed.config.get("quantization_config", {}))
     modules = {f"{one}.weight": name for name, linear in structure.linears.items() for one in linear.stored}
@@ -47,14 +46,20 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
         modules[f"{structure.table.stored[0]}.weight"] = structure.table.module
     advance = counting(checkpoint.nbytes, progress)
     problems: list[str] = []
-    count = 0
+    count, seen = 0, set[str]()
     for name, tensor in checkpoint.tensors.items():
         found = _packed(packed, config, tensor, modules.get(name))
         count += found is not None
-        if found is None and name not in packed.tensors:
-            problems.append(f"{name} of the source is not there")
+        # Dense experts keep their one fused tensor.
+        cut = structure.cuts.get(name) if found is None else None
+        own = name if cut is None else cut.source.name
+        if own in seen:
+            pass
+        elif found is None and own not in packed.tensors:
+            problems.append(f"{own} of the source is not there")
         else:
-            problems += _differences(checkpoint, packed, name, found)
+            problems += _differences(checkpoint, packed, own, found)
+        seen.add(own)
         advance(tensor.stored_bytes, name)
     more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
     return Compared(len(checkpoint.tensors), count, (*problems[:_NAMED], *more))
@@ -83,12 +88,13 @@ def _differences(
     source: Checkpoint, packed: Checkpoint, name: str, found: PackedTensor | None
 ) -> Iterator[str]:
     """Yield the first difference of a tensor, if there is one."""
-    shape = source.tensors[name].shape
+    tensor = source.tensors.get(name) or source.uncut[name]
+    shape = tensor.shape
     if found is None and (other := packed.tensors[name].shape) != shape:
         yield f"{name} has shape {other}, and {shape} in the source"
         return
     rows = shape[0] if shape else 1
-    step = max(1, _PIECE * rows // max(1, source.tensors[name].elements))
+    step = max(1, _PIECE * rows // max(1, tensor.elements))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         expected = source.read(name, start, stop)

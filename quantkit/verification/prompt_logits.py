@@ -228,6 +228,15 @@ def _first_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return first
 
 
+def _refused_by_class(error: Exception) -> bool:
+    """Return True if a module of one of transformers' models raised a ValueError."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return isinstance(error, ValueError) and name.startswith("transformers.models.")
+
+
 def _why_not_text(model: Any, ids: torch.Tensor, error: Exception) -> str | None:
     """Return why the class of `model` does not run on tokens; None if its dense model does."""
     cls = getattr(type(model), "class_before", type(model))
@@ -235,7 +244,8 @@ def _why_not_text(model: Any, ids: torch.Tensor, error: Exception) -> str | None
         with torch.device("meta"):
             _first_output(cls._from_config(model.config), ids.to("meta"))
     except Exception as other:
-        # Other errors are due to the meta device: a mixture of experts cannot route without numbers.
-        if type(other) is type(error) and str(other) == str(error):
+        # Other errors are due to the meta device: a mixture of experts cannot route without numbers. An error
+        # that the class itself raises is not due to the weights.
+        if (type(other) is type(error) and str(other) == str(error)) or _refused_by_class(error):
             return f"a {cls.__name__} does not run on text alone ({type(error).__name__}: {error})"
     return None

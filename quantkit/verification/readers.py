@@ -24,7 +24,7 @@ from quantkit.model.completeness import missing_parameters
 from quantkit.model.conversions import conversions
 from quantkit.model.model_class import build, meta_model, model_class, model_config, of_mapping, why_no_class
 from quantkit.model.names import PART, model_names
-from quantkit.model.structure import REARRANGED
+from quantkit.model.structure import MOVED
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.plan_warnings import Note, reader_notes, readers_beside
 from quantkit.runtime.replace import is_elsewhere, swap_modules
@@ -153,7 +153,7 @@ def check_own_class(
         and not is_elsewhere(model, target.rpartition(".")[0])
     ]
     # transformers may make several parameters from one tensor.
-    missing = [] if REARRANGED in dense.values() else missing_parameters(model, by_entry)
+    missing = [] if not MOVED.isdisjoint(dense.values()) else missing_parameters(model, by_entry)
     if missing or unexpected:
         what = f"no tensor for {missing[0]!r}" if missing else f"no place for tensor {unexpected[0]!r}"
         raise CheckpointError(
@@ -172,7 +172,12 @@ def why_not_transformers(
     own = model_class(config, directory)
     causal = of_mapping("MODEL_FOR_CAUSAL_LM_MAPPING", model_config(config, directory))
     for cls, parsed in dict([own] if causal is None else [own, causal]).items():
-        model = build(cls, parsed, directory)
+        try:
+            model = build(cls, parsed, directory)
+        except CheckpointError:
+            if cls is own[0]:
+                raise
+            continue  # That class refuses this config, as ReformerModelWithLMHead refuses an encoder's.
         for problem in chain(
             _misread(model, config["quantization_config"], tensors), _stopped(model, tensors)
         ):

@@ -158,6 +158,8 @@ def test_a_signal_at_any_instruction_leaves_a_hasher_that_ends(tmp_path: Path) -
             raise KeyboardInterrupt
         return trace
 
+    # Python 3.12 traces instructions only if a frame asked for them before `settrace`.
+    sys._getframe().f_trace_opcodes = True
     interrupted = 0
     while interrupted < 10_000:
         hasher = PrefixHasher(fd)

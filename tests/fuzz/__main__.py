@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=100_000, help="in all, shared among the targets")
+    parser.add_argument(
+        "--least", action="append", metavar="TARGET=CASES", help="of --cases; may be repeated"
+    )
     parser.add_argument("--seconds", type=float, default=None, help="stop after so many")
     parser.add_argument("--target", action="append", help="only this one; may be repeated")
     parser.add_argument("--seed", type=int, default=0)
@@ -32,7 +35,7 @@ def main() -> int:
         from .guided import guided
 
         return guided(arguments)
-    from .campaign import run, shares
+    from .campaign import count, run, shares
     from .targets import TARGETS
 
     names = arguments.target or [*TARGETS]
@@ -40,7 +43,11 @@ def main() -> int:
         parser.error(f"no target {', '.join(unknown)}; there are {', '.join(TARGETS)}")
     began = time.monotonic()
     end = None if arguments.seconds is None else began + arguments.seconds
-    counts = shares(names, arguments.cases)
+    try:
+        least = dict(count(text) for text in arguments.least or ())
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    counts = shares(names, arguments.cases, {k: n for k, n in least.items() if k in names})
     results = run(counts, arguments.seed, arguments.jobs, end, arguments.findings)
     for name, result in results.items():
         print(json.dumps({"target": name, **figures(result)}))

@@ -1,5 +1,6 @@
 """A long run: pieces of all targets handed to processes, which may die of a case and go on behind it."""
 
+import argparse
 import faulthandler
 import math
 import multiprocessing
@@ -44,10 +45,20 @@ class Piece:
     end: int
 
 
-def shares(names: list[str], cases: int) -> dict[str, int]:
-    """How many of the cases each target gets."""
-    total = sum(TARGETS[name].share for name in names)
-    return {name: max(1, round(cases * TARGETS[name].share / total)) for name in names}
+def shares(names: list[str], cases: int, least: Mapping[str, int]) -> dict[str, int]:
+    """How many of the cases each target gets: as many as `least` says, or its share of all others."""
+    rest = [name for name in names if name not in least]
+    total = sum(TARGETS[name].share for name in rest)
+    left = max(0, cases - sum(least.values()))
+    return {name: least.get(name) or max(1, round(left * TARGETS[name].share / total)) for name in names}
+
+
+def count(text: str) -> tuple[str, int]:
+    """`TARGET=CASES` of a command line."""
+    name, _, number = text.rpartition("=")
+    if name not in TARGETS or not number.isdecimal() or not int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not TARGET=CASES with one of {', '.join(TARGETS)}")
+    return name, int(number)
 
 
 def run(counts: Mapping[str, int], seed: int, jobs: int, end: float | None, keep: Path) -> dict[str, Result]:

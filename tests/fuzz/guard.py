@@ -37,7 +37,10 @@ _SYSTEM = (
     "/sys/",
     "/dev/null",
 )
-_OPENS = {"open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.truncate", "os.chmod"}
+_OPENS = {
+    *("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.truncate", "os.chmod"),
+    "shutil.rmtree",
+}
 _NEVER = {
     "socket.connect",
     "socket.getaddrinfo",
@@ -47,7 +50,6 @@ _NEVER = {
     "os.posix_spawn",
     "os.fork",
     "pickle.find_class",
-    "shutil.rmtree",
 }
 
 
@@ -74,8 +76,11 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         _watch.seen.append(f"{event} {arguments!r:.300}")
     elif event in _OPENS and arguments and isinstance(arguments[0], str | bytes | os.PathLike):
         path = os.fsdecode(arguments[0])
+        if event == "os.remove" and arguments[-1] >= 0:
+            # Relative to an open folder, as `shutil.rmtree` does.
+            path = str(Path(f"/proc/self/fd/{arguments[-1]}").readlink() / path)
         # What removes or renames a link leaves alone what it leads to.
-        follows = event not in ("os.remove", "os.rename")
+        follows = event not in ("os.remove", "os.rename", "shutil.rmtree")
         folder, name = os.path.split(path)
         path = os.path.realpath(path) if follows else f"{os.path.realpath(folder)}{os.sep}{name}"
         if path == inside or path.startswith((inside + os.sep, *_SYSTEM)):

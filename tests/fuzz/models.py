@@ -47,7 +47,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _dense(family: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def dense_model(family: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config and the tensors of a small model."""
     import transformers
 
     name, changes = _FAMILIES[family]
@@ -63,7 +64,7 @@ def dense_checkpoints() -> tuple[bytes, ...]:
     """The config of each family with its header; the data of tensors is zeros, which nobody reads."""
     seeds = []
     for family in _FAMILIES:
-        config, tensors = _dense(family)
+        config, tensors = dense_model(family)
         zeros = {name: torch.zeros(tensor.shape, dtype=torch.float16) for name, tensor in tensors.items()}
         seeds.append(_directory(config, zeros))
     return tuple(seeds)
@@ -87,7 +88,7 @@ def packed_checkpoints() -> tuple[bytes, ...]:
 def _packed(container: Any, schemes: Mapping[str, Scheme]) -> bytes:
     from quantkit.checkpoint.compressed_tensors import stored_format
 
-    config, tensors = _dense("llama")
+    config, tensors = dense_model("llama")
     assignments = []
     for i, name in enumerate([name for name in tensors if name.endswith("_proj.weight")]):
         weight, module = tensors.pop(name), name.removesuffix(".weight")

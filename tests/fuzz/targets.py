@@ -38,6 +38,7 @@ from quantkit.packing.tensor import PackedTensor
 from quantkit.recipes.recipe import Choice, Recipe, read_recipe
 from quantkit.verification.prompt_logits import TOLERANCE, PromptLogits, differences
 
+from .converted import check_convert, low_bit_models, mutate_low_bit_model
 from .decode import decode, largest_term
 from .files import packed_parts, write_items
 from .gguf_headers import check_gguf, gguf_headers, mutate_gguf
@@ -78,6 +79,7 @@ from .ours import (
     partials,
     sensitivities,
 )
+from .pictures import check_pictures, mutate_pictures, pictures
 
 
 @dataclass(frozen=True)
@@ -592,6 +594,8 @@ TARGETS: dict[str, Target] = {
         Target("hub", hub_cases, mutate_hub, check_hub, 0.05, 10.0),
         Target("partial", partials, mutate_directory, check_partial, 0.02),
         Target("sensitivities", sensitivities, mutate_json, check_sensitivities, 0.02),
+        Target("pictures", pictures, mutate_pictures, check_pictures, 0.03, 5.0),
+        Target("convert", low_bit_models, mutate_low_bit_model, check_convert, 0.002, 10.0),
         Target("names", lambda: NAMES, mutate_name, check_name, 0.02),
     )
 }

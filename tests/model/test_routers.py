@@ -78,6 +78,13 @@ def test_models_without_linear_routers_have_none(config):
     assert not choosing_linears(model_of(config, {}))
 
 
+def test_lightning_attention_does_not_choose():
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "head_dim": 16}
+    model = model_of("MiniMaxConfig", kinds)
+    assert type(model.layers[0].self_attn).__name__ == "MiniMaxLightningAttention"
+    assert not choosing_linears(model)
+
+
 class Block(nn.Module):
     """Linears with the names of routers that are none, and a router by another name."""
 

@@ -11,6 +11,7 @@ import transformers
 import quantkit
 from quantkit.errors import QuantkitError
 from quantkit.model.names import model_names
+from quantkit.model.parts import packed_parts, why_no_tokens
 from quantkit.quantization.blockwise.block_output import NOT_RUN
 
 from . import matrix, tiny
@@ -26,6 +27,10 @@ SAMPLE = (
     *("BertModel", "BartForConditionalGeneration", "WhisperForConditionalGeneration", "Wav2Vec2ForCTC"),
     *("GptOssForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"),
     *("ViTForImageClassification", "Qwen3_5MoeForConditionalGeneration", "CLIPModel", "Qwen3Model"),
+    # A cache without layers, a config without their number, needed boxes, a class for decoders beside it,
+    # and a table in the dtype of a linear.
+    *("xLSTMForCausalLM", "ParakeetForCTC", "UdopForConditionalGeneration", "ReformerForMaskedLM"),
+    "Swinv2ForImageClassification",
 )
 
 
@@ -85,6 +90,27 @@ def test_the_stored_results_are_those_of_the_readme() -> None:
         assert sum(one[column]["result"] == "right" for one in classes.values()) >= 140
     refused = [one[column] for one in classes.values() for column in matrix.COLUMNS if "late" in one[column]]
     assert not [one for one in refused if one["late"] or not re.search(r"Take|Use|--rule", one["why"])]
+
+
+def test_a_decoder_made_of_models_has_its_blocks_packed() -> None:
+    with torch.device("meta"):
+        model = transformers.BltForCausalLM(tiny.tiny_config(transformers.BltConfig))
+    parts = packed_parts(model)
+    assert "model.global_transformer.layers.0.mlp.up_proj" in parts and "lm_head" not in parts
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("MusicgenForCausalLM", "it embeds tokens by a ModuleList"),
+        ("ParakeetForCTC", "it runs on input_features, not on tokens"),
+        ("PerceiverForMaskedLM", "it runs on inputs, not on tokens"),
+    ],
+)
+def test_why_a_model_has_no_tokens(name: str, reason: str) -> None:
+    cls = getattr(transformers, name)
+    with torch.device("meta"):
+        assert why_no_tokens(cls(tiny.tiny_config(cls.config_class))) == reason
 
 
 def test_a_run_goes_on_at_the_same_commit_only(tmp_path: Path) -> None:
@@ -184,7 +210,7 @@ def test_heads_of_further_tokens_are_kept_and_declared(tmp_path: Path) -> None:
     result = quantkit.quantize(source, out, format="int8", device="cpu", check=True)
     ignored = set(result.plan.model_config["quantization_config"]["ignore"])
     assert {name.removesuffix(".weight") for name in added} <= ignored
-    assert any("5 tensors" in note and "up_proj=int8' packs a linear" in note for note in result.plan.notes)
+    assert any("5 tensors" in note and "up_proj=int8' packs some of" in note for note in result.plan.notes)
     written = load_file(out / "model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in added.items())
 
@@ -237,6 +263,68 @@ def test_rules_pack_experts_of_blocks_beyond_the_last(tmp_path: Path) -> None:
     quantkit.load(out, device="cpu")
 
 
+def with_further_experts(directory: Path, name: str, turn: bool = False) -> dict[str, torch.Tensor]:
+    """Write a mixture, and for a head of further tokens its first experts in one tensor for all."""
+    from safetensors.torch import load_file, save_file
+
+    model = tiny.tiny_model(name)
+    model.save_pretrained(directory)
+    experts = model.model.layers[0].mlp.experts
+    added = {
+        f"mtp.layers.0.mlp.experts.{leaf}": (one.mT if turn else one).detach().contiguous()
+        for leaf, one in experts.named_parameters()
+    }
+    tensors = {**load_file(directory / "model.safetensors"), **added}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return added
+
+
+#: Mixtures whose files have each matrix of its own, and one tensor [E, K, N] for all experts.
+@pytest.mark.parametrize("name", ["Qwen3_5MoeForCausalLM", "GptOssForCausalLM"])
+def test_rules_pack_experts_in_one_tensor_of_heads_of_further_tokens(tmp_path: Path, name: str) -> None:
+    from safetensors.torch import load_file
+
+    from quantkit.verification.verify import verify
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    added = with_further_experts(source, name)
+    rules = ("mtp.*=int8:channel", "model.layers.1.*=keep")
+    result = quantkit.quantize(source, out, format="int8", rules=rules, device="cpu", check=True)
+    schemes = {layer.linear.module: str(layer.scheme) for layer in result.plan.layers}
+    of = {one: one.replace("mtp", "model") for one in schemes if one.startswith("mtp")}
+    assert len(of) == 2 and all(schemes[one] == schemes[main] != "None" for one, main in of.items())
+    written = load_file(out / "model.safetensors")
+    mine = {one: part for one, part in written.items() if one.startswith("mtp") and one not in added}
+    assert len([one for one in mine if one.endswith("_scale")]) == 12
+    assert all(torch.equal(part, written[one.replace("mtp", "model")]) for one, part in mine.items())
+    assert not any(check.problems for check in verify(out, reload=False))
+    # Experts that a rule keeps are found in the tensor that they keep.
+    problems = verify(out, reload=False, against=source)[-1].problems
+    assert problems and not any("is not there" in one or ".layers.1." in one for one in problems)
+    quantkit.load(out, device="cpu")
+
+
+def test_experts_of_heads_of_further_tokens_stay_in_one_tensor_without_a_rule(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    added = with_further_experts(source, "Qwen3_5MoeForCausalLM")
+    result = quantkit.quantize(source, out, format="int8", device="cpu", check=True)
+    written = load_file(out / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in added.items())
+    assert set(added) <= set(result.plan.model_config["quantization_config"]["ignore"])
+    (note,) = (note for note in result.plan.notes if "2 tensors, such as mtp" in note)
+    assert note.endswith("--rule 'mtp.layers.0.mlp.experts.*=int8' packs some of them.")
+    with pytest.raises(QuantkitError, match="packs some and keeps some of the matrices of 'mtp"):
+        quantkit.quantize(source, tmp_path / "half", rules=("mtp*down_proj=int8",), device="cpu")
+
+
+def test_experts_of_a_head_that_are_stored_otherwise_stay_dense(tmp_path: Path) -> None:
+    with_further_experts(tmp_path / "source", "Qwen3_5MoeForCausalLM", turn=True)
+    with pytest.raises(QuantkitError, match=r"'mtp.*_proj' stays dense.*no experts of the model are stored"):
+        quantkit.quantize(tmp_path / "source", tmp_path / "out", rules=("mtp.*=int8",), device="cpu")
+
+
 def test_methods_with_data_have_no_inputs_for_heads_of_further_tokens(tmp_path: Path) -> None:
     with_further_tokens(tmp_path / "source")
     with pytest.raises(QuantkitError, match=r"'mtp\.fc=int8::mse'"):
@@ -266,6 +354,19 @@ def test_a_class_without_linears_is_refused_with_the_reason(name: str, reason: s
     text = f"{name} has no linear that quantkit packs, and ..% of its weights are .*{reason}. Use the model"
     with pytest.raises(QuantkitError, match=text):
         quantkit.quantize(tmp_path / "source", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("JetMoeForCausalLM", "JetMoeParallelExperts, which has several matrices in one tensor"),
+        ("Ernie4_5_VLMoeForConditionalGeneration", "transformers divides its list of experts among modules"),
+    ],
+)
+def test_experts_that_stay_dense_have_a_warning_that_says_why(name: str, reason: str, tmp_path: Path) -> None:
+    tiny.tiny_model(name).save_pretrained(tmp_path / "source")
+    result = quantkit.quantize(tmp_path / "source", tmp_path / "out", format="int8", device="cpu")
+    assert any("experts" in one.lower() and reason in one for one in result.plan.warnings)
 
 
 def test_a_rename_that_fits_no_parameter_is_not_done() -> None:

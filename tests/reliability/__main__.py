@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,16 @@ def faults(jobs: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def fuzz(cases: int, seed: int, jobs: int, seconds: float, findings: Path) -> dict[str, Any]:
+def fuzz(
+    cases: int, least: Sequence[str], seed: int, jobs: int, seconds: float, findings: Path
+) -> dict[str, Any]:
     """Run hostile files of every kind: how many, how they ended, and what was found."""
     from ..fuzz.__main__ import figures
-    from ..fuzz.campaign import run, shares
+    from ..fuzz.campaign import count, run, shares
     from ..fuzz.targets import TARGETS
 
-    results = run(shares([*TARGETS], cases), seed, jobs, time.monotonic() + seconds, findings)
+    counts = shares([*TARGETS], cases, dict(map(count, least)))
+    results = run(counts, seed, jobs, time.monotonic() + seconds, findings)
     total = sum(result.tally.cases for result in results.values())
     return {"cases": total, "of": cases, "seed": seed, "targets": {k: figures(v) for k, v in results.items()}}
 
@@ -84,6 +88,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seconds", type=float, default=7200, help="stop after so many")
     parser.add_argument("--cases", type=int, default=1_000_000, help="hostile files; 0 for none")
+    parser.add_argument(
+        "--least", action="append", default=[], metavar="TARGET=CASES", help="of --cases; may be repeated"
+    )
     parser.add_argument("--no-faults", action="store_true", help="hostile files only")
     parser.add_argument("--seed", type=int, default=0, help="of the hostile files")
     parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"), help="where findings go")
@@ -101,7 +108,9 @@ def main() -> int:
         figures["seconds of faults"] = round(time.monotonic() - begun)
     if options.cases:
         left = options.seconds - (time.monotonic() - begun)
-        figures["fuzz"] = fuzz(options.cases, options.seed, options.jobs, left, options.findings)
+        figures["fuzz"] = fuzz(
+            options.cases, options.least, options.seed, options.jobs, left, options.findings
+        )
         for target, result in figures["fuzz"]["targets"].items():
             violations |= {f"fuzz: {target} {n}": kind for kind, n in result["findings"].items()}
     figures |= {"seconds": round(time.monotonic() - begun), "violations": violations}

@@ -56,6 +56,8 @@ FITTING: dict[str, Case] = {
     "mixtral int8, one scale": ("mixtral", "int8-tensor", {}, False),
 }
 
+IS_OLD = torch.__version__.startswith("2.11.")
+
 #: gloo gathers no 8-bit floats.
 SAVED = [name for name in FITTING if "int" in name or "fp6" in name]
 
@@ -152,7 +154,11 @@ def found(models: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) -> 
                 style is after[name] and vars(style) == attributes
                 for name, (style, attributes) in before.items()
             )
-            if name in SAVED:
+            if name in SAVED and IS_OLD and "mixtral" in name:
+                # torch does not join shares of gate and up, of dense experts neither.
+                with pytest.raises(EnvironmentProblem, match=r"Install torch 2\.12 or later"):
+                    model.save_pretrained(directory / str(i))
+            elif name in SAVED:
                 model.save_pretrained(directory / str(i))
                 answers[name]["saved"] = str(directory / str(i))
         torch.save(answers, directory / f"{rank}.pt")
@@ -202,6 +208,8 @@ def test_ranks_call_their_shares_as_they_are(found, name):
 
 @pytest.mark.parametrize("name", SAVED)
 def test_saving_joins_the_shares(models, found, name):
+    if "saved" not in found[name]:
+        pytest.skip("this torch cannot: it is refused")
     assert_same_checkpoint(Path(found[name]["saved"]), models[name].packed)
 
 

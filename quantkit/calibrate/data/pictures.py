@@ -5,10 +5,12 @@ Names are relative to the folder of the `.jsonl` file.
 """
 
 import stat
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from quantkit.about import pip_install
 from quantkit.calibrate.data.documents import MAX_OBJECTS, MAX_VALUES, kind_of, parsed_row, read_lines
@@ -17,6 +19,12 @@ from quantkit.files import open_regular, shown
 
 #: Largest image file in bytes, and in pixels: a small file may expand to gigabytes.
 MAX_BYTES, MAX_PIXELS = 64 << 20, 1 << 26
+#: Most pixels of the images of a row, and of all rows, plus an allowance per byte of an image file. Without
+#: a limit, files with far more pixels than bytes, or named repeatedly, would take hours.
+MAX_ROW_PIXELS, MAX_ALL_PIXELS, MAX_GROWTH = 1 << 27, 1 << 28, 64
+#: Most scans of a progressive JPEG: a few bytes make a scan over all pixels. Usual are about ten.
+MAX_SCANS = 64
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 #: Accepted formats by Pillow's names. Each decoder is an attack surface.
 FORMATS = ("JPEG", "PNG", "WEBP")
 #: Most rows of a file, and images of a row.
@@ -52,9 +60,26 @@ def read_pictured(path: Path) -> list[Pictured]:
             found.append(pictured)
         if len(found) == MAX_ROWS:
             break
-    for image in dict.fromkeys(image for one in found for image in one.images):
-        open_image(image).close()
+    _check_pixels(path, found)
     return found
+
+
+def _check_pixels(path: Path, rows: Sequence[Pictured]) -> None:
+    """Open each image; raise `UsageError` if a row, or all rows together, have too many pixels."""
+    pixels, left = dict[Path, int](), MAX_ALL_PIXELS
+    for image in dict.fromkeys(image for row in rows for image in row.images):
+        with closing(open_image(image)) as opened:
+            pixels[image] = opened.width * opened.height
+        left += MAX_GROWTH * image.stat().st_size
+    for row in rows:
+        count = sum(pixels[image] for image in row.images)
+        left -= count
+        if count > MAX_ROW_PIXELS or left < 0:
+            raise UsageError(
+                f"{path}: the row with {row.images[0].name} has images of {count} pixels; expected at most "
+                f"{MAX_ROW_PIXELS} in a row, and in all rows {MAX_ALL_PIXELS} and {MAX_GROWTH} for each byte "
+                "of a file. Scale the images down, or leave rows out."
+            )
 
 
 def open_image(path: Path) -> Any:
@@ -72,13 +97,18 @@ def open_image(path: Path) -> Any:
         raise UsageError(f"image {path} cannot be read ({error.strerror}). Check its name.") from error
     try:
         size = path.stat().st_size
-        image = Image.open(file, formats=FORMATS) if size <= MAX_BYTES else None
+        if size <= MAX_BYTES and _scans(file) > MAX_SCANS:
+            raise ValueError(f"more than {MAX_SCANS} scans")
+        with warnings.catch_warnings():
+            # Pillow warns about some sizes; images that are too large are refused below.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(file, formats=FORMATS) if size <= MAX_BYTES else None
         pixels = 0 if image is None else image.width * image.height
     except Exception as error:  # Decoders may raise anything.
         file.close()
         raise UsageError(
             f"image {path} is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file "
-            f"({type(error).__name__}). Convert it, or leave its row out."
+            f"({type(error).__name__}: {shown(str(error)[:100])}). Convert it, or leave its row out."
         ) from error
     if image is None or pixels > MAX_PIXELS:
         file.close()
@@ -90,9 +120,16 @@ def open_image(path: Path) -> Any:
     return image
 
 
+def _scans(file: BinaryIO) -> int:
+    """Count the scans of a JPEG; 0 for other formats."""
+    data = file.read(MAX_BYTES)
+    file.seek(0)
+    return data.count(_SCAN) if data.startswith(_JPEG) else 0
+
+
 def pixels_of(path: Path) -> Any:
     """Read the image in `path` as RGB; raises as `open_image` does."""
-    with open_image(path) as image:
+    with closing(open_image(path)) as image:
         try:
             return image.convert("RGB")
         except Exception as error:
@@ -118,6 +155,8 @@ def _pictured(row: Mapping[str, Any], folder: Path, where: str) -> Pictured | No
     names = inside or named
     if not names and not places:
         return None
+    if not messages:
+        raise UsageError(f"{where} names images and has no messages; expected a place for each. Write one.")
     if not places:
         messages[0]["content"][:0] = [{"type": "image"} for _ in names]
         places = len(names)
@@ -154,8 +193,12 @@ def _inside(folder: Path, name: Any, where: str) -> Path:
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
         real = path.resolve(strict=True)
-    except OSError as error:
-        raise UsageError(f"{where}: image {path} is not there ({error.strerror}). Check its name.") from error
+    except (OSError, ValueError) as error:  # An unpaired surrogate, which no name has.
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise UsageError(
+            f"{where}: image {shown(name)} is not there ({why}). Check its name, in the folder of the .jsonl "
+            "file."
+        ) from error
     if not regular or not real.is_relative_to(folder.resolve()):
-        raise UsageError(f"{where}: image {path} is no file in {folder}. Copy it there.")
+        raise UsageError(f"{where}: image {shown(name)} is no file in {folder}. Copy it there.")
     return path

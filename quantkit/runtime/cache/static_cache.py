@@ -93,7 +93,9 @@ def why_no_static_cache(model: Any) -> str | None:
         return refusals.MIXED_LAYERS.because(kind=others[0])
     two_caches = any(getattr(one, "is_encoder_decoder", False) for one in (model.config, config))
     # transformers marks models that run with a static cache as compilable.
-    if two_caches or not getattr(model, "_can_compile_fullgraph", False):
+    # A class for CTC generates without a decoder, and its config counts no layers.
+    counted = hasattr(config, "num_hidden_layers")
+    if two_caches or not counted or not getattr(model, "_can_compile_fullgraph", False):
         return refusals.NO_STATIC_CACHE.because()
     # Under autocast keys and values may differ in dtype; a static layer has one dtype.
     return refusals.ASKED.because(what="autocast") if torch.is_autocast_enabled(model.device.type) else None

@@ -328,7 +328,8 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
     cache, ids = inputs.get(CACHE), inputs.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
         return refusals.NOT_ONE_TOKEN.because()
-    if cache is None or not all(type(layer) is StaticLayer for layer in cache.layers):
+    # Caches of recurrent models, such as xLSTM's, may have no layers.
+    if not all(type(layer) is StaticLayer for layer in getattr(cache, "layers", [None])):
         return refusals.NOT_STATIC.because()
     used = used_layers(cache)
     if not used:

@@ -142,6 +142,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         Offloaded weights are memory maps of their files. transformers would read them shard by shard, after
         it has removed or replaced files of the directory, possibly the very files.
         """
+        parallel.check_joinable(model)
         model.config.quantization_config = self._config_of(model)
         if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
             return None, {}
@@ -161,6 +162,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         # Saving a model leaves the name of its dtype in the config, from where transformers has it.
         named = DTYPES[dtype] if isinstance(dtype, str) else dtype
         unpack_modules(model, named or model.dtype)
+        # They split experts by name as packed ones are. 5.17 keeps them; 5.24 drops them too.
+        vars(model).pop("_weight_conversions", None)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

@@ -72,6 +72,23 @@ def divide_packed(model: Any) -> None:
     setattr(model, _BEFORE, originals)
 
 
+def check_joinable(model: nn.Module) -> None:
+    """Raise `EnvironmentProblem` if torch cannot join the shares of a parameter of `model`, as saving does.
+
+    torch 2.11 cannot where gate and up are one matrix, packed or dense.
+    """
+    in_pieces = any(
+        type(placement).__name__ == "_StridedShard"
+        for parameter in model.parameters()
+        for placement in getattr(parameter, "placements", ())
+    )
+    if in_pieces and torch.__version__.startswith("2.11."):
+        raise EnvironmentProblem(
+            f"torch {torch.__version__} cannot join the shares of experts whose gate and up are one matrix. "
+            "Install torch 2.12 or later, or save the model from one process."
+        )
+
+
 def undo_plan(model: Any) -> None:
     """Restore the plan of `model` from before `divide_packed`."""
     for key, style in vars(model).pop(_BEFORE, {}).items():

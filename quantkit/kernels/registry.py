@@ -316,7 +316,7 @@ def is_verbose() -> bool:
 
 
 def log_choice(problem: Problem, chosen: Chosen) -> None:
-    """With `QUANTKIT_VERBOSE=1`, log once per scheme, N, K, bucket of M and tile what runs and why."""
+    """Log once per scheme, N, K, bucket of M and tile what runs and why, with `QUANTKIT_VERBOSE=1`."""
     if is_verbose():
         tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
         key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m), tile)

@@ -289,7 +289,7 @@ def _by_rows(*most: int) -> Callable[[Problem], Problem]:
 
 
 def _by_power_of_two(problem: Problem) -> Problem:
-    """`Kernel.representative` of a kernel whose code differs by powers of two of M, and by N."""
+    """Return `Kernel.representative` for a kernel whose code differs by powers of two of M, and by N."""
     return replace(problem, m=power_of_two(problem.m))
 
 

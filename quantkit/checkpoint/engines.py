@@ -1,7 +1,7 @@
-"""The table of what other engines read of a compressed-tensors checkpoint.
+"""Which compressed-tensors checkpoints other engines read, as a table.
 
-It is of the file and holds on every device; an engine may still lack a kernel for one. The rows of vLLM and
-SGLang are held to their own code (`tests/compat/engines.py`), those of transformers to loading it.
+The table is about files and holds on every device; an engine may lack a kernel for a device. The rows of vLLM
+and SGLang are tested against their code (`tests/compat/engines.py`), those of transformers by loading.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ _ALL = (*_LINEARS, *_EXPERTS)
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and the versions of it that were tried, oldest first."""
+    """Engine and its tested versions, oldest first."""
 
     name: str
     tried: tuple[str, ...]
@@ -74,13 +74,13 @@ def installed_beside(engine: Engine, answered: str) -> str | None:
 
 @dataclass(frozen=True)
 class Support:
-    """A row: what an engine makes of matrices that are stored in one way.
+    """Row: what an engine does with matrices stored in one way.
 
-    format       of compressed-tensors
-    strategies   of their scales, as compressed-tensors calls them
-    kinds        of layers
-    classes      of the engine that read them, by name; none if it refuses or misreads them
-    what         it cannot load, for the user, and why where that is no lack of a class
+    format       format of compressed-tensors
+    strategies   strategies of their scales, as compressed-tensors calls them
+    kinds        kinds of layers
+    classes      classes of the engine that read them, by name; empty if it refuses or misreads them
+    what         what it cannot load, for the user, and why unless a class is missing
     instead      what it loads
     """
 
@@ -92,25 +92,25 @@ class Support:
     what: str = ""
     why: str = ""
     instead: str = ""
-    #: Whether it reads them only where the whole checkpoint has this format.
+    #: True if it reads them only in a checkpoint entirely of this format.
     alone: bool = False
     #: What of it may surprise a user who measured the checkpoint with quantkit.
     caution: str = ""
 
 
-#: Strategies: a scale per block of 128x128 in a matrix of whole blocks, and any other.
+#: Strategies: one scale per 128x128 block in a matrix of whole blocks, and any other blocks.
 BLOCK, OTHER_BLOCKS = "block", "other blocks"
 
 
 def strategy_of(arguments: Mapping[str, Any], rows: int) -> str:
-    """The strategy of a matrix of `rows` with these `weights` of a config group."""
+    """Return the strategy of a matrix of `rows` with these `weights` arguments of a config group."""
     whole = arguments.get("block_structure") in (None, [128, 128]) and rows % 128 == 0
     return OTHER_BLOCKS if arguments["strategy"] == BLOCK and not whole else str(arguments["strategy"])
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The storage of the matrices of a module: a format and a strategy of compressed-tensors."""
+    """Storage of the matrices of a module: format and strategy of compressed-tensors."""
 
     module: str
     kind: LayerKind
@@ -120,7 +120,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Modules that engines cannot load: the reason, the first one, the number of all, and a remedy."""
+    """Modules that engines cannot load: the reason, the first module, their number, and a remedy."""
 
     engines: tuple[Engine, ...]
     what: str
@@ -150,7 +150,7 @@ _FP8_EXPERTS = "fp8 experts with 16-bit inputs"
 #: `CompressedTensorsW4A4Mxfp4` and the classes beside it do not ask whether inputs are quantized.
 _QUANTIZES_X = "on Blackwell GPUs quantizes x too, so accuracy is not what quantkit measures"
 
-#: The first row that fits decides. What no row fits was not tried, and is not promised.
+#: The first row that fits decides. Storage without a row was not tested, and is not promised.
 SUPPORT: tuple[Support, ...] = (
     Support(VLLM, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
     Support(VLLM, _INT, _GROUPS, _EXPERTS, ("CompressedTensorsWNA16MoEMethod",)),
@@ -263,7 +263,7 @@ SUPPORT: tuple[Support, ...] = (
 
 
 def support(engine: Engine, kind: LayerKind, format: str, strategy: str) -> Support:
-    """The row for matrices of an engine; one without classes if it was not tried with such."""
+    """Return the row for matrices of an engine; a row without classes if untested."""
     for row in SUPPORT:
         if row.engine == engine and row.format == format and strategy in row.strategies and kind in row.kinds:
             return row
@@ -273,12 +273,12 @@ def support(engine: Engine, kind: LayerKind, format: str, strategy: str) -> Supp
 
 
 def readers(kind: LayerKind, format: str, strategy: str) -> tuple[Engine, ...]:
-    """The engines that read such matrices."""
+    """Return the engines that read such matrices."""
     return tuple(engine for engine in ENGINES if support(engine, kind, format, strategy).classes)
 
 
 def refusals(layers: Iterable[Stored]) -> tuple[Refusal, ...]:
-    """Return a `Refusal` for each reason for which an engine cannot load some of `layers`."""
+    """Return a `Refusal` for each reason why an engine cannot load some of `layers`."""
     layers = tuple(layers)
     mixed = len({one.format for one in layers}) > 1
     found: dict[tuple[str, str, str], dict[Engine, list[str]]] = {}

@@ -148,7 +148,7 @@ class PackedLinear(PackedMatrix):
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         layout = super()._build(parameter, index, matrix, dtype)
-        # An embedding looks its rows up in the words.
+        # An embedding looks its rows up in the words, so they must stay.
         if self.table is None:
             self._free(parameter, [matrix], [layout])
         return layout

@@ -1,8 +1,8 @@
-"""Types of GGUF tensors: how a row of weights is cut into blocks of bytes, as rows of a table.
+"""Types of GGUF tensors: the block layout of each, as rows of a table.
 
-A block has some weights and what scales them. If all its weights are `scale * value(code)`, or `scale * code
-+ minimum`, the table has a `BlockGrid`. That takes codes, scales and minimums out of a block, and puts them
-into one. Values of other blocks come from the package gguf.
+A block has some weights and their scales. If all its weights are `scale * value(code)`, or `scale * code +
+minimum`, the row has a `BlockGrid`. It splits a block into codes, scales and minimums, and joins them.
+The package gguf dequantizes other blocks.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The grid of a block's weights: the format of its codes, and what takes a block apart and joins it."""
+    """Grid of a block: the format of its codes, and the functions that split a block and join it."""
 
     format: NumberFormat
     scale_dtype: torch.dtype
@@ -30,10 +30,9 @@ class BlockGrid:
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of tensors: `elements` weights take `nbytes` bytes.
+    """Tensor type: `elements` weights take `nbytes` bytes.
 
-    `dtype` is that of a type whose blocks are single numbers; `grid` is None for it, and for blocks that have
-    scales of scales.
+    `dtype` is set if a block is a single number. `grid` is None then, and for blocks with scales of scales.
     """
 
     number: int
@@ -45,17 +44,17 @@ class BlockType:
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at byte `start` of each block, [B]."""
+    """Return the float16 at byte `start` of each block, [B]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16)[:, 0]
 
 
 def _nibbles(data: torch.Tensor) -> torch.Tensor:
-    """Low halves of all bytes, then high halves: uint8 [B, 2 n] of [B, n]."""
+    """Return the low halves of all bytes, then the high halves: uint8 [B, 2 n] from [B, n]."""
     return torch.cat([data & 15, data >> 4], dim=1)
 
 
 def _bits(data: torch.Tensor) -> torch.Tensor:
-    """All bits of each byte, the lowest first: uint8 [B, 8 n] of [B, n]."""
+    """Return all bits of each byte, lowest first: uint8 [B, 8 n] from [B, n]."""
     return ((data.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
 
 
@@ -115,7 +114,7 @@ def _mxfp4(blocks: torch.Tensor) -> Parts:
 
 
 def _tq2_0(blocks: torch.Tensor) -> Parts:
-    # 2 x 32 bytes, each with its 4 codes 32 weights apart.
+    # 2 x 32 bytes; the 4 codes of a byte are 32 weights apart.
     codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     return (codes & 3).flatten(1), _half(blocks, 64), None
 
@@ -142,7 +141,7 @@ def _halves(
     return BlockGrid(FORMATS[name], torch.float16, split, join, "biases" if minimum else "none")
 
 
-#: Types by the number that files have. Adding one is adding a row.
+#: Types by their number in files. To add one, add a row.
 BLOCK_TYPES: Mapping[int, BlockType] = {
     row.number: row
     for row in (

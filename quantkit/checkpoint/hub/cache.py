@@ -1,4 +1,4 @@
-"""The hub's cache on this machine: where it has what, and blobs that are compared with their hashes."""
+"""Use the hub's cache on this machine: its folders, and the check of downloaded blobs by their hashes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from quantkit.checkpoint.hub.answers import Repository
 from quantkit.checkpoint.hub.content import check_content
 from quantkit.checkpoint.hub.deadline import BadAnswer
 
-#: The ending of the name of an empty file beside a blob of the cache that was not yet compared with its hash.
+#: Suffix of an empty file that marks a blob not yet compared with its hash.
 _UNCHECKED = ".unchecked"
 _PIECE_BYTES = 8 << 20
 
@@ -31,7 +31,7 @@ def cached_snapshot(
     patterns: Sequence[str] = ("*",),
     without: Sequence[str] = (),
 ) -> Path:
-    """Return the folder of what the hub's cache has at a revision; an error of huggingface_hub if nothing."""
+    """Return the cached folder of a revision; raises an error of huggingface_hub if nothing is cached."""
     import huggingface_hub
 
     check_blobs(storage_of(repository) / "blobs", repository.api_url(revision))
@@ -49,10 +49,10 @@ def cached_snapshot(
 
 @contextmanager
 def checking(blob: Path, url: str, path: Path) -> Iterator[None]:
-    """Compare with the hash in its name the `blob` of the hub's cache that the block downloads.
+    """Context manager: download `blob` of the hub's cache, then compare it with the hash in its name.
 
-    `path` is its place in a snapshot: a link to the blob, or the file where there are no links. A process
-    that is killed before the comparison leaves a mark, so that the next one makes it.
+    `path` is its place in a snapshot: a link to the blob, or the file itself on systems without links. A
+    process killed before the comparison leaves a mark, so that the next process compares.
     """
     mark = blob.with_name(f"{blob.name}{_UNCHECKED}")
     if not path.exists() and not blob.exists():
@@ -63,7 +63,7 @@ def checking(blob: Path, url: str, path: Path) -> Iterator[None]:
 
 
 def check_blobs(blobs: Path, url: str) -> None:
-    """Make the comparisons that processes were killed before; `BadAnswer` as of `checking`."""
+    """Compare all marked blobs, left unchecked by killed processes; raise `BadAnswer` as `checking`."""
     for mark in blobs.glob(f"*{_UNCHECKED}"):
         blob = mark.with_name(mark.name.removesuffix(_UNCHECKED))
         if blob.exists():

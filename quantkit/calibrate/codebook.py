@@ -112,6 +112,6 @@ def _round(
 
 
 def _groups(rows: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
-    """Yield the groups of `rows`, [R, g]: whole groups first, then the shorter last ones."""
+    """Yield the groups of `rows`, float32 [R, g]: whole groups first, then the shorter last ones."""
     for span, width in scheme.group_spans(rows.shape[1]):
         yield rows[:, span].reshape(-1, width)

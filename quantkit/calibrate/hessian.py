@@ -208,13 +208,13 @@ def gram(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _add_gram(strips: torch.Tensor, wide: torch.Tensor) -> None:
-    """Add X^T X of widened inputs [T, K] to `strips`."""
+    """Add X^T X of widened inputs [T, K] to `strips`, float32."""
     for at, strip in _strips(strips, wide.shape[1]):
         strip.add_(_product(wide[:, at : at + len(strip)], wide[:, at:]))
 
 
 def _strips(strips: torch.Tensor, columns: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield strips of a symmetric matrix [K, K]: n rows, from their diagonal tile to the right, [n, K - at].
+    """Yield strips of a symmetric matrix float32 [K, K]: n rows from the diagonal tile on, [n, K - at].
 
     Each comes with `at`, its first row. `strips` holds them one after the other.
     """
@@ -232,7 +232,7 @@ def strip_entries(columns: int, device: torch.device) -> int:
 
 
 def _mirrored(strips: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the whole symmetric matrix [K, K] of `strips`."""
+    """Return the whole symmetric matrix [K, K] of `strips`, float32."""
     out = torch.empty(columns, columns, device=strips.device)
     for at, strip in _strips(strips, columns):
         stop = at + len(strip)
@@ -408,7 +408,7 @@ def correction_(hessian: Hessian, strength: float = CORRECTION) -> torch.Tensor 
 
 
 def _divide_(columns: torch.Tensor, panels: Sequence[torch.Tensor]) -> None:
-    """Replace columns [K, n] by L^-T L^-1 times them; L is lower triangular, in panels."""
+    """Replace columns, float64 [K, n], by L^-T L^-1 times them; L is lower triangular, in panels."""
     for panel in panels:
         at, stop = panel.shape[1] - len(panel), panel.shape[1]
         rows = columns[at:stop]

@@ -75,7 +75,7 @@ def _lp(errors: torch.Tensor) -> torch.Tensor:
 def _alternate(
     groups: torch.Tensor, unit: torch.Tensor, start: torch.Tensor, residual: _Residual, update: _Update
 ) -> torch.Tensor:
-    """Return the scale or zero-point [R, 1] of least l_p error for each group, on the way from `start`."""
+    """Return the scale or zero-point of least l_p error for each group, float32 [R, 1], from `start` on."""
     best, least = start.clone(), torch.full_like(start, torch.inf, dtype=torch.float64)
     # Only groups that still change: their indices, and their current values.
     rows, moving, beta = torch.arange(len(groups), device=groups.device), start, BETA

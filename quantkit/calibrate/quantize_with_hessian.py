@@ -106,7 +106,7 @@ def _scale_zero(
 def _scale_zero_of(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, search: ScaleSearch
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Search scales of C equal parts of the rows, with `importance` [C, K]."""
+    """Search scales of C equal parts of the rows, with `importance` float32 [C, K]."""
     count, columns = weights.shape
     parts = len(importance)
     scales, zeros = [], []

@@ -69,7 +69,7 @@ def search(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
 
 
 def _starts(unit: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
-    """Yield scales [R, planes] whose levels cover a part of each group."""
+    """Yield scales, float32 [R, planes], whose levels cover a part of each group."""
     for ratio, cover in itertools.product(RATIOS, COVERS):
         shape = torch.tensor([ratio**plane for plane in range(scheme.planes)], device=unit.device)
         yield unit * (cover / scheme.format.absmax / shape.sum() * shape)
@@ -143,7 +143,7 @@ class _Sorted:
 def _measure(
     groups: _Sorted, scales: torch.Tensor, unit: torch.Tensor, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each group's squared error with its best codes for `scales`, [R, 1], and the next scales."""
+    """Return each group's squared error with its best codes, float64 [R, 1], and the next scales."""
     _, values = _combinations(scheme.format, scheme.planes, scales.device)
     levels, order = _levels(scales, unit, values)
     cuts = torch.searchsorted(groups.weights, _midpoints(levels), right=True)
@@ -157,7 +157,10 @@ def _measure(
 
 
 def _solve(gram: list[list[torch.Tensor]], moments: list[torch.Tensor]) -> torch.Tensor:
-    """Solve gram x = moments for x [R, P]: many small positive semidefinite systems, by Gauss-Jordan."""
+    """Solve gram x = moments for x float64 [R, P], by Gauss-Jordan.
+
+    These are many small positive semidefinite systems.
+    """
     planes = range(len(moments))
     rows = [[*gram[p], moments[p]] for p in planes]
     for p in planes:
@@ -172,7 +175,10 @@ def _solve(gram: list[list[torch.Tensor]], moments: list[torch.Tensor]) -> torch
 
 
 def _stored(scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return `scales` [R, planes] in stored form, largest first; positive where a sign adds no level."""
+    """Return `scales`, float32 [R, planes], in stored form, largest first.
+
+    They are positive if a sign adds no level.
+    """
     if scheme.format.is_symmetric or not scheme.scale_type.signed:
         scales = scales.abs()
     order = scales.abs().argsort(dim=1, descending=True, stable=True)

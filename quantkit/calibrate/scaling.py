@@ -114,7 +114,7 @@ def measured_at_once(columns: int, device: torch.device) -> int:
 def output_errors(
     consumers: Sequence[Consumer], hessian: Hessian, scales: torch.Tensor, stored: Stored
 ) -> list[float]:
-    """Return the squared output errors of sampled rows for each of `scales` ([C, K]).
+    """Return the squared output errors of sampled rows for each of `scales` (float32 [C, K]).
 
     The columns of the weights are multiplied by the scales and rounded.
     """
@@ -128,7 +128,7 @@ def output_errors(
 
 
 def _relative_magnitude(one: Consumer) -> torch.Tensor:
-    """Return the mean over rows of |weight| / (largest of its group), by input feature: [K]."""
+    """Return the mean over rows of |weight| / (largest of its group), by input feature: float32 [K]."""
     magnitude = one.weight.abs()
     groups = torch.split(magnitude, one.scheme.group_columns(magnitude.shape[1]), dim=1)
     return torch.cat([group / group.amax(1, keepdim=True).clamp_min(1e-30) for group in groups], 1).mean(0)

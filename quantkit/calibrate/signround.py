@@ -29,7 +29,7 @@ REACH = 0.5
 
 
 class Offsets:
-    """Offsets V of one linear, its weight [N, K], and its initial packed form."""
+    """Offsets V of one linear, its weight float32 [N, K], and its initial packed form."""
 
     def __init__(self, weight: torch.Tensor, packed: PackedTensor) -> None:
         self.start, scheme = packed, packed.scheme
@@ -52,7 +52,7 @@ class Offsets:
         return nearest(self._units(), self._zero, self.start.scheme).mul_(self._scale)
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
-        """Move the offsets by `rate` against the sign of `gradient` [N, K] of the weights."""
+        """Move the offsets by `rate` against the sign of `gradient`, float32 [N, K], of the weights."""
         against = gradient.sign().mul_(self._scale.sign())
         self._offset.sub_(against, alpha=rate).clamp_(-REACH, REACH)
 

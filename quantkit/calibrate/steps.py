@@ -153,7 +153,7 @@ class Refined(Protocol):
         """Return the stored weights for the current codes, float32 [N, K]."""
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
-        """Move by `rate` against `gradient` [N, K] of the weights."""
+        """Move by `rate` against `gradient`, float32 [N, K], of the weights."""
 
     def packed(self) -> PackedTensor:
         """Return the packed linear for the current codes."""

@@ -381,7 +381,7 @@ def _compare(
 
 
 def _read_into(data: torch.Tensor, path: Path, offset: int, stride: int, stamp: FileStamp) -> int:
-    """Fill the bytes `data` [R, B] from a file, rows `stride` bytes apart; return the bytes read.
+    """Fill `data`, uint8 [R, B], from a file, rows `stride` bytes apart; return the bytes read.
 
     They are fewer if the file ends early.
     """

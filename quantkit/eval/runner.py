@@ -48,7 +48,7 @@ class Passes(ABC):
 
     @abstractmethod
     def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
-        """Yield the logits [B, W, V] of each batch, in order."""
+        """Yield the logits [B, W, V] of each batch, in order, in the dtype of activations."""
 
     def logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
         """Yield the logits [B, scored, V] that predict the last `scored` tokens of each batch, on the device.

@@ -215,7 +215,7 @@ class Decoder:
                 self._outer = None
 
     def check_runs(self, tokens: torch.Tensor, beside: Beside | None = None) -> None:
-        """Raise `BlocksError` if the model does not run on `tokens` [B, T] up to its first block.
+        """Raise `BlocksError` if the model does not run on `tokens` int64 [B, T] up to its first block.
 
         `beside` are inputs besides tokens, such as pixels. No weight is read: those outside of blocks are
         zeros. In-place changes to weights of blocks before they run, such as RWKV's scaling, are recorded and
@@ -238,7 +238,7 @@ class Decoder:
         return LazyWeights(outside, read, self.device, self.dtype)
 
     def _forward(self, tokens: torch.Tensor, beside: Beside | None = None) -> Any:
-        """Run the model on tokens [B, T]; an encoder-decoder gets them twice.
+        """Run the model on tokens int64 [B, T]; an encoder-decoder gets them twice.
 
         `beside` are further inputs by name, such as images; inputs unknown to `forward` are left out.
         """

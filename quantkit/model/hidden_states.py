@@ -31,7 +31,7 @@ class Home:
     directory: Path | None = None
 
     def store(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `hidden` [B, T, d] at this place; page-locked memory and files are copies."""
+        """Return `hidden` [B, T, d], any dtype, at this place; page-locked memory and files are copies."""
         if self.directory is not None:
             memory = disk_memory(self.directory, hidden.nbytes)
             return torch.frombuffer(memory, dtype=hidden.dtype).view(hidden.shape).copy_(hidden)

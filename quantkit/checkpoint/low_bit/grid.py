@@ -94,7 +94,7 @@ class StoredGrid:
         return values if self.spec.factor == 1.0 else values.mul_(self.spec.factor)
 
     def _by_group(self, values: torch.Tensor, groups: torch.Tensor, apply: InPlace) -> None:
-        """Call `apply` on `values` [R, K] and each column's value in `groups` [R, G], in place."""
+        """Call `apply` on float32 `values` [R, K] and each column's value in `groups` [R, G], in place."""
         rows, columns = values.shape
         size = self.spec.group_size
         if self.groups is not None:

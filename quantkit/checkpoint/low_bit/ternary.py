@@ -12,7 +12,7 @@ from quantkit.packing.formats import number_format
 
 @dataclass(frozen=True)
 class Ternary(LowBitWeight):
-    """Codes [N / 4, K]: row n is in bits 2 (n // (N / 4)) of byte row n % (N / 4).
+    """Codes uint8 [N / 4, K]: row n is in bits 2 (n // (N / 4)) of byte row n % (N / 4).
 
     The scale multiplies, or with `divides` divides.
     """

@@ -54,7 +54,7 @@ class Call:
 
 
 class ModelPass:
-    """Forward pass of a model on one micro-batch of tokens [B, T], which waits before each block.
+    """Forward pass of a model on one micro-batch of tokens int64 [B, T], which waits before each block.
 
     block     name of the block that the pass waits for; None at the end
     call      arguments of that block

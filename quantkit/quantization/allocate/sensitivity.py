@@ -169,7 +169,7 @@ class _Measurement:
             list(self._workers.map(gradients, range(len(batches))))
 
     def _drawn(self, logits: Logits, hidden: torch.Tensor, shape: Sequence[int], seed: int) -> torch.Tensor:
-        """Return the gradients of the log probability of drawn tokens, at the last hidden states.
+        """Return the float32 gradients of the log probability of drawn tokens, at the last hidden states.
 
         The tokens are drawn from the model. `shape` is [B, T], two axes of `hidden`, the hidden states after
         the last block.
@@ -297,9 +297,9 @@ class _Measurement:
         stats: LinearStats | None,
         most: int,
     ) -> list[Callable[[], float]]:
-        """Return for each scheme a function that measures its loss for a weight [N, K].
+        """Return for each scheme a function that measures its loss for a weight float32 [N, K].
 
-        It uses at most `most` rows. `importance` [N] are the weights of the outputs.
+        It uses at most `most` rows. `importance` float32 [N] are the weights of the outputs.
         """
         rows = torch.arange(0, len(weight), -(-len(weight) // most), device=weight.device)
         # Larger or more important rows lose more: the loss of the sample is scaled up in that measure.

@@ -254,7 +254,7 @@ def named_piece(
     *,
     find_largest: bool = False,
 ) -> Named:
-    """Make a piece of inputs [T, K] in run `run`; raise `FormatError` for NaN or infinity.
+    """Make a piece of inputs [T, K], any float dtype, in run `run`; raise `FormatError` for NaN or infinity.
 
     `find_largest` also computes the largest magnitudes, which only scalings need.
     """

@@ -121,7 +121,7 @@ def quantize_blocks(
 def _micro_batches(
     samples: Samples, blocks: Sequence[BlockTasks], widest: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Split the tokens into micro-batches [B, T]; `widest` is the largest number of features of a linear."""
+    """Split the tokens into micro-batches, int64 [B, T]; `widest` is the most features of a linear."""
     if samples.beside:
         return torch.split(samples.tokens, 1)
     refines = any(block.refined for block in blocks)

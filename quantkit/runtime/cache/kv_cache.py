@@ -53,7 +53,7 @@ class _Rows:
         return cls(scheme.for_columns(size), None if rotation is None else rotation.float().to(device))
 
     def pack(self, states: torch.Tensor) -> Parts:
-        """Quantize `states` [B, H, T, D] to parts by name, [B, H, T, any] each."""
+        """Quantize `states` [B, H, T, D], any float dtype, to parts by name, [B, H, T, any] each."""
         rows = states.reshape(-1, states.shape[-1]).float()
         try:
             packed = quantize_tensor(

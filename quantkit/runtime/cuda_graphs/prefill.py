@@ -176,7 +176,7 @@ def _is_prompt(ids: Any, device: torch.device) -> bool:
 
 
 def _is_short(ids: torch.Tensor, config: Any) -> bool:
-    """Return True if `ids` [B, T] has, padded, at most `PROMPT_TOKENS` tokens and the model's positions."""
+    """Return True if `ids` int64 [B, T], padded, fits `PROMPT_TOKENS` and the model's positions."""
     length = bucket(ids.shape[1])
     positions = getattr(config, "max_position_embeddings", None) or length
     return length <= positions and len(ids) * length <= PROMPT_TOKENS
@@ -203,7 +203,7 @@ def _option(name: str, inputs: Mapping[str, Any], config: Any) -> bool:
 
 
 def _can_pad(name: str, value: Any, ids: torch.Tensor) -> bool:
-    """Return True if the input `name` can be padded for tokens `ids` [B, T]."""
+    """Return True if the input `name` can be padded for tokens `ids` int64 [B, T]."""
     if name == "attention_mask":
         return _is_mask(value, ids)
     if name == "position_ids":

@@ -101,8 +101,9 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention for layers of transformers: returns [B, T, H, V].
 
-    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V]. The mask broadcasts to
-    [B, H, T, L]. Falls back to SDPA for options or tensors that `decode_attention` does not support.
+    `query` is [B, H, T, D], `key` [B, Hkv, L, D], `value` [B, Hkv, L, V]. All have one float dtype. The mask
+    broadcasts to [B, H, T, L]. Falls back to SDPA for options or tensors that `decode_attention` does not
+    support.
     """
     if _has_more_options(options) or why_not(query, key, value, attention_mask) is not None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

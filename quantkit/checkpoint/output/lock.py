@@ -88,7 +88,8 @@ class DirectoryLock:
         with suppress(OSError, OutputError):
             if _is_at(fd, self._path):
                 self._path.unlink(missing_ok=True)
-        # Explicit, because a forked child may still have the file open. If it fails, closing must do.
+        # Explicit, because a forked child may still have the file open. If unlocking fails, closing the file
+        # must suffice.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)

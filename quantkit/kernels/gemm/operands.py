@@ -122,7 +122,7 @@ class Operands:
 
     @property
     def norm_eps(self) -> float | None:
-        """Return the eps of a norm of x that this kernel ends; None without such a norm."""
+        """Return the eps of a norm of x whose second half this kernel computes; None without such a norm."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
     def norm_operands(self, instead: Operand) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from quantkit.kernels.jit.launcher import IndexLaunch, Launch, launch_features, 
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.problem import ACTIVATION_DTYPES, device_features
 
-#: Columns per program of the first launch: 128,256 columns are 63 parts.
+#: Columns per program of the first launch, so that a vocabulary of 128,256 has 63 parts.
 PART = 2048
 #: Largest N: one program of the second launch takes at most 1024 parts of a row.
 MOST_COLUMNS = 1024 * PART

@@ -123,7 +123,7 @@ class Forwards:
             hook.remove()
 
     def step(self, lane: int) -> tuple[torch.Tensor, ...]:
-        """Run micro-batch `lane` to its next stage; return that stage's arguments, [tokens, any] each."""
+        """Run micro-batch `lane` to its next stage; return that stage's arguments, each [tokens, any]."""
         stop = self._reached[lane]
         self._reached[lane] += 1
         found: tuple[torch.Tensor, ...] | None = None

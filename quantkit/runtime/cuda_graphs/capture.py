@@ -83,7 +83,7 @@ def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None
     """Return None if `inputs` request only what a graph on `device` can return, else the reason."""
     requests = [name for name, value in inputs.items() if name.startswith("output_") and value]
     requests += ["a gradient"] * torch.is_grad_enabled()
-    # Gradients also of weights, which a graph reads in place.
+    # Gradients of weights count too, because a graph reads weights in place.
     requests += ["a tangent or another transform"] * is_transformed(inputs["input_ids"])
     # The casted weights are freed at the end of the autocast block.
     requests += ["autocast"] * torch.is_autocast_enabled(device.type)

@@ -234,7 +234,7 @@ def _padded(inputs: Inputs) -> Inputs | None:
     positions = inputs.get("position_ids")
     mask = inputs.get("attention_mask")
     if torch.is_tensor(mask) and mask.dim() == 2 and bool(mask.all()):
-        # Attention reads no mask at all then.
+        # Without a mask, attention skips reading one.
         mask = None
     if positions is None and mask is not None:
         # Some models count unmasked tokens only, others all.

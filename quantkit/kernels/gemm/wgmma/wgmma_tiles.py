@@ -88,7 +88,7 @@ def stages(tile: WgmmaTile, table: int = 0) -> int:
 def copies(tile: WgmmaTile) -> int:
     """Return the copies of a table in shared memory: all that leave room for a third block of x.
 
-    None for two programs, whose threads lack the registers for lookups.
+    0 for two programs per multiprocessor, whose threads lack the registers for lookups.
     """
     return 0 if launch_bounds(tile).occupancy > 1 else 16 if tile.block_m == 256 else COPIES
 

@@ -1,7 +1,7 @@
-"""Exporting a packed directory: the same values in the layout of another tool.
+"""Export a packed directory: the same values in the layout of another tool.
 
-`targets/` has a file for each target, which decides everything from headers and scales. Here it is written,
-as any output is, and read back: what the reader of the target's files gives is compared with the source.
+`targets/` has a file for each target, which plans everything from headers and scales. This module writes the
+output like any other, and reads it back. It compares what the target format's reader returns with the source.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from quantkit.targets.target import ExportPlan
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What a run does with its output, as the fields of the same names of `QuantizeOptions`."""
+    """Options of an export. Fields have the meaning of the same names in `QuantizeOptions`."""
 
     max_shard_bytes: int = QuantizeOptions.max_shard_bytes
     resume: bool = False
@@ -36,15 +36,18 @@ class ExportOptions:
 
     @property
     def mode(self) -> Mode:
-        """The state that the output directory may be in; `UsageError` if the options exclude each other."""
+        """Return which states of the output directory are accepted.
+
+        Raises `UsageError` for options that exclude each other.
+        """
         return QuantizeOptions(resume=self.resume, overwrite=self.overwrite).mode
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A finished export: its directory, files and bytes, and what each tensor of the source became.
+    """Finished export: its directory, files and bytes, and the result for each tensor of the source.
 
-    `readers` are tools that read it, and `notes` what a user should know of it.
+    `readers` are tools that read it, and `notes` are for the user.
     """
 
     directory: Path

@@ -45,7 +45,7 @@ _HELD = Held(
 
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
-    """The plan of an AWQ checkpoint; see `Target`. Reads scales."""
+    """Plan an AWQ checkpoint; see `Target`. Reads scales."""
     matrices, fits, dtype = linears_alike(checkpoint, structure, _HELD)
     first = next(iter(fits.values()))
     dense = dense_linears(checkpoint, structure.embedding, "lm_head.weight")

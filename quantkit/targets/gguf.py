@@ -77,7 +77,7 @@ class _Part:
 
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
-    """The plan of one GGUF file; see `Target`. Reads scales, to see if float16 has them."""
+    """Plan one GGUF file; see `Target`. Reads scales, to check if float16 holds them."""
     config = model_config(checkpoint.config, checkpoint.directory)
     name, arch = _architecture(checkpoint, config)
     parts = _parts(checkpoint, arch)
@@ -157,7 +157,7 @@ def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
 
 
 def _layout(checkpoint: Checkpoint, matrix: PackedMatrix) -> Layout | str:
-    """The smallest layout that holds a matrix, or why none does: the reason of the closest."""
+    """Return the smallest layout that holds a matrix, or why none does: the reason of the closest one."""
     reasons = {layout: why_not_held(matrix, layout) for layout in _LAYOUTS}
     fitting = [layout for layout, reason in reasons.items() if reason is None]
     if not fitting:
@@ -183,7 +183,7 @@ def _why_inexact(checkpoint: Checkpoint, matrix: PackedMatrix, layout: Layout) -
 
 
 def _shape(parts: Sequence[_Part]) -> tuple[int, ...]:
-    """The shape of a tensor of the file, of all experts or of the one part that there is."""
+    """Return the shape of a tensor of the file: of all experts, or of its only part."""
     shape = parts[0].source.shape[1:] if parts[0].place.is_row else parts[0].source.shape
     return shape if parts[0].place.part is None else (len(parts), *shape)
 
@@ -221,7 +221,7 @@ def _job(parts: Sequence[_Part], metadata: Mapping[str, Any], arch: str) -> Job:
 
 
 def _pieces(checkpoint: Checkpoint, part: _Part) -> Iterator[torch.Tensor]:
-    """All rows of a part in their order, as they are stored: bytes of blocks, or numbers."""
+    """Yield all rows of a part in order, as stored: bytes of blocks, or numbers."""
     source, row = part.source, part.block_type
     if part.layout is None or not isinstance(source, PackedMatrix):
         step = max(1, PIECE * source.shape[0] // source.elements)
@@ -275,7 +275,7 @@ def _header(
     shapes: Mapping[str, tuple[int, ...]],
     types: Mapping[str, BlockType],
 ) -> OtherHeader:
-    """All of the file but its data, by the package gguf."""
+    """Return the whole file without its data, written by the package gguf."""
     gguf = gguf_package()
     with temporary("the header of a GGUF file"), tempfile.TemporaryDirectory(prefix="quantkit-gguf-") as view:
         path = Path(view, "header.gguf")

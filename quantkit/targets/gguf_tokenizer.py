@@ -112,12 +112,12 @@ def _steps(rule: Mapping[str, Any] | None, several: str) -> list[Mapping[str, An
 
 
 def _bare(step: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A step without what changes offsets and not tokens."""
+    """Return a step without settings that change offsets but not tokens."""
     return {key: value for key, value in step.items() if key != "trim_offsets"}
 
 
 def _tokens(directory: Path, rules: Mapping[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
-    """All tokens by number, and their kinds; rows of the embedding without a token get one."""
+    """Return all tokens by number, and their kinds; embedding rows without a token get one."""
     tokens = {number: text for text, number in rules["model"]["vocab"].items()}
     kinds = dict.fromkeys(tokens, _NORMAL)
     if rules["model"].get("byte_fallback"):

@@ -51,7 +51,7 @@ _HELD = Held(
 
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
-    """The plan of a GPTQ checkpoint; see `Target`. Reads scales and zero-points."""
+    """Plan a GPTQ checkpoint; see `Target`. Reads scales and zero-points."""
     matrices, fits, dtype = linears_alike(checkpoint, structure, _HELD)
     first = next(iter(fits.values()))
     bits = first.layout.format.bits

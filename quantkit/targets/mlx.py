@@ -35,7 +35,7 @@ _HELD = Held(
 
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
-    """The plan of an MLX checkpoint; see `Target`. Reads scales and zero-points."""
+    """Plan an MLX checkpoint; see `Target`. Reads scales and zero-points."""
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, PackedMatrix)}
     found = {name: fit(matrix, _HELD.layouts, channels=False) for name, matrix in matrices.items()}
     _HELD.refuse({matrices[name].module: one for name, one in found.items() if isinstance(one, str)})

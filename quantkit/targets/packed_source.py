@@ -42,7 +42,7 @@ class PackedMatrix(StoredTensor):
 
     @property
     def stored_as(self) -> str:
-        """The scheme, in words."""
+        """Return the scheme, in words."""
         return str(self.scheme)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -52,7 +52,7 @@ class PackedMatrix(StoredTensor):
         yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
 
     def packed(self, read: Read, start: int, stop: int) -> PackedTensor:
-        """Rows `[start, stop)` of a range of `pieces`, as a packed tensor of their own."""
+        """Read rows `[start, stop)` of a range of `pieces` as a separate packed tensor."""
         columns = self.shape[1]
         before, after = (self.scheme.storage_shapes((rows, columns)) for rows in (start, stop))
         found = {}
@@ -63,7 +63,7 @@ class PackedMatrix(StoredTensor):
         return PackedTensor.from_parts(found, self.scheme, (stop - start, columns))
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
-        """Rows `[start, stop)`, float32 [R, K]."""
+        """Read rows `[start, stop)`, float32 [R, K]."""
         first = start // self._unit * self._unit
         last = min(self.shape[0], -(-stop // self._unit) * self._unit)
         return self.packed(read, first, last).dequantize(start=start - first, stop=stop - first)
@@ -74,10 +74,10 @@ class PackedMatrix(StoredTensor):
 
 
 def open_packed(directory: Path) -> tuple[Checkpoint, Structure]:
-    """The model in a packed directory: packed matrices as `PackedMatrix`, other tensors as they are stored.
+    """Open the model in a packed directory: packed matrices as `PackedMatrix`, other tensors as stored.
 
-    Reads headers and logical shapes. `CheckpointError` for a directory that quantkit did not pack, one that
-    changed since, and names that the class of the model does not have.
+    Reads headers and logical shapes. Raises `CheckpointError` for a directory that quantkit did not pack or
+    that has changed since, and for names that the model class lacks.
     """
     checkpoint = Checkpoint.open(directory)
     section = checkpoint.config.get("quantization_config")

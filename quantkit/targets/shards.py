@@ -37,7 +37,7 @@ class Fit:
 
 
 def fit(matrix: PackedMatrix, layouts: Sequence[Layout], *, channels: bool) -> Fit | str:
-    """The first of `layouts` that holds a matrix, with the largest groups, or why none does.
+    """Return the first of `layouts` that holds a matrix, with the largest groups, or why none does.
 
     With `channels` a group may be a row of any length.
     """
@@ -82,7 +82,7 @@ def scale_dtype(
     values: Callable[[PackedMatrix, Fit], Iterator[torch.Tensor]],
     dtypes: Sequence[torch.dtype],
 ) -> tuple[torch.dtype | None, dict[str, str]]:
-    """The first of `dtypes` that has all of the `values` (float32) of each matrix, or why none has."""
+    """Return the first of `dtypes` that holds all `values` (float32) of each matrix, or why none does."""
     left = list(dtypes)
     for name, one in fits.items():
         matrix = matrices[name]
@@ -107,9 +107,9 @@ def scales_of(checkpoint: Checkpoint) -> Callable[[PackedMatrix, Fit], Iterator[
 def linears_alike(
     checkpoint: Checkpoint, structure: Structure, held: Held
 ) -> tuple[dict[str, PackedMatrix], dict[str, Fit], torch.dtype]:
-    """All packed matrices, how each is held, and the dtype of scales, where all have one layout.
+    """Return all packed matrices, how each is held, and the dtype of scales, if all have one layout.
 
-    `CheckpointError` for a matrix that no layout holds, or another than that of most.
+    Raises `CheckpointError` for a matrix that no layout holds, or whose layout differs from that of most.
     """
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, PackedMatrix)}
     kinds = {one: linear.kind for linear in structure.linears.values() for one in linear.stored}
@@ -134,7 +134,7 @@ def linears_alike(
 
 
 def dense_job(tensor: StoredTensor) -> Job:
-    """The copy of a tensor of numbers."""
+    """Return the job that copies an unquantized tensor."""
     spec = TensorSpec(tensor.name, tensor.dtype, tensor.shape)
     rows = tensor.shape[0] if tensor.shape else 1
     step = max(1, PIECE * rows // max(1, tensor.elements))
@@ -165,7 +165,7 @@ def sharded(
     max_shard_bytes: int,
     notes: tuple[str, ...] = (),
 ) -> ExportPlan:
-    """The plan of files of about `max_shard_bytes` with `jobs`, by tensor, or copies where there is none."""
+    """Plan files of about `max_shard_bytes`, with the `jobs` by tensor; tensors without a job are copied."""
     groups: list[list[Job]] = [[]]
     size = 0
     for name, tensor in checkpoint.tensors.items():

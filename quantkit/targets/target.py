@@ -90,7 +90,8 @@ class Layout:
     why_not: Callable[[PackedMatrix], str | None] = lambda matrix: None
 
     def recoded(self, source: NumberFormat) -> torch.Tensor | None:
-        """The code of this format for each code of `source`, uint8 [2**bits]; None if it lacks a value."""
+        """Return this format's code for each code of `source`, uint8 [2**bits]; None if a value is missing.
+        """
         if source == self.format:
             return torch.arange(2**source.bits, dtype=torch.uint8)
         # A zero has a sign in some formats, and 0.0 == -0.0.
@@ -167,7 +168,7 @@ def why_not_held(matrix: PackedMatrix, layout: Layout) -> str | None:
 
 
 def in_layout(packed: PackedTensor, layout: Layout, size: int) -> Rows:
-    """Rows of a packed tensor that `layout` holds, in groups of `size`."""
+    """Convert a packed tensor to rows of `layout`, which holds it, in groups of `size`."""
     scheme, columns = packed.scheme, packed.shape[1]
     table = layout.recoded(scheme.format)
     assert table is not None
@@ -190,7 +191,7 @@ def in_layout(packed: PackedTensor, layout: Layout, size: int) -> Rows:
 
 
 def layout_rows(checkpoint: Checkpoint, matrix: PackedMatrix, layout: Layout, size: int) -> Iterator[Rows]:
-    """All rows of a matrix in a layout, some at a time."""
+    """Yield all rows of a matrix in a layout, some at a time."""
     for start, stop in matrix.pieces():
         yield in_layout(matrix.packed(checkpoint.read_stored, start, stop), layout, size)
 

@@ -59,19 +59,19 @@ def _bits(data: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(parts: Parts, *rest: torch.Tensor) -> torch.Tensor:
-    """Blocks (uint8 [B, nbytes]) of scales, of minimums where there are some, and of bytes [B, n]."""
+    """Join blocks (uint8 [B, nbytes]): scales, minimums if there are any, then bytes [B, n]."""
     numbers = [one.unsqueeze(1).view(torch.uint8) for one in parts[1:] if one is not None]
     return torch.cat([*numbers, *rest], dim=1)
 
 
 def _as_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_nibbles`."""
+    """Invert `_nibbles`."""
     low, high = (codes & 15).chunk(2, dim=1)
     return low | high << 4
 
 
 def _as_bits(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_bits`, for codes 0 and 1."""
+    """Invert `_bits`, for codes 0 and 1."""
     shifted = codes.view(len(codes), -1, 8) << torch.arange(8, dtype=torch.uint8)
     return shifted.sum(dim=2, dtype=torch.uint8)
 

@@ -159,7 +159,7 @@ def place(arch: Architecture, name: str) -> Place | None:
 
 
 def exported_as(model_type: str) -> tuple[str, Architecture] | None:
-    """The architecture of llama.cpp that models of a type are exported as, and its name; None if none is."""
+    """Return llama.cpp's name of a model type's architecture, and its row; None if it has none."""
     rows = ARCHITECTURES.items()
     return next(((name, row) for name, row in rows if model_type in row.exported), None)
 

@@ -90,12 +90,12 @@ class GgufRows(StoredTensor):
 
 
 def halves_of_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows [R, B] of whole heads of `size` rows: first those at even places, then those at odd ones."""
+    """Reorder rows [R, B] of whole heads of `size` rows: even places first, then odd places."""
     return rows.view(-1, size // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
 def pairs_of_halves(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """The inverse of `halves_of_pairs`."""
+    """Invert `halves_of_pairs`."""
     return rows.view(-1, 2, size // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 

@@ -36,7 +36,7 @@ def unpack_stream(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
 
 
 def pack_stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `unpack_stream`: int32 [R, words_of(columns, bits)] of codes, uint8 [R, columns]."""
+    """Pack codes (uint8 [R, columns]) to int32 [R, words_of(columns, bits)]; inverse of `unpack_stream`."""
     columns = codes.shape[1]
     if bits in _WHOLE:
         return bitpack.pack(codes, bits)

@@ -1,4 +1,4 @@
-"""The `quantization_config` of a packed checkpoint as vLLM asks for it: the method of each of its layers."""
+"""`quantization_config` of a packed checkpoint for vLLM: the method of each of vLLM's layers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -20,7 +20,7 @@ from quantkit.runtime.vllm.shares import WHOLE, Share, stored_rows
 
 
 class DenseLinear(nn.Linear):
-    """Dense rows beside packed ones: y [..., N] = x [..., K] W^T + b."""
+    """Dense rows besides packed ones: y [..., N] = x [..., K] W^T + b, all in the dtype of x."""
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self.weight, bias)

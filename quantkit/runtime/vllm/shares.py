@@ -1,4 +1,4 @@
-"""Cut stored matrices for tensor parallelism: which rows and columns of a matrix a rank of a server loads."""
+"""Divide stored matrices for tensor parallelism: rows and columns of a matrix that a rank loads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ WHOLE = frozenset({"global_scale", "codebook"})
 
 @dataclass(frozen=True)
 class Share:
-    """Rows and columns that a rank loads of the stored matrix [N, K] of module `name`; `shape` is (N, K).
+    """Rows and columns of the stored matrix [N, K] of module `name` that a rank loads; `shape` is (N, K).
 
     `rows` are several ranges where the file holds as one matrix what the engine divides as several. `scheme`
     is that of the whole matrix, None for a dense one. Raises `UsageError` for a cut inside a word, group or

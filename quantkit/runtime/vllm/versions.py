@@ -1,4 +1,4 @@
-"""The versions of vLLM that the plug-in fits."""
+"""Versions of vLLM that the plug-in supports."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -90,8 +90,7 @@ class Layout:
     why_not: Callable[[PackedMatrix], str | None] = lambda matrix: None
 
     def recoded(self, source: NumberFormat) -> torch.Tensor | None:
-        """Return this format's code for each code of `source`, uint8 [2**bits]; None if a value is missing.
-        """
+        """Return this format's code for each code of `source`, uint8 [2**bits]; None if one is missing."""
         if source == self.format:
             return torch.arange(2**source.bits, dtype=torch.uint8)
         # A zero has a sign in some formats, and 0.0 == -0.0.

@@ -1,5 +1,6 @@
 """Resolving directories and hub ids, with a replaced hub, a fake hub, and no hub at all."""
 
+import errno
 import gzip
 import hashlib
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import set_client_factory
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -24,9 +26,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import get_session
+from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import save
 
 from quantkit.checkpoint.hub import answers as hub_answers
+from quantkit.checkpoint.hub import cache as hub_cache
 from quantkit.checkpoint.hub import repository as hub
 from quantkit.checkpoint.hub.client import guarded
 from quantkit.checkpoint.hub.repository import locate, resolve
@@ -451,6 +455,90 @@ def test_a_download_that_was_killed_before_its_comparison_is_compared_by_the_nex
             (cache / "models--org--name/refs/main").write_text(COMMIT)
         with pytest.raises(EnvironmentProblem, match="the server answered bytes with the SHA-256"):
             resolve("org/name")
+
+
+def marked_blob(cache: Path, commit: str = COMMIT) -> tuple[Path, Path]:
+    """Put weights with another hash than their name in the cache; their link and their mark."""
+    storage = cache / "models--org--name"
+    blob, link = storage / "blobs" / hashed(WEIGHTS, 64), storage / "snapshots" / commit / "model.safetensors"
+    for path in (blob, link):
+        path.parent.mkdir(parents=True)
+    blob.write_bytes(WEIGHTS[:-1] + b"x")
+    link.symlink_to(blob)
+    mark = blob.with_name(f"{blob.name}.unchecked")
+    mark.touch()
+    return link, mark
+
+
+def test_offline_files_of_other_commits_are_not_compared(cache: Path) -> None:
+    link, mark = marked_blob(cache, "f" * 40)
+    other = link.parent.with_name(COMMIT)
+    other.mkdir()
+    hub_cache.check_snapshot(other, "url")
+    assert link.exists() and mark.exists()
+    with pytest.raises(EnvironmentProblem, match="url: the server answered bytes with the SHA-256"):
+        hub_cache.check_snapshot(link.parent, "url")
+    # The mark is there for the next download.
+    assert not link.exists() and mark.exists()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_files_in_a_cache_that_cannot_be_written_are_compared_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    link, mark = marked_blob(cache)
+    if not wrong:
+        link.write_bytes(WEIGHTS)
+
+    def unlink(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    if wrong:
+        with pytest.raises(
+            EnvironmentProblem, match=r"cannot be removed \(.*EROFS\)\)\. Remove it, or set HF_HUB"
+        ):
+            hub_cache.check_snapshot(link.parent, "url")
+    else:
+        hub_cache.check_snapshot(link.parent, "url")
+    assert mark.exists()
+
+
+def test_a_file_that_another_process_made_anew_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, mark = marked_blob(cache)
+    check = hub_cache.check_content
+
+    def replaced(*arguments: Any) -> None:
+        new = cache / "new"
+        new.write_bytes(WEIGHTS)
+        new.replace(link.resolve())
+        check(*arguments)
+
+    monkeypatch.setattr(hub_cache, "check_content", replaced)
+    with pytest.raises(EnvironmentProblem, match="the server answered bytes with the SHA-256"):
+        hub_cache.check_snapshot(link.parent, "url")
+    assert link.read_bytes() == WEIGHTS and mark.exists()
+
+
+def test_weights_of_a_killed_download_are_compared_before_the_deadline_begins(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comparing brings no bytes, which alone put the deadline off."""
+    marked_blob(cache)
+    monkeypatch.setattr(hub, "Deadline", lambda _: pytest.fail("the deadline began"))
+    with pytest.raises(EnvironmentProblem, match="the server answered bytes with the SHA-256"):
+        hub._download_weights(hub_answers.Repository("org/name"), COMMIT, ["model.safetensors"])
+
+
+def test_hf_xet_is_as_before_where_another_client_was_set_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    for _ in range(2):
+        with guarded(1.0):
+            assert constants.HF_HUB_DISABLE_XET
+            set_client_factory(default_client_factory)
+        assert not constants.HF_HUB_DISABLE_XET
 
 
 def test_hashes_are_those_that_the_hub_says_itself(cache: Path) -> None:

@@ -1,14 +1,17 @@
-"""The hub's cache on this machine: where it has what, and blobs that are compared with their hashes."""
+"""Use the hub's cache on this machine: its folders, and the check of downloaded blobs by their hashes."""
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantkit.checkpoint.hub.answers import Repository
 from quantkit.checkpoint.hub.content import check_content
 from quantkit.checkpoint.hub.deadline import BadAnswer
+from quantkit.errors import EnvironmentProblem
+from quantkit.files import os_error_text
 
-#: The ending of the name of an empty file beside a blob of the cache that was not yet compared with its hash.
+#: Suffix of an empty file that marks a blob not yet compared with its hash.
 _UNCHECKED = ".unchecked"
 _PIECE_BYTES = 8 << 20
 
@@ -31,11 +34,10 @@ def cached_snapshot(
     patterns: Sequence[str] = ("*",),
     without: Sequence[str] = (),
 ) -> Path:
-    """Return the folder of what the hub's cache has at a revision; an error of huggingface_hub if nothing."""
+    """Return the cached folder of a revision; raises an error of huggingface_hub if nothing is cached."""
     import huggingface_hub
 
-    check_blobs(storage_of(repository) / "blobs", repository.api_url(revision))
-    return Path(
+    folder = Path(
         huggingface_hub.snapshot_download(
             repository.name,
             repo_type=repository.kind,
@@ -45,14 +47,16 @@ def cached_snapshot(
             local_files_only=True,
         )
     )
+    check_snapshot(folder, repository.api_url(revision))
+    return folder
 
 
 @contextmanager
 def checking(blob: Path, url: str, path: Path) -> Iterator[None]:
-    """Compare with the hash in its name the `blob` of the hub's cache that the block downloads.
+    """Context manager: download `blob` of the hub's cache, then compare it with the hash in its name.
 
-    `path` is its place in a snapshot: a link to the blob, or the file where there are no links. A process
-    that is killed before the comparison leaves a mark, so that the next one makes it.
+    `path` is its place in a snapshot: a link to the blob, or the file itself on systems without links. A
+    process killed before the comparison leaves a mark, so that the next process compares.
     """
     mark = blob.with_name(f"{blob.name}{_UNCHECKED}")
     if not path.exists() and not blob.exists():
@@ -62,24 +66,45 @@ def checking(blob: Path, url: str, path: Path) -> Iterator[None]:
     _check_marked(mark, blob if blob.exists() else path, url)
 
 
-def check_blobs(blobs: Path, url: str) -> None:
-    """Make the comparisons that processes were killed before; `BadAnswer` as of `checking`."""
-    for mark in blobs.glob(f"*{_UNCHECKED}"):
-        blob = mark.with_name(mark.name.removesuffix(_UNCHECKED))
-        if blob.exists():
-            _check_marked(mark, blob, url)
+def check_snapshot(folder: Path, url: str) -> None:
+    """Compare the files in `folder` that a killed process left unchecked; raise `BadAnswer` as `checking`.
+
+    Only links of a snapshot tell which blob a file is. Without links, the next download compares the file.
+    """
+    for path in folder.rglob("*"):
+        blob = path.resolve()
+        _check_marked(blob.with_name(f"{blob.name}{_UNCHECKED}"), blob, url)
 
 
 def _check_marked(mark: Path, path: Path, url: str) -> None:
-    if not mark.exists():
+    """Compare a file that has a mark; remove the mark, or else the file.
+
+    Other processes may do the same. A mark without a file is for the next download.
+    """
+    if not (mark.exists() and path.exists()):
         return
     with path.open("rb") as file:
-        nbytes = path.stat().st_size
+        opened = os.fstat(file.fileno())
         pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
         try:
-            check_content(url, mark.name.removesuffix(_UNCHECKED), nbytes, pieces)
+            check_content(url, mark.name.removesuffix(_UNCHECKED), opened.st_size, pieces)
         except BadAnswer:
-            path.unlink(missing_ok=True)
-            mark.unlink(missing_ok=True)
+            _remove(path, opened)
             raise
-    mark.unlink(missing_ok=True)
+    # In a cache that cannot be written each run compares.
+    with suppress(OSError):
+        mark.unlink()
+
+
+def _remove(path: Path, opened: os.stat_result) -> None:
+    """Remove a wrong file, unless another process removed it and made a new one."""
+    try:
+        if os.path.samestat(opened, path.stat()):
+            path.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{path}: its bytes have another hash than its name says, and it cannot be removed "
+            f"({os_error_text(error)}). Remove it, or set HF_HUB_CACHE to another directory."
+        ) from error

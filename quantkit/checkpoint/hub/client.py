@@ -57,6 +57,8 @@ _stream_bytes: contextvars.ContextVar[int | None] = contextvars.ContextVar("_str
 _mutex = threading.Lock()
 #: Deadlines of the open `guarded` blocks, in all threads.
 _blocks: list[float] = []
+#: Whether hf_xet was disabled before the first of them.
+_xet_disabled = False
 
 
 class _Sent(httpx.SyncByteStream):  # type: ignore[misc]
@@ -121,10 +123,9 @@ class _Received(httpx.SyncByteStream):  # type: ignore[misc]
 class _Guarded:
     """Client factory that wraps another one, with bounded answers."""
 
-    def __init__(self, before: Callable[[], Any], seconds: float, xet_disabled: bool) -> None:
+    def __init__(self, before: Callable[[], Any], seconds: float) -> None:
         self.before = before
         self.seconds = seconds
-        self.xet_disabled = xet_disabled
 
     def __call__(self) -> Any:
         client = self.before()
@@ -224,13 +225,6 @@ def streams_of(nbytes: int | None) -> Iterator[None]:
         _stream_bytes.reset(token)
 
 
-def _without_xet() -> bool:
-    """Disable hf_xet; return True if it was disabled already."""
-    before: bool = constants.HF_HUB_DISABLE_XET
-    constants.HF_HUB_DISABLE_XET = True
-    return before
-
-
 @contextmanager
 def guarded(seconds: float) -> Iterator[None]:
     """Context manager: bound huggingface_hub's answers, with `seconds` for each.
@@ -238,17 +232,21 @@ def guarded(seconds: float) -> Iterator[None]:
     Files come over HTTP, as hf_xet has no deadlines. A nested block changes nothing. Bytes sent and received
     extend a deadline.
     """
+    global _xet_disabled
     with _mutex:
+        if not _blocks:
+            _xet_disabled, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
         _blocks.append(seconds)
         if not isinstance(_http._GLOBAL_CLIENT_FACTORY, _Guarded):
-            _http.set_client_factory(_Guarded(_http._GLOBAL_CLIENT_FACTORY, seconds, _without_xet()))
+            _http.set_client_factory(_Guarded(_http._GLOBAL_CLIENT_FACTORY, seconds))
     try:
         yield
     finally:
         with _mutex:
             _blocks.remove(seconds)
             now: Any = _http._GLOBAL_CLIENT_FACTORY
-            # Another factory may have been set meanwhile.
-            if not _blocks and isinstance(now, _Guarded):
-                _http.set_client_factory(now.before)
-                constants.HF_HUB_DISABLE_XET = now.xet_disabled
+            if not _blocks:
+                constants.HF_HUB_DISABLE_XET = _xet_disabled
+                # Another factory may have been set meanwhile.
+                if isinstance(now, _Guarded):
+                    _http.set_client_factory(now.before)

@@ -24,7 +24,7 @@ from quantkit.checkpoint.hub.answers import (
     read_listing,
     read_start,
 )
-from quantkit.checkpoint.hub.cache import cached_snapshot, checking, folder_of, storage_of
+from quantkit.checkpoint.hub.cache import cached_snapshot, check_snapshot, checking, folder_of, storage_of
 from quantkit.checkpoint.hub.deadline import SLOWEST_BYTES_PER_SECOND, BadAnswer, Deadline, fail, within
 from quantkit.checkpoint.output.atomic_write import is_inside
 from quantkit.checkpoint.side_names import is_side_name
@@ -236,6 +236,8 @@ def _download_weights(repository: Repository, commit: str, names: list[str]) -> 
 
     Uses daemon threads, because a thread blocked by a server would keep the process alive.
     """
+    # Before the deadline, which only bytes that come put off.
+    check_snapshot(folder_of(repository, commit), repository.api_url(commit))
     left = list(reversed(names))
     outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quantkit.converting import convert as convert
     from quantkit.errors import QuantkitError as QuantkitError
     from quantkit.eval.evaluate import evaluate as evaluate
+    from quantkit.exporting import export as export
     from quantkit.kernels.linear import linear as linear
     from quantkit.packing.schemes import Scheme as Scheme
     from quantkit.packing.tensor import PackedTensor as PackedTensor
@@ -32,6 +33,7 @@ _LAZY = {
     "Scheme": "quantkit.packing.schemes",
     "convert": "quantkit.converting",
     "evaluate": "quantkit.eval.evaluate",
+    "export": "quantkit.exporting",
     "linear": "quantkit.kernels.linear",
     "load": "quantkit.runtime.load",
     "quantize": "quantkit.quantizing",
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "convert",
     "evaluate",
+    "export",
     "linear",
     "load",
     "quantize",

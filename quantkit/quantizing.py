@@ -23,6 +23,7 @@ import torch
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.data.samples import Samples
+from quantkit.checkpoint.engines import asked_engine
 from quantkit.checkpoint.hub.repository import locate, resolve
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
@@ -58,6 +59,7 @@ from quantkit.quantization.stream import write_shards
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.verification.check_output import check_finished, check_headers_of, check_unfinished
+from quantkit.verification.engine import for_engine
 from quantkit.verification.readers import with_readers
 
 #: Estimated bytes per output tensor in header, index, journal and manifest together.
@@ -117,19 +119,21 @@ def plan(
     checkpoint, structure = _open(directory, recipe, options.allow_auto_map)
     if options.budget is None:
         planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
-        return checkpoint, _with_readers(planned, checkpoint, recipe)
+        return checkpoint, _with_readers(planned, checkpoint, options)
     with enough_memory(str(source)):
         device = pick_device(options.device)
         found = _allocated(checkpoint, structure, options, options.budget, device, progress)
     planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
-    return checkpoint, _with_readers(planned, checkpoint, recipe)
+    return checkpoint, _with_readers(planned, checkpoint, options)
 
 
-def _with_readers(planned: Plan, checkpoint: Checkpoint, recipe: Recipe) -> Plan:
+def _with_readers(planned: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> Plan:
+    if options.engine is not None:
+        planned = for_engine(planned, options.engine)
     try:
         return with_readers(planned, checkpoint)
     except CheckpointError as error:
-        if not recipe.model_free:
+        if not options.to_recipe().model_free:
             raise
         raise CheckpointError(
             "names and shapes do not tell the linears of a class that transformers has. Leave out "
@@ -148,7 +152,10 @@ def _allocated(
     def read(rows: int) -> Samples:
         return read_samples(checkpoint, options.calibration, rows)
 
-    return allocate_formats(checkpoint, structure, options.to_recipe(), budget, device, read, progress)
+    engine = None if options.engine is None else asked_engine(options.engine)[0]
+    return allocate_formats(
+        checkpoint, structure, options.to_recipe(), budget, device, read, progress, engine
+    )
 
 
 def _plan_of(checkpoint: Checkpoint, structure: Structure, found: Allocated, max_shard_bytes: int) -> Plan:
@@ -203,6 +210,7 @@ def quantize(
     calibration: CalibrationOptions | None = None,
     budget: Budget | None = QuantizeOptions.budget,
     check: bool = QuantizeOptions.check,
+    engine: str | None = QuantizeOptions.engine,
     progress: Progress | None = None,
     measuring: Progress | None = None,
     on_plan: OnPlan | None = None,
@@ -216,7 +224,7 @@ def quantize(
     `embeddings` packs the token embedding, with a head that is tied to it as one table. With `rotate` the
     weights are rotated first, and the model computes the same (`quantization/rotated_checkpoint.py`). With
     `model_free` names and shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains
-    the options from `device` to `check`.
+    the options from `device` to `engine`.
 
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with,
     `measuring(done, all, at work)` while sensitivities are measured for a budget, `on_plan` once before any
@@ -251,6 +259,7 @@ def quantize(
         resume=resume,
         overwrite=overwrite,
         check=check,
+        engine=engine,
     )
     return quantize_checkpoint(
         source, out, options, progress=progress, measuring=measuring, on_plan=on_plan, ranks=ranks
@@ -294,15 +303,17 @@ def quantize_checkpoint(
             allocate = partial(_allocated, checkpoint, structure, options, budget, target, measuring)
             kept = partial(_kept, Path(out), checkpoint, options.mode)
             found = Allocated.from_dict(ranks.broadcast(lambda: Allocated.to_dict(kept() or allocate())))
-            request = {"budget": budget.to_dict(), "asked": recipe.to_dict()}
+            request: dict[str, Any] = {"budget": budget.to_dict(), "asked": recipe.to_dict()}
             request["calibration"] = vars(options.calibration)
+            if options.engine is not None:
+                request["engine"] = options.engine
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
             recipe = found.recipe
             planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
         if not planned.quantized_weights:
             reason = why_nothing(structure, checkpoint.tensors)
             raise UsageError(f"there is nothing to quantize in {source}: {reason}")
-        planned = _with_readers(planned, checkpoint, recipe)
+        planned = _with_readers(planned, checkpoint, options)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))

@@ -21,12 +21,14 @@ ALLOWED = {
     "model": {"packing", "checkpoint", "memory"},
     "quantization": QUANTIZING,
     "runtime": RUNNING,
+    "targets": BASE | {"model"},
     "verification": PROVING,
     "eval": RUNNING | {"runtime"},
     "bench": RUNNING | {"runtime", "eval"},
     "report": {"checkpoint", "eval", "bench"},
     "publish": PROVING | {"verification", "eval", "bench", "report"},
-    "cli": PROVING | {"verification", "eval", "bench", "report", "publish", "quantizing", "converting"},
+    "cli": PROVING
+    | {"verification", "eval", "bench", "report", "publish", "quantizing", "converting", "exporting"},
 }
 #: Lines of a file, and parameters of a function that is no kernel.
 LONGEST, MOST_PARAMETERS = 450, 10

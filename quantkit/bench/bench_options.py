@@ -1,4 +1,7 @@
-"""Options of `bench`, with defaults per device. Imports no torch: the command line has the same defaults."""
+"""Options of `bench`, with defaults per device.
+
+Imports no torch, because the command line shows the defaults.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SpeedDefaults(NamedTuple):
-    """Sequences at a time, tokens of a prompt, and tokens that are generated."""
+    """Default batch size, prompt tokens, and generated tokens."""
 
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
@@ -20,14 +23,14 @@ class SpeedDefaults(NamedTuple):
 
 
 class ServeDefaults(NamedTuple):
-    """Requests per second, and the shortest and longest prompt and answer in tokens."""
+    """Default requests per second, and the shortest and longest prompt and answer in tokens."""
 
     rates: tuple[float, ...]
     prompt_tokens: tuple[int, int]
     new_tokens: tuple[int, int]
 
 
-#: By device.
+#: Defaults by device.
 SPEED_DEFAULTS = {
     "cpu": SpeedDefaults((1, 4), (32, 128, 512), 32),
     "cuda": SpeedDefaults((1, 8, 64), (128, 1024, 4096), 128),
@@ -36,15 +39,15 @@ SERVE_DEFAULTS = {
     "cpu": ServeDefaults((0.5, 1.0, 2.0), (16, 256), (8, 64)),
     "cuda": ServeDefaults((1.0, 4.0, 16.0), (64, 2048), (32, 512)),
 }
-#: How prompts and steps run: as the model's modules do, or as `generate` has them, steps as flat lists on a
-#: CPU, prompts and steps as graphs on a GPU. By device, those that are measured by default.
+#: Modes by device, those measured by default. `EAGER` runs the model's modules. `generate` runs steps as flat
+#: lists on a CPU, and prompts and steps as CUDA graphs on a GPU.
 EAGER, FLAT, GRAPH = "eager", "flat", "cuda-graph"
 MODES = {"cpu": (EAGER, FLAT), "cuda": (EAGER, GRAPH)}
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Sizes to time and how; None is the default of the device."""
+    """Sizes to time, and how; None is the default of the device."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -75,7 +78,7 @@ class BenchOptions:
             dtype_named(self.dtype)
 
     def on(self, device: "torch.device") -> "Grid":
-        """These settings with the defaults of `device`."""
+        """Return these settings with the defaults of `device`."""
         batches, prompts, new_tokens = SPEED_DEFAULTS[device.type]
         modes = self.modes or MODES[device.type]
         if not set(modes) <= set(MODES[device.type]):
@@ -88,7 +91,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Grid:
-    """Every batch with every prompt length in every mode, and the tokens that are generated."""
+    """All combinations of batch size, prompt length and mode, and the number of generated tokens."""
 
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
@@ -116,7 +119,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Requests that arrive; None is the default of the device. Lengths are the smallest and the largest."""
+    """Load of requests; None is the default of the device. Lengths are (smallest, largest), in tokens."""
 
     device: str = BenchOptions.device
     dtype: str = BenchOptions.dtype

@@ -27,7 +27,7 @@ class Spread:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest of at least one value at or below which `percent` of them are: one that was measured."""
+    """Return the smallest value that is not below `percent` percent of the values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
@@ -50,11 +50,12 @@ class Percentiles:
 class Cell:
     """Times of generating from `batch` prompts of `prompt` tokens each.
 
-    `mode` is how the decoding steps ran: `eager`, `flat` or `cuda-graph`; in older files also `compiled`.
-    `first_token` is in seconds; `prefill` and `decode` are tokens per second of all sequences together;
-    `token_p50` and `token_p99` are seconds between two tokens of a sequence. `read_bandwidth` is bytes of
-    weights per second, None where it is not known which are read; `joules` are per token that was decoded,
-    None where no counter can be read.
+    mode               how decoding steps ran: `eager`, `flat` or `cuda-graph`; in older files also `compiled`
+    first_token        seconds
+    prefill, decode    tokens per second of all sequences together
+    token_p50, token_p99   seconds between two tokens of a sequence
+    read_bandwidth     bytes of weights per second, None if it is unknown which are read
+    joules             per decoded token, None without an energy counter
     """
 
     batch: int
@@ -71,9 +72,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use before the model was loaded, once it had generated, and at most.
+    """Bytes in use: before the model was loaded, after it generated, and the peak.
 
-    Of a CPU the resident memory of the process, mapped files included; of a GPU what torch allocated there.
+    On a CPU the resident memory of the process, mapped files included; on a GPU torch's allocations.
     """
 
     before: int
@@ -83,7 +84,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine: the device and its name, CPU threads, the bytes per second it can read, and versions."""
+    """Device and its name, CPU threads, measured read bandwidth in bytes per second, and versions."""
 
     device: str
     name: str
@@ -96,7 +97,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Speed:
-    """Figures of `bench` for one model; `weight_bytes` are those that one decoding step reads, if known."""
+    """Figures of `bench` for one model; `weight_bytes` are read by one decoding step, if known."""
 
     label: str
     model: str
@@ -114,17 +115,17 @@ class Speed:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Latencies, in seconds, of requests that arrived at `rate` per second on average.
+    """Latencies in seconds of requests that arrived at `rate` per second on average.
 
-    `first_token` and `end_to_end` count from the arrival, waiting included; `token` is the mean of a request
-    between its tokens. `served` is requests per second and `decode` tokens per second from the first arrival
-    to the last token.
+    `first_token` and `end_to_end` count from the arrival, waiting included; `token` is a request's mean time
+    between its tokens. `served` is requests per second, and `decode` tokens per second, from the first
+    arrival to the last token.
     """
 
     rate: float
@@ -152,13 +153,13 @@ class Serving:
     new_tokens: tuple[int, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Contents of a file of `bench`: speeds, or latencies under load; None for what it has not."""
+    """Contents of a file of `bench`: speeds, or latencies under load; the other is None."""
 
     speed: tuple[Speed, ...] | None = None
     serving: tuple[Serving, ...] | None = None
@@ -168,20 +169,20 @@ VERSION = 1
 
 
 def label_of(source: str) -> str:
-    """Return the name of a model in tables: that of its directory, or its hub id."""
+    """Return the label of a model in tables: the name of its directory, or its hub id."""
     path = Path(source)
     return path.resolve().name if path.is_dir() else source
 
 
 def to_json(found: Sequence[Speed] | Sequence[Serving]) -> str:
-    """The content of bench.json or serve.json."""
+    """Return the content of bench.json or serve.json."""
     key = "serving" if isinstance(found[0], Serving) else "speed"
     content = {"version": VERSION, key: [one.to_dict() for one in found]}
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def read_benchmark(path: Path) -> Benchmark:
-    """Read what `to_json` wrote; `UsageError` for any other file."""
+    """Parse the output of `to_json`; raise `UsageError` for any other file."""
     try:
         data = json.loads(path.read_bytes())
         if data["version"] != VERSION:

@@ -1,4 +1,4 @@
-"""Questions of a benchmark to the machine: memory in use, the bandwidth of reading, energy, names."""
+"""Measure the machine: memory in use, read bandwidth, energy, names."""
 
 import platform
 import resource
@@ -14,12 +14,12 @@ import torch
 from quantkit import __version__
 from quantkit.bench.figures import Machine
 
-#: Bytes that are read to measure the bandwidth: several times the largest caches.
+#: Bytes read to measure the bandwidth, several times the largest caches.
 _READ_BYTES = 512 << 20
 
 
 def machine(device: torch.device) -> Machine:
-    """The machine that runs, and what `device` is measured to read per second."""
+    """Return the machine, with the measured read bandwidth of `device`."""
     gpu = device.type == "cuda"
     return Machine(
         device=device.type,
@@ -33,7 +33,7 @@ def machine(device: torch.device) -> Machine:
 
 
 def cpu_name() -> str:
-    """The name of the CPU, its architecture where no file tells."""
+    """Return the name of the CPU, or its architecture if no file has the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def _gpu_bandwidth() -> float:
 
 
 def _cpu_bandwidth() -> float:
-    """Bytes per second of the fastest of some sums of float32, with torch's threads."""
+    """Measure bytes per second: the fastest of several float32 sums, with torch's threads."""
     data = torch.ones(_READ_BYTES // 4)
     times = []
     for _ in range(5):
@@ -60,22 +60,22 @@ def _cpu_bandwidth() -> float:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Memory in use now: resident on the host for a CPU, allocated by torch for a GPU."""
+    """Return the bytes in use now: resident on the host for a CPU, allocated by torch for a GPU."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was in use since the process began."""
+    """Return the peak bytes since the process began."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    # In kilobytes, but for macOS.
+    # In kilobytes, except on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class EnergyMeter:
-    """The energy that a GPU used, by NVML's counter; nothing on a CPU or without `pynvml`."""
+    """Energy used by a GPU, by NVML's counter; nothing on a CPU or without `pynvml`."""
 
     def __init__(self, device: torch.device) -> None:
         self._nvml: Any = None
@@ -87,7 +87,7 @@ class EnergyMeter:
             return
         try:
             pynvml.nvmlInit()
-            # By UUID: torch may see other GPUs, in another order.
+            # By UUID: torch may list other GPUs, in another order.
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
@@ -96,7 +96,7 @@ class EnergyMeter:
         self._nvml = pynvml
 
     def joules(self) -> float | None:
-        """Joules since the driver was loaded; None where no counter can be read."""
+        """Return joules since the driver was loaded; None without a counter."""
         if self._nvml is None:
             return None
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3

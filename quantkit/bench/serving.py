@@ -1,8 +1,7 @@
-"""Latency under load: a trace of requests, replayed through transformers' continuous batching.
+"""Measure latency under load: replay a trace of requests through transformers' continuous batching.
 
-Arrivals are a Poisson process, lengths are drawn log-uniformly. One seed gives the same requests at every
-rate, only closer together, so that rates compare. Requests arrive when the trace says, whether earlier ones
-are done or not.
+Arrivals are a Poisson process, lengths are log-uniform. One seed gives the same requests at every rate, only
+closer together, so that rates compare. Requests arrive at their time even if earlier ones are unfinished.
 """
 
 import math
@@ -28,15 +27,15 @@ from quantkit.progress import Progress
 from quantkit.runtime.cache.static_cache import layers_without_keys
 from quantkit.runtime.load import load_language_model
 
-#: Tokens of a page of the cache in transformers.
+#: Tokens of a page of transformers' cache.
 _PAGE = 256
-#: Tokens of a forward on a CPU; on a GPU transformers chooses by the memory that is free.
+#: Tokens of a forward on a CPU; on a GPU transformers chooses by free memory.
 _CPU_BATCH_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request: when it arrives, in seconds at one request per second, its prompt and the tokens it gets."""
+    """Request: arrival in seconds at a rate of one per second, prompt, and number of tokens to generate."""
 
     arrival: float
     prompt: tuple[int, ...]
@@ -45,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """When a request arrived, and when each of its tokens did, in seconds of one clock."""
+    """Arrival time of a request and of each of its tokens, in seconds of one clock."""
 
     arrival: float
     token_times: tuple[float, ...]
@@ -54,7 +53,7 @@ class Answer:
 def make_trace(
     requests: int, prompt_tokens: tuple[int, int], new_tokens: tuple[int, int], vocabulary: int, seed: int
 ) -> tuple[Request, ...]:
-    """Requests at one per second on average, the first at 0, with random tokens as prompts."""
+    """Draw requests at one per second on average, the first at 0, with random tokens as prompts."""
     draw = random.Random(seed)
 
     def length(shortest: int, longest: int) -> int:
@@ -70,10 +69,10 @@ def make_trace(
 
 
 def summarize(rate: float, answers: Sequence[Answer]) -> Load:
-    """The latencies of `answers`, each of which has a token."""
+    """Summarize the latencies of `answers`, which have at least one token each."""
     first = [answer.token_times[0] - answer.arrival for answer in answers]
     whole = [answer.token_times[-1] - answer.arrival for answer in answers]
-    # One token has no time between tokens; where no request has, that time is zero.
+    # A single token has no time between tokens; if no request has two, that time is zero.
     between = [
         (answer.token_times[-1] - answer.token_times[0]) / (len(answer.token_times) - 1)
         for answer in answers
@@ -95,8 +94,8 @@ def summarize(rate: float, answers: Sequence[Answer]) -> Load:
 def measure_serving(source: str, options: ServeOptions, *, progress: Progress | None = None) -> Serving:
     """Load the model of a directory or hub id in this process and replay the trace at each rate.
 
-    `UsageError` for options, `CheckpointError` for checkpoints that cannot be used, `EnvironmentProblem`
-    where continuous batching stops.
+    Raises `UsageError` for options, `CheckpointError` for unusable checkpoints, `EnvironmentProblem` if
+    continuous batching stops.
     """
     device = pick_device(options.device)
     rates, prompt_tokens, new_tokens = SERVE_DEFAULTS[device.type]
@@ -119,7 +118,7 @@ def measure_serving(source: str, options: ServeOptions, *, progress: Progress | 
         )
     loads = []
     with _running(model, trace, device) as manager:
-        # Continuous batching may have taken another, which some versions mark, and gives it back at the end.
+        # Continuous batching may change the attention, which some versions mark, and restores it at the end.
         attention = str(model.config._attn_implementation).removeprefix("paged|")
         _replay(manager, trace[:2], math.inf)
         for number, rate in enumerate(rates):
@@ -142,15 +141,15 @@ def measure_serving(source: str, options: ServeOptions, *, progress: Progress | 
 
 
 def _running(model: Any, trace: Sequence[Request], device: torch.device) -> AbstractContextManager[Any]:
-    """A manager of continuous batching, warm, greedy, without an end token: answers have their length."""
+    """Start continuous batching, warm, greedy, without an end token, so that answers have full length."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     sizes: dict[str, int] = {}
     if device.type == "cpu":
-        # Room for all at once: by itself the cache takes most of the memory that is free.
+        # Room for all requests at once: by default the cache takes most of the free memory.
         pages = sum(math.ceil((len(one.prompt) + one.new_tokens) / _PAGE) for one in trace)
         sizes = {"num_blocks": pages + 1, "max_batch_tokens": _CPU_BATCH_TOKENS}
-    # Rates have the same prompts, which no rate may find in the cache.
+    # All rates have the same prompts, which must not be found in the cache.
     config = ContinuousBatchingConfig(allow_block_sharing=False, **sizes)
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     running: AbstractContextManager[Any] = model.continuous_batching_context_manager(

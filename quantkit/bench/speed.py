@@ -1,8 +1,8 @@
-"""Time to first token, decoding and memory of one model.
+"""Measure time to first token, decoding and memory of one model.
 
-The rules, which docs/cli.md has for readers: greedy decoding with transformers' own static cache and forward.
-The host waits for every token, as a server does. The first generation does not count. Of the repetitions the
-median counts, with the smallest and the largest.
+Rules, explained in docs/cli.md: greedy decoding with transformers' own static cache and forward. The host
+waits for every token, as a server does. The first generation does not count. Reported are the median of the
+repetitions, the smallest and the largest.
 """
 
 import time
@@ -35,13 +35,13 @@ from quantkit.runtime.host_copy import HostCopy
 from quantkit.runtime.load import load_language_model
 from quantkit.runtime.unpacked import unpacked
 
-#: A decoding step: the tokens int64 [B, 1] that follow those given.
+#: Decoding step: takes tokens and returns the following ones, int64 [B, 1].
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """Name of the steps of a mode, their forward, and the generations until all of them are captured."""
+    """Name of the steps of a mode, their forward, and the generations until all are captured."""
 
     name: str
     forward: type[GraphedForward]
@@ -50,11 +50,11 @@ class _Captured:
 
 _CAPTURED = {
     FLAT: _Captured("flat steps", FlatForward, 1),
-    # One lays out weights, for which graphs are made anew, in the next the prompt comes for the first time,
-    # and in the last it is captured.
+    # The first builds kernel layouts, which invalidates graphs; the second sees the prompt for the first
+    # time; the third captures it.
     GRAPH: _Captured("CUDA graph", GraphedForward, 3),
 }
-#: Tokens that a profile has.
+#: Tokens in a profile.
 _PROFILED = 4
 
 
@@ -67,10 +67,9 @@ def measure_speed(
 ) -> Speed:
     """Load the model of a directory or hub id in this process and time it.
 
-    With `profile`, a trace of one generation by torch's profiler is written there. Memory is that of the
-    whole process: run it in a fresh one (`worker.py`).
-
-    `UsageError` for options, `CheckpointError` for checkpoints that cannot be used.
+    With `profile`, a trace of one generation by torch's profiler is written there. Memory is of the whole
+    process: run it in a fresh one (`worker.py`). Raises `UsageError` for options, `CheckpointError` for
+    unusable checkpoints.
     """
     device = pick_device(options.device)
     checkpoint = Checkpoint.open(resolve(source))
@@ -85,7 +84,7 @@ def measure_speed(
     _wait(device)
     load_seconds = time.perf_counter() - started
     read = weight_bytes(model)
-    # Of steps: a prompt has so many rows of x that unpacking a weight is mostly the best there is.
+    # For steps only: a prompt has so many rows of x that dequantizing the weight first is usually fastest.
     slow = [line for batch in grid.batches for line in unpacked(model, batch)]
     cells: list[Cell] = []
     skipped: list[str] = []
@@ -128,9 +127,9 @@ def measure_speed(
 
 
 def prompts_of(options: BenchOptions, directory: Path, vocabulary: int) -> Callable[[int, int], torch.Tensor]:
-    """`draw(batch, length)`: prompts int64 [batch, length], the same in every run.
+    """Return `draw(batch, length)`, which gives prompts int64 [batch, length], the same in every run.
 
-    Random tokens, or stretches of a text one after the other, which begins anew where it ends.
+    They are random tokens, or successive parts of a text, which is repeated at its end.
     """
     if options.text is None:
 
@@ -150,9 +149,9 @@ def prompts_of(options: BenchOptions, directory: Path, vocabulary: int) -> Calla
 
 
 def weight_bytes(model: Any) -> int | None:
-    """Bytes of weights that a decoding step reads: all stored parameters, of an embedding alone none.
+    """Return the bytes of weights that a decoding step reads: all stored parameters except an embedding.
 
-    None for mixtures of experts, where the routing decides.
+    None for mixtures of experts, whose routing decides.
     """
     if any("experts" in name.split(".") for name, _ in model.named_modules()):
         return None
@@ -178,7 +177,7 @@ def _cell(
     read: int | None,
     meter: EnergyMeter,
 ) -> Cell:
-    """Time `repeats` generations, after those that do not count: one, or until graphs are replayed."""
+    """Time `repeats` generations after warm-up: one, or as many as it takes until graphs are replayed."""
     from transformers import StaticCache
 
     batch, length = prompt.shape
@@ -221,7 +220,7 @@ def _cell(
 
 
 def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
-    """The likeliest tokens that follow tokens [B, T] on top of `cache`, by `forward` or `model` itself."""
+    """Return a step: the argmax tokens after tokens [B, T] on top of `cache`, by `forward` or `model`."""
     given = {cache_name(model): cache, "use_cache": True, **last_logits(model)}
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -233,7 +232,7 @@ def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds to the first token, and between each two tokens; joules of the latter."""
+    """Seconds to the first token, and between successive tokens; joules of the latter."""
 
     first: float
     between: list[float]
@@ -248,9 +247,9 @@ def generate_timed(
     new_tokens: int,
     meter: EnergyMeter | None = None,
 ) -> Times:
-    """Generate `new_tokens` from an empty `cache`, of each of which the host learns.
+    """Generate `new_tokens` tokens from an empty `cache`; the host reads each token.
 
-    As `quantkit generate` does it: a GPU runs the next step while the host waits for a token.
+    As in `quantkit generate`, a GPU runs the next step while the host waits for a token.
     """
     cache.reset()
     _wait(prompt.device)
@@ -259,7 +258,7 @@ def generate_timed(
     tokens.tolist()
     first = time.perf_counter() - began
     before = None if meter is None else meter.joules()
-    # Asking for joules takes milliseconds.
+    # Reading the energy counter takes milliseconds.
     moments = [time.perf_counter()]
     running = step(tokens)
     for left in reversed(range(new_tokens - 1)):
@@ -277,7 +276,7 @@ def generate_timed(
 
 @torch.inference_mode()
 def _write_profile(model: Any, prompt: torch.Tensor, path: Path) -> None:
-    """A trace of a prefill and some decoding steps, for chrome://tracing and Perfetto."""
+    """Write a trace of a prefill and some decoding steps, for chrome://tracing and Perfetto."""
     from torch.profiler import profile
     from transformers import StaticCache
 

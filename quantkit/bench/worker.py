@@ -1,6 +1,6 @@
-"""Measurements in a fresh process: memory is that of one model, and nothing is warm from another.
+"""Measure in a fresh process: memory is of one model, and no state is left from another.
 
-The process gets a JSON object on stdin and prints JSON objects, a line each: progress, then a result or an
+The process reads a JSON object on stdin and prints JSON objects, one per line: progress, then a result or an
 error.
 """
 
@@ -27,18 +27,18 @@ _PROGRAM = "from quantkit.bench.worker import main; main()"
 def speed_of(
     source: str, options: BenchOptions, *, profile: Path | None = None, progress: Progress | None = None
 ) -> Speed:
-    """`measure_speed` in a fresh process."""
+    """Run `measure_speed` in a fresh process."""
     wanted = {"speed": asdict(options), "profile": None if profile is None else str(profile)}
     return from_json(Speed, _run({"source": source, **wanted}, progress))
 
 
 def serving_of(source: str, options: ServeOptions, *, progress: Progress | None = None) -> Serving:
-    """`measure_serving` in a fresh process."""
+    """Run `measure_serving` in a fresh process."""
     return from_json(Serving, _run({"source": source, "traffic": asdict(options)}, progress))
 
 
 def _run(wanted: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
-    # -P: with -c, Python would import modules from the working directory, which may be the checkpoint.
+    # -P: with -c, Python would also import modules from the working directory, which may be the checkpoint.
     with kept_from_children():
         started = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM],
@@ -75,8 +75,8 @@ def _error(code: int, text: str) -> QuantkitError:
 
 
 def main() -> None:
-    """Run in the fresh process."""
-    # Libraries may print: that goes to stderr, and messages have stdout for themselves.
+    """Entry point of the fresh process."""
+    # Libraries may print to stdout: redirect that to stderr, so that stdout has messages only.
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,1 +1,1 @@
-"""Methods and recipes: which grid and codes a weight gets. Nothing here sees packed bytes."""
+"""Calibration: which scale, zero-point and codes a weight gets. Sees tensors only, never packed bytes."""

@@ -1,15 +1,15 @@
-"""Fitted code books: the values of a format, chosen for one tensor.
+"""Fit code books: the values of a format, chosen for one tensor.
 
-Lloyd and Max's alternation, with a scale per group. Given a book, the method finds each group's scale and
-with it the code of every weight. Given scales and codes, the squared error is a sum over the values v of
+Lloyd-Max iteration with a scale per group. For a given book, the method finds each group's scale, and thereby
+the code of every weight. For given scales and codes, the squared error is a sum over the values v of
 
     sum_i s_i^2 (w_i / s_i - v)^2,    least at    v = sum_i s_i w_i / sum_i s_i^2,
 
-over the weights i that have the value. It starts from quantiles of the normal distribution. For most of the
-way it moves further than the least squares say: as the scales follow, that is too short a step. The book that
-is kept is the one under which the method had the smallest error, so no round can make it worse.
+over the weights i with that value. The iteration starts from quantiles of the normal distribution. Most
+rounds take twice the least-squares step, because the scales follow and make the plain step too short. The
+book with the smallest error is kept, so no round can make it worse.
 
-The book is free to be longer on one side, and groups are free to turn it: their scale may be negative.
+A book may be longer on one side, and a group may turn it around: scales may be negative.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,12 @@ from quantkit.packing.formats import FittedFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import quantize_units
 
-#: How far each round moves the book, in parts of the way to the least squares. Twice saves half of them.
+#: Step of each round, relative to the least-squares step. Steps of 2 save half of the rounds.
 STEPS = (2.0,) * 6 + (1.0,) * 2
 
 
 class Fit(Protocol):
-    """Choice of grids by a method: groups float32 [R, g], and what their squared errors count by, or None."""
+    """Method's choice of scales for groups float32 [R, g], with the weights of squared errors or None."""
 
     def __call__(
         self, groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None
@@ -37,9 +37,9 @@ class Fit(Protocol):
 
 
 def fit_codebook(rows: torch.Tensor, scheme: Scheme, absmax: float, fit: Fit) -> tuple[float, ...]:
-    """The book, ascending and of largest magnitude 1, for a tensor with rows such as `rows`, float32 [n, K].
+    """Fit a code book, ascending and of largest magnitude 1, to a sample of rows, float32 [n, K].
 
-    `absmax` is the largest magnitude of the whole tensor, and `fit` how the method chooses scales.
+    `absmax` is the largest magnitude of the whole tensor, and `fit` the method's choice of scales.
     """
     assert isinstance(scheme.format, FittedFormat)
     book = normal_book(2**scheme.format.bits)
@@ -56,7 +56,7 @@ def fit_codebook(rows: torch.Tensor, scheme: Scheme, absmax: float, fit: Fit) ->
 
 
 def _moved(book: Sequence[float], fitted: Sequence[float], step: float) -> tuple[float, ...] | None:
-    """`book` moved towards `fitted`, largest magnitude 1; None where that is no book."""
+    """Move `book` towards `fitted` and rescale it to largest magnitude 1; None if the result is no book."""
     start = torch.tensor(book, dtype=torch.float64)
     moved = start + step * (torch.tensor(fitted, dtype=torch.float64) - start)
     moved = (moved / moved.abs().max()).float()
@@ -65,16 +65,16 @@ def _moved(book: Sequence[float], fitted: Sequence[float], step: float) -> tuple
 
 
 def bind(scheme: Scheme, book: Sequence[float]) -> Scheme:
-    """`scheme` with the values of its codes."""
+    """Return `scheme` with the values `book` for its codes."""
     assert isinstance(scheme.format, FittedFormat)
     return replace(scheme, format=scheme.format.bind(book))
 
 
 def normal_book(count: int) -> tuple[float, ...]:
-    """Return the first book: evenly spaced quantiles of the normal distribution, one side with one more, and
-    zero.
+    """Return the initial book: zero, and evenly spaced quantiles of the normal distribution on both sides.
 
-    For 16 values this is nf4, whose offset it generalises (QLoRA, arXiv 2305.14314, appendix E).
+    One side has one value more. For 16 values this is nf4, whose offset it generalises (QLoRA, arXiv
+    2305.14314, appendix E).
     """
     if count < 4:
         return (-1.0, 1.0)
@@ -90,7 +90,7 @@ def normal_book(count: int) -> tuple[float, ...]:
 def _round(
     rows: torch.Tensor, scheme: Scheme, book: tuple[float, ...], absmax: float, fit: Fit
 ) -> tuple[float, list[float]]:
-    """The squared error under `book`, and the values with the smallest error for its scales and codes."""
+    """Return the squared error under `book`, and the least-squares values for its scales and codes."""
     bound = bind(scheme, book)
     factor = global_scale(absmax, bound) if scheme.global_scale else 1.0
     sums = torch.zeros(2, len(book), dtype=torch.float64)
@@ -100,18 +100,18 @@ def _round(
         scale = torch.where(grid.scale == 0, 1.0, grid.scale)
         codes, values = quantize_units(groups / scale, None, bound)
         residual = torch.linalg.vector_norm(groups - values * grid.scale, dim=-1).double().cpu()
-        # Added up in Python and by bincount, one after the other: no number of threads changes the order.
+        # Summed in a fixed order, in Python and by bincount, so that the number of threads does not matter.
         error += sum(residual.square().tolist())
         flat = codes.flatten().cpu().to(torch.int64)
         exact = grid.scale.double()
         for at, terms in enumerate((exact * groups, (exact * exact).expand_as(groups))):
             sums[at] += torch.bincount(flat, terms.flatten().cpu(), minlength=len(book))
-    # A value that no weight has stays where it is.
+    # A value that no weight has is kept.
     fitted = torch.where(sums[1] > 0, sums[0] / sums[1], torch.tensor(book, dtype=torch.float64))
     return error / factor**2, fitted.tolist()
 
 
 def _groups(rows: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
-    """The groups of `rows`, [R, g]: the whole ones, then the ragged last ones."""
+    """Yield the groups of `rows`, [R, g]: whole groups first, then the shorter last ones."""
     for span, width in scheme.group_spans(rows.shape[1]):
         yield rows[:, span].reshape(-1, width)

@@ -1,8 +1,8 @@
-"""Rotations: x -> x Q spreads what is large in a few features over all of them.
+"""Hadamard rotations: x -> x Q spreads features with large values over all features.
 
 Q = D H / sqrt(n), with D a diagonal of random signs and H a Hadamard matrix: entries +-1, H H^T = n (QuaRot,
-arXiv 2404.00456). Rotated weights are close to Gaussian, without the outliers that waste a grid.
-`quantization/rotated_checkpoint.py` says where Q goes in a model.
+arXiv 2404.00456). Rotated weights are close to Gaussian, without outliers that stretch the scale.
+`quantization/rotated_checkpoint.py` says where Q is applied in a model.
 """
 
 import math
@@ -11,10 +11,9 @@ from functools import reduce
 
 import torch
 
-#: H is a Kronecker product of matrices of at most this size, as far as powers of two go: n features then cost
-#: about 2 x 64 products each instead of n.
+#: Largest factor of H, a Kronecker product: n features then cost about 2 x 64 multiplications each, not n.
 FACTOR = 64
-#: Of the random signs. They are a part of no format: whatever they are, the model computes the same.
+#: Seed of the random signs. No format depends on it: the model computes the same for any signs.
 SEED = 0
 
 _PAIR = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
@@ -30,7 +29,7 @@ class Rotation:
 
     @classmethod
     def of(cls, size: int) -> "Rotation | None":
-        """The rotation of `size` features, always the same; None where no Hadamard matrix is known."""
+        """Return the rotation of `size` features, always the same; None without a known Hadamard matrix."""
         factors = _factors(size)
         if factors is None:
             return None
@@ -42,7 +41,7 @@ class Rotation:
         return len(self.signs)
 
     def apply(self, vectors: torch.Tensor) -> torch.Tensor:
-        """x Q for each run of `size` features in the last dimension of `vectors` (float64)."""
+        """Compute x Q for each slice of `size` features in the last dimension of `vectors` (float64)."""
         runs = vectors.reshape(-1, self.size) * (self.signs / math.sqrt(self.size))
         turned = runs.view(-1, *map(len, self.factors))
         for axis, factor in enumerate(self.factors, 1):
@@ -51,7 +50,7 @@ class Rotation:
 
 
 def _factors(size: int) -> tuple[torch.Tensor, ...] | None:
-    """Hadamard matrices whose Kronecker product has `size`: at most one of Paley's, then Sylvester's."""
+    """Return Hadamard matrices whose Kronecker product has size `size`: Paley's first, then Sylvester's."""
     power = size & -size
     if size == power:
         return _sylvester(power)
@@ -63,14 +62,17 @@ def _factors(size: int) -> tuple[torch.Tensor, ...] | None:
 
 
 def _sylvester(power: int) -> tuple[torch.Tensor, ...]:
-    """Factors of at most `FACTOR` whose product has the size `power`, a power of two."""
+    """Return Sylvester matrices of at most `FACTOR` whose product has size `power`, a power of two."""
     whole, left = divmod(power.bit_length() - 1, FACTOR.bit_length() - 1)
     counts = [FACTOR.bit_length() - 1] * whole + [left] * (left > 0)
     return tuple(reduce(torch.kron, [_PAIR] * count) for count in counts)
 
 
 def _paley(size: int) -> torch.Tensor | None:
-    """From the squares modulo a prime q: of size q + 1 or 2 (q + 1), a multiple of 4; None without such q."""
+    """Return Paley's matrix, from squares modulo a prime q: size q + 1 or 2 (q + 1), a multiple of 4.
+
+    None if there is no such q.
+    """
     if size % 4:
         return None
     if _is_prime(size - 1):
@@ -83,7 +85,7 @@ def _paley(size: int) -> torch.Tensor | None:
 
 
 def _conference(prime: int, sign: float) -> torch.Tensor:
-    """C [q + 1, q + 1] with a zero diagonal, +-1 elsewhere and C C^T = q; its first column is `sign`."""
+    """Return C [q + 1, q + 1]: diagonal 0, +-1 elsewhere, C C^T = q; its first column is `sign`."""
     squares = torch.zeros(prime, dtype=torch.bool)
     squares[torch.arange(1, prime) ** 2 % prime] = True
     residues = torch.where(squares, 1.0, -1.0).double()

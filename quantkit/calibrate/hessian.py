@@ -1,11 +1,11 @@
-"""The Hessian of a linear's inputs: all that calibrated methods know of the data.
+"""Compute the Hessian of a linear's inputs: all that calibrated methods know of the data.
 
-For inputs X [T, K] of a linear, H = X^T X / T. The squared error of the linear's outputs under stored weights
-Q is tr((W - Q) H (W - Q)^T). So q, k and v projections, which have one input, share one H.
+For inputs X [T, K] of a linear, H = X^T X / T. With stored weights Q, the squared error of the outputs is
+tr((W - Q) H (W - Q)^T). Linears with the same input, such as q, k and v, share one H.
 
-Inputs come from the part of the model that is quantized already, so they differ from those of the original,
-F. The input error is D = (F - X)^T X / T. The weights that bring W F closest from X are W + W D H^-1 (QEP,
-arXiv 2504.09629).
+Inputs come from the already quantized part of the model, so they differ from the original model's inputs F.
+The input error is D = (F - X)^T X / T. On inputs X, the weights W + W D H^-1 come closest to W F (QEP, arXiv
+2504.09629).
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,27 +15,27 @@ import torch
 
 from quantkit.errors import FormatError
 
-#: Columns of H computed at a time, by device: H is symmetric, and tiles below the diagonal are those above.
+#: Columns of H computed at a time, by device. H is symmetric: tiles below the diagonal are mirrored.
 TILE = {"cpu": 128, "cuda": 2048}
-#: Rows of D computed at a time: what a GPU adds to a sum is in memory so many rows at a time.
+#: Rows of D computed at a time: a GPU holds this many rows of a summand in memory.
 INPUT_ERROR_ROWS = 2048
 #: Columns of H factored at a time.
 CHOLESKY_COLUMNS = 4096
-#: Rows of D that are divided by H at a time, in float64.
+#: Rows of D H^-1 computed at a time, in float64.
 CORRECTION_ROWS = 1024
-#: Pieces of inputs are summed in so many runs, which is how many ranks can share them.
+#: Runs in which pieces of inputs are summed: at most this many ranks can share the work.
 RUNS = 8
-#: Added to the diagonal of H, in parts of its mean; a factorization that fails tries the next.
+#: Damping added to the diagonal of H, relative to its mean; if factorizing fails, the next is tried.
 DAMPINGS = (0.01, 0.04, 0.16, 0.64)
-#: How far weights move to make good for the input error. All the way fits the calibration data too closely.
+#: Fraction of the input error that is corrected. Correcting all of it overfits the calibration data.
 CORRECTION = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class Hessian:
-    """H [K, K] and, where it was asked for, D [K, K], float32, means over `tokens`.
+    """H [K, K] and, if requested, D [K, K], float32, means over `tokens`.
 
-    `largest` is the largest magnitude of each input feature, float32 [K], where it was asked for.
+    `largest` is the largest magnitude of each input feature, float32 [K], if requested.
     """
 
     matrix: torch.Tensor
@@ -45,12 +45,13 @@ class Hessian:
 
     @property
     def importance(self) -> torch.Tensor:
-        """The mean square of each input feature, float32 [K]."""
+        """Return the mean square of each input feature, float32 [K]."""
         return self.matrix.diagonal()
 
     def joined(self, other: "Hessian | None", weight: float) -> "Hessian":
-        """These as if they were of `weight` tokens, together with those of others, which have what these
-        have. The input error is in memory of its own.
+        """Combine this Hessian, weighted as `weight` tokens, with another Hessian of the same fields.
+
+        The input error is copied.
         """
         if other is None:
             return replace(self, input_error=None if self.input_error is None else self.input_error.clone())
@@ -66,17 +67,17 @@ class Hessian:
         return Hessian(torch.lerp(other.matrix, self.matrix, share), other.tokens, shift, most)
 
     def output_energy(self, rows: torch.Tensor) -> float:
-        """The mean squared output of weights `rows` ([n, K] float32), summed over them: tr(rows H rows^T)."""
+        """Return the mean squared output of `rows` (float32 [n, K]), summed over rows: tr(rows H rows^T)."""
         return self.output_energies(rows[None])[0]
 
     def output_energies(self, parts: torch.Tensor) -> list[float]:
-        """`output_energy` of each of some `parts` ([C, n, K] float32)."""
+        """Return `output_energy` of each of C `parts` (float32 [C, n, K])."""
         rows = parts.flatten(0, 1)
         products = (rows @ self.matrix).double().mul_(rows).view(parts.shape)
         return torch.stack([part.sum() for part in products]).tolist()
 
     def scaled(self, factors: torch.Tensor) -> "Hessian":
-        """The Hessian of inputs divided by `factors` ([K])."""
+        """Return the Hessian of inputs divided by `factors` (float32 [K])."""
         outer = factors[:, None] * factors[None, :]
         shift = None if self.input_error is None else self.input_error / outer
         most = None if self.largest is None else self.largest / factors
@@ -84,15 +85,15 @@ class Hessian:
 
 
 def run_of(piece: int, count: int) -> int:
-    """Which run a piece of inputs is in, the pieces being numbered from 0 and `count` in all."""
+    """Return the run of piece number `piece`, counted from 0, out of `count` pieces."""
     return piece * min(RUNS, count) // count
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Inputs X [T, K] in a run; for the input error the original's F.
+    """Inputs X [T, K] of a run, and F of the original model if the input error is needed.
 
-    `find_largest` asks for the largest magnitudes.
+    `find_largest` requests the largest magnitudes.
     """
 
     run: int
@@ -111,11 +112,10 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class HessianSum:
-    """X^T X over `tokens` of inputs, float32; where they were asked for, the largest magnitudes [K] and
-    (F - X)^T X [K, K].
+    """Sums over the tokens of some pieces of one run, or of all runs from `first` to `last`, float32.
 
-    These are some pieces of one run, or all of the runs from `first` to `last`. X^T X is symmetric: `strips`
-    has the strips of `_strips`, one after the other.
+    These are X^T X, and if requested (F - X)^T X [K, K] and the largest magnitudes [K]. X^T X is symmetric:
+    `strips` holds the strips of `_strips`, one after the other.
     """
 
     first: int
@@ -141,9 +141,9 @@ class HessianSum:
         ).plus(piece)
 
     def plus(self, following: "HessianSum | Piece") -> "HessianSum":
-        """With what comes after these; the memory of these is used.
+        """Add the pieces that follow, in place.
 
-        The products of a piece are added some rows at a time, so that they are nowhere as a whole.
+        Products of a piece are added some rows at a time, so they are never in memory as a whole.
         """
         most, last = self.largest, following.first
         if isinstance(following, Piece):
@@ -166,24 +166,24 @@ class HessianSum:
         return replace(self, last=last, tokens=self.tokens + following.tokens, largest=most)
 
     def hessian(self) -> Hessian:
-        """The means; the memory of these is used."""
+        """Return the means; reuses the memory of the sums."""
         shift = None if self.input_error is None else self.input_error.div_(self.tokens)
         matrix = _mirrored(self.strips.div_(self.tokens), self.columns)
         return Hessian(matrix, self.tokens, shift, self.largest)
 
 
 class RunSum:
-    """The Hessian of pieces of inputs that come in order: each run summed by itself, then run by run.
+    """Hessian of pieces of inputs added in order: each run is summed separately, then the runs.
 
-    So whole runs can be summed apart. Adding their `parts` in order gives the same bits as all pieces at
-    once. It takes the memory of two sums.
+    So runs can be summed by different ranks: adding their `parts` in order gives the same bits as all pieces
+    in one process. Takes the memory of two sums.
     """
 
     def __init__(self) -> None:
         self.parts: list[HessianSum] = []
 
     def add(self, part: HessianSum | Piece) -> None:
-        """Add what comes next."""
+        """Add the next piece or sum."""
         if self.parts and self.parts[-1].last == part.first:
             self.parts.append(self.parts.pop().plus(part))
             return
@@ -192,7 +192,7 @@ class RunSum:
         self.parts.append(HessianSum.of(part) if isinstance(part, Piece) else part)
 
     def hessian(self) -> Hessian:
-        """Return the Hessian of all that was added, at least one piece; nothing can be added any more."""
+        """Return the Hessian of everything added, at least one piece; nothing can be added later."""
         total = self.parts.pop(0)
         while self.parts:
             total = total.plus(self.parts.pop(0))
@@ -200,7 +200,7 @@ class RunSum:
 
 
 def gram(inputs: torch.Tensor) -> torch.Tensor:
-    """X^T X of inputs [T, K], float32, exactly symmetric. Products of 16-bit inputs are exact."""
+    """Return X^T X of inputs [T, K], float32, exactly symmetric. Products of 16-bit inputs are exact."""
     columns = inputs.shape[1]
     strips = torch.zeros(strip_entries(columns, inputs.device), device=inputs.device)
     _add_gram(strips, _widened(inputs))
@@ -208,15 +208,15 @@ def gram(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _add_gram(strips: torch.Tensor, wide: torch.Tensor) -> None:
-    """Add X^T X of widened inputs [T, K] to its strips."""
+    """Add X^T X of widened inputs [T, K] to `strips`."""
     for at, strip in _strips(strips, wide.shape[1]):
         strip.add_(_product(wide[:, at : at + len(strip)], wide[:, at:]))
 
 
 def _strips(strips: torch.Tensor, columns: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield rows of a symmetric matrix [K, K] from their tile on the diagonal to the right, [n, K - at].
+    """Yield strips of a symmetric matrix [K, K]: n rows, from their diagonal tile to the right, [n, K - at].
 
-    They come some at a time, with the number of the first, and are in `strips`, one after the other.
+    Each comes with `at`, its first row. `strips` holds them one after the other.
     """
     most, start = TILE[strips.device.type], 0
     for at in range(0, columns, most):
@@ -226,41 +226,41 @@ def _strips(strips: torch.Tensor, columns: int) -> Iterator[tuple[int, torch.Ten
 
 
 def strip_entries(columns: int, device: torch.device) -> int:
-    """The entries of all strips of a matrix [K, K]."""
+    """Return the number of entries of all strips of a matrix [K, K]."""
     most = TILE[device.type]
     return sum(min(most, columns - at) * (columns - at) for at in range(0, columns, most))
 
 
 def _mirrored(strips: torch.Tensor, columns: int) -> torch.Tensor:
-    """The whole symmetric matrix [K, K] of its strips."""
+    """Return the whole symmetric matrix [K, K] of `strips`."""
     out = torch.empty(columns, columns, device=strips.device)
     for at, strip in _strips(strips, columns):
         stop = at + len(strip)
         out[at:stop, stop:] = strip[:, stop - at :]
         out[stop:, at:stop] = strip[:, stop - at :].T
-        # The product of a tile with itself need not be symmetric to the last bit.
+        # A tile times its transpose may differ from its mirror image in the last bit.
         tile = strip[:, : stop - at]
         out[at:stop, at:stop] = torch.triu(tile) + torch.triu(tile, 1).T
     return out
 
 
 def _widened(inputs: torch.Tensor) -> torch.Tensor:
-    """As they are multiplied: in float32, but for 16 bits on a GPU, whose tensor cores sum in float32."""
+    """Convert inputs to the dtype of products: float32, but 16 bits on a GPU, which sums in float32."""
     return inputs if inputs.is_cuda and inputs.itemsize == 2 else inputs.to(torch.float32)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a^T b of [T, n] and [T, m], float32."""
+    """Return a^T b of [T, n] and [T, m], float32."""
     return a.T @ b if a.dtype == torch.float32 else torch.mm(a.T, b, out_dtype=torch.float32)
 
 
 def largest(inputs: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each feature of inputs [T, K], float32 [K]."""
+    """Return the largest magnitude of each feature of inputs [T, K], float32 [K]."""
     return torch.maximum(inputs.amax(0), -inputs.amin(0)).to(torch.float32)
 
 
 def input_error(exact: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """(F - X)^T X of the original's inputs F and the quantized model's X, both [T, K]: float32 [K, K]."""
+    """Return (F - X)^T X, float32 [K, K], of the original's inputs F and the quantized model's X, [T, K]."""
     columns = inputs.shape[1]
     total = torch.zeros(columns, columns, device=inputs.device)
     _add_input_error(total, exact, _widened(inputs))
@@ -268,7 +268,7 @@ def input_error(exact: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _add_input_error(total: torch.Tensor, exact: torch.Tensor, wide: torch.Tensor) -> None:
-    """Add `input_error` of widened inputs [T, K] to a sum of it."""
+    """Add `input_error` of widened inputs [T, K] to `total`, float32 [K, K]."""
     for at in range(0, len(total), INPUT_ERROR_ROWS):
         columns = slice(at, at + INPUT_ERROR_ROWS)
         total[columns].add_(_product(_widened(exact[:, columns]) - wide[:, columns], wide))
@@ -276,12 +276,12 @@ def _add_input_error(total: torch.Tensor, exact: torch.Tensor, wide: torch.Tenso
 
 @dataclass(frozen=True, eq=False)
 class CholeskyFactor:
-    """H, damped and factored: columns in the order they are rounded in, and how errors couple.
+    """Cholesky factor of damped H: the order in which columns are rounded, and how their errors couple.
 
     order     int64 [K], by falling mean square
     coupling  float32 [K, K], strictly upper triangular, both dimensions in that order: a column's target is
-              its weight plus the errors of the columns before it times its column of this
-    damping   what was added to the diagonal, in parts of its mean
+              its weight plus the errors of the columns before it times its column of `coupling`
+    damping   added to the diagonal, relative to its mean
     """
 
     order: torch.Tensor
@@ -290,12 +290,12 @@ class CholeskyFactor:
 
 
 def factorize(hessian: torch.Tensor) -> CholeskyFactor | None:
-    """The factor of H (float32 [K, K]) with the smallest of `DAMPINGS` that works; None if none does.
+    """Factorize H (float32 [K, K]) with the smallest of `DAMPINGS` that works; None if none does.
 
-    H = L D L^T from the last column to round to the first, in float64, of which the lower triangle is in
-    memory. A feature that is always zero couples with none, and is rounded to nearest.
+    H = L D L^T from the last column to round to the first, in float64; only the lower triangle is in memory.
+    A feature that is always zero couples with none, and is rounded to nearest.
     """
-    # Stable, so that equal diagonal entries keep one order everywhere.
+    # A stable sort keeps equal diagonal entries in the same order everywhere.
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     backwards = order.flip(0)
     for damping in DAMPINGS:
@@ -306,7 +306,7 @@ def factorize(hessian: torch.Tensor) -> CholeskyFactor | None:
 
 
 def _panels(hessian: torch.Tensor, order: torch.Tensor, damping: float) -> list[torch.Tensor]:
-    """H with both dimensions in `order`, and what damps it on the diagonal: the panels of `cholesky_`."""
+    """Return H with both dimensions in `order` and a damped diagonal, as panels for `cholesky_`."""
     diagonal = hessian.diagonal()[order].double()
     added = damping * diagonal.mean()
     panels = []
@@ -319,11 +319,11 @@ def _panels(hessian: torch.Tensor, order: torch.Tensor, damping: float) -> list[
 
 
 def cholesky_(panels: Sequence[torch.Tensor]) -> bool:
-    """Replace a symmetric matrix by its lower Cholesky factor; False, and no such factor, if it is not
-    positive definite or not finite.
+    """Replace a symmetric matrix by its lower Cholesky factor, in place.
 
-    Of its lower triangle `panels` are some rows each, one after the other, up to the last column that has
-    any of them: [n, at + n]. What they have above the diagonal becomes zero.
+    `panels` are slices of rows of its lower triangle, each up to its last column on the diagonal: [n, at +
+    n]. Entries above the diagonal become zero. Returns False, without a valid factor, if the matrix is not
+    finite or not positive definite.
     """
     for number, panel in enumerate(panels):
         at = panel.shape[1] - len(panel)
@@ -338,16 +338,16 @@ def cholesky_(panels: Sequence[torch.Tensor]) -> bool:
             for other in panels[number + 1 : later + 1]:
                 start = other.shape[1] - len(other)
                 rows[:, start : other.shape[1]].sub_(solved @ other[:, at : panel.shape[1]].T)
-    # A sum shows what is not finite without memory of its own.
+    # A sum detects infinities and NaN without extra memory.
     return all(bool(torch.isfinite(panel.sum())) for panel in panels)
 
 
 def _coupling(panels: list[torch.Tensor]) -> torch.Tensor:
-    """`CholeskyFactor.coupling` of the factor of H in panels, which are used up."""
+    """Return `CholeskyFactor.coupling` from the factor of H in `panels`; consumes them."""
     columns = panels[-1].shape[1]
     diagonal = torch.cat([panel.diagonal(panel.shape[1] - len(panel)) for panel in panels])
     units = []
-    # All in half the memory before there is any for the whole.
+    # Halve all panels in memory before the whole matrix is allocated.
     while panels:
         units.append((panels[-1].div_(diagonal[: panels[-1].shape[1]])).float())
         panels.pop()
@@ -360,33 +360,33 @@ def _coupling(panels: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DampedHessian:
-    """H [K, K] float32 with `added` on its diagonal: parts of it are made where they are needed."""
+    """H [K, K] float32 with `added` on its diagonal; slices are computed on request."""
 
     matrix: torch.Tensor
     added: torch.Tensor
 
     @classmethod
     def of(cls, matrix: torch.Tensor, damping: float) -> "DampedHessian":
-        """H with `damping` times the mean of its diagonal added there."""
+        """Add `damping` times the mean of the diagonal to the diagonal of H."""
         return cls(matrix, damping * matrix.diagonal().mean())
 
     def columns(self, span: slice) -> torch.Tensor:
-        """Columns of it, [K, n]."""
+        """Return columns `span`, float32 [K, n]."""
         found = self.matrix[:, span].clone()
         found[span].diagonal().add_(self.added)
         return found
 
     def ordered(self, order: torch.Tensor, span: slice) -> torch.Tensor:
-        """Rows of it with both dimensions in `order` (int64 [K]): [n, K]."""
+        """Return rows `span` with both dimensions in `order` (int64 [K]): float32 [n, K]."""
         found = self.matrix.index_select(0, order[span]).index_select(1, order)
         found[:, span].diagonal().add_(self.added)
         return found
 
 
 def correction_(hessian: Hessian, strength: float = CORRECTION) -> torch.Tensor | None:
-    """P float32 [K, K] such that W + W P makes good for the input error, in whose memory it is.
+    """Return P float32 [K, K] such that W + W P corrects the input error; reuses the memory of D.
 
-    None without an input error, or if H is singular whatever of `DAMPINGS` is added to it.
+    None without an input error, or if H is singular with all of `DAMPINGS`.
     """
     total = hessian.input_error
     if total is None:
@@ -408,7 +408,7 @@ def correction_(hessian: Hessian, strength: float = CORRECTION) -> torch.Tensor 
 
 
 def _divide_(columns: torch.Tensor, panels: Sequence[torch.Tensor]) -> None:
-    """Replace columns [K, n] by L^-T L^-1 of them, of the lower triangle L in panels."""
+    """Replace columns [K, n] by L^-T L^-1 times them; L is lower triangular, in panels."""
     for panel in panels:
         at, stop = panel.shape[1] - len(panel), panel.shape[1]
         rows = columns[at:stop]
@@ -424,8 +424,8 @@ def _divide_(columns: torch.Tensor, panels: Sequence[torch.Tensor]) -> None:
 
 
 def check_finite(inputs: torch.Tensor, name: str) -> None:
-    """`FormatError` naming the linear if an input is NaN or infinite."""
-    # A sum is ten times as fast, and only where it is not finite does it matter whether it overflowed.
+    """Raise `FormatError` naming the linear if an input is NaN or infinite."""
+    # The sum takes a tenth of the time; only if it is not finite, check if it merely overflowed.
     if not bool(torch.isfinite(inputs.sum())) and not bool(torch.isfinite(inputs).all()):
         nan, infinite = int(inputs.isnan().sum()), int(inputs.isinf().sum())
         raise FormatError(

@@ -1,17 +1,17 @@
-"""Half-quadratic quantization: grids with a small l_p error, p < 1, which lets outliers keep theirs.
+"""HQQ, half-quadratic quantization: minimize an l_p error with p < 1, which tolerates outliers.
 
 Badri & Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023),
 https://mobiusml.github.io/hqq_blog/. For weights W and their stored values Q(W), it minimises
 
     sum |W - Q(W)|^p    by alternating    E = shrink(W - Q(W)),    grid = least squares for W - E,
 
-where `shrink` is the generalized soft threshold |e| - |e|^(p-1) / beta, and beta grows by kappa a step.
-Where there is a zero-point it moves and the scale stays that of plain rounding: with z the code of zero and x
-in steps, z = mean(q - (x - E)). A symmetric grid has only its scale to move: s = <W - E, q> / <q, q>.
+where `shrink` is the generalized soft threshold |e| - |e|^(p-1) / beta, and beta grows by kappa a step. A
+zero-point is updated while the scale stays that of plain rounding: with z the code of zero and x in steps, z
+= mean(q - (x - E)). Without zero-point the scale is updated: s = <W - E, q> / <q, q>.
 
-Errors are measured in steps of the plain scale. The publication measures them in weights, which at beta 10
-cuts every error below 0.17 to zero: those of language models hardly ever are larger, and what is left
-is the least-squares fit.
+Errors are measured in units of the plain scale. The publication measures them in weights. At beta 10 that
+sets every error below 0.17 to zero, which language models hardly ever exceed, and leaves the least-squares
+fit.
 """
 
 from collections.abc import Callable
@@ -23,27 +23,26 @@ from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
 from quantkit.packing.schemes import Scheme
 
-#: The exponent of the norm, the first weight of the quadratic term, its growth, and the number of steps.
+#: Exponent of the norm, first weight of the quadratic term, its growth, and number of steps.
 P = 0.7
 BETA = 10.0
 KAPPA = 1.01
 ITERATIONS = 20
 
-#: (groups [R, g], plain scale [R, 1], moving part of the grid [R, 1]) -> values [R, g], in steps without the
-#: zero-point, and errors [R, g], in steps of the plain scale, float64.
+#: (groups [R, g], plain scale [R, 1], updated scale or zero-point [R, 1]) -> values [R, g] in codes without
+#: zero-point, and errors [R, g] in units of the plain scale, float64.
 _Residual = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-#: (moving part, plain scale, values, errors minus shrunk errors) -> the next moving part.
+#: (scale or zero-point, plain scale, values, errors minus shrunk errors) -> updated scale or zero-point.
 _Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> ScaleZero:
-    """The grid of each group (float32 [R, g]) that half-quadratic splitting finds from plain rounding.
+    """Refine plain rounding of each group (float32 [R, g]) by half-quadratic splitting.
 
-    Its l_p error is never above that of plain rounding. A group stops as soon as its own error does not
-    fall, so that it depends on no other group. Zero-points are rounded to those that can be
-    stored after the last step. It knows no `importance`.
-
-    Raises `FormatError` for a format that is not an int, and where a plain scale overflows its dtype.
+    The l_p error is never above that of plain rounding. A group stops as soon as its own error does not fall,
+    so it depends on no other group. Zero-points are rounded to storable ones after the last step. Ignores
+    `importance`. Raises `FormatError` for a format that is not an int, and for a plain scale that overflows
+    its dtype.
     """
     number_format = scheme.format
     if not isinstance(number_format, IntFormat):
@@ -59,13 +58,13 @@ def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
     residual, update = _with_zero_point(number_format)
     zero_point = _alternate(groups, plain.scale, plain.zero_point, residual, update)
     zero_point = scheme.zero_point_type.round(number_format, zero_point, scheme.scale_dtype)
-    # Rounding may have cost more than the steps had won.
+    # Rounding the zero-point may cost more than the steps gained.
     errors = (_lp(residual(groups, plain.scale, zero)[1]) for zero in (zero_point, plain.zero_point))
     return ScaleZero(plain.scale, torch.where(next(errors) < next(errors), zero_point, plain.zero_point))
 
 
 def lp_error(errors: torch.Tensor) -> torch.Tensor:
-    """Return what `hqq` minimises: the sum of |e|^p of each group of errors ([R, g]), float64 [R, 1]."""
+    """Return the sum of |e|^p of each group of errors ([R, g]), float64 [R, 1]."""
     return _lp(errors.double())
 
 
@@ -76,9 +75,9 @@ def _lp(errors: torch.Tensor) -> torch.Tensor:
 def _alternate(
     groups: torch.Tensor, unit: torch.Tensor, start: torch.Tensor, residual: _Residual, update: _Update
 ) -> torch.Tensor:
-    """The moving part [R, 1] with the smallest l_p error of each group, on the way from `start`."""
+    """Return the scale or zero-point [R, 1] of least l_p error for each group, on the way from `start`."""
     best, least = start.clone(), torch.full_like(start, torch.inf, dtype=torch.float64)
-    # Of the groups still moving: where they are, and what they have come to.
+    # Only groups that still change: their indices, and their current values.
     rows, moving, beta = torch.arange(len(groups), device=groups.device), start, BETA
     for _ in range(ITERATIONS + 1):
         values, errors = residual(groups, unit, moving)
@@ -121,13 +120,13 @@ def _symmetric(number_format: IntFormat, scheme: Scheme) -> tuple[_Residual, _Up
         groups: torch.Tensor, unit: torch.Tensor, scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         values = number_format.round(groups / scale)
-        # Divided apart: the product of value and scale may overflow, their errors in steps do not.
+        # Divide first: value times scale may overflow, the error in steps does not.
         return values, groups.double() / unit - values * (scale.double() / unit)
 
     def update(
         scale: torch.Tensor, unit: torch.Tensor, values: torch.Tensor, rest: torch.Tensor
     ) -> torch.Tensor:
-        # <x - E, q> / <q, q> as a change of the scale: x - E is scale * q + (e - E).
+        # <x - E, q> / <q, q> as an update of the scale: x - E is scale * q + (e - E).
         exact = values.double()
         squares = exact.square().sum(-1, keepdim=True)
         change = (rest * exact).sum(-1, keepdim=True) / squares.clamp(min=1)

@@ -1,4 +1,4 @@
-"""The transform that makes weights good for the input error (`calibrate/hessian.py`)."""
+"""Transform that corrects weights for the input error (`calibrate/hessian.py`)."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from quantkit.calibrate.steps import SINGULAR, Transform
 
 @dataclass(frozen=True)
 class InputErrorCorrection(Transform):
-    """W + W P, whose outputs on the quantized model's inputs are closest to the original's (QEP)."""
+    """Replace W by W + W P, whose outputs on the quantized inputs are closest to the original's (QEP)."""
 
     name: str = "input error correction"
 

@@ -1,4 +1,4 @@
-"""Statistics of one linear's inputs from calibration data, as far as the steps of its method need them.
+"""Statistics of one linear's inputs, as far as the steps of its method need them.
 
 Linears with the same input share one `LinearStats`.
 """
@@ -28,22 +28,22 @@ from quantkit.calibrate.hessian import (
 #: block_output    the hidden states after the original block, on its own inputs
 Need = Literal["hessian", "cholesky", "damped_hessian", "input_error", "largest_input", "block_output"]
 
-#: For these the original model runs beside the quantized one.
+#: Needs for which the original model runs besides the quantized one.
 OF_ORIGINAL = frozenset[Need]({"input_error", "block_output"})
 
 
 @dataclass(eq=False)
 class LinearStats:
-    """The Hessian of some linears' input, and what the steps of their methods make of it.
+    """Hessian of an input that linears share, and what their methods compute from it.
 
-    A GPU has no memory for all of it at once. So `corrected` comes first. Once the targets of all weights are
-    known, `factorize` replaces the correction by the factor.
+    A GPU cannot hold all of it at once. So `corrected` makes the correction first. When the targets of all
+    weights are computed, `factorize` replaces it by the factor.
 
     needs            what the steps of all methods need
-    has_input_error  whether the input error was known; it is not kept
-    corrects         whether weights are corrected for it
+    has_input_error  True if the input error was known; it is not kept
+    corrects         True if weights are corrected for it
     correction       P of `hessian.correction_`, float32 [K, K], until `factorize`
-    factor           H factored; None where no step needs it, or H is singular with all of `DAMPINGS`
+    factor           H factored; None unless a step needs it, or if H is singular with all of `DAMPINGS`
     """
 
     hessian: Hessian
@@ -55,7 +55,7 @@ class LinearStats:
 
     @classmethod
     def prepare(cls, hessian: Hessian, needs: Set[Need]) -> "LinearStats":
-        """All that is needed of `hessian`, whose input error is used up."""
+        """Compute everything needed from `hessian`; consumes its input error."""
         found = cls.corrected(hessian, needs)
         if "cholesky" in needs:
             found.factor = factorize(hessian.matrix)
@@ -63,7 +63,7 @@ class LinearStats:
 
     @classmethod
     def corrected(cls, hessian: Hessian, needs: Set[Need]) -> "LinearStats":
-        """Return what targets need of `hessian`, whose input error is used up."""
+        """Compute what targets need from `hessian`; consumes its input error."""
         found = correction_(hessian) if "input_error" in needs else None
         return cls(
             replace(hessian, input_error=None),
@@ -74,14 +74,14 @@ class LinearStats:
         )
 
     def factorize(self) -> None:
-        """Let the correction go, and find what rounding needs."""
+        """Free the correction and compute the factor that rounding needs."""
         self.correction = None
         if "cholesky" in self.needs:
             self.factor = factorize(self.hessian.matrix)
 
     @property
     def damped(self) -> DampedHessian:
-        """H as it was factored."""
+        """Return H with the damping of its factor."""
         return DampedHessian.of(
             self.hessian.matrix, DAMPINGS[0] if self.factor is None else self.factor.damping
         )

@@ -1,8 +1,7 @@
 """Methods: from a weight to codes, scales and zero-points.
 
-A method is a composition of steps, one row of `METHODS`. Those that need no data quantize any weight at any
-time, here. Those that do see the Hessian of a linear's inputs, in
-`calibrate/quantize_with_hessian.py`.
+A method is a composition of steps, one row of `METHODS`. Methods without data quantize any weight, here.
+Methods with data need the Hessian of a linear's inputs and run in `calibrate/quantize_with_hessian.py`.
 """
 
 from collections.abc import Sequence
@@ -27,15 +26,15 @@ from quantkit.packing.schemes import GroupSize, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
 from quantkit.packing.zero_points import ZeroPoint
 
-#: Weights worked on at a time on a CPU, so that their float32 copies stay in a core's cache. On a GPU only
-#: the memory of the search, up to 200 bytes a weight, sets a limit.
+#: Weights per piece on a CPU, so that their float32 copies stay in a core's cache. On a GPU only the memory
+#: of the search, up to 200 bytes a weight, is a limit.
 CHUNK_WEIGHTS = 1 << 18
 GPU_CHUNK_WEIGHTS = 1 << 23
 
-#: Of a tensor whose rows share nothing.
+#: Parameters of a tensor whose rows share nothing.
 ALONE = TensorParameters()
 
-#: Statistics that `quantkit methods` names.
+#: Names of statistics in `quantkit methods`.
 _STATISTICS: dict[Need, str] = {
     "hessian": "Hessian",
     "largest_input": "largest input",
@@ -45,11 +44,12 @@ _STATISTICS: dict[Need, str] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A way to quantize a linear: the steps it is composed of (`calibrate/steps.py`).
+    """Way to quantize a linear, composed of steps (`calibrate/steps.py`).
 
-    `transforms` change the weights, `scale_search` chooses scales and zero-points, `rounding` codes, and
-    `refine` goes on with the codes of all linears of a block together. A rounding other than to nearest
-    needs data.
+    transforms     change the weights
+    scale_search   chooses scales and zero-points
+    rounding       chooses codes; any rounding except to nearest needs data
+    refine         improves the codes of all linears of a block together
     """
 
     name: str
@@ -63,7 +63,7 @@ class Method:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All steps, in order."""
+        """Return all steps, in order."""
         last = () if self.refine is None else (self.refine,)
         return (*self.transforms, self.scale_search, self.rounding, *last)
 
@@ -74,7 +74,7 @@ class Method:
 
     @property
     def summary(self) -> str:
-        """A line that says how it chooses scales and codes."""
+        """Return one line on how it chooses scales and codes."""
         return SUMMARIES[self.name].line
 
     @property
@@ -84,26 +84,26 @@ class Method:
 
     @property
     def input_scaling(self) -> InputScaling | None:
-        """The transform that scales input features, if there is one."""
+        """Return the transform that scales input features, or None."""
         return next((step for step in self.transforms if isinstance(step, InputScaling)), None)
 
     def changes_target(self, stats: LinearStats) -> bool:
-        """Return True if `target` differs from the rows that it is given."""
+        """Return True if `target` differs from its `rows`."""
         return any(step.changes_target(stats) for step in self.transforms)
 
     def target(self, rows: torch.Tensor, stats: LinearStats) -> torch.Tensor:
-        """The weights (float32 [n, K]) that are quantized in place of `rows`."""
+        """Return the weights (float32 [n, K]) to quantize in place of `rows`."""
         for step in self.transforms:
             rows = step.target(rows, stats)
         return rows
 
     def note(self, stats: LinearStats) -> str | None:
-        """Return what the last step that did not do all of its work left out, and why; None if all did."""
+        """Return what a step left undone, and why, for the last such step; None if all did everything."""
         notes = (step.note(stats) for step in reversed(self.steps))
         return next((note for note in notes if note is not None), None)
 
     def in_words(self) -> dict[str, str]:
-        """The composition as `quantkit methods` prints it."""
+        """Return the steps as `quantkit methods` prints them."""
         last = [] if self.refine is None else [str(self.refine)]
         return {
             "transform": ", ".join(step.name for step in self.transforms) or "none",
@@ -114,11 +114,11 @@ class Method:
         }
 
     def lacks(self, chosen: Scheme) -> list[str]:
-        """Which properties of a scheme a step has no way to choose, in words."""
+        """Return the properties of a scheme that no step can choose, in words."""
         return [what for step in self.steps for what in step.lacks(chosen)]
 
     def check(self, chosen: Scheme) -> None:
-        """`FormatError` if the method cannot quantize to a scheme."""
+        """Raise `FormatError` if the method cannot quantize to a scheme."""
         if (reason := chosen.zero_point_type.why_not_searched) is not None:
             raise FormatError(f"no method quantizes to {chosen}: {reason}.")
         for what in self.lacks(chosen):
@@ -178,7 +178,7 @@ METHODS: dict[str, Method] = {
 
 
 def method_named(name: str) -> Method:
-    """The method called `name`; `UsageError` lists the known ones."""
+    """Return the method called `name`; raise `UsageError` with the known names."""
     try:
         return METHODS[name]
     except KeyError:
@@ -187,10 +187,10 @@ def method_named(name: str) -> Method:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Some rows of a weight, quantized: words int32 [n, W], scale [n, S], zero-points [n, G] or None.
+    """Quantized rows of a weight: words int32 [n, W], scale [n, S], zero-points [n, G] or None.
 
-    `scale` is None where the tensor has one. `squared_error` and `squared_norm` are sums over the rows, of
-    (weight - stored)^2 and weight^2.
+    `scale` is None if the tensor has a single one. `squared_error` and `squared_norm` are sums over the rows,
+    of (weight - stored)^2 and weight^2.
     """
 
     words: torch.Tensor
@@ -203,20 +203,19 @@ class QuantizedRows:
 def quantize_rows(
     rows: torch.Tensor, scheme: Scheme, method: Method, parameters: TensorParameters = ALONE
 ) -> QuantizedRows:
-    """Quantize rows ([n, K], any float dtype) of a weight; each only depends on itself and `parameters`.
+    """Quantize rows ([n, K], any float dtype) of a weight.
 
-    With blocks, on the rows of its block: the first row begins one. `parameters` are what the rows of the
-    tensor share.
-
-    Raises `FormatError` if a weight is NaN or infinite, or a scale overflows its dtype.
+    Each row depends on itself and `parameters`, which all rows of the tensor share. If blocks share scales, a
+    row depends on its block, and the first row starts a block. Raises `FormatError` if a weight is NaN or
+    infinite, or a scale overflows its dtype.
     """
     assert scheme.per_tensor == (parameters.scale is not None)
-    # Other strides would add up in another order.
+    # Other strides would sum in another order.
     weights = rows.to(torch.float32).contiguous()
     norm = squared_norm(weights)
     weights, bound = parameters.normalised(weights), parameters.bind(scheme)
     full = len(weights) // scheme.group_rows * scheme.group_rows
-    # The ragged last block and group are fitted on their own: padding would shift their statistics.
+    # A shorter last block or group is fitted separately: padding would shift its statistics.
     parts = [
         _quantize_blocks(part, min(scheme.group_rows, len(part)), bound, method, parameters)
         for part in (weights[:full], weights[full:])
@@ -235,9 +234,10 @@ def quantize_rows(
 def _quantize_blocks(
     weights: torch.Tensor, rows: int, scheme: Scheme, method: Method, parameters: TensorParameters
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float]:
-    """Quantize weights float32 [B * rows, K], of which `rows` share scales.
+    """Quantize weights float32 [B * rows, K]; `rows` rows share scales.
 
-    Codes uint8 [B * rows, K], scales float32 [B, S], zero-points [B, G] or None, and the squared error.
+    Returns codes uint8 [B * rows, K], scales float32 [B, S], zero-points [B, G] or None, and the squared
+    error.
     """
     count, columns = weights.shape
     blocks = count // rows
@@ -276,7 +276,7 @@ def _quantize_groups(
     method: Method,
     parameters: TensorParameters,
 ) -> _QuantizedGroups:
-    """Quantize groups (float32 [R, g]); each squared error counts `importance` ([R, g]; None for 1)."""
+    """Quantize groups (float32 [R, g]); `importance` ([R, g], None for 1) weights squared errors."""
     if scheme.planes > 1:
         method.check(scheme)
         assert method.scale_search.fit_planes is not None
@@ -291,7 +291,7 @@ def _quantize_groups(
     units = groups / unit
     codes, values = quantize_units(units, grid.zero_point, scheme)
     if importance is None:
-        # Times a scale of 0, every code is 0, and all of the group is lost.
+        # A scale of 0 stores zeros: the error is the whole group.
         stored = values * ~empty if empty.any() else values
         error = _sum_of_squares(units.sub_(stored)) * unit.double().square()
         return _QuantizedGroups(codes, grid.scale, grid.zero_point, error)
@@ -301,7 +301,7 @@ def _quantize_groups(
 def _refitted(
     groups: torch.Tensor, importance: torch.Tensor, grid: ScaleZero, scheme: Scheme
 ) -> _QuantizedGroups:
-    """Groups on `grid`, or with its scale refitted to weighted errors where that is better."""
+    """Quantize groups with `grid`, or with its scale refitted to weighted errors if that is better."""
 
     def quantized(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         units = groups / torch.where(scale == 0, 1.0, scale)
@@ -311,7 +311,7 @@ def _refitted(
     codes, values, error = quantized(grid.scale)
     fitted = rounded_scale(rank_one.refit(groups, values, importance, grid.scale), scheme)
     fitted_codes, _, fitted_error = quantized(fitted)
-    # NaN, where a fitted scale overflows its dtype, is not below anything.
+    # NaN, from a fitted scale that overflows its dtype, compares as not better.
     better = fitted_error < error
     return _QuantizedGroups(
         torch.where(better, fitted_codes, codes),
@@ -323,7 +323,7 @@ def _refitted(
 
 def _sum_of_squares(residual: torch.Tensor) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(residual, dim=-1, keepdim=True).double()
-    # One fast pass in float32, and a slow one for the rows whose squares are below its range.
+    # A fast pass in float32, then a slow one for rows whose squares underflow.
     vanished = norm[:, 0] < 1e-15
     if vanished.any():
         norm[vanished] = torch.linalg.vector_norm(
@@ -333,8 +333,8 @@ def _sum_of_squares(residual: torch.Tensor) -> torch.Tensor:
 
 
 def squared_norm(weights: torch.Tensor) -> float:
-    """Sum of the squares of `weights` (float32 [n, K]); refuses them if one is not finite."""
-    # One fast pass in float32, and the slow exact one for what overflows there.
+    """Return the sum of squares of `weights` (float32 [n, K]); refuse infinities and NaN."""
+    # A fast pass in float32, then a slow exact one for sums that overflow.
     norm = float(_sum_of_squares(weights).sum())
     if not norm < float("inf"):
         norm = float(torch.linalg.vector_norm(weights, dtype=torch.float64)) ** 2
@@ -359,14 +359,16 @@ def quantize_tensor(
 ) -> PackedTensor:
     """Quantize one weight [N, K] (float16, bfloat16, float32 or float64) and pack it.
 
-    `format` is a format name or a whole `Scheme`. Scales are stored as bfloat16, or float16 for a float16
-    weight, unless `scale_dtype` says otherwise; `group_size` "channel" is one scale per row and "tensor" one
-    in all; `packing` "radix" stores ternary codes in 1.6 bits. Runs on the weight's device and returns a
-    tensor there.
+    format        format name or a whole `Scheme`
+    group_size    weights per scale; "channel" is one scale per row, "tensor" a single one
+    method        name of a method without data
+    zero_point    "none", "integer", "float" or another kind of `ZERO_POINTS`
+    scale_dtype   dtype of stored scales; None is bfloat16, or float16 for a float16 weight
+    packing       "bits", or "radix", which stores ternary codes in 1.6 bits
 
-    Raises `FormatError` for a weight that is not a non-empty floating-point matrix, holds NaN or infinity, or
-    whose scales overflow `scale_dtype`. Raises it too for a scheme that the method cannot fit, and
-    `UsageError` for an unknown method.
+    Runs on the weight's device and returns a tensor there. Raises `FormatError` for a weight that is not a
+    non-empty floating-point matrix, holds NaN or infinity, or whose scales overflow `scale_dtype`. Also
+    raised for a scheme that the method cannot fit; `UsageError` for an unknown method.
     """
     if not isinstance(weight, torch.Tensor):
         raise FormatError(f"the weight is a {type(weight).__name__}; expected a torch.Tensor [N, K].")
@@ -411,7 +413,7 @@ def quantize_tensor(
 def packed_rows(
     done: Sequence[QuantizedRows], parameters: TensorParameters, scheme: Scheme, shape: tuple[int, int]
 ) -> PackedTensor:
-    """The packed tensor [N, K] of all its rows, in order, and what they share."""
+    """Assemble the packed tensor [N, K] from all its rows, in order, and their shared parameters."""
     scales = [part.scale for part in done if part.scale is not None]
     zeros = [part.zero_point for part in done if part.zero_point is not None]
     words = torch.cat([part.words for part in done])

@@ -1,9 +1,9 @@
-"""The noise of schemes: what rounding costs weights drawn from two distributions, without a model.
+"""Measure the quantization noise of schemes on weights drawn from two distributions, without a model.
 
-The relative squared error of a layer predicts what a scheme costs a model well enough to rank schemes:
-Malinovskii et al., "Pushing the Limits of Large Language Model Quantization via the Linearity Theorem"
-(arXiv 2411.17525). Gaussian weights are what well-behaved or rotated layers look like, those of Student's t
-distribution with 5 degrees of freedom are layers with outliers.
+The relative squared error of a layer predicts the cost of a scheme for a model well enough to rank schemes:
+Malinovskii et al., "Pushing the Limits of Large Language Model Quantization via the Linearity Theorem" (arXiv
+2411.17525). Gaussian weights model well-behaved or rotated layers. Student's t distribution with 5 degrees of
+freedom models layers with outliers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,15 +16,15 @@ from quantkit.calibrate.methods import quantize_tensor
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, scheme
 
-#: The weight [N, K] that bits are counted for.
+#: Shape [N, K] for which bits per weight are computed.
 NOMINAL_SHAPE = (4096, 4096)
-#: The weight that is drawn, and the seed it is drawn with.
+#: Shape of the random weight, and its seed.
 SAMPLE_SHAPE = (128, 4096)
 SEED = 0
 METHODS = ("rtn", "mse")
 FREEDOM = 5
 
-#: Schemes without a preset that are worth knowing, by label.
+#: Further schemes without a preset, by label.
 VARIANTS: dict[str, Scheme] = {
     "int4 g32 e4m3": scheme("int4", group_size=32, scale_dtype=torch.float8_e4m3fn),
     "int3 g32 e4m3": scheme("int3", group_size=32, scale_dtype=torch.float8_e4m3fn),
@@ -35,33 +35,33 @@ VARIANTS: dict[str, Scheme] = {
     "int2 asym-float": scheme("int2", zero_point="float"),
 }
 
-#: `report(done, total, label)`, called before each measurement.
+#: `report(done, total, label)` is called before each measurement.
 Report = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The relative squared errors of one scheme, |W - Q|^2 / |W|^2, by method and distribution."""
+    """Relative squared errors of one scheme, |W - Q|^2 / |W|^2, by method and distribution."""
 
     label: str
     scheme: Scheme
-    #: Of a weight of `NOMINAL_SHAPE`.
+    #: Bits per weight of a weight of `NOMINAL_SHAPE`.
     bits_per_weight: float
     errors: Mapping[str, Mapping[str, float]]
 
 
 def gaussian(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Unit normal weights, float32."""
+    """Draw unit normal weights, float32."""
     return torch.randn(shape, generator=generator)
 
 
 def student_t(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Weights of Student's t distribution with `FREEDOM` degrees of freedom, float32."""
+    """Draw weights from Student's t distribution with `FREEDOM` degrees of freedom, float32."""
     normal = torch.randn(shape, generator=generator)
     return normal / torch.randn((FREEDOM, *shape), generator=generator).square_().mean(0).sqrt_()
 
 
-#: What weights are drawn from, by name.
+#: Distributions of weights, by name.
 DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], torch.Tensor]] = {
     "gaussian": gaussian,
     "student_t": student_t,
@@ -69,13 +69,13 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], torch.Tens
 
 
 def bits_per_weight(chosen: Scheme, shape: tuple[int, int] = NOMINAL_SHAPE) -> float:
-    """All bits stored for a weight [N, K] over its weights: codes, padding, scales, zero-points and shape."""
+    """Return stored bits per weight for shape [N, K]: codes, padding, scales, zero-points and shape."""
     parts = chosen.storage_shapes(shape).values()
     return 8 * sum(dtype.itemsize * prod(size) for dtype, size in parts) / prod(shape)
 
 
 def known_schemes() -> dict[str, Scheme]:
-    """Every preset and variant by label; of presets with one scheme the last, which names its format."""
+    """Return every preset and variant by label; presets with the same scheme share the last label."""
     labels = {scheme(name): name for name in PRESETS}
     return {label: chosen for chosen, label in labels.items()} | VARIANTS
 
@@ -88,9 +88,9 @@ def measure(
     seed: int = SEED,
     report: Report | None = None,
 ) -> tuple[Noise, ...]:
-    """The noise of each scheme, in the order given, on one weight [N, K] of every distribution.
+    """Measure the noise of each scheme, in the order given, on one weight [N, K] of every distribution.
 
-    Raises `FormatError` where a method does not take a scheme.
+    Raises `FormatError` for a scheme that a method does not support.
     """
     weights = {name: draw(shape, torch.Generator().manual_seed(seed)) for name, draw in DISTRIBUTIONS.items()}
     methods, measured = tuple(methods), []
@@ -106,16 +106,14 @@ def measure(
 
 
 def relative_error(weight: torch.Tensor, chosen: Scheme, method: str) -> float:
-    """|W - Q|^2 / |W|^2 of a weight [N, K], in float64 from what is stored."""
+    """Return |W - Q|^2 / |W|^2 of a weight [N, K], in float64 from the stored values."""
     exact = weight.double()
     stored = quantize_tensor(weight, chosen, method=method).dequantize().double()
     return float((stored - exact).square().sum() / exact.square().sum())
 
 
 def pareto_front(noises: Iterable[Noise], method: str, distribution: str) -> tuple[Noise, ...]:
-    """Return the schemes that none of fewer or as many bits beats, by bits, which count as equal to three
-    digits.
-    """
+    """Return the schemes on the Pareto front of error and bits, sorted by bits rounded to three digits."""
 
     def rank(noise: Noise) -> tuple[float, float]:
         return round(noise.bits_per_weight, 3), noise.errors[method][distribution]

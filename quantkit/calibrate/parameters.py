@@ -1,6 +1,6 @@
-"""Parameters fitted to a whole tensor before its rows are quantized, one chunk of rows at a time.
+"""Fit parameters to a whole tensor before its rows are quantized.
 
-Chunks are read in order, so what is found depends on the weights and their shape alone.
+The tensor is read in chunks of rows, in order, so results depend only on the weights and their shape.
 """
 
 import math
@@ -16,7 +16,7 @@ from quantkit.calibrate.scale_search import ScaleZero, global_scale
 from quantkit.calibrate.tensor_scale import ValueCounts, count_values
 from quantkit.packing.schemes import Scheme
 
-#: Weights that a code book is fitted to: whole rows, evenly spaced.
+#: Weights sampled to fit a code book: whole rows, evenly spaced.
 SAMPLE_WEIGHTS = 1 << 20
 
 FitTensor = Callable[[ValueCounts, Scheme], float]
@@ -24,12 +24,12 @@ FitTensor = Callable[[ValueCounts, Scheme], float]
 
 @dataclass(frozen=True)
 class TensorParameters:
-    """Parameters that all rows of a tensor share, as far as the scheme has them.
+    """Parameters that all rows of a tensor share; None if the scheme has none.
 
-    global_scale  what all scales are divided by
-    column_scale  float [K] as it is stored, what the weights of an input feature are multiplied by
+    global_scale  divides all scales
+    column_scale  float [K] in its stored dtype, multiplies the weights of an input feature
     codebook      the values of the codes
-    scale         the one scale of a scheme that has one per tensor, exact in the dtype it is stored in
+    scale         the single scale of a tensor, exact in its stored dtype
     """
 
     global_scale: float = 1.0
@@ -38,23 +38,23 @@ class TensorParameters:
     scale: float | None = None
 
     def scale_zero(self, groups: int, device: torch.device) -> ScaleZero | None:
-        """The one scale, for each of `groups` groups; None where each group has its own."""
+        """Return the single scale repeated for `groups` groups; None if each group has its own."""
         return None if self.scale is None else ScaleZero(torch.full((groups, 1), self.scale, device=device))
 
     def bind(self, scheme: Scheme) -> Scheme:
-        """`scheme` with the values of its codes known."""
+        """Return `scheme` with the fitted values of its codes."""
         return scheme if self.codebook is None else bind(scheme, self.codebook)
 
     def normalised(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows ([n, K], any float dtype) as their groups see them: float32, without what they share."""
-        # Other strides would add up in another order.
+        """Return rows ([n, K], any float dtype) in float32, divided by the shared parameters."""
+        # Other strides would sum in another order.
         weights = rows.to(torch.float32).contiguous()
         if self.column_scale is not None:
             weights = weights / self.column_scale.to(torch.float32)
         return weights if self.global_scale == 1.0 else weights * self.global_scale
 
     def parts(self, scheme: Scheme) -> dict[str, torch.Tensor]:
-        """The stored parts that are the same for all rows, by name, on the CPU."""
+        """Return the stored parts that exist once for all rows, by name, on the CPU."""
         parts = {
             "global_scale": torch.tensor([self.global_scale]),
             "column_scale": self.column_scale,
@@ -76,17 +76,16 @@ def fit_parameters(
     fit_tensor: FitTensor | None = None,
     beside: Chunks = lambda: iter(()),
 ) -> TensorParameters:
-    """The parameters of a tensor of `shape` that `chunks` reads; `fit` is how the method chooses scales.
+    """Fit the parameters of a tensor of `shape` that `chunks` reads; `fit` is the method's choice of scales.
 
-    `fit_tensor` is how it chooses the one of a tensor that has one. `beside` reads other tensors, which have
-    the same global scale, or one scale.
-
-    Reads the tensor once for its one scale or a global scale, and some times for a column scale.
+    `fit_tensor` is the method's choice of a single scale. `beside` reads other tensors that share the global
+    or single scale. The tensor is read once for a global or single scale, and several times for a column
+    scale.
     """
     if scheme.per_tensor:
         assert fit_tensor is not None
         counted = count_values(chain(chunks(), beside()))
-        # The rows are refused for what is not finite in them, which says more.
+        # Not finite: quantizing the rows will raise an error that names the weight.
         return TensorParameters(scale=1.0 if counted is None else fit_tensor(counted, scheme))
     columns = fit_column_scale(chunks, scheme) if scheme.column_scale else None
     if not scheme.global_scale and not scheme.is_fitted:
@@ -98,7 +97,7 @@ def fit_parameters(
     if scheme.is_fitted and math.isfinite(absmax):
         book = fit_codebook(sample, scheme, absmax, fit)
     elif scheme.is_fitted:
-        # The rows are refused for what is not finite in them, which says more.
+        # Not finite: quantizing the rows will raise an error that names the weight.
         book = fit_codebook(torch.zeros_like(sample), scheme, 1.0, fit)
     for chunk in beside():
         absmax = max(absmax, float(chunk.abs().max()))
@@ -108,7 +107,7 @@ def fit_parameters(
 
 
 def _survey(chunks: Iterable[torch.Tensor], step: int) -> tuple[float, torch.Tensor]:
-    """The largest magnitude (NaN if one is), and every row whose number is a multiple of `step`."""
+    """Return the largest magnitude (NaN if one is), and every `step`-th row."""
     largest, sample = [], list[torch.Tensor]()
     for chunk, start in _numbered(chunks):
         largest.append(float(chunk.abs().max()))

@@ -1,7 +1,7 @@
-"""One linear with calibration data: from weights and the Hessian of their inputs to codes and scales.
+"""Quantize one linear with the Hessian of its inputs.
 
-What linears with the same input share is prepared once, in `LinearStats`. Rows are independent given that,
-and are worked on some at a time.
+Linears with the same input share their `LinearStats`. Rows are independent given those, and are quantized in
+pieces.
 """
 
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from quantkit.calibrate.steps import Rows, ScaleSearch
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import quantize_units
 
-#: Rows worked on at a time on a CPU: what the columns of a chunk of them need stays in its cache.
+#: Rows per piece on a CPU, so that a block of their columns stays in its cache.
 CHUNK_ROWS = 512
-#: Weights that are rounded at a time on a GPU, which takes some 28 bytes of memory for each, and that scales
-#: are searched for at a time, which takes more.
+#: Weights rounded at a time on a GPU, which takes about 28 bytes each; and weights whose scales are searched
+#: at a time, which takes more.
 GPU_CHUNK_WEIGHTS = 1 << 26
 GPU_GRID_WEIGHTS = 1 << 24
-#: Importance of a feature that is hardly ever there, in parts of the group's mean: its weights still count.
+#: Least importance of a feature, relative to the group's mean, so that rare features still count.
 LEAST_IMPORTANCE = 1e-3
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:
-    """Rows of a weight that are worked on at a time."""
+    """Return the rows of a weight per piece."""
     return CHUNK_ROWS if device.type == "cpu" else max(1, GPU_CHUNK_WEIGHTS // columns)
 
 
 @dataclass(frozen=True)
 class CalibratedRows:
-    """Quantized rows, and their outputs: sums over rows of the mean squared error and of the mean square."""
+    """Quantized rows, and sums over rows of the mean squared output error and the mean squared output."""
 
     rows: QuantizedRows
     output_error: float
@@ -52,8 +52,8 @@ def quantize_calibrated_rows(
 ) -> CalibratedRows:
     """Quantize rows ([n, K], any float dtype) of a weight whose inputs are known.
 
-    `parameters` are what the rows of the tensor share, fitted to `method.target` of them, which are `target`
-    if that is known. A row depends on itself, `parameters` and `stats` alone. Raises `FormatError` as
+    `parameters` are shared by the rows of the tensor and fitted to `method.target`; `target` is that if
+    computed already. A row depends on itself, `parameters` and `stats` only. Raises `FormatError` as
     `quantize_rows` does.
     """
     exact = rows.to(torch.float32).contiguous()
@@ -79,10 +79,9 @@ def quantize_calibrated_rows(
 def stored_nearest(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, search: ScaleSearch
 ) -> torch.Tensor:
-    """Return what is stored for each of some weights [C, n, K], float32, to compare scalings by.
+    """Return the stored values of C candidate weights [C, n, K], float32, to compare their scalings.
 
-    They are rounded to nearest on the grid that their `importance` [C, K] asks for. `scheme` has the values
-    of its codes.
+    They are rounded to nearest, with scales searched by `importance` [C, K]. `scheme` has its fitted values.
     """
     shape = (weights.shape[1], weights.shape[2])
     parameters = [fit_parameters(partial(iter, [one]), shape, scheme, search.fit) for one in weights]
@@ -97,7 +96,7 @@ def stored_nearest(
 def _scale_zero(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, search: ScaleSearch
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales and zero-points (or None) of rows [n, K], both float32 [n, G]; `importance` is [K]."""
+    """Search scales and zero-points (or None) of rows [n, K], float32 [n, G]; `importance` is [K]."""
     at_once = len(weights) if weights.device.type == "cpu" else max(1, GPU_GRID_WEIGHTS // weights.shape[1])
     found = [_scale_zero_of(rows, importance[None], scheme, search) for rows in torch.split(weights, at_once)]
     zeros = [zero for _, zero in found if zero is not None]
@@ -107,11 +106,11 @@ def _scale_zero(
 def _scale_zero_of(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, search: ScaleSearch
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`importance` [C, K] is that of C equal parts of the rows."""
+    """Search scales of C equal parts of the rows, with `importance` [C, K]."""
     count, columns = weights.shape
     parts = len(importance)
     scales, zeros = [], []
-    # The ragged last group of every row is fitted on its own: padding would shift its statistics.
+    # The shorter last group of every row is fitted separately: padding would shift its statistics.
     for span, width in scheme.group_spans(columns):
         counted = importance[:, span].view(parts, 1, -1, width)
         counted = whole_importance(counted + LEAST_IMPORTANCE * counted.mean(-1, keepdim=True))

@@ -1,12 +1,12 @@
-"""Column scales: one factor per input feature, fitted to the magnitudes of a whole tensor.
+"""Fit column scales: one factor per input feature, from the magnitudes of a whole tensor.
 
-The factors c and row factors r make the sum of (|w_ij| - r_i c_j)^2 least: the best rank-one magnitude, as in
-SVID (OneBit, arXiv 2402.11295) and ARB-RC (arXiv 2410.03129). Alternating least squares,
+Factors c of columns and r of rows minimize the sum of (|w_ij| - r_i c_j)^2: the best rank-one approximation
+of magnitudes, as in SVID (OneBit, arXiv 2402.11295) and ARB-RC (arXiv 2410.03129). Alternating least squares,
 
     r_i = sum_j |w_ij| c_j / sum_j c_j^2        c_j = sum_i |w_ij| r_i / sum_i r_i^2,
 
-is power iteration. Magnitudes are positive, so that it starts close and a few rounds do. Sums are in float64
-and in the order of the rows: what is stored does not depend on who computed it.
+is power iteration. As magnitudes are positive, it starts close and needs few rounds. Sums are in float64 and
+in the order of the rows, so the result does not depend on the number of workers.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,16 +15,16 @@ import torch
 
 from quantkit.packing.schemes import SCALE_TYPES, Scheme
 
-#: The rows of a tensor, [n, K] of any float dtype at a time, in order, as often as asked.
+#: Yields the rows of a tensor, [n, K] of any float dtype at a time, in order; may be called repeatedly.
 Chunks = Callable[[], Iterable[torch.Tensor]]
 
 ROUNDS = 20
-#: Rounds end where no factor moves by more, which is less than the digits that are stored.
+#: Convergence: largest change of a factor, below the digits that are stored.
 TOLERANCE = 1e-4
 
 
 def fit_column_scale(chunks: Chunks, scheme: Scheme) -> torch.Tensor:
-    """The factor of each input feature, [K] in the dtype it is stored in; their mean is 1 before rounding.
+    """Fit the factor of each input feature, [K] in its stored dtype, with mean 1 before rounding.
 
     A factor that is zero or not finite becomes 1.
     """
@@ -42,11 +42,11 @@ def fit_column_scale(chunks: Chunks, scheme: Scheme) -> torch.Tensor:
 
 
 def _round(chunks: Chunks, factors: torch.Tensor | None) -> torch.Tensor:
-    """One round of both steps: the next factors, float64 [K], of mean 1."""
+    """Run one round of both steps; return the next factors, float64 [K], of mean 1."""
     total: torch.Tensor | None = None
     for chunk in chunks():
         magnitude = chunk.double().abs_()
-        # A common factor of all r does not matter, as the mean of c is 1.
+        # A common factor of all r cancels, as the mean of c is 1.
         rows = magnitude.sum(1) if factors is None else magnitude @ factors
         columns = rows @ magnitude
         total = columns if total is None else total + columns
@@ -57,10 +57,10 @@ def _round(chunks: Chunks, factors: torch.Tensor | None) -> torch.Tensor:
 def refit(
     groups: torch.Tensor, values: torch.Tensor, importance: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """The scale [R, 1] with the least weighted error for the codes of a group: float32, not yet rounded.
+    """Return the scale [R, 1] of least weighted error for the codes of a group: float32, not rounded.
 
-    `values` are those of the codes that `scale` gives, `importance` the weight of each squared error (both
-    [R, g], as `groups`). For `binary` and importance c^2 it is the r_i of the module docstring.
+    `values` are the decoded codes and `importance` the weights of squared errors, [R, g] as `groups`. For
+    `binary` and importance c^2 it is the r_i of the module docstring.
     """
     weighted = importance.double() * values
     squares = (weighted * values).sum(-1, keepdim=True)
@@ -71,6 +71,6 @@ def refit(
 def weighted_error(
     groups: torch.Tensor, values: torch.Tensor, importance: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Sum of importance * (groups - values * scale)^2 of each group, float64 [R, 1]."""
+    """Return the sum of importance * (groups - values * scale)^2 of each group, float64 [R, 1]."""
     residual = groups.double() - values.double() * scale.double()
     return residual.square_().mul_(importance).sum(-1, keepdim=True)

@@ -1,17 +1,17 @@
-"""Scales of additive planes: a weight is the sum of one value per plane, each times its own scale.
+"""Search scales of additive planes: a weight is the sum of one value per plane, each with its own scale.
 
-The values that P scales give a group are its levels: one per combination of a value of each plane, 256 at
-most. The best codes for given scales are those of the nearest level, and the best scales for codes solve
+The levels of a group are all sums that P scales give: one per combination of plane values, 256 at most. The
+best codes for given scales are those of the nearest level. The best scales for given codes solve
 
     G s = b,    G[p, q] = sum_i v_p(i) v_q(i),    b[p] = sum_i v_p(i) x_i,
 
-with v_p(i) the value of weight i in plane p. `search` alternates the two from several starts. One is the
-greedy one of `plain`, which fits each plane to what those before it have left. With two planes of `binary`
-this is residual binarization, W ~ a1*B1 + a2*B2 (ARB, arXiv 2410.03129).
+with v_p(i) the value of weight i in plane p. `search` alternates both steps from several starts. One start is
+greedy (`plain`): it fits each plane to the residual of the planes before. With two planes of `binary` this is
+residual binarization, W ~ a1*B1 + a2*B2 (ARB, arXiv 2410.03129).
 
-No step touches the weights. A group is sorted once. Each level has then an interval of it. G, b and the error
-depend only on the count and the sum of the weights in an interval: differences of two prefix sums. Scales are
-rounded to their dtype before their levels are formed: what is measured is stored.
+No step touches the weights. A group is sorted once, and each level then has an interval of it. G, b and the
+error depend only on the count and sum of each interval: differences of two prefix sums. Scales are rounded to
+their dtype before levels are formed, so the measured error is the stored one.
 """
 
 import itertools
@@ -26,19 +26,19 @@ from quantkit.calibrate.scale_search import rounded_scale, rtn, unit_of
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme
 
-#: Starts beside the greedy one: the scale of each plane over that of the plane before it, and how much of the
-#: group's absmax the levels cover. Heavy tails want planes alike, whatever the greedy start says.
+#: Starts besides the greedy one: the ratio of the scales of successive planes, and the part of the group's
+#: absmax that the levels cover. Heavy tails need planes of similar scale.
 RATIOS = (1 / 3, 2 / 3, 1.0)
 COVERS = (1.0, 0.5)
 ITERATIONS = 10
-#: Added to the diagonal of G, in parts of it, so that planes whose codes are alike leave a solution.
+#: Relative ridge on the diagonal of G, so that planes with equal codes still have a solution.
 RIDGE = 1e-9
 
 
 def plain(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> torch.Tensor:
-    """Greedy scales, float32 [R, planes]: plain rounding of what the planes before have left of `groups`.
+    """Return greedy scales, float32 [R, planes]: plain rounding of the residual of the planes before.
 
-    Plain rounding knows no `importance`.
+    Ignores `importance`.
     """
     rest, scales = groups, []
     for _ in range(scheme.planes):
@@ -49,9 +49,9 @@ def plain(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None 
 
 
 def search(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> torch.Tensor:
-    """The scales, float32 [R, planes], with the smallest squared error found; never worse than `plain`.
+    """Return the scales, float32 [R, planes], of least squared error found; never worse than `plain`.
 
-    Squared errors are weighted by `importance` [R, g]; None weights all alike.
+    `importance` [R, g] weights squared errors; None weights all equally.
     """
     unit = unit_of(groups)
     ordered = _Sorted.of(groups.double() / unit, importance)
@@ -61,7 +61,7 @@ def search(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
         scales = _stored(start.double(), scheme)
         for _ in range(ITERATIONS):
             error, fitted = _measure(ordered, scales, unit, scheme)
-            # NaN, where a scale overflows its dtype, is not below anything.
+            # NaN, from a scale that overflows its dtype, compares as not better.
             better = error < least
             best, least = torch.where(better, scales, best), torch.where(better, error, least)
             scales = _stored(fitted, scheme)
@@ -69,16 +69,16 @@ def search(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
 
 
 def _starts(unit: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
-    """Scales [R, planes] from which the levels cover a part of each group."""
+    """Yield scales [R, planes] whose levels cover a part of each group."""
     for ratio, cover in itertools.product(RATIOS, COVERS):
         shape = torch.tensor([ratio**plane for plane in range(scheme.planes)], device=unit.device)
         yield unit * (cover / scheme.format.absmax / shape.sum() * shape)
 
 
 def encode(groups: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (uint8) and values (float32) of the levels nearest to `groups` ([R, g]); midpoints go down.
+    """Return codes (uint8 [R, g]) and values (float32) of the levels nearest to `groups` ([R, g]).
 
-    `scales` are [R, planes]. In both results a weight has the place it has in `groups`.
+    `scales` are [R, planes]. Midpoints go down.
     """
     codes, values = _combinations(scheme.format, scheme.planes, groups.device)
     unit = unit_of(groups)
@@ -92,7 +92,7 @@ def encode(groups: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> tuple[
 def _combinations(
     number_format: NumberFormat, planes: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every code of numbers only (uint8 [L]), and the value of each of its planes (float64 [planes, L])."""
+    """Return the codes without NaN (uint8 [L]), and the value of each plane (float64 [planes, L])."""
     bits = number_format.bits
     codes = torch.arange(2 ** (planes * bits))
     table = torch.tensor(number_format.values, dtype=torch.float64)
@@ -104,12 +104,12 @@ def _combinations(
 def _levels(
     scales: torch.Tensor, unit: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The levels of each group in its units, ascending (float64 [R, L]), and which combination each is."""
+    """Return the ascending levels of each group (float64 [R, L], in `unit`), and their combinations."""
     in_units = scales.double() / unit
     total = torch.zeros(len(scales), values.shape[1], dtype=torch.float64, device=scales.device)
     for plane, of_plane in enumerate(values):
         total += in_units[:, plane, None] * of_plane
-    # Stable, so that of equal levels the same code is always the first.
+    # A stable sort: of equal levels, the same code is always first.
     ordered = total.sort(dim=1, stable=True)
     return ordered.values, ordered.indices
 
@@ -120,9 +120,10 @@ def _midpoints(levels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Sorted:
-    """Groups in ascending order, float64 [R, g], and sums over their importance, all float64.
+    """Groups in ascending order, float64 [R, g], with weighted sums, float64.
 
-    `counts` and `sums` are prefix sums, [R, g + 1], from 0 on, of 1 and of the weights; `squares` is [R, 1].
+    `counts` and `sums` are prefix sums, [R, g + 1], starting with 0, of the importance and of importance
+    times weight; `squares` is [R, 1].
     """
 
     weights: torch.Tensor
@@ -142,7 +143,7 @@ class _Sorted:
 def _measure(
     groups: _Sorted, scales: torch.Tensor, unit: torch.Tensor, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared error of each group with its best codes for `scales`, [R, 1], and the best scales for those."""
+    """Return each group's squared error with its best codes for `scales`, [R, 1], and the next scales."""
     _, values = _combinations(scheme.format, scheme.planes, scales.device)
     levels, order = _levels(scales, unit, values)
     cuts = torch.searchsorted(groups.weights, _midpoints(levels), right=True)
@@ -156,7 +157,7 @@ def _measure(
 
 
 def _solve(gram: list[list[torch.Tensor]], moments: list[torch.Tensor]) -> torch.Tensor:
-    """x [R, P] with gram x = moments, for many small positive semidefinite systems: Gauss-Jordan, by rows."""
+    """Solve gram x = moments for x [R, P]: many small positive semidefinite systems, by Gauss-Jordan."""
     planes = range(len(moments))
     rows = [[*gram[p], moments[p]] for p in planes]
     for p in planes:
@@ -171,7 +172,7 @@ def _solve(gram: list[list[torch.Tensor]], moments: list[torch.Tensor]) -> torch
 
 
 def _stored(scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """`scales` [R, planes] as they are stored, largest first; positive where a sign adds no level."""
+    """Return `scales` [R, planes] in stored form, largest first; positive where a sign adds no level."""
     if scheme.format.is_symmetric or not scheme.scale_type.signed:
         scales = scales.abs()
     order = scales.abs().argsort(dim=1, descending=True, stable=True)

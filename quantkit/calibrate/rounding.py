@@ -1,21 +1,21 @@
-"""GPTQ and coordinate descent: codes for a small error of a linear's outputs, not of its weights.
+"""GPTQ and coordinate descent: choose codes for a small error of a linear's outputs, not its weights.
 
 Let W [N, K] be weights, Q stored values and H the Hessian of the inputs (`calibrate/hessian.py`). The squared
-error of the outputs is a quadratic of the error E = W - Q, row by row:
+error of the outputs is a quadratic form in the error E = W - Q, row by row:
 
     tr(E H E^T) = sum over rows of e H e^T.
 
-With H = L D L^T, L unit lower triangular, that is sum_j D_j (e_j + sum_{k>j} e_k L_kj)^2. So a column is best
-rounded not at w_j but at w_j + sum_{k>j} e_k L_kj, once the columns after it have their errors. This is GPTQ
-(arXiv 2210.17323), written as LDLQ (QuIP, arXiv 2307.13304, theorem 6: the two are equal). It takes one
-factorization and no inverse. Every target is computed from the original weights and the errors so far. So
-rounding errors do not add up as they do in repeated updates of the weights.
+With H = L D L^T, L unit lower triangular, that is sum_j D_j (e_j + sum_{k>j} e_k L_kj)^2. So once the columns
+after j are rounded, the best target of column j is not w_j but w_j + sum_{k>j} e_k L_kj. This is GPTQ (arXiv
+2210.17323) in the form LDLQ (QuIP, arXiv 2307.13304, theorem 6: both are equal). It takes one factorization
+and no inverse. Every target is computed from the original weights and the errors so far. So rounding errors
+do not accumulate, as they do in repeated updates of the weights.
 
-Columns come in the order of falling mean square of their feature (GPTQ's activation order): what is rounded
-first has all others to make good for it. Scales were chosen before, in the original order, so groups stay
-whole.
+Columns are rounded by falling mean square of their feature (GPTQ's activation order): all later columns can
+compensate the first ones. Scales are chosen before, in the original order, so groups stay whole.
 
-`coordinate_descent` goes on with the same quadratic. Given the errors of all other columns the best target is
+`coordinate_descent` continues on the same quadratic form. Given the errors of all other columns, the best
+target is
 
     w_j + sum_{k != j} e_k H_kj / H_jj,
 
@@ -34,17 +34,17 @@ from quantkit.calibrate.scale_search import nearest, rounded_scale
 from quantkit.calibrate.steps import SINGULAR, Rounded, Rounding, Rows
 from quantkit.packing.schemes import Scheme
 
-#: Columns whose targets are computed together from the errors before them, by one matrix product.
+#: Columns whose targets are computed by one matrix product from the errors before them.
 BLOCK = 128
-#: Columns of H that outputs are computed with at a time.
+#: Columns of H per product when outputs are computed.
 PRODUCT_COLUMNS = 4096
 #: Columns, in whole groups, whose outputs are computed together before their scales are refitted, by device:
-#: a group alone leaves most of a GPU idle.
+#: a single group leaves most of a GPU idle.
 REFIT_COLUMNS = {"cpu": 1, "cuda": 1024}
 
 
 def round_nearest(rows: Rows) -> Rounded:
-    """Every weight to its nearest value."""
+    """Round every weight to its nearest value."""
     scale = rows.wide(rows.scale)
     zero = None if rows.zero_point is None else rows.wide(rows.zero_point)
     values = nearest(rows.weights / torch.where(scale == 0, 1.0, scale), zero, rows.scheme)
@@ -52,9 +52,7 @@ def round_nearest(rows: Rows) -> Rounded:
 
 
 def round_refitted(rows: Rows, hessian: DampedHessian) -> Rounded:
-    """Every weight to its nearest value, and scales refitted to the outputs; twice, where that is better for
-    a row.
-    """
+    """Round every weight to nearest and refit scales to the outputs; a second time for rows it improves."""
     first = refit_scales(rows, round_nearest(rows), hessian)
     moved = Rows(rows.weights, first.scale, rows.zero_point, rows.scheme)
     again = refit_scales(rows, round_nearest(moved), hessian)
@@ -67,7 +65,7 @@ def round_refitted(rows: Rows, hessian: DampedHessian) -> Rounded:
 
 
 def _output_error(rounded: Rounded, hessian: DampedHessian) -> torch.Tensor:
-    """float64 [n, 1]."""
+    """Return the squared output error of each row, float64 [n, 1]."""
     columns = rounded.errors.shape[1]
     spans = (slice(at, min(at + PRODUCT_COLUMNS, columns)) for at in range(0, columns, PRODUCT_COLUMNS))
     products = torch.cat([rounded.errors @ hessian.columns(span) for span in spans], 1)
@@ -75,7 +73,7 @@ def _output_error(rounded: Rounded, hessian: DampedHessian) -> torch.Tensor:
 
 
 def gptq_round(rows: Rows, factor: CholeskyFactor) -> Rounded:
-    """GPTQ: each column rounded at its weight plus what the errors of the columns before it ask for."""
+    """Round by GPTQ: each column at its weight plus the coupled errors of the columns before it."""
     start = Rounded(torch.zeros_like(rows.weights), rows.scale, torch.zeros_like(rows.weights))
     _sweep(rows, start, lambda span: factor.coupling[:, span].T, factor.order)
     return start
@@ -84,7 +82,7 @@ def gptq_round(rows: Rows, factor: CholeskyFactor) -> Rounded:
 def coordinate_descent(
     rows: Rows, start: Rounded, hessian: DampedHessian, order: torch.Tensor, sweeps: int
 ) -> Rounded:
-    """`start` after `sweeps` rounds of scales and codes by coordinate descent; its memory is used.
+    """Improve `start` by `sweeps` rounds of coordinate descent on scales and codes; reuses its memory.
 
     Columns are taken in `order` (int64 [K]). Scales stay exact in the scale dtype.
     """
@@ -103,10 +101,10 @@ def coordinate_descent(
 
 
 def refit_scales(rows: Rows, start: Rounded, hessian: DampedHessian) -> Rounded:
-    """The codes of `start` with the scale of each group refitted, one group after the other; its memory is
-    used for values and errors.
+    """Refit the scale of each group to the codes of `start`, one group after the other.
 
-    A scale moves only where that lowers the error of the outputs as it is stored, and never to zero.
+    Reuses the memory of its values and errors. A scale changes only if that lowers the output error of stored
+    values, and never to zero.
     """
     scale, errors, values = start.scale.clone(), start.errors, start.values
     columns = values.shape[1]
@@ -124,7 +122,7 @@ def refit_scales(rows: Rows, start: Rounded, hessian: DampedHessian) -> Rounded:
             weight = (v @ seen[span, inside] * v).sum(1, keepdim=True)
             fitted = rounded_scale(torch.where(weight > 0, old + pull / weight, old), rows.scheme)
             step = fitted - old
-            # What the error changes by when the scale moves by `step`.
+            # Change of the squared error if the scale changes by `step`.
             better = (step * (step * weight - 2 * pull) < 0) & (fitted != 0) & fitted.isfinite()
             scale[:, group, None] = torch.where(better, fitted, old)
             moved = rows.weights[:, span] - v * scale[:, group, None]
@@ -136,9 +134,9 @@ def refit_scales(rows: Rows, start: Rounded, hessian: DampedHessian) -> Rounded:
 
 
 def positive_scales(rows: Rows, rounded: Rounded) -> Rounded:
-    """The same numbers with no negative scale where values have a sign each, as those of small floats.
+    """Replace negative scales by turning the values, if the format has both signs, as small floats do.
 
-    To refit a scale may turn it around, and NVFP4's have no sign.
+    Refitting may turn a scale negative, and scales of NVFP4 have no sign.
     """
     turned = rounded.scale < 0
     if not rows.scheme.format.is_symmetric or rows.zero_point is not None or not bool(turned.any()):
@@ -150,13 +148,13 @@ def positive_scales(rows: Rows, rounded: Rounded) -> Rounded:
 def _sweep(
     rows: Rows, rounded: Rounded, coupling: Callable[[slice], torch.Tensor], order: torch.Tensor
 ) -> None:
-    """Round each column once, in `order`, at its weight plus the errors of the others times its coupling.
+    """Round each column once, in `order`, at its weight plus the coupled errors of the others.
 
-    `coupling` gives that of some columns in that order as rows [c, K], with zeros on its diagonal. Values and
-    errors of `rounded` are replaced.
+    `coupling` returns rows [c, K] for some columns in that order, with a zero diagonal. Updates values and
+    errors of `rounded` in place.
     """
     size = rows.scheme.group_columns(len(order))
-    # Columns become rows, so that each is contiguous.
+    # Transposed, so that each column is contiguous.
     weights, errors = (t.index_select(1, order).T.contiguous() for t in (rows.weights, rounded.errors))
     values = torch.empty_like(weights)
     round_columns: Callable[[Columns, Scheme], torch.Tensor] = _one_by_one
@@ -182,10 +180,9 @@ def _sweep(
 
 
 class Columns(NamedTuple):
-    """Columns that are rounded one after the other, as rows [c, n], float32.
+    """Columns to round one after the other, as rows [c, n], float32.
 
-    `targets` have what the errors of all other columns ask for, `errors` these columns' own; `coupling` is
-    [c, c].
+    `targets` include the coupled errors of all other columns; `errors` are their own; `coupling` is [c, c].
     """
 
     targets: torch.Tensor
@@ -196,17 +193,17 @@ class Columns(NamedTuple):
     coupling: torch.Tensor
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Columns":
-        """All parts as `change` returns them."""
+        """Apply `change` to all fields."""
         parts = {name: change(part) for name, part in self._asdict().items() if part is not None}
         return self._replace(**parts)
 
 
 def _one_by_one(columns: Columns, scheme: Scheme) -> torch.Tensor:
-    """The values [c, n] of columns, each with what those before it have changed by."""
+    """Round columns in order; each adds the error changes of the columns before it. Returns values [c, n]."""
     targets, weights, scale, zero, errors, coupling = columns
     divisor = torch.where(scale == 0, 1.0, scale)
     values = torch.empty_like(targets)
-    # What the errors have changed by since the targets were computed.
+    # Change of the errors since the targets were computed.
     change = torch.zeros_like(targets)
     for j in range(len(targets)):
         target = targets[j]
@@ -218,22 +215,20 @@ def _one_by_one(columns: Columns, scheme: Scheme) -> torch.Tensor:
 
 
 class _Captured:
-    """`_one_by_one` on a GPU as a CUDA graph, for as many columns and rows as `like` has: starting a thousand
-    small operations one by one takes longer than running them.
-    """
+    """`_one_by_one` as a CUDA graph, for shapes as in `like`: a thousand small launches take longer."""
 
     def __init__(self, like: Columns, scheme: Scheme) -> None:
         self._columns = like.each(torch.clone)
-        # Libraries and tables are set up on first use, which cannot be captured.
+        # Run once first: libraries and tables are set up on first use, which cannot be captured.
         _one_by_one(like.each(lambda part: part[:2]), scheme)
-        # Graphs are of the current GPU, which need not be that of the columns.
+        # A graph belongs to the current GPU, which may differ from that of the columns.
         with torch.cuda.device(like.targets.device):
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._values = _one_by_one(self._columns, scheme)
 
     def __call__(self, columns: Columns, scheme: Scheme) -> torch.Tensor:
-        """The values of `columns`, which last until the next call."""
+        """Return the values of `columns`, valid until the next call."""
         if len(columns.targets) != len(self._values):
             return _one_by_one(columns, scheme)
         for ours, theirs in zip(self._columns, columns, strict=True):
@@ -246,7 +241,7 @@ class _Captured:
 
 @dataclass(frozen=True)
 class Nearest(Rounding):
-    """Every weight to its nearest value; the only rounding that needs no data."""
+    """Round every weight to its nearest value; the only rounding without data."""
 
     def apply(self, rows: Rows, stats: LinearStats) -> Rounded:
         return round_nearest(rows)
@@ -260,7 +255,7 @@ NEAREST = Nearest()
 
 @dataclass(frozen=True)
 class NearestRefitted(Rounding):
-    """Every weight to its nearest value, with scales refitted to the outputs."""
+    """Round every weight to its nearest value, with scales refitted to the outputs."""
 
     @property
     def needs(self) -> Set[Need]:
@@ -275,7 +270,7 @@ class NearestRefitted(Rounding):
 
 @dataclass(frozen=True)
 class Gptq(Rounding):
-    """GPTQ, then `sweeps` rounds of coordinate descent; to nearest where H is singular."""
+    """Round by GPTQ, then `sweeps` rounds of coordinate descent; to nearest if H is singular."""
 
     sweeps: int = 0
 

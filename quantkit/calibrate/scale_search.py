@@ -1,25 +1,25 @@
-"""Grids: the scale and the zero-point of a group of weights.
+"""Search the scale and zero-point of each group of weights.
 
-A method sees groups, float32 [R, g], one group a row, and answers with a `ScaleZero`. Where there is
-calibration data, it also sees the `importance` of every weight, float32 [R, g]: whole numbers that its
-squared error counts by. Scales are computed in float32 and rounded to the dtype they are stored in before
-anything is measured with them. So what was searched is what is stored.
+A method gets groups, float32 [R, g], one group a row, and returns a `ScaleZero`. With calibration data, it
+also gets the `importance` of every weight, float32 [R, g]: integers that weight its squared error. Scales are
+computed in float32 and rounded to their stored dtype before they are measured. So the searched scale is the
+stored one.
 
 `mse` minimises the squared error of every group. It does not round the weights once per candidate. It counts
 each group into a histogram of `bins` cells over [-absmax, absmax]. The error of all candidates is then one
-matrix product with a table that only depends on the scheme:
+matrix product with a table that depends only on the scheme:
 
     error[R, C] = counts[R, bins] @ table[bins, C],    table[b, c] = (v_b - nearest_c(v_b))^2
 
 With importance, a weight counts that often.
 
-The table holds small integers, multiples of a step, so that every sum is exact. A group's winner then depends
-neither on the groups that share its matrix nor on the order of the additions. Where float32 holds such sums
-at a step well below the rounding error itself, the product is in float32, else in float64.
+The table holds small integers, multiples of a step, so every sum is exact. The best candidate of a group then
+depends neither on other groups nor on the order of additions. The product is in float32 if that holds such
+sums with a step well below the rounding error itself, else in float64.
 
-The winner is then refitted in closed form, s = <x, q> / <q, q> for its codes q. That is kept only where it is
-better, measured exactly. Plain rounding competes too, so `mse` is never worse than `rtn`. On Gaussian groups
-of 128 at int4 this ends 0.2 % above an exhaustive search (docs/accuracy.md).
+The best candidate is refitted in closed form, s = <x, q> / <q, q> for its codes q. The refit is kept if its
+exact error is smaller. Plain rounding is a candidate too, so `mse` is never worse than `rtn`. On Gaussian
+groups of 128 at int4 the error is 0.2 % above an exhaustive search (docs/accuracy.md).
 """
 
 import math
@@ -33,31 +33,31 @@ from quantkit.errors import FormatError
 from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
 
-#: Scale candidates per sign. Formats that are not evenly spaced get twice as many, and so do small ones: the
-#: error of the former has a minimum in every octave of the scale, and of the latter a wide range to search.
+#: Scale candidates per sign. Unevenly spaced formats get twice as many, because their error has a minimum in
+#: every octave of the scale; so do small formats, because their range is wide.
 CANDIDATES = 32
-#: Candidates are fractions of the scale that just covers the group. The fewer values a format has, the more
-#: of a group its best scale clips: up to so many values, from here ...
+#: Smallest candidate by number of values, as a fraction of the scale that covers the group. The fewer values
+#: a format has, the more of a group its best scale clips.
 LOWEST = ((4, 0.1), (8, 0.25), (256, 0.4))
-#: ... up to here, evenly spaced or not: where the largest values are far apart, the second may cover better.
+#: Largest candidate, by True for evenly spaced formats: if the largest values are far apart, the second
+#: largest may cover the group better.
 HIGHEST = {True: 1.2, False: 1.6}
-#: How many of the best candidates are rounded and measured where scales have few digits.
+#: Best candidates that are rounded and measured again if scales have few digits.
 COARSE_CHOICES = 6
-#: A float32 that leaves room for what is multiplied by it; only weights below 1e-33 want a larger one.
+#: Largest factor, with headroom in float32 for products; only weights below 1e-33 need a larger one.
 LARGEST_FACTOR = 2.0**120
-#: The most candidate zero-points per width of a group.
+#: Most candidate zero-points per group width.
 ZERO_CANDIDATES = 32
-#: Histogram cells per code point, and their limits: a cell must be well below a quantization step.
+#: Histogram cells per code, and their limits: a cell must be well below a quantization step.
 BINS_PER_CODE = 8
 BINS_RANGE = (256, 1024)
-#: Cells of the histograms made at a time, by device: on a CPU 1 MB, which is a core's cache.
+#: Histogram cells at a time, by device; 1 MB on a CPU, which is a core's cache.
 HISTOGRAM_CELLS = {"cpu": 1 << 18, "cuda": 1 << 27}
-#: Table entries are integers below this over the weights that a group counts for, so that their sums are
-#: exact, by dtype.
+#: Bound on sums of integer table entries over a group that keeps them exact, by dtype.
 EXACT_SUM = {torch.float32: 2**24, torch.float64: 2**53}
-#: A table is fine enough if its step is this small against the smallest mean error of a candidate.
+#: Largest step of a table, relative to the smallest mean error of a candidate.
 STEP_OF_ERROR = 1 / 32
-#: The importance of the most important weight of a group; that of the others in proportion, at least 1.
+#: Importance of the most important weight of a group; others are in proportion, at least 1.
 MOST_IMPORTANT = 1 << 12
 
 
@@ -70,9 +70,9 @@ class ScaleZero:
 
 
 def whole_importance(importance: torch.Tensor) -> torch.Tensor:
-    """Importance of any unit (float [R, g], not negative) as the whole numbers that grids take, float32.
+    """Convert importance (float [R, g], not negative) to integers, float32 [R, g], at most `MOST_IMPORTANT`.
 
-    Whole, so that sums of them are exact in any order.
+    Sums of integers are exact in any order.
     """
     most = importance.amax(-1, keepdim=True)
     scaled = importance * torch.where(most > 0, MOST_IMPORTANT / most, 0.0)
@@ -80,9 +80,9 @@ def whole_importance(importance: torch.Tensor) -> torch.Tensor:
 
 
 def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> ScaleZero:
-    """Plain rounding: the scale maps the group's absmax (or range, or mean magnitude) to the format's.
+    """Round plainly: the scale maps the group's absmax (or range, or mean magnitude) to the format's.
 
-    It knows no `importance`.
+    Ignores `importance`.
     """
     if scheme.has_zero_point:
         return _min_max(groups, scheme)
@@ -91,7 +91,7 @@ def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
     if scheme.format.rounding_statistic == "absmax":
         statistic = magnitude.amax(-1, keepdim=True)
     else:
-        # Divided first: the sum of weights near the float32 limit overflows, the mean does not.
+        # Divide first: the sum of weights near the float32 limit would overflow.
         statistic = (magnitude / magnitude.shape[-1]).sum(-1, keepdim=True)
     if scheme.scale_type.digits == 1:
         # OCP MX v1.0, 6.3: both are rounded down to powers of two.
@@ -100,19 +100,19 @@ def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
 
 
 def _power_below(x: torch.Tensor) -> torch.Tensor:
-    """The largest power of two up to each of `x` (float32, not negative); 0 for 0."""
+    """Return the largest power of two not above `x` (float32, not negative); 0 for 0."""
     return x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
 def global_scale(absmax: float, scheme: Scheme) -> float:
-    """Return the divisor of all scales of a tensor with this absmax: its largest plain one becomes `max`."""
+    """Return the divisor of a tensor's scales: its largest plain scale becomes the type's `max`."""
     if not 0 < absmax < math.inf:
         return 1.0
     return min(scheme.scale_type.max * scheme.format.absmax / absmax, LARGEST_FACTOR)
 
 
 def mse(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> ScaleZero:
-    """The grid with the smallest squared error per group, each weight's times its `importance`."""
+    """Search the scale and zero-point of least squared error per group, weighted by `importance`."""
     if scheme.scale_type.digits == 1:
         return _search_exponent(groups, scheme, importance)
     most = 1 if importance is None else MOST_IMPORTANT
@@ -134,7 +134,7 @@ def mse(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
 
 
 def _search_exponent(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None) -> ScaleZero:
-    """Powers of two leave no choice but the plain one and its neighbours."""
+    """Search scales that are powers of two: only the plain one and its neighbours are candidates."""
     plain = rtn(groups, scheme)
     rivals = [
         ScaleZero(rounded_scale(plain.scale * factor, scheme), plain.zero_point) for factor in (0.5, 2.0)
@@ -149,7 +149,7 @@ def _search(
     unit = unit_of(groups)
     units = groups / unit
     errors = _histogram(units, table.errors, importance) @ table.errors
-    # A scale of few digits may be rounded far from the best, and another candidate less far.
+    # Rounding a scale of few digits may move it far from the best; another candidate may round better.
     few_digits = scheme.scale_type.digits < 8
     if few_digits:
         choices = errors.topk(COARSE_CHOICES, dim=-1, largest=False).indices
@@ -168,7 +168,7 @@ def _search(
 
 
 def unit_of(groups: torch.Tensor) -> torch.Tensor:
-    """Each group's absmax, 1 for zeros. In its units squares neither overflow nor vanish."""
+    """Return each group's absmax, 1 for zeros, as a unit in which squares neither overflow nor underflow."""
     absmax = groups.abs().amax(-1, keepdim=True)
     return torch.where(absmax == 0, 1.0, absmax)
 
@@ -181,10 +181,10 @@ def _best(
     scheme: Scheme,
     importance: torch.Tensor | None,
 ) -> ScaleZero:
-    """For each group the first grid with the smallest squared error, measured exactly."""
+    """Return for each group the first grid of least squared error, measured exactly."""
     best_error = squared_error(units, best, unit, scheme, importance)
     for rival in rivals:
-        # NaN, where a rival's scale overflows its dtype, is not below anything.
+        # NaN, from a rival's scale that overflows its dtype, compares as not better.
         error = squared_error(units, rival, unit, scheme, importance)
         better = error < best_error
         best = _select(better, rival, best)
@@ -200,11 +200,11 @@ def _select(where: torch.Tensor, one: ScaleZero, other: ScaleZero) -> ScaleZero:
 
 
 def storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """`scale` rounded to the scheme's scale dtype, as float32.
+    """Round `scale` to the scheme's scale dtype; return float32.
 
     A scale that is or becomes zero belongs to a group of zeros, or of weights too small for the dtype. It
-    becomes 1 where the format stores zero, and stays 0 where it does not: the group is exactly zero.
-    Raises `FormatError` if a scale overflows the dtype.
+    becomes 1 if the format stores zero, and else stays 0: the group is exactly zero. Raises `FormatError` if
+    a scale overflows the dtype.
     """
     stored = rounded_scale(scale, scheme)
     if not torch.isfinite(stored).all():
@@ -216,13 +216,13 @@ def storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def rounded_scale(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """As `storable`, but a scale that overflows the dtype becomes infinite."""
+    """Round as `storable`, but a scale that overflows the dtype becomes infinite."""
     stored = scheme.scale_type.round(scale)
     return torch.where(stored == 0, 1.0 if scheme.format.has_zero else 0.0, stored)
 
 
 def nearest(units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
-    """The nearest values of the grid to `units` (weights over scale), in the same units."""
+    """Round `units` (weights / scale) to the nearest values, in the same unit."""
     return scheme.zero_point_type.nearest(scheme.format, units, zero_point)
 
 
@@ -233,7 +233,7 @@ def squared_error(
     scheme: Scheme,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Squared error of groups `units * unit` on `grid`, in squared units: float64 [R, 1]."""
+    """Return the squared error of groups `units * unit` on `grid`, in squared units: float64 [R, 1]."""
     scale = grid.scale / unit
     rounded = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme)
     squares = rounded.mul_(scale).sub_(units).square_()
@@ -246,7 +246,7 @@ def _min_max(groups: torch.Tensor, scheme: Scheme) -> ScaleZero:
     levels = 2**scheme.format.bits - 1
     low = groups.amin(-1, keepdim=True).clamp_(max=0)
     high = groups.amax(-1, keepdim=True).clamp_(min=0)
-    # Divided apart: the range of weights near the float32 limit overflows, its levels do not.
+    # Divide first: the range of weights near the float32 limit overflows, its steps do not.
     scale = storable(high / levels - low / levels, scheme)
     return ScaleZero(scale, scheme.zero_point_type.round(scheme.format, -low / scale, scheme.scale_dtype))
 
@@ -254,7 +254,7 @@ def _min_max(groups: torch.Tensor, scheme: Scheme) -> ScaleZero:
 def _refit(
     units: torch.Tensor, grid: ScaleZero, unit: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
 ) -> ScaleZero:
-    """The least-squares grid for the codes that `grid` gives: its scale, and a continuous zero-point."""
+    """Return the least-squares scale, and zero-point if continuous, for the codes that `grid` gives."""
     scale = grid.scale / unit
     x = units.double()
     values = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme).double()
@@ -281,7 +281,7 @@ def _mean(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _SearchTable:
-    """Candidates in units of absmax: scales [C], zero-points [C] or None.
+    """Candidates in units of absmax: scales [C], and zero-points [C] or None.
 
     `errors` [bins, C] are their squared errors in multiples of a step, float32 or float64.
     """
@@ -309,7 +309,7 @@ def _search_table(scheme: Scheme, count_of_group: int, device: torch.device) -> 
     else:
         scales = (ratios / max(number_format.max, -number_format.min))[:, None]
         if not number_format.is_symmetric and scheme.scale_type.signed:
-            # The longer side of the range may face either way: the sign of the scale turns it.
+            # The longer side of a format may face either way: a negative scale turns it.
             scales = torch.cat([scales, -scales])
     low, high = BINS_RANGE
     bins = min(max(BINS_PER_CODE << number_format.bits, low), high)
@@ -323,7 +323,7 @@ def _search_table(scheme: Scheme, count_of_group: int, device: torch.device) -> 
 
 
 def _integers(errors: torch.Tensor, count_of_group: int) -> torch.Tensor:
-    """Errors (float64) as proportional integers, in the fastest dtype that sums as many exactly enough."""
+    """Scale errors (float64) to proportional integers, in the fastest dtype whose sums stay exact."""
     worst, best = float(errors.max()), float(errors.mean(-1).min())
     # Powers of two, so that dividing by them rounds nothing.
     steps = {t: 2.0 ** math.ceil(math.log2(worst * count_of_group / limit)) for t, limit in EXACT_SUM.items()}
@@ -333,9 +333,9 @@ def _integers(errors: torch.Tensor, count_of_group: int) -> torch.Tensor:
 
 
 def _histogram(units: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    """Return how much of each group, all in [-1, 1], is in which cell: [R, bins], dtype of `errors`."""
+    """Count each group, all values in [-1, 1], into cells: [R, bins], in the dtype of `errors`."""
     bins = errors.shape[0]
-    # A hair under bins / 2 keeps 1.0 inside the last cell.
+    # Slightly below bins / 2, which keeps 1.0 inside the last cell.
     cells = (units * (bins / 2 * (1 - 1e-6))).add_(bins / 2).to(torch.int64)
     counts = errors.new_zeros(units.shape[0], bins)
     if importance is None:

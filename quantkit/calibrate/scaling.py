@@ -1,14 +1,14 @@
-"""Scaling: input features that matter more are rounded finer.
+"""Scale input features, so that important ones are rounded more finely.
 
-A linear computes the same if the columns of its weights are multiplied by s and its inputs divided by it. The
-operation before it can do that for free. Rounding W s moves error away from features with a large s. An
-`InputScaling` says which s are tried; of several the one with the smallest error of the outputs is taken.
+A linear computes the same if the columns of its weight are multiplied by s and its inputs divided by s. The
+division folds into the operation before it. Rounding W s then has smaller errors for features with a large s.
+An `InputScaling` lists candidates s; the one with the smallest output error is used.
 
 AWQ (arXiv 2306.00978) tries s = a^r and s = a^r / w^(1 - r), and runs the layer for each. Here a is the
-magnitude of the features, w that of their weights relative to their group. With the Hessian H of the inputs
-no layer is run: the error of the outputs is tr(E H E^T), E = Q(W s) / s - W.
+magnitude of the features, w that of their weights relative to their group. With the Hessian H of the inputs,
+no layer has to run: the error of the outputs is tr(E H E^T), E = Q(W s) / s - W.
 
-SmoothQuant (arXiv 2211.10438) has s = max|x|^a / max|w|^(1 - a) and tries no other.
+SmoothQuant (arXiv 2211.10438) has the single candidate s = max|x|^a / max|w|^(1 - a).
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -21,28 +21,28 @@ from quantkit.calibrate.linear_stats import Need
 from quantkit.calibrate.steps import Transform
 from quantkit.packing.schemes import Scheme
 
-#: Exponents that are tried.
+#: Candidate exponents.
 EXPONENTS = tuple(i / 10 for i in range(11))
-#: How much of the magnitudes of the weights is divided by: AWQ has none or all.
+#: Candidate exponents of the weights' magnitudes in the divisor; AWQ has 0 or 1.
 WEIGHT_PARTS = (0.0, 0.5, 1.0)
-#: Rows of a weight that a candidate is measured on, evenly spaced.
+#: Rows of a weight on which candidates are measured, evenly spaced.
 SAMPLE_ROWS = 256
-#: Weights that a GPU measures candidates on at a time: starting operations for each takes longer than running
-#: them. It is what scales are searched for at a time.
+#: Weights on which a GPU measures candidates at a time: one candidate alone is bound by launches. Scales are
+#: searched for the same number at a time.
 GPU_WEIGHTS = 1 << 24
-#: a of SmoothQuant.
+#: Exponent a of SmoothQuant.
 SMOOTHING = 0.5
-#: Scales are at most this far from their geometric mean, either way.
+#: Largest ratio of a scale to the geometric mean of all, either way.
 LARGEST = 1e4
 
-#: (weights float32 [C, n, K], mean squares of their inputs [C, K], scheme) -> what is stored for each of C
+#: (weights float32 [C, n, K], mean squares of their inputs [C, K], scheme) -> stored values of each of C
 #: candidates, rounded to nearest.
 Stored = Callable[[torch.Tensor, torch.Tensor, Scheme], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Consumer:
-    """Weights float32 [N, K] that see scaled inputs, and the scheme they are stored in."""
+    """Weight float32 [N, K] with scaled inputs, and its scheme."""
 
     weight: torch.Tensor
     scheme: Scheme
@@ -52,17 +52,16 @@ class Consumer:
         return self.weight[:: -(-len(self.weight) // SAMPLE_ROWS)]
 
 
-#: (consumers, Hessian of their inputs, shared) -> scales to try, float32 [S] each. `shared` (int64 [K]) maps
-#: input features to the S scales: under grouped-query attention some features have one.
+#: (consumers, Hessian of their inputs, shared) -> candidate scales, float32 [S] each. `shared` (int64 [K])
+#: maps input features to the S scales: with grouped-query attention several features share one.
 Candidates = Callable[[Sequence[Consumer], Hessian, torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class InputScaling(Transform):
-    """Scales the input features; `quantization/blockwise/awq.py` takes the best candidate for a block's
-    linears.
+    """Scaling of input features; `quantization/blockwise/awq.py` takes the best candidate of a block.
 
-    `statistics` are what `candidates` needs beside H.
+    `statistics` are what `candidates` needs besides H.
     """
 
     name: str
@@ -75,7 +74,7 @@ class InputScaling(Transform):
 
 
 def searched(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
-    """AWQ's scales for all exponents; the first is 1."""
+    """Return AWQ's scales for all exponents; the first is 1."""
     count = int(shared.max()) + 1
     activations = _mean_of(hessian.importance, shared, count).sqrt().clamp_min(1e-6)
     magnitudes = torch.stack([_relative_magnitude(one) for one in consumers]).mean(0)
@@ -88,7 +87,7 @@ def searched(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tens
 
 
 def smoothed(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
-    """SmoothQuant's scales. A factor that all have in common changes nothing and is left out."""
+    """Return SmoothQuant's scales, without a common factor, which changes nothing."""
     assert hessian.largest is not None
     count = int(shared.max()) + 1
     weights = torch.stack([one.weight.abs().amax(0) for one in consumers]).amax(0)
@@ -108,15 +107,16 @@ SMOOTHQUANT = InputScaling("smoothing", smoothed, frozenset({"largest_input"}))
 
 
 def measured_at_once(columns: int, device: torch.device) -> int:
-    """Candidates that `output_errors` is called with at a time."""
+    """Return the number of candidates per call of `output_errors`."""
     return 1 if device.type == "cpu" else max(1, GPU_WEIGHTS // (SAMPLE_ROWS * columns))
 
 
 def output_errors(
     consumers: Sequence[Consumer], hessian: Hessian, scales: torch.Tensor, stored: Stored
 ) -> list[float]:
-    """The squared errors of the outputs of sampled rows if columns are multiplied by each of `scales`
-    ([C, K]) and rounded.
+    """Return the squared output errors of sampled rows for each of `scales` ([C, K]).
+
+    The columns of the weights are multiplied by the scales and rounded.
     """
     importance, factors = hessian.importance / scales.square(), scales[:, None]
     totals = [0.0] * len(scales)
@@ -128,9 +128,7 @@ def output_errors(
 
 
 def _relative_magnitude(one: Consumer) -> torch.Tensor:
-    """Return the size of each input feature's weights relative to the largest in their group: mean over rows,
-    [K].
-    """
+    """Return the mean over rows of |weight| / (largest of its group), by input feature: [K]."""
     magnitude = one.weight.abs()
     groups = torch.split(magnitude, one.scheme.group_columns(magnitude.shape[1]), dim=1)
     return torch.cat([group / group.amax(1, keepdim=True).clamp_min(1e-30) for group in groups], 1).mean(0)

@@ -1,16 +1,16 @@
-"""SignRound: codes that signed gradient descent moves.
+"""SignRound: learn codes by signed gradient descent.
 
-SignRound (arXiv 2309.05516) gives every weight an offset V in [-0.5, 0.5], in steps of its grid, and rounds
-weight / scale + V. Signed gradient descent moves all offsets of a block at once, by equal steps that shrink
-to nothing (`quantization/blockwise/refine_block.py`). Rounding passes its gradient straight through. So the
-sign of an offset's gradient is that of its weight's times that of its scale: no graph goes through the
-rounding.
+SignRound (arXiv 2309.05516) gives every weight an offset V in [-0.5, 0.5], in quantization steps, and rounds
+weight / scale + V. Signed gradient descent changes all offsets of a block at once, by equal steps that shrink
+to zero (`quantization/blockwise/refine_block.py`). Rounding passes its gradient straight through. So the sign
+of an offset's gradient is the sign of its weight's gradient times that of its scale. No autograd graph goes
+through the rounding.
 
-Here it goes on from codes that are good already, each for its linear. V counts from halfway between the value
-of the code and the weight. If that is beyond the code's cell, V counts from the cell's edge. So V = 0 gives
-the codes there were, and a code changes only where many steps agree. SignRound starts from the nearest codes
-and counts from the weight itself. Some codes then change in every step, so that a few steps lose more than
-they win. Scales and zero-points stay as they are.
+This version starts from codes that are already good for each linear. V is measured from halfway between the
+value of the code and the weight, limited to the code's cell. So V = 0 gives the initial codes, and a code
+changes only if many steps agree. SignRound starts from the nearest codes and measures V from the weight
+itself. There, some codes change in every step, so a few steps lose more than they gain. Scales and
+zero-points stay as they are.
 """
 
 from collections.abc import Iterator, Set
@@ -24,12 +24,12 @@ from quantkit.calibrate.steps import Refined, Refinement
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, spread
 
-#: How far an offset goes at most, in steps of the grid.
+#: Largest offset, in quantization steps.
 REACH = 0.5
 
 
 class Offsets:
-    """The offsets V of one linear: its weight [N, K], and as it is packed before they move."""
+    """Offsets V of one linear, its weight [N, K], and its initial packed form."""
 
     def __init__(self, weight: torch.Tensor, packed: PackedTensor) -> None:
         self.start, scheme = packed, packed.scheme
@@ -42,22 +42,22 @@ class Offsets:
         stored = packed.dequantize()
         divisor = torch.where(self._scale == 0, 1.0, self._scale)
         units, codes = weight.float() / divisor, stored / divisor
-        # A hair inside of the cell, so that the edge belongs to the code there is.
+        # Slightly inside the cell, so that the edge belongs to the current code.
         edge = step * REACH * (1 - 1e-3)
         self._anchor = codes + ((units - codes) / 2).clamp_(-edge, edge)
         self._offset = torch.zeros_like(self._anchor)
 
     def values(self) -> torch.Tensor:
-        """The weights as they would be stored now, float32 [N, K]."""
+        """Return the stored weights for the current offsets, float32 [N, K]."""
         return nearest(self._units(), self._zero, self.start.scheme).mul_(self._scale)
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
-        """Move by `rate` against the gradient [N, K] of the weights."""
+        """Move the offsets by `rate` against the sign of `gradient` [N, K] of the weights."""
         against = gradient.sign().mul_(self._scale.sign())
         self._offset.sub_(against, alpha=rate).clamp_(-REACH, REACH)
 
     def packed(self) -> PackedTensor:
-        """The linear as it is now."""
+        """Return the packed linear for the current offsets."""
         scheme = self.start.scheme
         codes, _ = quantize_units(self._units(), self._zero, scheme)
         return PackedTensor.from_parts(
@@ -70,7 +70,7 @@ class Offsets:
 
 @dataclass(frozen=True)
 class SignRound(Refinement):
-    """Offsets learned by block; only for formats whose values are evenly spaced."""
+    """Learn offsets by block; only for formats with evenly spaced values."""
 
     @property
     def needs(self) -> Set[Need]:

@@ -1,12 +1,12 @@
-"""The kinds of steps that a method is composed of, and what each answers.
+"""Steps of which methods are composed.
 
-A step says what it needs of calibration data (`needs`), which schemes it cannot do (`lacks`) and what it did
-not do (`note`). It does its work in one function:
+A step declares what it needs of calibration data (`needs`), which schemes it does not support (`lacks`) and
+what it left undone (`note`). Its work is one function:
 
-    Transform     target(rows, stats)     the weights that are quantized instead
-    ScaleSearch   fit(groups, scheme, importance)     scales and zero-points
-    Rounding      apply(rows, stats)      codes
-    Refinement    start(weight, packed)   codes that gradients of a block's outputs move
+    Transform     target(rows, stats)     changes the weights to quantize
+    ScaleSearch   fit(groups, scheme, importance)     chooses scales and zero-points
+    Rounding      apply(rows, stats)      chooses codes
+    Refinement    start(weight, packed)   changes codes by gradients of a block's outputs
 
 A new rounding is a subclass of `Rounding` in a module of its own, a row of `METHODS`, and its words in
 `summaries.py`.
@@ -26,7 +26,7 @@ from quantkit.packing.formats import IntFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
-#: Why a step that needs H was not done.
+#: Reason why a step that needs H was skipped.
 SINGULAR = "the Hessian of the inputs is singular, so "
 
 #: Fits the scales [R, P] of P additive terms to groups [R, g] with the importance [R, g] of each weight.
@@ -34,7 +34,7 @@ FitPlanes = Callable[[torch.Tensor, Scheme, torch.Tensor | None], torch.Tensor]
 
 
 class Step:
-    """One step of a method."""
+    """Base class of the steps of a method."""
 
     @property
     def needs(self) -> Set[Need]:
@@ -42,9 +42,9 @@ class Step:
         return frozenset()
 
     def lacks(self, scheme: Scheme) -> Iterator[str]:
-        """Which properties of `scheme` it cannot choose, in words; none of most schemes.
+        """Yield the properties of `scheme` that it cannot choose, in words; none for most schemes.
 
-        What needs data sees one scale per group at a time.
+        Steps with data support only one scale per group.
         """
         if self.needs:
             if scheme.planes > 1:
@@ -57,13 +57,13 @@ class Step:
                 yield "column scales"
 
     def note(self, stats: LinearStats) -> str | None:
-        """Return what it did not do with these statistics, and why; None if it did all."""
+        """Return what it left undone with these statistics, and why; None if nothing."""
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Weights float32 [n, K] with scales and zero-points (or None) of their groups, [n, G]."""
+    """Weights float32 [n, K] with scales and zero-points (or None) of their groups, float32 [n, G]."""
 
     weights: torch.Tensor
     scale: torch.Tensor
@@ -71,7 +71,7 @@ class Rows:
     scheme: Scheme
 
     def wide(self, per_group: torch.Tensor) -> torch.Tensor:
-        """One value per group as one per weight: [n, G] -> [n, K]."""
+        """Repeat one value per group to one per weight: [n, G] -> [n, K]."""
         columns = self.weights.shape[1]
         size = self.scheme.group_columns(columns)
         return per_group.repeat_interleave(size, dim=1)[:, :columns]
@@ -92,11 +92,11 @@ class Transform(Step, ABC):
     name: str
 
     def changes_target(self, stats: LinearStats) -> bool:
-        """Return True if `target` differs from the rows that it is given."""
+        """Return True if `target` differs from its `rows`."""
         return False
 
     def target(self, rows: torch.Tensor, stats: LinearStats) -> torch.Tensor:
-        """The weights (float32 [n, K]) that are quantized in place of `rows`."""
+        """Return the weights (float32 [n, K]) to quantize in place of `rows`."""
         return rows
 
 
@@ -104,12 +104,12 @@ class Transform(Step, ABC):
 class ScaleSearch(Step):
     """Chooses scales and zero-points.
 
-    name        what `quantkit methods` prints
+    name        name in `quantkit methods`
     fit         groups (float32 [R, g]) -> `ScaleZero`
-    fit_planes  groups and importance -> scales of additive terms; None where it has none
-    fit_tensor  the values of a whole tensor -> its one scale; None where it has none
-    weighted    whether errors count by the mean square of their input feature
-    ints_only   whether it takes evenly spaced values only
+    fit_planes  groups and importance -> scales of additive terms; None if unsupported
+    fit_tensor  the values of a whole tensor -> its single scale; None if unsupported
+    weighted    True if errors are weighted by the mean square of their input feature
+    ints_only   True if it needs evenly spaced values
     """
 
     name: str
@@ -137,31 +137,31 @@ class ScaleSearch(Step):
 
 
 class Rounding(Step, ABC):
-    """Chooses the codes of rows whose scales are known; `str()` is what `quantkit methods` prints."""
+    """Chooses the codes of rows whose scales are known; `quantkit methods` prints its `str()`."""
 
     @abstractmethod
     def apply(self, rows: Rows, stats: LinearStats) -> Rounded:
-        """The values of `rows`, each one that the scheme has; scales may move within the scale dtype."""
+        """Return `rows` rounded to values of the scheme; scales may change within the scale dtype."""
 
 
 class Refined(Protocol):
-    """A linear whose codes gradients move; `start` is as it was packed before."""
+    """Linear whose codes change by gradients; `start` is its initial packed form."""
 
     start: PackedTensor
 
     def values(self) -> torch.Tensor:
-        """The weights as they would be stored now, float32 [N, K]."""
+        """Return the stored weights for the current codes, float32 [N, K]."""
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
-        """Move by `rate` against the gradient [N, K] of the weights."""
+        """Move by `rate` against `gradient` [N, K] of the weights."""
 
     def packed(self) -> PackedTensor:
-        """The linear as it is now."""
+        """Return the packed linear for the current codes."""
 
 
 class Refinement(Step, ABC):
-    """Goes on with the codes of all linears of a block, by gradients of the block's outputs."""
+    """Improves the codes of all linears of a block by gradients of the block's outputs."""
 
     @abstractmethod
     def start(self, weight: torch.Tensor, packed: PackedTensor) -> Refined:
-        """The linear of this weight [N, K] as it is packed, ready to move."""
+        """Start with the weight [N, K] of a linear and its packed form."""

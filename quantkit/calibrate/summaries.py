@@ -1,11 +1,11 @@
-"""Methods: each name and what it does, in words. Imports no torch, as `--help` shows them."""
+"""Names and summaries of the methods. Imports no torch, as `--help` shows them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A method in one or two words, for `--help`, and in one line."""
+    """Summary of a method: one or two words for `--help`, and one line."""
 
     short: str
     line: str
@@ -40,5 +40,5 @@ SUMMARIES: dict[str, Summary] = {
     ),
 }
 
-#: The method where none is given.
+#: Default method.
 DEFAULT_METHOD = "mse"

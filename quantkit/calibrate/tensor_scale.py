@@ -1,9 +1,9 @@
-"""One scale for a whole tensor, fitted to how often each value occurs in it.
+"""Fit one scale for a whole tensor to how often each value occurs in it.
 
-A tensor is too large to be held as one group. Its values are counted instead, as float32 with 12 digits,
-which 16-bit weights have or less. There are at most 2^20 values. The counts of chunks add up to the same
-integers in any order, and a fit to them is a fit to every weight. Weights with more digits are rounded to 12
-for that, an error of 2^-13 of themselves; the largest magnitude is kept as it is.
+A tensor is too large to be searched as one group. Its values are counted instead, as float32 with 12 digits,
+which is at least as many as 16-bit weights have. There are at most 2^20 values. Counts of chunks add up to
+the same integers in any order, and a fit to them is a fit to every weight. Weights with more digits are
+rounded to 12, a relative error of 2^-13; the largest magnitude is kept exactly.
 """
 
 import math
@@ -15,20 +15,19 @@ import torch
 from quantkit.calibrate.scale_search import nearest, rounded_scale, storable
 from quantkit.packing.schemes import Scheme
 
-#: Low bits of a float32 that are rounded off: it has 24 digits.
+#: Low bits of a float32 that are rounded off; it has 24 digits.
 DROPPED = 24 - 12
-#: Scales that are tried in each octave, and then as many on both sides of the best, up to its neighbours.
+#: Candidate scales per octave, and then between the best and each of its neighbours.
 PER_OCTAVE = 32
-#: The largest scale that is tried covers so many times the largest weight.
+#: Largest candidate: it covers this multiple of the largest weight.
 HIGHEST = 2.0
-#: How often the winner is refitted, at most.
+#: Most refits of the best candidate.
 REFITS = 8
 
 
 @dataclass(frozen=True)
 class ValueCounts:
-    """The different values of a tensor, float32 [U], how many weights have each, float64 [U], and the largest
-    magnitude."""
+    """Distinct values of a tensor, float32 [U], their counts, float64 [U], and the largest magnitude."""
 
     values: torch.Tensor
     counts: torch.Tensor
@@ -36,12 +35,12 @@ class ValueCounts:
 
     @property
     def absmean(self) -> float:
-        """The mean magnitude."""
+        """Return the mean magnitude."""
         return float((self.values.double().abs() * self.counts).sum() / self.counts.sum())
 
 
 def count_values(chunks: Iterable[torch.Tensor]) -> ValueCounts | None:
-    """The values of a tensor read in `chunks` (any float dtype and shape); None if one is not finite."""
+    """Count the values of a tensor read in `chunks` (any float dtype and shape); None if not finite."""
     absmax, cells = 0.0, 1 << (32 - DROPPED)
     total: torch.Tensor | None = None
     for chunk in chunks:
@@ -56,14 +55,14 @@ def count_values(chunks: Iterable[torch.Tensor]) -> ValueCounts | None:
     assert total is not None
     total = total.cpu()
     found = total.nonzero().view(-1)
-    # The sign of 32 bits, in int64.
+    # Sign of 32 bits, in int64.
     signed = (found ^ (cells >> 1)) - (cells >> 1)
     values = (signed << DROPPED).to(torch.int32).view(torch.float32)
     return ValueCounts(values.clamp(-absmax, absmax), total[found].double(), absmax)
 
 
 def plain(tensor: ValueCounts, scheme: Scheme) -> float:
-    """The scale of plain rounding: it maps the tensor's absmax, or mean magnitude, to the format's largest.
+    """Return the scale of plain rounding, which maps absmax, or the mean magnitude, to the format's largest.
 
     Raises `FormatError` if it overflows the scale dtype.
     """
@@ -72,12 +71,12 @@ def plain(tensor: ValueCounts, scheme: Scheme) -> float:
 
 
 def search(tensor: ValueCounts, scheme: Scheme) -> float:
-    """The scale with the smallest squared error found, never worse than `plain` on the values counted.
+    """Return the scale of least squared error found; never worse than `plain` on the counted values.
 
-    A scale s that is best for the codes q it gives is the mean of |x| / |q| weighted by q^2. As the codes of
-    larger weights are no smaller, it covers no less than the mean magnitude (Chebyshev's sum inequality).
-    From there up all octaves are searched, then around the best. The winner is refitted in closed form,
-    s = <x, q> / <q, q>, while that helps.
+    A scale s that is optimal for its codes q is the mean of |x| / |q| weighted by q^2. As larger weights have
+    no smaller codes, it covers at least the mean magnitude (Chebyshev's sum inequality). All octaves from
+    there up are searched, then the interval around the best. The best is refitted in closed form, s = <x, q>
+    / <q, q>, while that helps.
     """
     best = plain(tensor, scheme)
     if tensor.absmax == 0:
@@ -88,7 +87,7 @@ def search(tensor: ValueCounts, scheme: Scheme) -> float:
     octaves = torch.arange(steps + 1, dtype=torch.float64) / PER_OCTAVE
     candidates = tensor.absmean / cover * torch.exp2(octaves)
     if not scheme.format.is_symmetric:
-        # The longer side of the range may face either way: the sign of the scale turns it.
+        # The longer side of a format may face either way: a negative scale turns it.
         candidates = torch.cat([candidates, -candidates])
     for _ in range(2):
         for scale in _stored(candidates, scheme):
@@ -106,13 +105,13 @@ def search(tensor: ValueCounts, scheme: Scheme) -> float:
 
 
 def _stored(scales: torch.Tensor, scheme: Scheme) -> list[float]:
-    """The different scales that `scales` are rounded to, without those that overflow."""
+    """Return the distinct stored values of `scales`, without those that overflow."""
     rounded = rounded_scale(scales.float(), scheme)
     return list(dict.fromkeys(rounded[rounded.isfinite()].tolist()))
 
 
 def _measure(tensor: ValueCounts, scale: float, scheme: Scheme) -> tuple[float, float]:
-    """The squared error with `scale`, and the scale that has the least for the codes of this one."""
+    """Return the squared error with `scale`, and the least-squares scale for its codes."""
     codes = nearest(tensor.values / (scale or 1.0), None, scheme).double()
     exact = tensor.values.double()
     weighted = tensor.counts * codes

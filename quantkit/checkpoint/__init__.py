@@ -1,1 +1,1 @@
-"""Checkpoint directories: read lazily and mistrustfully, written atomically, resumable."""
+"""Checkpoint directories: read lazily and without trust, written atomically, resumable."""

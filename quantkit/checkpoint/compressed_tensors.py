@@ -1,7 +1,7 @@
-"""The formats of compressed-tensors, as rows of a table.
+"""Map schemes to the formats of compressed-tensors, one row of a table each.
 
-Each row has the schemes that are one of its formats. It has the names and dtypes of the parts of a matrix in
-a file, and the arguments that describe them. The bytes are those of quantkit's own parts in every row.
+A row says which schemes a format expresses, the names and dtypes of its parts in a file, and the arguments
+that describe it. In every row the bytes are those of quantkit's own parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from quantkit.packing.names import QUANTKIT, Container, StoredFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.zero_points import ZeroPoint
 
-#: Scales are held in the model's dtype by readers, whose significand has at least so many bits.
+#: Scale dtypes with at least as many bits as any model dtype, in which readers hold the scales.
 _MODEL_SCALES = ("float32", "float16", "bfloat16")
 
 
@@ -27,15 +27,14 @@ class CompressedTensorsFormat:
 
     formats        number formats, by name
     scales         types of scales, by name
-    global_scale   whether all scales of a matrix are divided by one float32
+    global_scale   True if all scales of a matrix are divided by one float32
     zero_points    kinds of zero-points
-    group_size     the one group size it has, None for any that divides a row
-    columns        what the length of a row is a multiple of: bytes of rows then are whole words
-    type, strategy, scale_dtype   of its weight arguments; the strategy None follows the group size
-    fused          whether engines fuse matrices of it, and then give all the largest of what each has one of:
-                   a global scale, or one scale
-    blocks         whether a scale may be that of a block of rows and columns
-    bfloat16       whether compressed-tensors dequantizes to that whatever the dtype of the model
+    group_size     its only group size, None for any that divides a row
+    columns        rows are a multiple of this, so that their bytes are whole words
+    type, strategy, scale_dtype   in its weight arguments; strategy None follows the group size
+    fused          True if engines fuse its matrices and give all of them the largest global or single scale
+    blocks         True if blocks of rows and columns may share a scale
+    bfloat16       True if compressed-tensors always dequantizes to bfloat16
     """
 
     stored: StoredFormat
@@ -53,10 +52,10 @@ class CompressedTensorsFormat:
     blocks: bool = False
 
     def arguments(self, scheme: Scheme, columns: int) -> dict[str, Any]:
-        """The `weights` of a config group: `scheme` for rows of `columns`.
+        """Return the `weights` arguments of a config group: `scheme` for rows of `columns`.
 
-        A row of exactly one group has the same bytes per group and per channel. It stays a group, as some
-        readers want one scheme for a whole model or for all experts of a layer.
+        A row of exactly one group has the same bytes per group and per channel. It is described as a group,
+        because some readers need one scheme for a whole model or for all experts of a layer.
         """
         size = self.group_size or scheme.group_size
         if isinstance(size, int) and columns % size:
@@ -77,8 +76,8 @@ class CompressedTensorsFormat:
 
 _E8M0 = torch.uint8
 
-#: Every format of compressed-tensors that has quantkit's bytes. Its mxfp6 has not: a stream of 6-bit codes.
-#: Its int formats of other widths are laid out in one way or another by its version.
+#: Formats of compressed-tensors with quantkit's bytes. Its mxfp6 differs: a stream of 6-bit codes. Its int
+#: formats of other widths depend on its version.
 FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
     CompressedTensorsFormat(
         StoredFormat("pack-quantized", "_packed"),
@@ -131,7 +130,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
 
 @dataclass(frozen=True)
 class _Case:
-    """A scheme for rows of `columns`, of a linear or of experts."""
+    """Scheme for rows of `columns`, of a linear or of experts."""
 
     scheme: Scheme
     columns: int
@@ -139,7 +138,7 @@ class _Case:
 
     @property
     def group(self) -> int:
-        """The columns of a group."""
+        """Return the columns of a group."""
         return self.scheme.group_columns(self.columns)
 
     @property
@@ -151,7 +150,7 @@ class _Case:
 Row = CompressedTensorsFormat
 Rows = Sequence[CompressedTensorsFormat]
 
-#: What a row must fit, in order, and what to say when none of the rows that are left does.
+#: Conditions that a row must fulfil, in order, and the reason if none of the remaining rows does.
 _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]], ...] = (
     (
         lambda row, case: any(
@@ -220,16 +219,16 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
 
 
 def why_not_compressed_tensors(scheme: Scheme, columns: int, *, experts: bool = False) -> str | None:
-    """None if compressed-tensors can express `scheme` for rows of `columns`, else the reason.
+    """Return why compressed-tensors cannot express `scheme` for rows of `columns`; None if it can.
 
-    With `experts`, so that an engine reads it when it is one of fused experts.
+    With `experts`, it must also be readable by an engine as part of fused experts.
     """
     found = _match(_Case(scheme, columns, experts))
     return f"compressed-tensors {found}" if isinstance(found, str) else None
 
 
 def compressed_tensors_format(scheme: Scheme, columns: int) -> CompressedTensorsFormat:
-    """The format that expresses `scheme` for rows of `columns`; `FormatError` says why none does."""
+    """Return the format that expresses `scheme` for rows of `columns`; raise `FormatError` if none does."""
     found = _match(_Case(scheme, columns, experts=False))
     if isinstance(found, str):
         raise FormatError(
@@ -249,12 +248,15 @@ def _match(case: _Case) -> CompressedTensorsFormat | str:
 
 
 def stored_format(scheme: Scheme, columns: int, container: Container) -> StoredFormat:
-    """Return how a matrix with rows of `columns` is stored in `container`; `FormatError` if it cannot be."""
+    """Return how a matrix with rows of `columns` is stored in `container`.
+
+    Raises `FormatError` if the container cannot express the scheme.
+    """
     return QUANTKIT if container == "quantkit" else compressed_tensors_format(scheme, columns).stored
 
 
 def stored_formats(container: Container) -> tuple[StoredFormat, ...]:
-    """Every way in which a matrix may be stored in `container`."""
+    """Return all ways to store a matrix in `container`."""
     if container == "quantkit":
         return (QUANTKIT,)
     return tuple(row.stored for row in FORMATS_OF_COMPRESSED_TENSORS)

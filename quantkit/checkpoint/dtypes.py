@@ -1,10 +1,10 @@
-"""The one table between safetensors dtype names and torch dtypes."""
+"""Convert between safetensors dtype names and torch dtypes, by one table."""
 
 import torch
 
 from quantkit.errors import CheckpointError
 
-# Allow-list: a name from a file is looked up here, never passed to getattr(torch, ...).
+# Allow-list: names from files are looked up here, never passed to getattr(torch, ...).
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -27,7 +27,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TOR
 
 
 def torch_dtype(name: str, *, tensor: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name; `CheckpointError` for one outside the table."""
+    """Return the torch dtype of a safetensors dtype name; raise `CheckpointError` for an unknown one."""
     try:
         return TORCH_DTYPES[name]
     except KeyError:

@@ -1,12 +1,15 @@
-"""The table of what other engines read of a compressed-tensors checkpoint.
+"""Which compressed-tensors checkpoints other engines read, as a table.
 
-It is of the file and holds on every device; an engine may still lack a kernel for one. The rows of vLLM and
-SGLang are held to their own code (`tests/compat/engines.py`), those of transformers to loading it.
+The table is about files and holds on every device; an engine may lack a kernel for a device. The rows of vLLM
+and SGLang are tested against their code (`tests/compat/engines.py`), those of transformers by loading.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
+
+from quantkit.errors import UsageError
 
 LayerKind = Literal["linear", "experts", "lm_head"]
 
@@ -19,7 +22,7 @@ _ALL = (*_LINEARS, *_EXPERTS)
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and the versions of it that were tried, oldest first."""
+    """Engine and its tested versions, oldest first."""
 
     name: str
     tried: tuple[str, ...]
@@ -33,17 +36,51 @@ VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"))
 SGLANG = Engine("SGLang", ("0.5.23",))
 TRANSFORMERS = Engine("transformers", ("5.23.0", "5.24.0"))
 ENGINES = (VLLM, SGLANG, TRANSFORMERS)
+#: Engines that serve, by the name of their package.
+SERVERS = {"vllm": VLLM, "sglang": SGLANG}
+
+
+def asked_engine(text: str) -> tuple[Engine, str]:
+    """Return the engine and version that `--engine text` names, such as `vllm` or `vllm==0.26.0`.
+
+    The newest version that was tried is the default. Raises `UsageError` for another engine or version.
+    """
+    package, separator, asked = text.partition("==")
+    engine = SERVERS.get(package)
+    if engine is None:
+        raise UsageError(f"--engine is {text!r}; quantkit knows {' and '.join(SERVERS)}.")
+    if separator and asked not in engine.tried:
+        raise UsageError(
+            f"--engine is {text!r}, and {engine.name} {asked} was not tried. Versions that were: "
+            f"{', '.join(engine.tried)}."
+        )
+    return engine, asked or engine.tried[-1]
+
+
+def installed_beside(engine: Engine, answered: str) -> str | None:
+    """Return a note if the version of `engine` that is installed here is not `answered`, else None."""
+    package = next(name for name, one in SERVERS.items() if one == engine)
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return None
+    # A local version, such as 0.32.0+cpu, is that of a build.
+    public = found.partition("+")[0]
+    if public == answered:
+        return None
+    asks = f"Ask for it with --engine {package}=={public}." if public in engine.tried else "It was not tried."
+    return f"{engine.name} {found} is installed, and this is about {answered}. {asks}"
 
 
 @dataclass(frozen=True)
 class Support:
-    """A row: what an engine makes of matrices that are stored in one way.
+    """Row: what an engine does with matrices stored in one way.
 
-    format       of compressed-tensors
-    strategies   of their scales, as compressed-tensors calls them
-    kinds        of layers
-    classes      of the engine that read them, by name; none if it refuses or misreads them
-    what         it cannot load, for the user, and why where that is no lack of a class
+    format       format of compressed-tensors
+    strategies   strategies of their scales, as compressed-tensors calls them
+    kinds        kinds of layers
+    classes      classes of the engine that read them, by name; empty if it refuses or misreads them
+    what         what it cannot load, for the user, and why unless a class is missing
     instead      what it loads
     """
 
@@ -55,23 +92,25 @@ class Support:
     what: str = ""
     why: str = ""
     instead: str = ""
-    #: Whether it reads them only where the whole checkpoint has this format.
+    #: True if it reads them only in a checkpoint entirely of this format.
     alone: bool = False
+    #: What of it may surprise a user who measured the checkpoint with quantkit.
+    caution: str = ""
 
 
-#: Strategies: a scale per block of 128x128 in a matrix of whole blocks, and any other.
+#: Strategies: one scale per 128x128 block in a matrix of whole blocks, and any other blocks.
 BLOCK, OTHER_BLOCKS = "block", "other blocks"
 
 
 def strategy_of(arguments: Mapping[str, Any], rows: int) -> str:
-    """The strategy of a matrix of `rows` with these `weights` of a config group."""
+    """Return the strategy of a matrix of `rows` with these `weights` arguments of a config group."""
     whole = arguments.get("block_structure") in (None, [128, 128]) and rows % 128 == 0
     return OTHER_BLOCKS if arguments["strategy"] == BLOCK and not whole else str(arguments["strategy"])
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The storage of the matrices of a module: a format and a strategy of compressed-tensors."""
+    """Storage of the matrices of a module: format and strategy of compressed-tensors."""
 
     module: str
     kind: LayerKind
@@ -81,7 +120,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Modules that engines cannot load: the reason, the first one, the number of all, and a remedy."""
+    """Modules that engines cannot load: the reason, the first module, their number, and a remedy."""
 
     engines: tuple[Engine, ...]
     what: str
@@ -108,8 +147,10 @@ _FP8_GROUPS = "fp8 with scales per group"
 _HF = ("CompressedTensorsHfQuantizer",)
 _FP8_BLOCKS = "fp8 in other than whole blocks of 128x128"
 _FP8_EXPERTS = "fp8 experts with 16-bit inputs"
+#: `CompressedTensorsW4A4Mxfp4` and the classes beside it do not ask whether inputs are quantized.
+_QUANTIZES_X = "on Blackwell GPUs quantizes x too, so accuracy is not what quantkit measures"
 
-#: The first row that fits decides. What no row fits was not tried, and is not promised.
+#: The first row that fits decides. Storage without a row was not tested, and is not promised.
 SUPPORT: tuple[Support, ...] = (
     Support(VLLM, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
     Support(VLLM, _INT, _GROUPS, _EXPERTS, ("CompressedTensorsWNA16MoEMethod",)),
@@ -135,10 +176,14 @@ SUPPORT: tuple[Support, ...] = (
         what=_FP8_EXPERTS,
         instead="Give the experts int8, mxfp8 or nvfp4, such as --rule '*.experts.*=int8'.",
     ),
-    Support(VLLM, _MXFP8, ("group",), _LINEARS, ("CompressedTensorsW8A8Mxfp8",)),
-    Support(VLLM, _MXFP8, ("group",), _EXPERTS, ("CompressedTensorsW8A8Mxfp8MoEMethod",)),
-    Support(VLLM, _MXFP4, ("group",), _LINEARS, ("CompressedTensorsW4A4Mxfp4",)),
-    Support(VLLM, _MXFP4, ("group",), _EXPERTS, ("CompressedTensorsW4A4Mxfp4MoEMethod",)),
+    Support(VLLM, _MXFP8, ("group",), _LINEARS, ("CompressedTensorsW8A8Mxfp8",), caution=_QUANTIZES_X),
+    Support(
+        VLLM, _MXFP8, ("group",), _EXPERTS, ("CompressedTensorsW8A8Mxfp8MoEMethod",), caution=_QUANTIZES_X
+    ),
+    Support(VLLM, _MXFP4, ("group",), _LINEARS, ("CompressedTensorsW4A4Mxfp4",), caution=_QUANTIZES_X),
+    Support(
+        VLLM, _MXFP4, ("group",), _EXPERTS, ("CompressedTensorsW4A4Mxfp4MoEMethod",), caution=_QUANTIZES_X
+    ),
     Support(VLLM, _NVFP4, ("tensor_group",), _LINEARS, ("CompressedTensorsW4A4Fp4",)),
     Support(VLLM, _NVFP4, ("tensor_group",), _EXPERTS, ("CompressedTensorsW4A4Nvfp4MoEMethod",)),
     Support(SGLANG, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
@@ -218,7 +263,7 @@ SUPPORT: tuple[Support, ...] = (
 
 
 def support(engine: Engine, kind: LayerKind, format: str, strategy: str) -> Support:
-    """The row for matrices of an engine; one without classes if it was not tried with such."""
+    """Return the row for matrices of an engine; a row without classes if untested."""
     for row in SUPPORT:
         if row.engine == engine and row.format == format and strategy in row.strategies and kind in row.kinds:
             return row
@@ -228,12 +273,12 @@ def support(engine: Engine, kind: LayerKind, format: str, strategy: str) -> Supp
 
 
 def readers(kind: LayerKind, format: str, strategy: str) -> tuple[Engine, ...]:
-    """The engines that read such matrices."""
+    """Return the engines that read such matrices."""
     return tuple(engine for engine in ENGINES if support(engine, kind, format, strategy).classes)
 
 
 def refusals(layers: Iterable[Stored]) -> tuple[Refusal, ...]:
-    """Return a `Refusal` for each reason for which an engine cannot load some of `layers`."""
+    """Return a `Refusal` for each reason why an engine cannot load some of `layers`."""
     layers = tuple(layers)
     mixed = len({one.format for one in layers}) > 1
     found: dict[tuple[str, str, str], dict[Engine, list[str]]] = {}

@@ -1,7 +1,7 @@
-"""The manifest of a finished directory, and whether its files are still what the manifest says.
+"""Read, write and verify the manifest of a finished directory.
 
-It holds its own hash too: `manifest_sha256` is that of the text it would have without this key. The text of a
-content is always the same, so no byte of the file can change unnoticed.
+It contains its own hash: `manifest_sha256` hashes the text without this key. Equal content always gives equal
+text, so any changed byte of the file is noticed.
 """
 
 import hashlib
@@ -26,8 +26,9 @@ from quantkit.files import os_error_text, parse_json, shown
 
 MANIFEST_NAME = "quantkit_manifest.json"
 OWN_HASH = "manifest_sha256"
+_CONFIG = "config.json"
 MAX_MANIFEST_BYTES = 64 << 20
-#: What loading would take for a part of the model.
+#: Suffixes of files that loading takes as part of the model.
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REWRITE = "Write the checkpoint again or download it again."
@@ -36,7 +37,7 @@ _WITHOUT = f"Without {MANIFEST_NAME} the model loads, and nothing tells whether 
 
 @dataclass(frozen=True)
 class Problem:
-    """A file of a directory that is not what the manifest says."""
+    """File of a directory that differs from the manifest."""
 
     file: str
     kind: Literal["missing", "link", "size", "sha256", "extra"]
@@ -47,16 +48,16 @@ class Problem:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The validated manifest of a finished directory.
+    """Read and validate the manifest of a finished directory.
 
-    `files` maps plain file names to `{"sha256": hex, "size": bytes}`; every other key is what the
-    writer put there. `CheckpointError` if it is missing, too large or breaks these rules.
+    `files` maps file names to `{"sha256": hex, "size": bytes}`; all other keys are as the writer put them.
+    Raises `CheckpointError` if it is missing, too large or invalid.
     """
     return _read(directory)[0]
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
-    """The validated manifest, and its bytes."""
+    """Return the validated manifest, and its bytes."""
     path = directory / MANIFEST_NAME
     try:
         data = read_inside(path, MAX_MANIFEST_BYTES)
@@ -65,6 +66,12 @@ def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
                 f"{path} has more than the {MAX_MANIFEST_BYTES} bytes that a manifest may have. {_REWRITE}"
             )
     except FileNotFoundError:
+        if (method := _other_method(directory)) is not None:
+            raise CheckpointError(
+                f"{directory} is of another tool: {_CONFIG} has quant_method {shown(method)} and no "
+                "section 'quantkit'. Make it a quantkit checkpoint with `quantkit convert`; `eval` and "
+                "`generate` take it as it is."
+            ) from None
         raise CheckpointError(
             f"{path} is missing: {directory} is not a finished quantkit checkpoint. If a run was "
             "interrupted there, continue it with --resume."
@@ -83,8 +90,20 @@ def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
     return manifest, data
 
 
+def _other_method(directory: Path) -> object:
+    """Return the quant_method of a checkpoint that another tool quantized, None of any other."""
+    try:
+        config = parse_json(read_inside(directory / _CONFIG, MAX_MANIFEST_BYTES), "it")
+        section = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return (
+        section.get("quant_method", "") if isinstance(section, dict) and "quantkit" not in section else None
+    )
+
+
 def manifest_bytes(content: Mapping[str, Any]) -> bytes:
-    """The file of a manifest with this content, its own hash added or brought up to date."""
+    """Return the bytes of a manifest with this content and its own hash."""
     rest = {key: value for key, value in content.items() if key != OWN_HASH}
     return pretty_json({**rest, OWN_HASH: hashlib.sha256(pretty_json(rest)).hexdigest()})
 
@@ -92,9 +111,9 @@ def manifest_bytes(content: Mapping[str, Any]) -> bytes:
 def extend_manifest(directory: Path, values: Mapping[str, Any], lock: DirectoryLock | None = None) -> None:
     """Add keys to the manifest of a finished directory, in one step.
 
-    `lock` is that of the directory where the caller holds it; without, it is taken for the time of this call.
-    `CheckpointError` for a manifest that has changed since it was written, which would get a valid hash here;
-    `OutputError` if another process writes to the directory or the disk fails.
+    `lock` is the directory's if the caller holds it; otherwise it is held during the call. Raises
+    `CheckpointError` for a manifest that was modified, which would get a valid hash here. Raises
+    `OutputError` if another process writes to the directory, or the disk fails.
     """
     if lock is None:
         with locked(directory) as own:
@@ -107,7 +126,7 @@ def extend_manifest(directory: Path, values: Mapping[str, Any], lock: DirectoryL
 
 
 def pretty_json(value: Mapping[str, Any]) -> bytes:
-    """JSON as manifests, indexes and configs are written: the same bytes for the same content."""
+    """Return JSON in the style of manifests, indexes and configs: equal content gives equal bytes."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -133,8 +152,9 @@ def _entry_rule_broken(name: str, entry: Any) -> str | None:
 
 
 def verify_manifest(directory: Path) -> list[Problem]:
-    """Return the ways in which a manifest is not as it was written; `CheckpointError` as from
-    `read_manifest`.
+    """Return the ways in which a manifest differs from the one written.
+
+    Raises `CheckpointError` as `read_manifest` does.
     """
     return _changes(*_read(directory))
 
@@ -148,9 +168,9 @@ def _changes(content: Mapping[str, Any], data: bytes) -> list[Problem]:
 
 
 def check_beside(files: Sequence[Path]) -> None:
-    """Compare weights of one directory with the manifest there, if there is one: names and sizes, no bytes.
+    """Compare names and sizes of weights of one directory with its manifest, if it has one.
 
-    `CheckpointError` for a manifest that is damaged, and for files that are not those that it lists.
+    Raises `CheckpointError` for a damaged manifest, and for files that it does not list.
     """
     directory = files[0].parent
     if not os.path.lexists(directory / MANIFEST_NAME):
@@ -161,7 +181,7 @@ def check_beside(files: Sequence[Path]) -> None:
         raise CheckpointError(f"{error} {_WITHOUT}") from error
     listed, problems = content["files"], list(map(str, _changes(content, data)))
     weights = {name for name in listed if name.endswith(_OF_WEIGHTS)}
-    # Indexes that are missing are the loader's to name.
+    # The loader reports missing indexes.
     here = [*files, *(directory / name for name in weights if name.endswith(".json"))]
     found = {path.name: path.stat().st_size for path in here if path.exists()}
     for name in sorted(weights | found.keys()):
@@ -175,7 +195,7 @@ def check_beside(files: Sequence[Path]) -> None:
 
 
 def unlisted_files(directory: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Names of all in `directory` that the manifest says nothing of, sorted; a folder's ends in `/`."""
+    """Return the names in `directory` that the manifest does not list, sorted; a folder's ends in `/`."""
     known = {*manifest["files"], MANIFEST_NAME}
     try:
         return sorted(
@@ -192,10 +212,10 @@ def verify_files(
     manifest: Mapping[str, Any],
     progress: Callable[[int], None] | None = None,
 ) -> list[Problem]:
-    """Return what in `directory` differs from a manifest that `read_manifest` returned, sorted by name.
+    """Return the differences between `directory` and a manifest from `read_manifest`, sorted by name.
 
-    `progress` is called with the number of bytes hashed since its last call. A file that cannot be read is a
-    `CheckpointError`.
+    `progress` is called with the bytes hashed since its last call. Raises `CheckpointError` for a file that
+    cannot be read.
     """
     files: dict[str, dict[str, Any]] = manifest["files"]
     problems = [

@@ -1,4 +1,4 @@
-"""The model's part of a manifest: every linear's fate, sizes, versions. Written and read back here."""
+"""Model part of a manifest: what became of every linear, sizes, versions. Written and read back here."""
 
 import json
 import math
@@ -16,14 +16,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Measured:
-    """Errors that were measured as a linear was quantized.
+    """Errors measured while a linear was quantized.
 
-    `relative_error` is the sum of (weight - stored)^2 over that of weight^2, `output_error` the same of its
-    outputs on the calibration data, None without data. `damping` is what was added to the diagonal of the
-    Hessian, in parts of its mean, None where it was not factored. `note` says what was not done as the method
-    says. `expert_tokens` is how many calibration tokens chose each expert, None for all but experts with
-    data. `block_error` is the sum of (original - output)^2 over that of original^2 of the outputs of its
-    block. It has two numbers, before its rounding was learned and after it; None where it was not.
+    relative_error   sum of (weight - stored)^2 over the sum of weight^2
+    output_error     the same for its outputs on the calibration data, None without data
+    damping          added to the diagonal of the Hessian, relative to its mean; None if not factored
+    note             step that was left undone, and why
+    expert_tokens    number of calibration tokens that chose each expert; None except for experts with data
+    block_error      the same for its block's outputs, before and after its rounding was learned; or None
     """
 
     relative_error: float
@@ -35,7 +35,7 @@ class Measured:
 
     @classmethod
     def of(cls, detail: Mapping[str, Any]) -> "Measured":
-        """From the sums that are kept while a run is not finished."""
+        """Create from the sums that an unfinished run keeps."""
         errors = {
             key: None if pair is None else pair[0] / pair[1] if pair[1] else 0.0
             for key, pair in (("squared", detail["squared"]), ("output", detail.get("output")))
@@ -53,11 +53,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One linear: [N, K] of each of its matrices, how it is stored and by what method, and why.
+    """Linear: [N, K] of each of its matrices, how it is stored, by what method, and why.
 
     `scheme`, `method` and `bits_per_weight` are None for a dense one. `relative_error` is the sum of (weight
-    - stored)^2 over that of weight^2, None when it was not measured; the fields after `reason` are those of
-    `Measured`.
+    - stored)^2 over the sum of weight^2, None if not measured; for fields after `reason` see `Measured`.
     """
 
     kind: str
@@ -77,11 +76,11 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """The model part of a manifest. `needs_quantkit` says why other tools cannot read it, if so.
+    """Model part of a manifest. `needs_quantkit` is the reason if other tools cannot read the output.
 
-    `source` and `source_bytes` are None where there is no manifest that says them. `source_kind` says whether
-    `source` was a "directory", a "file" or an id of the "hub". It is None if unknown, as in manifests of
-    earlier versions. `source_commit` is the commit of the repository.
+    `source` and `source_bytes` are None without a manifest that states them. `source_kind` is "directory",
+    "file", or "hub" for a hub id; None if unknown, as in manifests of earlier versions. `source_commit` is
+    the commit of the repository.
     """
 
     source: str | None
@@ -100,16 +99,16 @@ class ModelRecord:
 
     @property
     def hub_source(self) -> str | None:
-        """The source, if it was a hub id."""
+        """Return the hub id of the source; None if it was no hub id."""
         return self.source if self.source_kind == "hub" else None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form, the manifest without its files."""
+        """Return JSON values: the manifest without its files."""
         return {"model_record": VERSION, **asdict(self)}
 
     @property
     def measured(self) -> dict[str, Measured]:
-        """Return the measured errors, of the linears that have some."""
+        """Return the measured errors, by linear."""
         return {
             name: Measured(
                 layer.relative_error,
@@ -125,7 +124,7 @@ class ModelRecord:
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "ModelRecord":
-        """Parse a manifest; `CheckpointError` names the key that is missing or has a value it cannot have."""
+        """Parse a manifest; raise `CheckpointError` naming the key that is missing or invalid."""
         if manifest.get("model_record") != VERSION:
             raise CheckpointError(
                 f"quantkit_manifest.json: 'model_record' is {manifest.get('model_record')!r}; this quantkit "
@@ -235,7 +234,7 @@ def _layer(name: str, data: Any) -> LayerRecord:
 
 
 _AGAIN = "Download the checkpoint again, or quantize the model again."
-#: No count in a manifest is larger; JSON has no limit, and Python's floats do.
+#: Largest count in a manifest; larger ones would be inexact or infinite as Python floats.
 _LARGEST = 1 << 62
 
 
@@ -251,7 +250,7 @@ def _get(data: Mapping[str, Any], key: str, types: tuple[type, ...]) -> Any:
 
 
 def float32_bytes(stored: int, layers: Mapping[str, LayerRecord]) -> int:
-    """About the memory of a model in float32: its files, dense tensors, a byte per packed weight.
+    """Return the approximate memory of a model in float32, in bytes: files, dense tensors, a byte per weight.
 
     `stored` are the bytes of all tensors.
     """

@@ -1,4 +1,4 @@
-"""Whatever kind of checkpoint a path is, opened: plain, low-bit, or a GGUF file."""
+"""Open any kind of checkpoint: plain, low-bit, or a GGUF file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from quantkit.checkpoint.source import Checkpoint
 
 
 def open_source(path: Path, *, allow_auto_map: bool = False) -> Checkpoint:
-    """The checkpoint in a directory or a GGUF file, each low-bit weight as one tensor of numbers.
+    """Open the checkpoint in a directory or a GGUF file, with low-bit weights dequantized when read.
 
     Raises as `Checkpoint.open`, `dequantized` and `open_gguf` do.
     """
@@ -20,7 +20,7 @@ def open_source(path: Path, *, allow_auto_map: bool = False) -> Checkpoint:
 
 
 def exactly(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with low-bit weights in float32, unrounded, and without notes on rounding."""
+    """Return `checkpoint` with low-bit weights in float32, unrounded, and without notes on rounding."""
     tensors = {
         name: tensor if tensor.stored_as is None else replace(tensor, dtype="F32")
         for name, tensor in checkpoint.tensors.items()

@@ -1,15 +1,15 @@
-"""The `quantization_config` of a packed checkpoint: which module is stored in which scheme.
+"""`quantization_config` of a packed checkpoint: which module is stored in which scheme.
 
 Two containers share one section, `quantkit`, which is all that quantkit itself reads:
 
-    compressed-tensors   every scheme is one that compressed-tensors can express. The surrounding keys
-                         describe the same thing in its words; `engines.py` says who reads it.
+    compressed-tensors   compressed-tensors can express every scheme. The surrounding keys describe the
+                         same in its terms; `engines.py` says who reads it.
     quantkit             everything else, under quantkit's own `quant_method`.
 
     "quantkit": {"version": 1, "schemes": [{...}, ...], "default": 0, "modules": {"lm_head": null}}
 
-A linear layer not listed in `modules` has the default scheme; null means dense. An embedding is packed
-only if it is listed, and then so is a head that is tied to it.
+A linear layer not listed in `modules` has the default scheme; null means dense. An embedding is packed only
+if it is listed, and so is a head tied to it.
 """
 
 import json
@@ -26,20 +26,21 @@ from quantkit.packing.schemes import Scheme
 
 SECTION = "quantkit"
 VERSION = 1
-#: Why a checkpoint with a packed embedding needs quantkit.
+#: Reason why a checkpoint with a packed embedding needs quantkit.
 PACKED_TABLE = "the config names linears as packed, so other readers take embeddings to be dense"
 _FIELDS = {"version", "schemes", "default", "modules"}
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The stored form of one linear of the model.
+    """Stored form of one linear of the model.
 
-    `module` is its name in the loaded model (for fused experts `...experts.gate_up_proj`). `stored` are the
-    names its matrices have in the file, without `.weight`. `shape` is [N, K] of each of them. `head` is True
-    for the lm_head, which inference engines build as a kind of embedding. `aliases` are its names in other
-    classes that read the file. `transposed` if the class of the module keeps its weight as [K, N]: other
-    readers know no packed form of it.
+    module       name in the loaded model (for fused experts `...experts.gate_up_proj`)
+    stored       names of its matrices in the file, without `.weight`
+    shape        [N, K] of each of them
+    head         True for the lm_head, which inference engines build as a kind of embedding
+    aliases      names in other classes that read the file
+    transposed   True if the module's class stores [K, N]; other readers know no packed form of it
     """
 
     module: str
@@ -48,10 +49,10 @@ class Assignment:
     scheme: Scheme | None
     head: bool = False
     aliases: tuple[str, ...] = ()
-    #: Whether its matrices are stored under names that only quantkit knows.
+    #: True if its matrices have names that only quantkit knows.
     own_names: bool = False
     transposed: bool = False
-    #: Whether it is the table of an embedding, and no linear.
+    #: True if it is the table of an embedding.
     is_table: bool = False
 
     @property
@@ -61,25 +62,25 @@ class Assignment:
 
     @property
     def kind(self) -> LayerKind:
-        """Return the kind of layer that engines build of it."""
+        """Return the kind of layer that engines build from it."""
         return "experts" if self.experts else "lm_head" if self.head else "linear"
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Which modules of a checkpoint are packed, and how; see the module docstring."""
+    """Packed modules of a checkpoint and their schemes; see the module docstring."""
 
     container: Container
     default: Scheme | None
     modules: Mapping[str, Scheme | None]
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """The scheme of a linear module of the model, None when it is dense."""
+        """Return the scheme of a linear module of the model, None if it is dense."""
         return self.modules.get(module, self.default)
 
     @classmethod
     def from_assignments(cls, assignments: Sequence[Assignment]) -> "QuantizationConfig":
-        """The smallest description of `assignments`: the commonest scheme becomes the default."""
+        """Return the shortest description of `assignments`: the most frequent scheme becomes the default."""
         counts = Counter(a.scheme for a in assignments if a.scheme is not None)
         default = counts.most_common(1)[0][0] if counts else None
         expressible = all(
@@ -95,15 +96,16 @@ class QuantizationConfig:
         )
 
     def to_dict(self, assignments: Sequence[Assignment] = ()) -> dict[str, Any]:
-        """The JSON value of `quantization_config`; `assignments` feed the compressed-tensors view.
+        """Return the JSON value of `quantization_config`; `assignments` make its compressed-tensors part.
 
-        They name every linear of the model, for whatever they leave out a foreign reader takes to be packed.
+        They must name every linear of the model: other readers take any omitted one as packed.
         """
         if self.container == "quantkit":
             return {"quant_method": "quantkit", SECTION: self._section()}
         packs = any(scheme is not None for scheme in (self.default, *self.modules.values()))
         if packs and all(a.scheme is None for a in assignments):
-            # The view would say that nothing is packed, and other readers would make up every weight.
+            # The compressed-tensors part would say that nothing is packed, and readers would invent the
+            # weights.
             raise ValueError("a compressed-tensors configuration cannot be written without its assignments")
         return {**_compressed_tensors_view(assignments), SECTION: self._section()}
 
@@ -121,7 +123,7 @@ class QuantizationConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "QuantizationConfig":
-        """Parse `quantization_config`. `CheckpointError` names the key, what was found and expected."""
+        """Parse `quantization_config`; raise `CheckpointError` with the key, what was found and expected."""
         data = _expect(data, dict, "quantization_config")
         method = data.get("quant_method")
         if SECTION not in data:
@@ -172,13 +174,13 @@ class QuantizationConfig:
 def changed_config(
     data: Mapping[str, Any], schemes: Mapping[str, Scheme | None], names: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return the `quantization_config` `data` for a model whose linears have `schemes`.
+    """Return the `quantization_config` `data`, changed for a model whose linears have `schemes`.
 
-    `names` maps modules of the model to their names in `data`, where they differ.
+    `names` maps modules of the model to their names in `data`, if they differ.
     """
     config = QuantizationConfig.from_dict(data)
     own = {} if names else {name: one for name, one in config.modules.items() if name not in schemes}
-    # What was listed stays so: an embedding is packed only if it is.
+    # Listed modules stay listed: an embedding is packed only if it is listed.
     modules = own | {
         name: scheme
         for name, scheme in schemes.items()
@@ -207,7 +209,7 @@ def changed_config(
 
 
 def _prefixes(here: str, own: str) -> tuple[str, str]:
-    """Return what is left of two names without the parts at their ends that are the same."""
+    """Return two names without their common suffix of components."""
     left, right = here.split("."), own.split(".")
     while left and right and left[-1] == right[-1]:
         left.pop(), right.pop()
@@ -224,10 +226,10 @@ def _expect(value: Any, kind: type, where: str) -> Any:
 
 
 def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any]:
-    """The same assignments as a compressed-tensors configuration."""
+    """Return the assignments as a compressed-tensors configuration."""
     groups: dict[str, dict[str, Any]] = {}
     ignore: dict[str, None] = {}
-    # The experts first: transformers takes the first group for theirs where it dequantizes them.
+    # Experts first: transformers uses the first group for experts that it dequantizes.
     for a in sorted(assignments, key=lambda a: not a.experts):
         if a.scheme is None:
             ignore.update(dict.fromkeys([a.module, *a.stored, *a.aliases]))
@@ -248,8 +250,8 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
         names = a.stored if a.experts else (*a.stored, a.module, *a.aliases)
         group["targets"].extend(dict.fromkeys(names))
     if groups:
-        # Exact names take precedence over the class name in every reader. The head keeps its: vLLM and SGLang
-        # take it for dense, and leave it random, where only the class name of linears stands for it.
+        # Exact names take precedence over the class name in every reader. The head is listed by its own name:
+        # if only the class name of linears matches it, vLLM and SGLang take it as dense and leave it random.
         heads = {name for a in assignments if a.head for name in (*a.stored, a.module, *a.aliases)}
         most = max(groups.values(), key=lambda group: len(group["targets"]))
         most["targets"] = ["Linear", *(name for name in most["targets"] if name in heads)]

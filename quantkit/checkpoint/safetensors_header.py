@@ -1,9 +1,8 @@
-"""The safetensors header: a strict reader that trusts no byte of the file, and a canonical writer.
+"""Read safetensors headers strictly, without trusting any byte, and write canonical ones.
 
-A file is an unsigned 64-bit little-endian header length, that many bytes of JSON, then the data of
-all tensors back to back. The reader accepts less than the safetensors library does: what the
-format calls invalid but the library lets pass (duplicate keys, path-like names, empty tensors) is
-an error here.
+A file is an unsigned 64-bit little-endian header length, that many bytes of JSON, then the data of all
+tensors back to back. The reader accepts less than the safetensors library: duplicate keys, path-like names
+and empty tensors, which the format forbids but the library accepts, are errors here.
 """
 
 import json
@@ -33,7 +32,7 @@ _NAME = re.compile(r"[\w.\-]+")
 _DOWNLOAD_AGAIN = "Download the file again."
 _WRITE_AGAIN = "Write the file again with safetensors' save_file."
 
-# Files that are often found under a .safetensors name: how they begin, what they are, what to do.
+# Files often found under a .safetensors name: their first bytes, their kind, and the remedy.
 _IMPOSTORS: tuple[tuple[bytes, str, str], ...] = (
     (
         b"version https://git-lfs",
@@ -49,11 +48,11 @@ _IMPOSTORS: tuple[tuple[bytes, str, str], ...] = (
 
 
 def encode_header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file: header length, JSON, and spaces up to a multiple of 8 bytes.
+    """Return the first bytes of a file: header length, JSON, and spaces up to a multiple of 8 bytes.
 
-    The data of `tensors` must follow in the given order without holes. The same arguments always
-    give the same bytes. Put tensors of wider dtypes first if each is to start at a multiple of its
-    item size. `CheckpointError` for anything that `read_header` would refuse.
+    The data of `tensors` must follow in the given order without holes. Equal arguments give equal bytes. Put
+    tensors of wider dtypes first if each is to start at a multiple of its item size. Raises `CheckpointError`
+    for anything that `read_header` would refuse.
     """
     entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
@@ -82,10 +81,10 @@ def encode_header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) ->
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, in the order of their data. Reads no data.
+    """Read the tensors of a safetensors file, by name and in the order of their data, but no data.
 
-    The result is valid for any bytes: every tensor's data is inside the file. Raises a `CheckpointError`
-    otherwise that names the file, what was found, what was expected, and the remedy.
+    The result is valid for any file content: every tensor's data is inside the file. Raises `CheckpointError`
+    naming the file, what was found, what was expected, and the remedy.
     """
     try:
         text, file_bytes = _header_text(path)
@@ -105,12 +104,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_json(path: Path, allowed: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file of at most `allowed` bytes; `CheckpointError`, which names it, for
-    anything else.
+    """Read the JSON object in a file of at most `allowed` bytes.
+
+    Raises `CheckpointError` naming the file for anything else.
     """
     try:
         with open_regular(path) as file:
-            # Asked first, because a read of as much as is allowed would take that much memory.
+            # Check the size first: reading as much as allowed would take that much memory.
             file_bytes = os.fstat(file.fileno()).st_size
             if file_bytes > allowed:
                 _fail(f"the file is too large; allowed are {allowed} bytes", _DOWNLOAD_AGAIN)
@@ -122,10 +122,9 @@ def read_json(path: Path, allowed: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """`data` as a JSON object; `CheckpointError`, which calls the data `what`, for anything else.
+    """Parse `data` as a JSON object; raise a `CheckpointError` that calls the data `what`.
 
-    Stricter than `json.loads`: UTF-8 only, no duplicate keys at any level, and a nesting bomb is an
-    error of the data.
+    Stricter than `json.loads`: UTF-8 only, no duplicate keys at any level, and limited nesting.
     """
     try:
         return files.parse_json(data, what)
@@ -136,7 +135,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 def _header_text(path: Path) -> tuple[bytes, int]:
-    """The JSON bytes of the header and the size of the file, in bytes."""
+    """Return the JSON bytes of the header, and the size of the file in bytes."""
     with open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(_LENGTH_BYTES)
@@ -154,14 +153,14 @@ def _header_text(path: Path) -> tuple[bytes, int]:
         _fail(f"expected {length} bytes of header, got {len(text)}", _DOWNLOAD_AGAIN)
     if not text.startswith(b"{"):
         _fail(f"the header starts with {text[:8]!r}; expected '{{'", _DOWNLOAD_AGAIN)
-    # Each tensor is one object with two lists. Counting brackets bounds what the parser allocates.
+    # A tensor is one object with two lists, so counting brackets bounds the parser's memory.
     if text.count(b"{") > MAX_TENSORS + 2 or text.count(b"[") > 2 * MAX_TENSORS:
         _fail(f"the header lists more than {MAX_TENSORS} tensors", "Write smaller shards.")
     return text, file_bytes
 
 
 def _fail_start(start: bytes, length: int, file_bytes: int) -> NoReturn:
-    """Says what a file is whose first 8 bytes cannot be the length of a header."""
+    """Raise an error that says what a file is whose first 8 bytes are no header length."""
     if not start:
         _fail("the file is empty; expected safetensors data", _DOWNLOAD_AGAIN)
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
@@ -186,7 +185,7 @@ def _check_metadata(metadata: object) -> None:
 
 
 def _stored(path: Path, name: str, entry: object, data_start: int) -> StoredTensor:
-    """The header's entry of one tensor, checked by itself but not against its neighbours."""
+    """Parse and check the header entry of one tensor, without regard to the others."""
     _check_name(name)
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         fields = ", ".join(sorted(_FIELDS))
@@ -237,12 +236,12 @@ def _check_shape(name: str, shape: Sequence[int]) -> None:
 
 
 def _is_integers(value: object) -> bool:
-    # bool is a subclass of int, and JSON's `true` is no size.
+    # bool is a subclass of int, but JSON's `true` is no size.
     return isinstance(value, list | tuple) and all(type(item) is int for item in value)
 
 
 def _check_layout(tensors: Sequence[StoredTensor], data_start: int, file_bytes: int) -> None:
-    """`tensors`, in order of their offset, must cover the rest of the file exactly."""
+    """Check that `tensors`, sorted by offset, cover the rest of the file exactly."""
     expected = data_start
     for tensor in tensors:
         if tensor.offset != expected:

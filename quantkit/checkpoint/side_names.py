@@ -1,4 +1,4 @@
-"""Which files beside the weights are part of a checkpoint, in a directory and in a repository alike."""
+"""Tell which files beside the weights belong to a checkpoint, in a directory or a repository."""
 
 from pathlib import Path
 
@@ -7,8 +7,6 @@ _WITHOUT_SUFFIX = frozenset({"LICENSE", "NOTICE"})
 
 
 def is_side_name(name: str) -> bool:
-    """Return True if a file of this name is part of a checkpoint: tokenizer, license and so on, config and
-    index.
-    """
+    """Return True for the name of a checkpoint file: tokenizer, license and others, config and index."""
     wanted = Path(name).suffix in _SUFFIXES or name in _WITHOUT_SUFFIX
     return wanted and not name.startswith(".") and "/" not in name

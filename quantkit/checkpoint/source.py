@@ -1,4 +1,4 @@
-"""A checkpoint directory: what is in it, checked, and its tensors read a few rows at a time."""
+"""Open a checkpoint directory: check its files, and read its tensors a few rows at a time."""
 
 import hashlib
 import json
@@ -27,13 +27,13 @@ SINGLE_NAME = "model.safetensors"
 ADAPTER_NAME = "adapter_config.json"
 HEADERS_ONLY_NAME = ".quantkit-headers-only"
 
-#: An index has a line for each tensor. A config has none, and transformers copies it many times.
+#: An index has a line per tensor. A config does not, and transformers copies it many times.
 MAX_CONFIG_BYTES = 16 * 2**20
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}\.safetensors")
-_READ_BYTES = 2**30  # one system call reads at most 2**31 - 4096 bytes on Linux
+_READ_BYTES = 2**30  # One system call reads at most 2**31 - 4096 bytes on Linux.
 
-# What to do about weights that cannot be used as they are, by suffix; the first that is there counts.
+# Remedy for unusable weight files, by suffix; the first that exists counts.
 _UNPICKLE = (
     "quantkit never unpickles weights. Convert them with transformers: "
     "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
@@ -47,14 +47,15 @@ _WEIGHTS_REMEDIES = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint directory of which config, index and tensor headers were read and checked.
+    """Checkpoint directory whose config, index and tensor headers were read and checked.
 
-    Tensors are ordered by shard name, then by offset in the shard. `side_files` are the files that
-    a copy of the checkpoint carries unchanged: tokenizer, generation config, license. `stamps` hold
-    all of these, config, index and shards as they were when the checkpoint was opened. `headers_only` marks a
-    download without tensor data: everything works but `read`. `notes` are what a plan says of how the
-    tensors are read. `derived` are files that were made of the shards when the checkpoint was opened. `uncut`
-    are tensors that can be read although `tensors` has parts of them instead.
+    tensors        ordered by shard name, then by offset in the shard
+    side_files     files that a copy carries unchanged: tokenizer, generation config, license
+    stamps         state of all these, of config, index and shards, when the checkpoint was opened
+    headers_only   True for a download without tensor data: everything works but `read`
+    notes          how tensors are read, for the plan
+    derived        files made from the shards when the checkpoint was opened
+    uncut          tensors that can be read although `tensors` has slices of them instead
     """
 
     directory: Path
@@ -71,14 +72,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path, *, strict: bool = False, allow_auto_map: bool = False) -> "Checkpoint":
-        """Reads config, index and headers of `directory`, but no tensor data.
+        """Read config, index and headers of `directory`, but no tensor data.
 
-        A tensor that the index does not list is a warning, with `strict` an error. A config that
-        asks for remote code (`auto_map`) is an error; with `allow_auto_map` the key is dropped from
-        `config`. The code is not run in either case.
-
-        `CheckpointError` for whatever is wrong with the files, `EnvironmentProblem` on a big-endian
-        host.
+        A tensor missing from the index is a warning, or with `strict` an error. A config that asks for remote
+        code (`auto_map`) is an error; with `allow_auto_map` the key is dropped from `config`. The code never
+        runs. Raises `CheckpointError` for any fault of the files, `EnvironmentProblem` on a big-endian host.
         """
         if sys.byteorder != "little":
             raise EnvironmentProblem(
@@ -99,7 +97,7 @@ class Checkpoint:
         side_files, side_warnings = _find_side_files(entries)
         _check_case([directory / CONFIG_NAME, *shards, *side_files])
         index_files = [] if index is None else [directory / INDEX_NAME]
-        # Stamps are taken before the headers are read: a change in between is then noticed later.
+        # Stamps are taken before the headers are read, so that a change in between is noticed.
         stamped = (directory / CONFIG_NAME, *index_files, *shards, *side_files)
         stamps = {path: FileStamp.of(path) for path in stamped}
         tensors = _merge([read_header(shard) for shard in shards])
@@ -118,26 +116,26 @@ class Checkpoint:
 
     @classmethod
     def of_files(cls, files: Sequence[Path]) -> "Checkpoint":
-        """The tensors of safetensors files in one directory, without config, index or side files."""
+        """Open safetensors files of one directory, without config, index or side files."""
         stamps = {path: FileStamp.of(path) for path in files}
         tensors = _merge([read_header(path) for path in files])
         return cls(files[0].parent, {}, tensors, tuple(files), (), (), stamps)
 
     @property
     def is_quantized(self) -> bool:
-        """Return True if config.json says that some weights are packed, by quantkit or another."""
+        """Return True if config.json says that some weights are packed, by any tool."""
         return "quantization_config" in self.config
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data of all tensors, each once."""
+        """Return the bytes of data of all tensors, each once."""
         return sum(nbytes for *_, nbytes in {tensor.location for tensor in self.tensors.values()})
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows `[start, stop)` along the first dimension, by default all, as a new CPU tensor.
+        """Read rows `[start, stop)` along the first dimension, by default all, as a new CPU tensor.
 
-        Several threads may read at once. `CheckpointError` if there is no such tensor, the file has
-        changed since it was opened, or it ends early; `IndexError` for rows outside the tensor.
+        Thread-safe. Raises `CheckpointError` if there is no such tensor, the file has changed since it was
+        opened, or it ends early; `IndexError` for rows outside the tensor.
         """
         tensor = self._tensor(name)
         rows = tensor.shape[0] if tensor.shape else 1
@@ -153,7 +151,7 @@ class Checkpoint:
         stop: int | None = None,
         columns: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """`Read` of the tensors in files; raises as `read` does."""
+        """Read rows of a tensor in a file: the `Read` of this checkpoint. Raises as `read` does."""
         if self.headers_only:
             problem = f"only the header was downloaded; expected the data of {tensor.name!r} as well"
             _fail(tensor.file, problem, "Download the whole checkpoint with `hf download`")
@@ -163,8 +161,8 @@ class Checkpoint:
         inside = (0, row_bytes)
         if columns is not None:
             inside = (columns[0] * tensor.torch_dtype.itemsize, columns[1] * tensor.torch_dtype.itemsize)
-        # A plain read: mapped pages would count as resident memory, and a mapped file that someone
-        # truncates kills the process with SIGBUS.
+        # A plain read: mapped pages would count as resident memory, and truncating a mapped file kills the
+        # process with SIGBUS.
         data = torch.empty(stop - start, inside[1] - inside[0], dtype=torch.uint8)
         offset = tensor.offset + start * row_bytes + inside[0]
         got = _read_into(data, tensor.file, offset, row_bytes, self.stamps[tensor.file])
@@ -184,10 +182,10 @@ class Checkpoint:
         return self.tensors.get(name) or self.uncut[name]
 
     def fingerprint(self, *, of_copies: bool = False) -> str:
-        """Hex SHA-256 over names, sizes and times of config, index and shards.
+        """Return the hex SHA-256 over names, sizes and times of config, index and shards.
 
-        `of_copies` leaves out the time of change: another host may have copies with the same time of
-        modification. Inodes are left out, which some file systems number anew when they are mounted.
+        `of_copies` leaves out the change time, which differs in copies on another host. Inodes are left out
+        because some file systems renumber them when mounted.
         """
         rows = sorted(
             (path.name, stamp.size, stamp.mtime_ns, 0 if of_copies else stamp.ctime_ns)
@@ -197,7 +195,7 @@ class Checkpoint:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def check_unchanged(self) -> None:
-        """`CheckpointError` if config, index, a shard or a side file has changed since they were opened."""
+        """Raise `CheckpointError` if config, index, a shard or a side file changed since it was opened."""
         for path, stamp in self.stamps.items():
             stamp.check(path)
 
@@ -222,7 +220,7 @@ def _read_config(directory: Path, allow_auto_map: bool) -> tuple[dict[str, Any],
 
 
 def _check_no_kernels(path: Path, config: Mapping[str, Any]) -> None:
-    """transformers runs attention kernels of the hub, which are code, where a config names a repository."""
+    """Refuse a config that names a hub repository of attention kernels, which transformers would run."""
     pending: list[Mapping[str, Any]] = [config]
     while pending:
         node = pending.pop()
@@ -239,7 +237,7 @@ def _check_no_kernels(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_no_adapter(directory: Path, entries: Sequence[Path]) -> None:
-    """With PEFT installed, transformers loads what an adapter names in place of what is here."""
+    """Refuse adapters: with PEFT installed, transformers loads the base model that an adapter names."""
     path = directory / ADAPTER_NAME
     if path in entries:
         problem = "the directory is an adapter to another model; expected a model of its own"
@@ -247,7 +245,7 @@ def _check_no_adapter(directory: Path, entries: Sequence[Path]) -> None:
 
 
 def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | None:
-    """The index's JSON with a checked `weight_map`, or None where the directory has no index."""
+    """Read the index with a checked `weight_map`; None if the directory has no index."""
     path = directory / INDEX_NAME
     if path not in entries:
         return None
@@ -266,7 +264,7 @@ def _read_index(directory: Path, entries: Sequence[Path]) -> dict[str, Any] | No
 
 @contextmanager
 def examining(directory: Path) -> Iterator[None]:
-    """Raise as `CheckpointError` what the disk refuses to say of a file, if there are no more exact words."""
+    """Context manager: raise errors of the disk as `CheckpointError`, unless handled more precisely."""
     try:
         yield
     except OSError as error:
@@ -354,7 +352,7 @@ def _merge(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTen
 def _compare(
     path: Path, index: Mapping[str, Any], tensors: Mapping[str, StoredTensor], strict: bool
 ) -> list[str]:
-    """Checks the index against the shards' headers; returns warnings."""
+    """Compare the index with the shards' headers; return warnings."""
     weight_map = index["weight_map"]
     remedy = "Download the index and the shards again, of one revision"
     for name, shard in weight_map.items():
@@ -383,9 +381,9 @@ def _compare(
 
 
 def _read_into(data: torch.Tensor, path: Path, offset: int, stride: int, stamp: FileStamp) -> int:
-    """Fills the bytes `data` [R, B] from a file, rows `stride` bytes apart; returns the bytes read.
+    """Fill the bytes `data` [R, B] from a file, rows `stride` bytes apart; return the bytes read.
 
-    They are fewer where the file ends early.
+    They are fewer if the file ends early.
     """
     rows, width = data.shape
     if stride == width or rows == 1:
@@ -393,7 +391,7 @@ def _read_into(data: torch.Tensor, path: Path, offset: int, stride: int, stamp: 
     buffer = memoryview(data.flatten().numpy())  # type: ignore[arg-type]
     done = 0
     try:
-        # A descriptor of its own and pread, which has no position: safe from several threads.
+        # A separate descriptor and pread, which has no position: thread-safe.
         with open_regular(path) as file:
             stamp.check(path, file.fileno())
             for row in range(rows):

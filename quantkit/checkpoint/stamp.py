@@ -1,4 +1,4 @@
-"""Stamps that tell if a file is still the one that was opened."""
+"""Stamps: detect if a file changed since it was opened."""
 
 import os
 from dataclasses import dataclass
@@ -9,10 +9,9 @@ from quantkit.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FileStamp:
-    """Attributes that tell a changed file: size in bytes, times of modification and change in nanoseconds,
-    and inode.
+    """Attributes that reveal a changed file: size in bytes, mtime and ctime in nanoseconds, inode.
 
-    Tools set the time of modification, as of the file that they copy; none sets the other two.
+    Tools may set mtime, for example when copying; they set neither ctime nor inode.
     """
 
     size: int
@@ -22,7 +21,7 @@ class FileStamp:
 
     @classmethod
     def of(cls, path: Path, descriptor: int | None = None) -> "FileStamp":
-        """The stamp of `path`, or of the open file where a descriptor is given."""
+        """Return the stamp of `path`, or of an open file if a descriptor is given."""
         try:
             status = path.stat() if descriptor is None else os.fstat(descriptor)
         except OSError as error:
@@ -33,11 +32,11 @@ class FileStamp:
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def check(self, path: Path, descriptor: int | None = None) -> None:
-        """`CheckpointError` unless `path`, or the open file of the descriptor, has this stamp."""
+        """Raise `CheckpointError` unless `path`, or the open file of the descriptor, has this stamp."""
         now = FileStamp.of(path, descriptor)
         if now == self:
             return
-        # What anybody sees is enough where it differs.
+        # If a visible attribute differs, show only those.
         seen = (self.size, self.mtime_ns) != (now.size, now.mtime_ns)
         expected, found = (
             f"{stamp.size} bytes of mtime {stamp.mtime_ns} ns"

@@ -1,4 +1,4 @@
-"""A tensor, as a header alone describes it."""
+"""Tensors as described by headers alone."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, safetensors dtype name and shape of a tensor that is in a file or will be written to one."""
+    """Name, safetensors dtype name and shape of a tensor in a file or to be written."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class TensorSpec:
 
 
 class Read(Protocol):
-    """Rows `[start, stop)` of a tensor in a file; of a matrix also only its `columns` [first, last)."""
+    """Reads rows `[start, stop)` of a tensor in a file; of a matrix also only its `columns` [first, last)."""
 
     def __call__(
         self,
@@ -50,10 +50,10 @@ class Read(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor(TensorSpec):
-    """A tensor in a file: its bytes are `file[offset : offset + nbytes]`.
+    """Tensor in a file: its bytes are `file[offset : offset + nbytes]`.
 
-    `whole` if its rows depend on each other, so that reading some costs as much as reading all. A subclass
-    makes its numbers of other bytes.
+    `whole` if its rows depend on each other, so that reading some costs as much as reading all. Subclasses
+    compute their numbers from other bytes.
     """
 
     file: Path
@@ -62,41 +62,41 @@ class StoredTensor(TensorSpec):
 
     @property
     def location(self) -> tuple[Path, int, int]:
-        """Return the file, offset and size of its bytes: two tensors may be made of the same."""
+        """Return file, offset and size of its bytes; several tensors may share them."""
         return self.file, self.offset, self.stored_bytes
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
-        """Rows `[start, stop)` along the first dimension, from what `read` gives of files."""
+        """Read rows `[start, stop)` along the first dimension; `read` reads from files."""
         return read(self, start, stop)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that it takes in files."""
+        """Return the bytes that it takes in files."""
         return self.nbytes
 
     @property
     def stored_as(self) -> str | None:
-        """The low-bit format of its bytes, in words; None for a tensor of plain numbers."""
+        """Return the low-bit format of its bytes, in words; None for unquantized numbers."""
         return None
 
     @property
     def grid_spec(self) -> GridSpec | None:
-        """The grid that the weights are stored on; None for plain numbers, and for scales of scales."""
+        """Return the grid of the weights; None for unquantized numbers, and for scales of scales."""
         return None
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
-        """Codes and scales of the same rows; None where there is no `grid_spec`."""
+        """Read codes and scales of the same rows; None without `grid_spec`."""
         return None
 
     @property
     def as_stored(self) -> "StoredTensor":
-        """The tensor as the file has it, which a matrix may be the transpose of."""
+        """Return the tensor as the file has it, of which this matrix may be the transpose."""
         return self
 
 
 @dataclass(frozen=True)
 class TransposedTensor(StoredTensor):
-    """A matrix [N, K] that the file has as [K, N], `inner`."""
+    """Matrix [N, K] that the file stores as `inner` [K, N]."""
 
     inner: StoredTensor | None = None
 

@@ -10,6 +10,7 @@ from quantkit.cli.commands.convert import convert
 from quantkit.cli.commands.demo import demo
 from quantkit.cli.commands.doctor import doctor
 from quantkit.cli.commands.evaluate import evaluate
+from quantkit.cli.commands.export import export
 from quantkit.cli.commands.formats import formats
 from quantkit.cli.commands.generate import generate
 from quantkit.cli.commands.inspection import inspect
@@ -34,6 +35,7 @@ app = typer.Typer(
 COMPUTING: dict[str, Callable[..., None]] = {
     "quantize": quantize,
     "convert": convert,
+    "export": export,
     "plan": plan,
     "verify": verify,
     "eval": evaluate,

@@ -12,6 +12,7 @@ from quantkit.files import size_text
 if TYPE_CHECKING:
     from quantkit.checkpoint.model_record import LayerRecord
     from quantkit.quantization.allocate.allocation import Allocation, Share
+    from quantkit.verification.engine import EngineReport
 
 
 Layers = Mapping[str, "LayerRecord"]
@@ -134,3 +135,24 @@ def totals(source_bytes: int | None, output_bytes: int, bits: Mapping[str, float
         f"{before}{size_text(output_bytes)}; "
         f"bits per weight: packed linears {linears}, whole model {bits['model']:.3f}"
     )
+
+
+def print_engine_layers(report: "EngineReport") -> None:
+    """A line per kind of linear that an engine treats alike: its scheme, and the class that reads it."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(report.layers, key=lambda name: (report.layers[name].kind == "lm_head", _order(name))):
+        layer = report.layers[name]
+        rows, columns = layer.shape
+        key = (
+            f"{rows}x{columns}" + (f"x{layer.matrices}" if layer.matrices > 1 else ""),
+            "dense" if layer.scheme is None else _without_scale(layer.scheme),
+            layer.reads or ("" if layer.scheme is None else "none"),
+        )
+        groups.setdefault((_pattern(name), *key), []).append(name)
+    table = [
+        (names[0] if len(names) == 1 else pattern, str(len(names)), *cells)
+        for (pattern, *cells), names in groups.items()
+    ]
+    headings = ("linear", "count", "NxK", "stored as", f"class of {report.engine} {report.version}")
+    words = ("linear", "stored as", headings[-1])
+    print_table(headings, table, words=words, folded=("linear", headings[-1]), narrow=True)

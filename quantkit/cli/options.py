@@ -164,6 +164,14 @@ AllocatedFormats = Annotated[
         show_default="a menu of int, fp and MX formats",
     ),
 ]
+EngineName = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="The result must load in vllm or sglang, of the newest version known or such as vllm==0.26.0. "
+        "With a budget, formats are chosen among those that it reads.",
+    ),
+]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
 LmHead = Annotated[
     str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
@@ -269,6 +277,7 @@ class QuantizeArguments:
     milliseconds_per_token: MillisecondsPerToken = None
     gpu: GpuName = None
     formats: AllocatedFormats = None
+    engine: EngineName = None
     calibration: Calibration = None
     calibration_samples: CalibrationSamples = None
     calibration_length: CalibrationLength = None
@@ -342,6 +351,7 @@ class QuantizeArguments:
             resume=resume,
             overwrite=overwrite,
             check=check,
+            engine=self.engine,
         )
 
 

@@ -1,1 +1,1 @@
-"""Evaluation: what quantizing cost in accuracy and what it bought in memory."""
+"""Evaluate what quantizing cost in accuracy and saved in memory."""

@@ -1,4 +1,4 @@
-"""The evaluated model: a checkpoint directory, its tokens, and the settings that must agree."""
+"""Evaluated model: a checkpoint directory, its tokens, and settings that must agree."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,9 @@ from quantkit.model.tokenizer import tokenize
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that must be equal for two evaluations to compare: texts, windows, precision, device, batch.
+    """Settings that must be equal for evaluations to compare: texts, windows, dtype, device, batch.
 
-    `kv_cache` is the format of the KV cache that a model's tokens attend to; a reference has none.
+    `kv_cache` is the format of the model's KV cache; a reference has none.
     """
 
     texts: tuple[Path, ...]
@@ -38,7 +38,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: EvalOptions) -> "Settings":
-        """Return the settings of options whose dtype is chosen, not "auto"."""
+        """Return the settings of options whose dtype is resolved, not "auto"."""
         return cls(
             texts=tuple(map(Path, options.texts)),
             window=options.window,
@@ -62,7 +62,7 @@ class Settings:
 
 @dataclass(frozen=True, order=True)
 class Batch:
-    """Windows `start:stop` of text number `text`: what goes through a model at once."""
+    """Windows `start:stop` of text number `text`, which run through a model together."""
 
     text: int
     start: int
@@ -70,13 +70,13 @@ class Batch:
 
     @property
     def name(self) -> str:
-        """The stem of files about it."""
+        """Return the stem of its file names."""
         return f"text{self.text}-windows{self.start}-{self.stop}"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint to evaluate with its windows: tokens come from its own tokenizer."""
+    """Checkpoint to evaluate, with windows of tokens from its own tokenizer."""
 
     checkpoint: Checkpoint
     vocabulary: int
@@ -88,16 +88,16 @@ class Subject:
 
     @classmethod
     def open(cls, source: Path | str, settings: Settings) -> "Subject":
-        """Read headers, tokenizer and texts of a directory or hub id. Loads no weights.
+        """Read headers, tokenizer and texts of a directory or hub id, but no weights.
 
-        `UsageError` for a text or option, `CheckpointError` for a checkpoint that cannot be used.
+        Raises `UsageError` for a text or option, `CheckpointError` for an unusable checkpoint.
         """
         checkpoint = Checkpoint.open(resolve(source))
         directory = checkpoint.directory
         tokenizer = open_tokenizer(directory)
         vocabulary, limit = language_limits(directory)
         window, note = usable_window(settings.window, limit)
-        # A stride that was no more than the window asked for is none than the window there is.
+        # If the window was shortened, a stride up to the requested window must not exceed the actual one.
         stride = window if settings.stride is None else settings.stride
         if window < stride <= settings.window:
             stride, note = window, f"{note}; so was the stride of {stride}"
@@ -119,13 +119,13 @@ class Subject:
         )
 
     def windows(self, batch: Batch) -> Windows:
-        """The tokens of a batch, and how many of the last of each window are predicted."""
+        """Return the tokens of a batch, and how many of the last tokens of each window are predicted."""
         text = self.texts[batch.text]
         return text.tokens[batch.start : batch.stop], text.scored
 
 
 def check_comparable(model: Subject, reference: Subject) -> None:
-    """`CheckpointError` if the two do not share vocabulary, tokenizer and windows."""
+    """Raise `CheckpointError` unless both share vocabulary, tokenizer and windows."""
     where = f"{model.checkpoint.directory} and its reference {reference.checkpoint.directory}"
     remedy = "Compare a model with the checkpoint that it was made from."
     for what, mine, theirs in (

@@ -1,4 +1,4 @@
-"""Options of an evaluation. Imports no torch: the command line takes its defaults from here."""
+"""Options of an evaluation. Imports no torch, because the command line takes its defaults from here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,20 +10,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """The texts and tasks to score checkpoints on, how, and the checkpoint to compare with.
+    """Texts and tasks to score checkpoints on, and how.
 
-    Without `against` there are only perplexity and accuracy. `against` is the checkpoint to compare with, a
-    directory or hub id. Its logits are kept in at most `budget_bytes` of temporary files, or in `cache_dir`
-    for the next run.
-
-    `dtype` is that of activations; "auto" is float32 on a CPU, and on a GPU that of the reference, or of the
-    first checkpoint. Windows of `window` tokens start `stride` tokens apart, by default `window`; `batch` of
-    them run at a time, and at most `max_windows` of each text.
-
-    With `noise_floor` the reference also runs in another dtype (`evaluate.CONTROL_DTYPES`), and is compared
-    with itself on texts and tasks. With `per_block` it runs with each block of a model in turn, on a few
-    windows of the first text. With `kv_cache`, a format of `runtime.cache.kv_formats.KV_FORMATS`, tokens
-    attend to keys and values in that format; those of the reference and of single blocks do not.
+    against        checkpoint to compare with, a directory or hub id; without, only perplexity and accuracy
+    budget_bytes   largest size of its logits in temporary files
+    cache_dir      keeps its logits for later runs instead
+    dtype          of activations; "auto" is float32 on a CPU, and on a GPU the dtype of the reference, or of
+                   the first checkpoint
+    window         tokens of a window; windows start `stride` tokens apart, by default `window`
+    batch          windows that run at a time; at most `max_windows` of each text
+    noise_floor    also compare the reference with itself in another dtype (`evaluate.CONTROL_DTYPES`)
+    per_block      also run the reference with each block of a model, on a few windows of the first text
+    kv_cache       format of `runtime.cache.kv_formats.KV_FORMATS` for keys and values; not for the reference
     """
 
     texts: tuple[Path | str, ...] = ()

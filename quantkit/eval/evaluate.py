@@ -1,4 +1,4 @@
-"""Evaluate checkpoints: perplexity, tasks, and with a reference what every token and item lost."""
+"""Evaluate checkpoints: perplexity, tasks, and losses per token and item against a reference."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from quantkit.eval.text import check_tokens
 from quantkit.kernels.registry import forced_kernel
 from quantkit.progress import Advance, Progress, counting
 
-#: The dtype whose difference from another counts as none.
+#: Dtype by dtype for the noise floor: the difference between both counts as none.
 CONTROL_DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float16": "float32"}
 
 
@@ -49,9 +49,9 @@ def evaluate(
     reference: Reference | None = None,
     progress: Progress | None = None,
 ) -> EvalReport:
-    """`evaluate_many` for one checkpoint; `EvalOptions` says what each option means.
+    """Evaluate one checkpoint as `evaluate_many` does; `EvalOptions` explains the options.
 
-    It has a parameter per option, as a call of a script then says all and needs no other import.
+    It has a parameter per option, so that a script needs no other import.
     """
     options = EvalOptions(
         texts=tuple(texts),
@@ -78,14 +78,14 @@ def evaluate_many(
     partial: Partial | None = None,
     progress: Progress | None = None,
 ) -> tuple[EvalReport, ...]:
-    """Score checkpoints (directories or hub ids, packed or dense) on texts and tasks; a report each.
+    """Score checkpoints (directories or hub ids, packed or dense) on texts and tasks; one report each.
 
-    `reference` is what `options.against` names, opened by the caller with the same settings, to be reused by
-    later calls. Only one model is in memory at a time. What is done goes to `partial`, from which a later
-    call with the same arguments goes on, with the same figures.
+    `reference` is the opened `options.against`, with the same settings, for reuse by later calls. Only one
+    model is in memory at a time. Finished parts are stored in `partial`; a later call with the same arguments
+    resumes from them and gives the same figures.
 
     Raises `UsageError` for options, texts and tasks, and `CheckpointError` for checkpoints that are broken or
-    cannot be compared. Raises `OutputError` where logits or partial results cannot be written.
+    not comparable. Raises `OutputError` if logits or partial results cannot be written.
     """
     if not options.texts and options.tasks is None:
         raise UsageError("there is nothing to evaluate on. Give at least one text or task.")
@@ -128,7 +128,7 @@ def _check_reference(reference: Reference, settings: Settings, against: Path | s
 
 @dataclass
 class _Run:
-    """Results for one model in one dtype while its blocks go by."""
+    """Results for one model in one dtype while its blocks are scored."""
 
     subject: Subject
     dtype: str
@@ -142,11 +142,11 @@ class _Run:
     notes: list[str] = field(default_factory=list)
 
     def missing(self, block: int) -> list[Batch]:
-        """The batches of a block that have no scores yet."""
+        """Return the batches of a block without scores."""
         return [batch for batch in self.blocks[block] if batch not in self.scores]
 
     def metrics(self) -> dict[str, TextMetrics]:
-        """The figures of each text, once all batches are scored."""
+        """Return the metrics of each text, once all batches are scored."""
         return {
             text.name: summarize(merge([self.scores[b] for b in sorted(self.scores) if b.text == number]))
             for number, text in enumerate(self.subject.texts)
@@ -156,7 +156,7 @@ class _Run:
 def _start(
     subject: Subject, dtype: str, settings: Settings, reference: Reference | None, partial: Partial | None
 ) -> _Run:
-    """A run of `subject` that has the scores an interrupted one left in `partial`."""
+    """Start a run of `subject` with the scores that an interrupted run left in `partial`."""
     if reference is None:
         blocks = plan_blocks([len(text.tokens) for text in subject.texts], settings.batch, 0, 0)
     else:
@@ -182,7 +182,7 @@ def _start(
 
 
 def _conditions(settings: Settings) -> dict[str, Any]:
-    """Return all that figures depend on beside models, texts and options."""
+    """Return everything that figures depend on besides models, texts and options."""
     return {
         "device": str(pick_device(settings.device)),
         "versions": asdict(versions()),
@@ -203,7 +203,7 @@ def _evaluate(
     progress: Progress | None,
 ) -> tuple[EvalReport, ...]:
     tasks = options.tasks
-    # Headers, tokenizers, vocabularies and tasks are checked before any model runs.
+    # Check headers, tokenizers, vocabularies and tasks before any model runs.
     subjects = [Subject.open(model, settings) for model in models]
     sizes = [measure(subject.checkpoint) for subject in subjects]
     if reference is not None:
@@ -240,7 +240,7 @@ def _evaluate(
 def _measure_blocks(
     run: _Run, reference: Subject, settings: Settings, partial: Partial | None, progress: Progress | None
 ) -> None:
-    """Measure the cost of each block of the model of `run`; a note where that cannot be told."""
+    """Measure the cost of each block of the model of `run`; add a note if that is impossible."""
     if not run.subject.checkpoint.is_quantized:
         name = run.subject.checkpoint.directory.name
         run.notes.append(f"the KL of its blocks was not measured: {name} is not quantized")
@@ -279,7 +279,7 @@ def _ask(
     partial: Partial | None,
     progress: Progress | None,
 ) -> TaskRun:
-    """The answers of `subject` to `tasks`."""
+    """Run `tasks` on `subject`."""
     identity = {
         "model": subject.checkpoint.fingerprint(),
         "limit": tasks.limit,
@@ -314,7 +314,7 @@ def _score(
     partial: Partial | None,
     progress: Progress | None,
 ) -> None:
-    """Score missing batches: blocks of batches outside, models inside, so the reference runs once."""
+    """Score missing batches: the outer loop is over blocks of batches, so that the reference runs once."""
     blocks = range(max(len(run.blocks) for run in runs))
     wanted = [sorted({batch for run in runs for batch in run.missing(block)}) for block in blocks]
     total = sum(_windows(run.missing(block)) for run in runs for block in blocks)
@@ -343,7 +343,7 @@ def _score_block(
     partial: Partial | None,
     advance: Advance,
 ) -> None:
-    """Score the missing batches of a block with the model of `run`, which is loaded for it."""
+    """Score the missing batches of a block with the model of `run`, loaded for it."""
     device = str(pick_device(settings.device))
     subject = run.subject
     name = subject.checkpoint.directory.name

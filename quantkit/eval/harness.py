@@ -1,6 +1,6 @@
-"""The model class for lm-evaluation-harness, the optional extra `eval`; importing this module imports it.
+"""Model class for lm-evaluation-harness, the optional extra `eval`; importing this module imports it.
 
-`lm_eval.simple_evaluate(model="quantkit", model_args={"pretrained": DIR})` works once this is imported.
+`lm_eval.simple_evaluate(model="quantkit", model_args={"pretrained": DIR})` works after the import.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ from quantkit.eval.models import dtype_named
 from quantkit.model.tokenizer import tokenizer
 from quantkit.runtime.load import load_language_model
 
-#: Called with requests answered and requests in all.
+#: Called with the number of answered requests and of all requests.
 Report = Callable[[int, int], None]
 
 
 @register_model("quantkit")
 class QuantkitLM(HFLM):  # type: ignore[misc]
-    """A causal language model, packed or dense, as tasks see it: requests in batches of similar length."""
+    """Causal language model, packed or dense, for tasks: requests run in batches of similar length."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class QuantkitLM(HFLM):  # type: ignore[misc]
         batch_size: int | str = 1,
         **options: Any,
     ) -> None:
-        """Load `pretrained`, a directory or hub id, as `quantkit.load` does; `options` are those of HFLM."""
+        """Load `pretrained`, a directory or hub id, as `quantkit.load` does; `options` are HFLM's."""
         named = dtype_named(dtype) if isinstance(dtype, str) else dtype
         model = load_language_model(pretrained, device=device or "auto", dtype=named)
         super().__init__(pretrained=model, tokenizer=tokenizer(pretrained), batch_size=batch_size, **options)
-        #: Takes the place of lm-eval's own bars where there is one.
+        #: Replaces lm-eval's own progress bars, if set.
         self.report: Report | None = None
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
@@ -47,14 +47,14 @@ class QuantkitLM(HFLM):  # type: ignore[misc]
         return super().generate_until(requests, disable_tqdm=self._counted(requests) or disable_tqdm)
 
     def _counted(self, requests: Sequence[Any]) -> bool:
-        """Return True if `report` will be called as `requests` are answered."""
+        """Return True if `report` will be called as requests are answered."""
         if self.report is not None:
             self.set_cache_hook(_Counter(len(requests), self.report))
         return self.report is not None
 
 
 class _Counter:
-    """Stands where lm-eval caches answers, and counts them."""
+    """Takes the place of lm-eval's answer cache to count answers."""
 
     def __init__(self, total: int, report: Report) -> None:
         self.done, self.total, self.report = 0, total, report

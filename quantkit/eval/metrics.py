@@ -1,12 +1,12 @@
-"""The cost of quantization, per token and per text: negative log likelihood, KL divergence, same top-1.
+"""Metrics of accuracy loss per token and text: negative log likelihood, KL divergence, same top-1.
 
-All logarithms are natural, all arithmetic on logits is float64. A loss of 8-bit weights is about 1e-3 nats a
-token. A float32 log-softmax over a large vocabulary is only good to about 1e-6.
+All logarithms are natural; arithmetic on logits is float64. A loss of 8-bit weights is about 1e-3 nats a
+token, and a float32 log-softmax over a large vocabulary is only accurate to about 1e-6.
 
-The measures are those of llama.cpp's `perplexity --kl-divergence`. Standard errors treat a window as one draw
-(clustered standard errors, Miller 2024, arXiv 2411.00640), because the tokens of a window are far from
+The metrics are those of llama.cpp's `perplexity --kl-divergence`. Standard errors treat a window as one
+sample (clustered standard errors, Miller 2024, arXiv 2411.00640), because the tokens of a window are far from
 independent. The excess is a paired difference, which is much tighter than two separate errors. The error of a
-quantile is that of the share of tokens below it, carried over to the values there (Woodruff 1952,
+quantile is the error of the share of tokens below it, converted by the values there (Woodruff 1952,
 doi:10.1080/01621459.1952.10483443).
 """
 
@@ -19,10 +19,10 @@ import torch
 
 from quantkit.errors import FormatError
 
-# Logits converted to float64 at a time. A handful of temporaries of this size are alive at once.
+# Logits converted to float64 at a time; a few temporaries of this size exist at once.
 _CHUNK_ELEMENTS = 1 << 22
 
-#: Edges of the bins of `TextMetrics.kl_histogram`, nats: four to a decade.
+#: Bin edges of `TextMetrics.kl_histogram`, nats: four per decade.
 KL_EDGES: tuple[float, ...] = tuple(10 ** (i / 4) for i in range(-32, 9))
 
 
@@ -33,7 +33,7 @@ class TokenScores:
     nll            float64   -ln q(token), nats
     reference_nll  float64   -ln p(token), nats; None without a reference, like the next two
     kl             float64   KL(p || q) over the vocabulary, nats
-    same_top1      bool      whether p and q have the same most likely token
+    same_top1      bool      True if p and q have the same most likely token
     """
 
     nll: torch.Tensor
@@ -44,14 +44,14 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class TextMetrics:
-    """Metrics of one model on one text; the fields that compare are None without a reference.
+    """Metrics of one model on one text, in nats; comparing fields are None without a reference.
 
-    `perplexity` is exp of the mean `nll`, None where that is beyond a float64; `excess` is ln(perplexity /
-    reference_perplexity). The `_se` are standard errors clustered by window, None for a single window. Nats
-    throughout; `same_top1` is a fraction of `tokens`, the predicted tokens. `rms_dp` is the root of the mean
-    squared difference of the probabilities that the two models give to the tokens of the text. `kl_histogram`
-    counts tokens by their divergence: below `KL_EDGES[0]`, between each edge and the next, and from the last
-    edge on.
+    perplexity     exp of the mean `nll`, None if that overflows a float64
+    excess         ln(perplexity / reference_perplexity)
+    ..._se         standard error clustered by window, None for a single window
+    same_top1      fraction of `tokens`, the predicted tokens
+    rms_dp         root mean squared difference of both models' probabilities of the text's tokens
+    kl_histogram   tokens by divergence: below `KL_EDGES[0]`, between successive edges, above the last
     """
 
     perplexity: float | None
@@ -77,17 +77,16 @@ class TextMetrics:
     kl_histogram: tuple[int, ...] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values."""
         return asdict(self)
 
 
 def score(logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor | None = None) -> TokenScores:
-    """Scores of `logits` (finite, [B, P, V]) against the `targets` (int64 [B, P]) that they predict.
+    """Score `logits` (finite, [B, P, V]) against the `targets` (int64 [B, P]) that they predict.
 
-    `reference` are the logits of the reference model for the same positions. The KL divergence is
-    never negative in exact arithmetic; what rounding leaves below zero, about 1e-16, becomes zero, so
-    identical logits have a divergence of exactly zero. Among equal largest logits the top-1 is the
-    first. `FormatError` if the shapes do not agree.
+    `reference` are the logits of the reference model for the same positions. Rounding leaves KL divergences
+    down to about -1e-16, which become zero; identical logits have exactly zero. Among equal largest logits
+    the top-1 is the first. Raises `FormatError` if the shapes do not agree.
     """
     if logits.shape[:2] != targets.shape or (reference is not None and reference.shape != logits.shape):
         found = "" if reference is None else f", reference logits {tuple(reference.shape)}"
@@ -122,7 +121,7 @@ def _score_rows(
 
 
 def merge(scores: Sequence[TokenScores]) -> TokenScores:
-    """The scores of several windows or groups of windows of one length as one record, in order."""
+    """Concatenate the scores of windows of one length, in order."""
 
     def joined(name: str) -> torch.Tensor | None:
         values = [getattr(part, name) for part in scores]
@@ -134,7 +133,7 @@ def merge(scores: Sequence[TokenScores]) -> TokenScores:
 
 
 def summarize(scores: TokenScores) -> TextMetrics:
-    """The figures of one text. Quantiles interpolate linearly between the two nearest tokens."""
+    """Summarize one text. Quantiles interpolate linearly between the two nearest tokens."""
     windows, positions = scores.nll.shape
     nll = float(scores.nll.mean())
     common = {"nll": nll, "perplexity": perplexity(nll), "tokens": windows * positions, "windows": windows}
@@ -166,14 +165,14 @@ def summarize(scores: TokenScores) -> TextMetrics:
         kl_p99_se=quantile_error(scores.kl, ordered, 0.99),
         kl_max=float(ordered[-1]),
         rms_dp=rms_dp,
-        # The square root's slope carries the error over; at zero all differences are zero.
+        # Error propagation through the square root; at zero all differences are zero.
         rms_dp_se=None if squares_se is None else squares_se / (2 * rms_dp) if rms_dp else 0.0,
         kl_histogram=tuple(bins.bincount(minlength=len(KL_EDGES) + 1).tolist()),
     )
 
 
 def perplexity(nll: float) -> float | None:
-    """exp of a mean negative log likelihood in nats; None where the result is beyond a float64."""
+    """Return exp of a mean negative log likelihood in nats; None if that overflows a float64."""
     try:
         return math.exp(nll)
     except OverflowError:
@@ -181,7 +180,7 @@ def perplexity(nll: float) -> float | None:
 
 
 def quantile(ordered: torch.Tensor, q: float) -> float:
-    """The `q` quantile of a sorted vector: linear interpolation, for lengths torch.quantile refuses."""
+    """Return the `q` quantile of a sorted vector by linear interpolation, also of a very long one."""
     at = q * (len(ordered) - 1)
     below = math.floor(at)
     low, high = float(ordered[below]), float(ordered[math.ceil(at)])
@@ -189,10 +188,11 @@ def quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def quantile_error(values: torch.Tensor, ordered: torch.Tensor, q: float) -> float | None:
-    """Standard error of the `q` quantile of `values` ([windows, positions]), whose sorted form is `ordered`.
+    """Return the standard error of the `q` quantile of `values` ([windows, positions]).
 
-    Half the distance of the quantiles one standard error, clustered by window, of the share of values up to
-    it below and above. None for one window.
+    `ordered` are the sorted values. The share of values below the quantile has a standard error, clustered by
+    window. The result is half the distance of the quantiles one such error below and above. None for one
+    window.
     """
     share = clustered_error((values <= quantile(ordered, q)).double())
     if share is None:

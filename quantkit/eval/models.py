@@ -1,4 +1,4 @@
-"""Facts about models before they run: limits, dtypes, versions."""
+"""Query facts about models before they run: limits, dtypes, versions."""
 
 import gc
 from dataclasses import dataclass
@@ -22,16 +22,17 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype called `name`; `UsageError` lists the known ones."""
+    """Return the torch dtype called `name`; raise `UsageError` with the known names."""
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; use one of {', '.join(DTYPES)}.")
     return DTYPES[name]
 
 
 def dtype_for(name: str, device: str, source: Path | str) -> str:
-    """`name`, or for "auto" float32 on a CPU, and on a GPU the dtype of a checkpoint, a directory or hub id.
+    """Return `name`, or for "auto" float32 on a CPU and the checkpoint's dtype on a GPU.
 
-    A GPU takes ten times as long in float32, and has no packed kernels for it.
+    `source` is a directory or hub id. A GPU takes ten times as long in float32, and has no packed kernels for
+    it.
     """
     if name != "auto":
         dtype_named(name)
@@ -43,14 +44,14 @@ def dtype_for(name: str, device: str, source: Path | str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name by which `dtype_named` knows `dtype`."""
+    """Return the name that `dtype_named` accepts for `dtype`."""
     return next(name for name, one in DTYPES.items() if one == dtype)
 
 
 def language_limits(path: Path) -> tuple[int, int | None]:
-    """Vocabulary size and positions of the language model that config.json describes; positions may be None.
+    """Return vocabulary size and positions (or None) of the language model in config.json.
 
-    `CheckpointError` if transformers does not know the architecture.
+    Raises `CheckpointError` if transformers does not know the architecture.
     """
     config = _language_config(path)
     positions = getattr(config, "max_position_embeddings", None)
@@ -58,9 +59,7 @@ def language_limits(path: Path) -> tuple[int, int | None]:
 
 
 def _language_config(path: Path) -> Any:
-    """Return config.json as transformers reads it: fields that it leaves out are defaults of the model's
-    class.
-    """
+    """Return config.json as transformers reads it, with the defaults of the model's class."""
     from transformers import AutoConfig
 
     try:
@@ -75,12 +74,12 @@ def _language_config(path: Path) -> Any:
 
 
 def open_tokenizer(path: Path) -> Any:
-    """The tokenizer of a checkpoint directory."""
+    """Open the tokenizer of a checkpoint directory."""
     return tokenizer(path)
 
 
 def release(device: str) -> None:
-    """Give the memory of dropped models back: modules are reference cycles, which wait for a collection."""
+    """Free the memory of dropped models: modules are reference cycles, which wait for a collection."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
@@ -88,7 +87,7 @@ def release(device: str) -> None:
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions of the packages that figures depend on."""
+    """Versions of packages that affect figures."""
 
     quantkit_version: str
     torch: str
@@ -96,5 +95,5 @@ class Versions:
 
 
 def versions() -> Versions:
-    """The versions that run."""
+    """Return the installed versions."""
     return Versions(__version__, str(torch.__version__), version("transformers"))

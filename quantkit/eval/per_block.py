@@ -1,8 +1,8 @@
-"""The cost of each block of a packed model on its own: the divergence of the original with that block in it.
+"""Measure the cost of each block of a packed model: the original's divergence with that block packed.
 
-The original's blocks take their weights in turn. There is one set of passes for each block, in which that
-block is the packed one, and one set of the original. Up to its packed block a set takes what the original's
-blocks return, and its own after it. For L blocks this takes about as long as L / 2 passes of the model.
+The original's blocks are loaded in turn. There is one set of passes for each block, in which that block is
+packed, and one set of the original. A set shares the original's results up to its packed block and computes
+its own after it. For L blocks this takes about as long as L / 2 passes of the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,21 +25,21 @@ from quantkit.model.structure import read_structure
 from quantkit.progress import Progress, counting
 from quantkit.runtime.load import load
 
-#: Windows of the first text that are run. Hidden states of each wait on the host once for every block.
+#: Windows of the first text. The hidden states of each are on the host once per block.
 WINDOWS = 2
-#: Rows of the embedding that tell whether it is the original's.
+#: Rows of the embedding that are compared with the original's.
 _ROWS = 64
 
 
 @dataclass(frozen=True)
 class BlockLosses:
-    """By block, in the order they run: KL divergence in nats per token, the mean over `tokens`."""
+    """KL divergence by block, in the order they run: nats per token, mean over `tokens`."""
 
     kl_mean: Mapping[str, float]
     tokens: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values."""
         return asdict(self)
 
 
@@ -52,11 +52,11 @@ def block_losses(
     device: str,
     progress: Progress | None = None,
 ) -> BlockLosses:
-    """Run `original` on windows (int64 [n, W]) with each block of `packed` in turn in place of its own.
+    """Run `original` on windows (int64 [n, W]) with each block of `packed` in turn.
 
-    The divergence is that of the last `scored` tokens of each window. All of `packed` is in memory, of
-    `original` one block. `BlocksError` where the blocks of the two cannot stand for each other: for a
-    rotated model, and for one whose decoder is no list of blocks.
+    The divergence is of the last `scored` tokens of each window. All of `packed` is in memory, and one block
+    of `original`. Raises `BlocksError` if blocks are not interchangeable: for a rotated model, and for a
+    model whose decoder is no list of blocks.
     """
     _check_exchangeable(packed, original)
     where = pick_device(device)
@@ -67,7 +67,7 @@ def block_losses(
     advance = counting(len(blocks) * (len(blocks) + 5) // 2, progress)
     with decoder.passes() as start, torch.no_grad():
         dense = [start(window, home) for window in batches]
-        # For each block the passes in which that one is packed.
+        # One set of passes for each block, in which that block is packed.
         sets = {name: [start(window, home) for window in batches] for name in blocks}
         done: list[str] = []
         while (name := dense[0].block) is not None and name != decoder.head_name:
@@ -106,7 +106,7 @@ def block_losses(
 
 
 def _run(block: Block, one: ModelPass, others: Sequence[ModelPass] = ()) -> None:
-    """Take a pass past `block`, and `others`, which have seen the same until now."""
+    """Run `block` in a pass, and advance `others`, which have the same history."""
     with one.loaded() as call:
         output = block.run(call)
     hidden = hidden_in(output)
@@ -117,7 +117,7 @@ def _run(block: Block, one: ModelPass, others: Sequence[ModelPass] = ()) -> None
         if one.plain:
             other.advance(copied)
         else:
-            # The block may have left something in what it was called with.
+            # The block may have changed its arguments in place.
             _run(block, other)
 
 

@@ -1,4 +1,4 @@
-"""Verdicts: a word for what a model lost, and the losses up to which it holds."""
+"""Rate a model: a verdict on its loss, with the limits of each verdict."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from quantkit.eval.results import EvalReport
 
 @dataclass(frozen=True)
 class Verdict:
-    """A word for a loss: it holds if neither figure is larger, nats per token, on the worst text."""
+    """Verdict on a loss: it applies if neither figure is larger, nats per token, on the worst text."""
 
     word: str
     kl_mean: float
@@ -16,9 +16,9 @@ class Verdict:
     meaning: str
 
 
-#: From the best to the worst; the first that holds counts. For scale, by llama.cpp's measurements of an
-#: 8B model: 8-bit weights have a KL of 0.001, 6-bit 0.006, 4-bit 0.03, and 2-bit pick another top token
-#: at three positions in ten.
+#: From best to worst; the first that applies counts. For scale, by llama.cpp's measurements of an 8B model:
+#: 8-bit weights have a KL of 0.001, 6-bit 0.006, 4-bit 0.03, and 2-bit another top token at three positions
+#: in ten.
 VERDICTS: tuple[Verdict, ...] = (
     Verdict("indistinguishable", 0.003, 0.003, "users cannot tell it from the original"),
     Verdict("close", 0.05, 0.05, "small losses that benchmarks show and users rarely notice"),
@@ -28,7 +28,7 @@ VERDICTS: tuple[Verdict, ...] = (
 
 
 def verdict(report: EvalReport) -> Verdict | None:
-    """The verdict on the worst text of `report`; None if it was not compared with a reference."""
+    """Return the verdict on the worst text of `report`; None without a reference."""
     compared = [(m.kl_mean, m.excess) for m in report.texts.values()]
     kl = max((k for k, _ in compared if k is not None), default=None)
     excess = max((e for _, e in compared if e is not None), default=None)
@@ -38,13 +38,13 @@ def verdict(report: EvalReport) -> Verdict | None:
 
 
 def verdict_line(report: EvalReport) -> str:
-    """One plain sentence on what the model of `report` lost."""
+    """Return one plain sentence on what the model of `report` lost."""
     found = verdict(report)
     if found is None:
         return f"{report.label}: not compared with a reference; perplexity alone says nothing of the loss."
     agreement = min(m.same_top1 for m in report.texts.values() if m.same_top1 is not None)
     excess = max(m.excess for m in report.texts.values() if m.excess is not None)
-    # From 99.5 % on, two digits of a percentage would be an exponent.
+    # From 99.5 % on, two digits of a percentage would need an exponent.
     change = f"{100 * math.expm1(excess):+.2g} %" if excess < math.log(1.99) else f"x{_power(excess)}"
     return (
         f"{report.label}: {found.word} ({found.meaning}). On its worst text it picks the original's next "

@@ -1,9 +1,9 @@
-"""The logits of a reference model on fixed windows, computed once and kept in files.
+"""Compute the logits of a reference model on fixed windows once, and keep them in files.
 
-A quantized model is compared with its original token by token, and the two need not fit in memory
-together: the original runs first and its logits go to disk, float32, one file per batch of windows.
-Where not all of them fit the budget, the windows are split into blocks and the two models take turns.
-Batches do not depend on the blocks, so neither do the figures.
+A quantized model is compared with its original token by token, and both need not fit in memory together: the
+original runs first, and its logits go to disk, float32, one file per batch of windows. If not all fit the
+budget, the windows are split into blocks and the two models alternate. Batches do not depend on the blocks,
+so neither do the figures.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ _ITEM_BYTES = 4
 def plan_blocks(
     counts: Sequence[int], batch: int, window_bytes: int, budget_bytes: int
 ) -> tuple[tuple[Batch, ...], ...]:
-    """Batches of at most `batch` windows of texts of `counts` windows, in blocks within the budget.
+    """Split texts with `counts` windows into batches of at most `batch`, in blocks within the budget.
 
-    `UsageError` if the logits of one batch do not fit.
+    Raises `UsageError` if the logits of one batch do not fit.
     """
     blocks: list[tuple[Batch, ...]] = []
     block: list[Batch] = []
@@ -62,9 +62,10 @@ def plan_blocks(
 
 
 def _with_numbers(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` as `quantize` reads it, low-bit weights as numbers.
+    """Return `checkpoint` as `quantize` reads it, with low-bit weights dequantized.
 
-    What has no reader stays as it is: quantkit's own packed directories, and what transformers may load.
+    Formats without a reader stay as they are: quantkit's own packed directories, and what transformers may
+    load.
     """
     try:
         return dequantized(checkpoint)
@@ -73,25 +74,25 @@ def _with_numbers(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class Reference:
-    """A reference model's logits, computed block by block and reused by every model compared with it.
+    """Logits of a reference model, computed block by block and reused by every model compared with it.
 
     Open it once for several models and close it at the end (it is a context manager): the files are temporary
-    unless `cache_dir` is given. There they stay for the next run, in a subdirectory named after a hash of the
+    unless `cache_dir` is given. There they stay for later runs, in a subdirectory named after a hash of the
     reference's files, the tokens, dtype, device and versions.
     """
 
     def __init__(self, source: Path | str, options: EvalOptions) -> None:
         """Read headers, tokenizer and texts of a directory or hub id; `prepare` loads the model.
 
-        Of `options` it takes what models share, `budget_bytes` and `cache_dir`; its KV cache is in the dtype.
-        `OutputError` if as much disk as its logits take is not free.
+        Uses the shared settings of `options`, `budget_bytes` and `cache_dir`; the KV cache is never
+        quantized. Raises `OutputError` if the disk lacks room for the logits.
         """
         dtype = dtype_for(options.dtype, options.device, source)
         self.settings = Settings.of(replace(options, dtype=dtype, kv_cache=None))
         opened = Subject.open(source, self.settings)
         self.subject = replace(opened, checkpoint=_with_numbers(opened.checkpoint))
         self.directory = self.subject.checkpoint.directory
-        #: Seconds spent so far on running the reference model, and what was unusual about it.
+        #: Seconds spent so far on running the reference model, and a note on it.
         self.seconds = 0.0
         self.note: str | None = None
         window_bytes = [text.scored * self.subject.vocabulary * _ITEM_BYTES for text in self.subject.texts]
@@ -103,9 +104,9 @@ class Reference:
         )
         self._device = str(pick_device(options.device))
         total = sum(len(t.tokens) * size for t, size in zip(self.subject.texts, window_bytes, strict=True))
-        #: Bytes of logits on disk at a time, at most.
+        #: Most bytes of logits on disk at a time.
         self.nbytes = min(total, options.budget_bytes)
-        #: Names the logits: a hash of the reference's files, the tokens, dtype, batch, device and versions.
+        #: Key of the logits: a hash of the reference's files, the tokens, dtype, batch, device and versions.
         self.key = self._key()
         self._temporary = None
         with temporary(f"the logits of {self.directory}"):
@@ -133,9 +134,9 @@ class Reference:
             self._temporary.cleanup()
 
     def prepare(self, block: int, wanted: Sequence[Batch], advance: Advance) -> None:
-        """Have the logits of the batches `wanted` of block number `block` on disk.
+        """Compute missing logits of the batches `wanted` of block number `block`, and store them on disk.
 
-        Those of other blocks are deleted for it.
+        Deletes those of other blocks.
         """
         missing = [batch for batch in wanted if not self._is_stored(batch)]
         advance(sum(b.stop - b.start for b in wanted) - sum(b.stop - b.start for b in missing), "reference")
@@ -149,7 +150,7 @@ class Reference:
         self.seconds += time.monotonic() - started
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Logits of a prepared batch, float32 [windows, scored, vocabulary], on the CPU."""
+        """Return the logits of a prepared batch, float32 [windows, scored, vocabulary], on the CPU."""
         if not self._is_stored(batch):
             raise CheckpointError(_cut_short(self._file(batch)))
         data = torch.empty(self._shape(batch), dtype=torch.float32)
@@ -188,7 +189,8 @@ class Reference:
         try:
             self._files.mkdir(parents=True, exist_ok=True)
             data = logits.float().contiguous().cpu().view(-1).view(torch.uint8).numpy()
-            # A later process takes a file of the right size for whole. Temporary ones have none.
+            # A later process accepts any file of the right size as whole. Temporary files have no later
+            # process.
             replace_file(self._file(batch), data.data, durable=self._temporary is None)
         except OSError as error:
             raise OutputError(
@@ -228,7 +230,7 @@ def _cut_short(path: Path) -> str:
 
 
 def _check_space(directory: Path, needed: int) -> None:
-    """`OutputError` if `directory`, with its logits of an earlier run, has no room for `needed` bytes."""
+    """Raise `OutputError` unless `directory` has `needed` bytes, counting its earlier logits as free."""
     place = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     stored = sum(path.stat().st_size for path in directory.glob("*.f32"))

@@ -1,8 +1,8 @@
-"""Results of an evaluation so far, in files, so that it goes on where it was interrupted.
+"""Store the results of an evaluation so far, so that it can resume after an interruption.
 
-Files hold the scores of every batch of windows and the answers to every task. Each is written whole behind
-its hash, under a key of all that its figures depend on. What is damaged is measured again. They are deleted
-when the evaluation is done: they are no cache.
+Files hold the scores of every batch of windows and the answers to every task. Each is written in one step
+with its hash, under a key of everything its figures depend on. A damaged file is measured again. They are
+deleted when the evaluation is done.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from quantkit.errors import OutputError
 from quantkit.eval.metrics import TokenScores
 from quantkit.files import os_error_text, parse_json, replace_file
 
-#: The folder of everything, which is deleted at the end, and the one in it of the reference's logits.
+#: Folder of all files, deleted at the end, and its subfolder for the reference's logits.
 _FOLDER = ".quantkit-eval"
 _LOGITS = "reference"
 MAX_BYTES = 1 << 30
@@ -28,7 +28,7 @@ _FIELDS = ("nll", "reference_nll", "kl", "same_top1")
 
 
 class Partial:
-    """Finished parts of evaluations, in a folder of their own in `directory`."""
+    """Finished parts of evaluations, in a folder in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / _FOLDER
@@ -39,7 +39,7 @@ class Partial:
         return self.directory / _LOGITS
 
     def scores(self, key: str, name: str, shape: tuple[int, int]) -> TokenScores | None:
-        """The scores of the batch `name`, [windows, positions] of `shape`; None if there are none."""
+        """Return the scores of the batch `name`, [windows, positions] of `shape`; None if not stored."""
         data = self._read(self.directory / key / f"{name}.scores")
         if data is None:
             return None
@@ -49,23 +49,23 @@ class Partial:
         return TokenScores(*(tensors.get(field) for field in _FIELDS))
 
     def store_scores(self, key: str, name: str, scores: TokenScores) -> None:
-        """Keep the scores of the batch `name`; `OutputError` if they cannot be written."""
+        """Store the scores of the batch `name`; raise `OutputError` if they cannot be written."""
         tensors: dict[str, torch.Tensor] = {
             field: value.contiguous() for field in _FIELDS if (value := getattr(scores, field)) is not None
         }
         self._write(self.directory / key / f"{name}.scores", save(tensors))
 
     def json(self, key: str, name: str) -> dict[str, Any] | None:
-        """The JSON object stored as `name`; None if there is none."""
+        """Return the JSON object stored as `name`; None if not stored."""
         data = self._read(self.directory / key / f"{name}.json")
         return None if data is None else parse_json(data, name)
 
     def store_json(self, key: str, name: str, value: dict[str, Any]) -> None:
-        """Keep a JSON object; `OutputError` if it cannot be written."""
+        """Store a JSON object; raise `OutputError` if it cannot be written."""
         self._write(self.directory / key / f"{name}.json", json.dumps(value).encode())
 
     def remove(self) -> str | None:
-        """Delete all parts: the evaluation is done. What to tell the user if that cannot be."""
+        """Delete all parts after the evaluation; return a text for the user if that fails."""
         try:
             shutil.rmtree(self.directory)
         except FileNotFoundError:
@@ -76,7 +76,7 @@ class Partial:
 
     @staticmethod
     def _read(path: Path) -> bytes | None:
-        """The bytes that were stored, None where there are none or others."""
+        """Return the stored bytes, None if missing or damaged."""
         try:
             data = read_inside(path, MAX_BYTES)
         except OSError:
@@ -96,5 +96,5 @@ class Partial:
 
 
 def _digest(path: Path, data: bytes) -> bytes:
-    """The hash of what is stored, and of where: a file under another name is another's result."""
+    """Hash stored data with its path, so that a renamed file does not count as another result."""
     return hashlib.sha256(f"{path.parent.name}/{path.name}\n".encode() + data).digest()

@@ -1,6 +1,6 @@
-"""The results of an evaluation: every figure of one model and how it was measured, the content of eval.json.
+"""Results of an evaluation: every figure of one model and how it was measured, the content of eval.json.
 
-`eval/evaluate.py` finds them, `report/eval_report.py` tells people.
+`eval/evaluate.py` computes them, `report/eval_report.py` presents them.
 """
 
 import json
@@ -20,14 +20,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """The loss of the reference itself in another dtype: a difference as small is none."""
+    """Loss of the reference itself in another dtype: smaller differences mean nothing."""
 
     dtype: str
     texts: Mapping[str, TextMetrics]
     tasks: tuple[TaskMetrics, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values."""
         return {
             "dtype": self.dtype,
             "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
@@ -37,12 +37,13 @@ class NoiseFloor:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """The results of an evaluation; `to_json` is the content of eval.json.
+    """Results of an evaluation; `to_json` is the content of eval.json.
 
-    `window` and `stride` are those used, after any cut to the model's positions; `seconds` are those of this
-    model on the texts in this run, `reference_seconds` those spent on the reference so far, which other
-    models may share. `reference_logits` are the bytes that its logits took on disk at a time. `notes` are for
-    people: anything that was not done as asked.
+    window, stride      as used, after limiting them to the model's positions
+    seconds             time of this model on the texts in this run
+    reference_seconds   time of the reference so far, which other models may share
+    reference_logits    most bytes of its logits on disk at a time
+    notes               for people: anything not done as requested
     """
 
     model: str
@@ -69,7 +70,7 @@ class EvalReport:
     kv_cache: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form, free of NaN and infinities."""
+        """Return JSON values, free of NaN and infinities."""
         reference = self.reference_sizes
         return {
             "version": VERSION,
@@ -106,5 +107,5 @@ class EvalReport:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON text. A null perplexity is one beyond a float64; `nll` is its logarithm."""
+        """Return `to_dict` as JSON text. A null perplexity overflowed a float64; `nll` is its logarithm."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"

@@ -1,7 +1,7 @@
-"""Forward passes of a checkpoint: with all of it in memory, or block by block where it does not fit.
+"""Run forward passes of a checkpoint: with all of it in memory, or block by block if it does not fit.
 
-Block by block, every weight is read once for many windows, whose hidden states wait on the host. On a CPU the
-numbers are the same bits.
+Block by block, every weight is read once for many windows, whose hidden states are stored on the host. On a
+CPU the results are bit-identical.
 """
 
 from abc import ABC, abstractmethod
@@ -25,16 +25,16 @@ from quantkit.model.hidden_states import Home
 from quantkit.runtime.generate import cache_name
 from quantkit.runtime.load import load_language_model
 
-#: Tokens whose hidden states wait between two blocks, and passes, each of which has a thread.
+#: Tokens whose hidden states are stored between two blocks, and passes, each with a thread of its own.
 WAITING_TOKENS = 1 << 17
 WAITING_PASSES = 256
 
-#: Windows that go through a model at once, int64 [B, W], and how many last tokens of each are predicted.
+#: Windows int64 [B, W] of a batch, and how many last tokens of each are predicted.
 Windows = tuple[torch.Tensor, int]
 
 
 class Passes(ABC):
-    """A model ready to run; call `close` before the next one is opened. `note` says what is unusual."""
+    """Model ready to run; call `close` before opening the next one. `note` is for the user."""
 
     note: str | None = None
 
@@ -44,28 +44,28 @@ class Passes(ABC):
     @property
     @abstractmethod
     def embedding_rows(self) -> int:
-        """Rows of the input embedding: one more than the largest token the model takes."""
+        """Return the rows of the input embedding: one more than the largest token."""
 
     @abstractmethod
     def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
-        """Logits [B, W, V] of each batch, in order."""
+        """Yield the logits [B, W, V] of each batch, in order."""
 
     def logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
-        """Logits [B, scored, V] that predict the last `scored` tokens of each batch in turn, on the device.
+        """Yield the logits [B, scored, V] that predict the last `scored` tokens of each batch, on the device.
 
-        `CheckpointError` if one is not finite.
+        Raises `CheckpointError` if any is not finite.
         """
         for logits, (_, scored) in zip(self._logits(batches), batches, strict=True):
             yield predictions(logits, scored, self.directory)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         vars(self).pop("_model", None)
         release(str(self.device))
 
 
 class _Whole(Passes):
-    """All weights in memory."""
+    """Passes with all weights in memory."""
 
     def __init__(
         self, directory: Path, dtype: torch.dtype, device: torch.device, kv_cache: str | None
@@ -81,7 +81,7 @@ class _Whole(Passes):
 
     def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
         for tokens, _ in batches:
-            # Who takes the logits is not in this mode.
+            # Left before each yield, so that the caller's code runs outside inference mode.
             with torch.inference_mode():
                 cache = None if self._kv_cache is None else self._empty_cache(self._kv_cache)
                 inputs = tokens.to(self.device)
@@ -99,7 +99,7 @@ class _Whole(Passes):
 
 
 class _BlockByBlock(Passes):
-    """The weights of one block in memory, and the hidden states of as many windows as may wait."""
+    """Passes with the weights of one block in memory, and hidden states of as many windows as allowed."""
 
     def __init__(self, decoder: Decoder, directory: Path, note: str) -> None:
         super().__init__(directory, decoder.device)
@@ -111,7 +111,7 @@ class _BlockByBlock(Passes):
         return self._model.embedding_rows
 
     def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
-        # What blocks are called with belongs to windows of one shape.
+        # The arguments of blocks belong to windows of one shape.
         for _, group in groupby(batches, lambda batch: batch[0].shape):
             alike = list(group)
             step = max(1, min(WAITING_PASSES, WAITING_TOKENS // alike[0][0].numel()))
@@ -161,12 +161,10 @@ def check_finite(logits: torch.Tensor, directory: Path) -> None:
 def open_passes(
     checkpoint: Checkpoint, dtype: torch.dtype, device: str, kv_cache: str | None = None
 ) -> Passes:
-    """`checkpoint` with activations in `dtype`, whole unless it is dense and larger than the free memory.
+    """Open `checkpoint` with activations in `dtype`: whole, unless dense and larger than the free memory.
 
-    Low-bit weights that are read as numbers are in no file, so that transformers could load them: they run
-    block by block.
-
-    With `kv_cache`, a format of `KV_SCHEMES`, it has to be whole: else `EnvironmentProblem`.
+    Low-bit weights that are dequantized when read run block by block, because transformers cannot load them.
+    With `kv_cache`, a format of `KV_SCHEMES`, the model must run whole; else raises `EnvironmentProblem`.
     """
     where = pick_device(device)
     needed = sum(tensor.elements for tensor in checkpoint.tensors.values()) * dtype.itemsize

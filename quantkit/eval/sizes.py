@@ -1,4 +1,4 @@
-"""Honest bits per weight: what is stored, from the headers, over what is represented."""
+"""Compute bits per weight: all stored bits, from headers, over all logical weights."""
 
 import math
 from collections.abc import Mapping
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.compressed_tensors import stored_formats
+from quantkit.checkpoint.low_bit.dequantized import dequantized
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.packing.names import StoredFormat, packed_parameters
 from quantkit.packing.schemes import PARTS, Scheme
@@ -20,12 +22,12 @@ class Sizes:
     """Bytes and bits per weight of one checkpoint.
 
     linears      8 x all stored bytes of the packed linears (words, padding, scales, zero-points, shapes)
-                 over their logical weights; linears kept dense do not count. None if none is packed
-    model        8 x the bytes of all tensors over all logical parameters, as the manifest says it if there is
-                 one: an lm_head that was tied to the embedding has no parameters of its own
+                 over their logical weights; dense linears do not count. None if none is packed
+    model        8 x the bytes of all tensors over all logical parameters, by the manifest if there is one: an
+                 lm_head that was tied to the embedding has no parameters of its own
     file_bytes   the weight files, headers included
-    format       the schemes of the linears, or the formats of another tool; `dense` where none is packed
-    method       the methods that chose their codes, None if no manifest tells
+    format       the schemes of the linears, or the formats of another tool; `dense` if none is packed
+    method       the methods that chose their codes, None without a manifest
     """
 
     linears: float | None
@@ -36,11 +38,12 @@ class Sizes:
 
 
 def measure(checkpoint: Checkpoint) -> Sizes:
-    """The sizes of `checkpoint`, from headers, manifest and the logical shapes that are stored.
+    """Measure `checkpoint` by headers, manifest and the stored logical shapes.
 
-    `CheckpointError` for a quantization config or packed tensor that quantkit would not have written.
+    Raises `CheckpointError` for a quantization config or packed tensor that quantkit would not have written.
     """
     section = checkpoint.config.get("quantization_config")
+    tensors: Mapping[str, StoredTensor] = checkpoint.tensors
     packed_bytes, packed_weights, packed_elements = 0, 0, 0
     low_bit = dict.fromkeys(tensor.stored_as for tensor in checkpoint.tensors.values() if tensor.stored_as)
     described = " + ".join(filter(None, low_bit)) or "dense"
@@ -57,7 +60,8 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     elif section:
         method = section.get("quant_method") if isinstance(section, dict) else section
         described = f"quant_method {method}"
-    elements = sum(tensor.elements for tensor in checkpoint.tensors.values())
+        tensors = _logical_tensors(checkpoint)
+    elements = sum(tensor.elements for tensor in tensors.values())
     manifest = _manifest(checkpoint.directory)
     found = 8 * checkpoint.nbytes / (elements - packed_elements + packed_weights)
     return Sizes(
@@ -69,8 +73,17 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     )
 
 
+def _logical_tensors(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
+    """Return the tensors of a checkpoint of another tool, low-bit ones in their logical shapes."""
+    try:
+        return dequantized(checkpoint).tensors
+    except CheckpointError:
+        # Formats that transformers runs and quantkit does not read: an element may hold several weights.
+        return checkpoint.tensors
+
+
 def describe(config: QuantizationConfig) -> str:
-    """The distinct schemes of a packed checkpoint, the default first."""
+    """Return the distinct schemes of a packed checkpoint, the default first."""
     schemes: dict[Scheme | None, None] = dict.fromkeys([config.default, *config.modules.values()])
     return " + ".join(str(scheme) for scheme in schemes if scheme is not None)
 
@@ -80,7 +93,7 @@ def _manifest(directory: Path) -> Mapping[str, Any]:
 
 
 def _recorded_bits(manifest: Mapping[str, Any]) -> float | None:
-    """The bits per weight of the whole model; None if no manifest of quantizing says them."""
+    """Return the bits per weight of the whole model in a manifest of quantizing; else None."""
     bits = manifest.get("bits_per_weight")
     found = bits.get("model") if isinstance(bits, dict) else None
     return found if isinstance(found, float) else None
@@ -105,7 +118,7 @@ def _logical_weights(checkpoint: Checkpoint, parameter: str, stored: StoredForma
             "logical shape. Quantize the model again."
         )
     shape = [int(size) for size in checkpoint.read(name)]
-    # A code has at least one bit: a shape that claims more than the words hold would flatter the figure.
+    # A code has at least one bit: a larger shape than the words hold would make the figure too small.
     if min(shape) < 1 or math.prod(shape) > 8 * words.nbytes or shape[0] != words.shape[0]:
         raise CheckpointError(
             f"{tensor.file}: tensor {name!r} says {shape}, but the words are {words.dtype} {words.shape}; "

@@ -1,7 +1,7 @@
-"""Benchmark tasks through lm-evaluation-harness, the optional extra `eval`, item by item.
+"""Run benchmark tasks through lm-evaluation-harness, the optional extra `eval`, item by item.
 
-lm-eval reads the tasks, asks the model and judges each item. What quantizing changed is then compared on the
-same items: `quantkit.eval.paired`.
+lm-eval reads the tasks, queries the model and judges each item. `quantkit.eval.paired` then compares models
+on the same items.
 """
 
 import hashlib
@@ -26,21 +26,21 @@ from quantkit.memory import is_lack_of_memory
 from quantkit.model.hf_files import PACKAGE
 from quantkit.progress import Progress
 
-#: What makes a directory a model's, from which no task is read.
+#: A directory with this file is a model's, and no task is read from it.
 _MODEL_FILE = "config.json"
 
-#: lm-eval's own, so that examples before a question are those of its command line.
+#: lm-eval's own seed, so that few-shot examples equal those of its command line.
 _FEWSHOT_SEED = 1234
-#: Of the text of an error of lm-eval, which may hold a whole document.
+#: Characters shown of an error of lm-eval, which may contain a whole document.
 _SHOWN_CHARS = 300
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Which tasks to run: their names, and at most `limit` items of each; `path` is a folder of task files.
+    """Tasks to run: their names, and at most `limit` items of each; `path` is a folder of task files.
 
     `batch` is the number of requests at a time. A task file is code: its templates and functions run with the
-    rights of the user. Only those of `path` and those that come with lm-eval are read, never a model's.
+    rights of the user. Only those in `path` and those of lm-eval are read, never a model's.
     """
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class Tasks:
             check_task_path(self.path)
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Path, bytes and time of change of each file of `path`: what answers to its tasks depend on."""
+        """Return path, size and mtime of each file of `path`, on which answers depend."""
         if self.path is None:
             return []
         files = sorted(path for path in self.path.resolve().rglob("*") if path.is_file())
@@ -68,9 +68,9 @@ class Tasks:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """Results of one model: lm-eval's figures by task, and the items that it got right by task and metric.
+    """Results of one model: lm-eval's figures by task, and the correct items by task and metric.
 
-    `documents` is a hash of the items of each task, as the model was asked them.
+    `documents` is a hash of the items of each task, as the model saw them.
     """
 
     results: Mapping[str, Any]
@@ -80,7 +80,7 @@ class TaskRun:
 
 @dataclass(frozen=True)
 class TaskMetrics:
-    """A metric of a task that is right or wrong item by item; `paired` is None without a reference."""
+    """Metric of a task that is right or wrong per item; `paired` is None without a reference."""
 
     task: str
     metric: str
@@ -90,12 +90,12 @@ class TaskMetrics:
     paired: Paired | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values."""
         return asdict(self)
 
 
 def check_task_path(path: Path) -> None:
-    """`UsageError` if `path` is no directory, or is, lies in or contains a model's directory."""
+    """Raise `UsageError` if `path` is no directory, or overlaps a model's directory."""
     if not path.is_dir():
         raise UsageError(f"task path {path} is no directory. Name a folder of task files in lm-eval's YAML.")
     place = path.resolve()
@@ -109,9 +109,9 @@ def check_task_path(path: Path) -> None:
 
 
 def task_manager(tasks: Tasks) -> Any:
-    """lm-eval's index of its own tasks and those of `tasks.path`.
+    """Return lm-eval's index of its own tasks and of those in `tasks.path`.
 
-    `EnvironmentProblem` if lm-eval is not installed, `UsageError` for an unknown task.
+    Raises `EnvironmentProblem` if lm-eval is not installed, `UsageError` for an unknown task.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -120,7 +120,7 @@ def task_manager(tasks: Tasks) -> Any:
             f"tasks need lm-eval, which cannot be imported ({error}). Install it with {pip_install('eval')}."
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # lm-eval's own index takes seconds to read, and is not needed where the folder has all tasks.
+    # lm-eval's own index takes seconds to read; skip it if the folder has all tasks.
     for defaults in (False, True) if tasks.path is not None else (True,):
         with _explained(f"tasks {', '.join(tasks.names)}"):
             manager = TaskManager(
@@ -146,10 +146,10 @@ def run_tasks(
     key: str = "",
     progress: Progress | None = None,
 ) -> TaskRun:
-    """Run `tasks` on the checkpoint `model`, task by task; `manager` is that of `task_manager`.
+    """Run `tasks` on the checkpoint `model`, task by task; `manager` is from `task_manager`.
 
-    Tasks that are in `partial` under `key` are not run again. Data sets are downloaded from the Hugging Face
-    hub unless they are cached or files; with `HF_HUB_OFFLINE` set nothing is, and one that is missing is a
+    Tasks stored in `partial` under `key` are not run again. Data sets are downloaded from the Hugging Face
+    hub unless they are cached or files. With `HF_HUB_OFFLINE` nothing is downloaded, and a missing one is a
     `UsageError`.
     """
     lm: Any = None
@@ -176,12 +176,15 @@ def _labeled(progress: Progress, label: str, done: int, total: int) -> None:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn what lm-eval and its libraries raise about a task into one line; errors of quantkit pass."""
+    """Context manager: turn errors of lm-eval and its libraries about a task into one line.
+
+    Errors of quantkit pass.
+    """
     try:
         yield
     except QuantkitError:
         raise
-    # Those of huggingface_hub and datasets are of this class too.
+    # Errors of huggingface_hub and datasets are of this class too.
     except OSError as error:
         raise UsageError(
             f"{what}: its data cannot be read ({one_line(str(error))}). Files are looked for from the "
@@ -205,8 +208,8 @@ def _run_task(lm: Any, name: str, tasks: Tasks, manager: Any) -> dict[str, Any]:
     from quantkit.checkpoint.hub.answers import FILE_SECONDS
     from quantkit.checkpoint.hub.client import guarded
 
-    # What lm_eval.simple_evaluate does, less seconds of looking at the machine and at git. Metrics may be of
-    # the hub too.
+    # As lm_eval.simple_evaluate, without the seconds it takes to inspect the machine and git. Metrics may
+    # come from the hub too.
     with _explained(f"task {name}"), guarded(FILE_SECONDS):
         loaded = manager.load([name])
         for task in loaded["tasks"].values():
@@ -235,9 +238,9 @@ def _run_task(lm: Any, name: str, tasks: Tasks, manager: Any) -> dict[str, Any]:
 
 
 def task_metrics(run: TaskRun, reference: TaskRun | None) -> tuple[TaskMetrics, ...]:
-    """The figures of `run`, compared with `reference` item by item.
+    """Return the metrics of `run`, compared with `reference` item by item.
 
-    `CheckpointError` if the two were not asked the same items.
+    Raises `CheckpointError` if the two did not see the same items.
     """
     metrics = []
     for task, by_metric in run.correct.items():
@@ -262,12 +265,12 @@ def task_metrics(run: TaskRun, reference: TaskRun | None) -> tuple[TaskMetrics, 
 
 
 def _slug(name: str) -> str:
-    """A file name for a task, whatever its name holds."""
+    """Return a valid file name for any task name."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def jsonable(value: Any) -> Any:
-    """`value` with numpy numbers and arrays as Python's, non-finite numbers as null, the rest as text."""
+    """Convert `value` to JSON values: numpy to Python numbers, non-finite to null, others to text."""
     if isinstance(value, dict):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,12 +1,12 @@
-"""Texts to score on: read strictly, tokenized as one stream, cut into windows.
+"""Read texts to score on: strictly, tokenized as one stream, cut into windows.
 
-The protocol is GPTQ's (arXiv 2210.17323): the whole text is one stream of tokens. No token is added to it: no
-BOS, not even for tokenizers that add one by default. Windows of 2048 tokens do not overlap; the tokens after
-the last whole window are not used. Position 0 of a window has no context and is not scored, so a window of W
+The protocol is GPTQ's (arXiv 2210.17323): the whole text is one stream of tokens, without BOS or other added
+tokens, even if the tokenizer adds them by default. Windows of 2048 tokens do not overlap; tokens after the
+last whole window are not used. Position 0 of a window has no context and is not scored, so a window of W
 tokens scores W - 1.
 
-A window may start less than its length after the one before. Of each window the last `stride` tokens are then
-scored, and every one of them has at least window - stride tokens of context.
+With a stride below the window, windows overlap. Only the last `stride` tokens of each window are then scored,
+and each has at least window - stride tokens of context.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from quantkit.errors import CheckpointError, UsageError
 
 @dataclass(frozen=True, eq=False)
 class TextWindows:
-    """A text as windows of tokens: int64 [windows, window], and what the reader should know of it.
+    """Text as windows of tokens: int64 [windows, window], and notes for the user.
 
     The last `scored` tokens of each window are scored.
     """
@@ -34,14 +34,14 @@ class TextWindows:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of the windows' shape and tokens."""
+        """Return the hex SHA-256 of the windows' shape and tokens."""
         return token_digest(self.tokens)
 
 
 def text_names(paths: Sequence[Path]) -> tuple[str, ...]:
-    """A distinct name per text for reports: the file name, the whole path where that is not distinct.
+    """Return a distinct name per text: the file name, or the whole path if that is ambiguous.
 
-    `UsageError` if one is given twice.
+    Raises `UsageError` if a text is given twice.
     """
     for path, count in Counter(paths).items():
         if count > 1:
@@ -51,7 +51,7 @@ def text_names(paths: Sequence[Path]) -> tuple[str, ...]:
 
 
 def usable_window(window: int, limit: int | None) -> tuple[int, str | None]:
-    """`window` cut to the `limit` of positions a model has, and the note to show if it was cut."""
+    """Limit `window` to the positions of a model; return it with a note if it was shortened."""
     if window < 2:
         raise UsageError(f"window is {window}; a window has at least 2 tokens, one to predict from.")
     if limit is None or window <= limit:
@@ -62,10 +62,10 @@ def usable_window(window: int, limit: int | None) -> tuple[int, str | None]:
 def cut(
     name: str, tokens: torch.Tensor, window: int, max_windows: int | None = None, stride: int | None = None
 ) -> TextWindows:
-    """The first `max_windows` (default all) windows of `window` tokens of a stream (int64 [n]).
+    """Cut the first `max_windows` (default all) windows of `window` tokens from a stream (int64 [n]).
 
-    One starts `stride` tokens (default `window`) after the other. A stream shorter than one window becomes
-    one short window; `UsageError` below two tokens.
+    They start `stride` tokens (default `window`) apart. A stream shorter than one window becomes one short
+    window. Raises `UsageError` below two tokens.
     """
     stride = window if stride is None else stride
     if max_windows is not None and max_windows < 1:
@@ -83,7 +83,7 @@ def cut(
 
 
 def check_tokens(text: TextWindows, rows: int, model: Path) -> None:
-    """`CheckpointError` if a token of `text` has no row in the embedding of `model`."""
+    """Raise `CheckpointError` if a token of `text` has no row in the embedding of `model`."""
     largest = int(text.tokens.max())
     if largest >= rows:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""The backward pass of the packed product: gradients of x and bias, of first order.
+"""Backward pass of the packed linear: first-order gradients of x and bias.
 
-Gradients of gradients, tangents (forward derivatives), torch.vmap and the transforms of `torch.func` are
-refused: torch by itself would leave the product out of a tangent or a second gradient, in silence.
+Second-order gradients, forward-mode derivatives (tangents), torch.vmap and the transforms of `torch.func` are
+refused. torch would otherwise silently leave the product out of them.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,9 @@ from quantkit.packing.schemes import parse_token
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save for `backward` what it needs of a call of `quantkit::linear` with x [..., K] and `output` [...,
-    N].
-    """
+    """Save the operands of `quantkit::linear`, with x [..., K] and `output` [..., N], for `backward`."""
     x, parts, layout, _, scheme, _, layout_name = inputs
-    # A layout that has the words is what the backward pass takes them from.
+    # If the layout holds the words, `backward` dequantizes from it.
     kept = layout if len(parts) < len(parse_token(scheme).part_names) else []
     ctx.save_for_backward(*parts, *kept)
     ctx.scheme, ctx.layout_name = scheme, layout_name
@@ -28,11 +26,11 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Return the gradients of x [..., K] and bias [N] from that of y, `grad` [..., N], in their dtypes.
+    """Return the gradients of x [..., K] and bias [N] from `grad` [..., N], the gradient of y.
 
-    Raises `KernelError` where a part of the weight asks for a gradient.
+    They have the dtypes of x and bias. Raises `KernelError` if a part of the weight requires a gradient.
     """
-    # Read once: a checkpoint computes them anew and hands them out a single time.
+    # Read once: activation checkpointing recomputes them and returns them a single time.
     saved = list(ctx.saved_tensors)
     parts, layout = saved[: ctx.parts], saved[ctx.parts :]
     needs = ctx.needs_input_grad
@@ -50,13 +48,11 @@ def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save nothing of a call of `quantkit::linear_grad_x` with `output` [..., K]: `refuse_second_order` needs
-    nothing.
-    """
+    """Save nothing for the backward pass of `quantkit::linear_grad_x`, whose `output` is [..., K]."""
 
 
 def refuse_second_order(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Raise `KernelError` where the gradient of a gradient is asked for; `grad` is [..., K]."""
+    """Raise `KernelError` for a second-order gradient; `grad` is [..., K]."""
     raise KernelError(
         "packed products have no gradients of gradients. Leave out create_graph=True, or compute with "
         "dequantize() of the weight."
@@ -64,22 +60,21 @@ def refuse_second_order(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_transformed(x: torch.Tensor) -> bool:
-    """Return True if x [..., K] has a tangent, or torch.vmap or another transform of `torch.func` is on."""
+    """Return True if x [..., K] has a tangent, or a transform of `torch.func` such as vmap is active."""
     if torch.compiler.is_compiling():
         return _has_tangent(x)
-    # Within vmap a tensor that it goes over cannot be asked.
+    # Inside vmap, a batched tensor cannot be queried.
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse_transforms(x: torch.Tensor, bias: torch.Tensor | None, parts: Sequence[torch.Tensor]) -> None:
-    """Raise `KernelError` for operands with tangents, and within torch.vmap and transforms of `torch.func`.
+    """Raise `KernelError` for operands with tangents, and inside torch.vmap and transforms of `torch.func`.
 
-    To be called where x [..., K] `is_transformed`; bias is [N]. torch.compile is asked for the tangent of x
-    alone.
+    Call it if x [..., K] `is_transformed`; bias is [N]. Under torch.compile only x is checked for a tangent.
     """
     if not torch.compiler.is_compiling():
         operands = (x, *parts) if bias is None else (x, bias, *parts)
-        # Within transforms an operand may have a tangent of an outer one, which cannot be seen.
+        # Inside transforms an operand may have the tangent of an outer transform, which is not visible.
         if not (torch._C._are_functorch_transforms_active() or any(map(_has_tangent, operands))):
             return
     raise KernelError(
@@ -90,6 +85,6 @@ def refuse_transforms(x: torch.Tensor, bias: torch.Tensor | None, parts: Sequenc
 
 
 def _has_tangent(x: torch.Tensor) -> bool:
-    # Integers have none and cannot be asked.
-    """Return True if x [...] has a tangent of forward derivatives."""
+    # Integer tensors have no tangent and cannot be queried.
+    """Return True if x [...] has a forward-mode tangent."""
     return x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]

@@ -1,11 +1,10 @@
-"""Launch plans for eager mode, where the host's time counts: kernels are chosen and looked up once.
+"""Launch plans for eager mode, which save host time: kernels are selected and looked up once.
 
-For few rows of x a GPU takes a few microseconds, less than torch's dispatcher, autograd, kernel selection and
-Triton's launcher.
+For few rows of x, a GPU takes a few microseconds. torch's dispatcher, autograd, kernel selection and Triton's
+launcher take longer.
 
-A `LaunchPlan`, kept with its kernel layout, is what remains for a weight and an M: memory for y, and launches
-with addresses. It is used only while everything is as it was then, so that it computes what the operator
-would.
+A `LaunchPlan` is stored with its kernel layout, for one weight and M: the memory of y, and launches with
+addresses. It is used only while all conditions of its creation hold, so it computes the same as the operator.
 """
 
 from dataclasses import dataclass, field
@@ -33,17 +32,17 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 @dataclass(frozen=True, eq=False)
 class KernelLayout:
-    """Tensors that a kernel's layout built from a weight, for one activation dtype and one device."""
+    """Tensors of a kernel layout, built from a weight for one activation dtype and one device."""
 
     name: str
     dtype: torch.dtype
     tensors: tuple[torch.Tensor, ...]
-    #: Plans by `_key`; None where the operator is called.
+    #: Plans by `_key`; None means that the operator is called.
     plans: dict[tuple[Any, ...], "LaunchPlan | None"] = field(default_factory=dict, init=False, repr=False)
 
 
 class LaunchPlan:
-    """A plan of y [..., n] = x [..., k] W^T + bias [n] for one number of rows of x, on a GPU."""
+    """Plan of y [..., n] = x [..., k] W^T + bias [n] for one number of rows of x, on a GPU."""
 
     __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_stream", "_sums")
 
@@ -54,9 +53,7 @@ class LaunchPlan:
         self._index, self._stream = index, stream_getter()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Return y [..., n] for `x` [..., k]; None where this x, bias or state of torch does not fit the
-        plan.
-        """
+        """Return y [..., n] for `x` [..., k]; None if the plan does not fit x, bias or the state of torch."""
         if x.get_device() != self._index or (bias is not None and not self._takes(bias)):
             return None
         if _current_device() != self._index or is_watched():
@@ -89,11 +86,10 @@ class LaunchPlan:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Return True if only the numbers of a product with `x` [..., K] are asked for: the operator can be
-    skipped.
+    """Return True if a product with `x` [..., K] needs only its numbers, so that the operator can be skipped.
 
-    Then x has no gradient or tangent, no transform or mode is on, and nothing is traced. torch.compile is for
-    the caller to check, and so are weight and bias.
+    Then x has no gradient or tangent, no transform or mode is active, and nothing is traced. The caller
+    checks torch.compile, weight and bias.
     """
     return (
         type(x) is torch.Tensor
@@ -111,16 +107,16 @@ def is_plain(x: torch.Tensor) -> bool:
 def planned(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, token: str
 ) -> torch.Tensor | None:
-    """Return y [..., N] of `x` [..., K], which `is_plain`, by its plan; None where there is none.
+    """Return y [..., N] for a plain `x` [..., K] by its plan; None without a plan.
 
-    `layout` is that of a weight [N, K] with the scheme of `token`, for the dtype of x.
+    `layout` belongs to a weight [N, K] with the scheme of `token`, for the dtype of x.
     """
     plan = layout.plans.get(_key(x, bias, token))
     return None if plan is None else plan(x, bias)
 
 
 def _key(x: torch.Tensor, bias: torch.Tensor | None, token: str) -> tuple[Any, ...]:
-    """Return what a plan depends on, for `x` [..., K]."""
+    """Return the key of a plan for `x` [..., K]."""
     return (x.numel() // x.shape[-1], token, bias is None, *choosing(x.dtype))
 
 
@@ -137,7 +133,7 @@ def plan_next(
     plan = None
     if chosen.kernel.bind is not None and not scheme.column_scale:
         if flat.data_ptr() % 16 or is_watched():
-            # The next x may fit.
+            # The next x may fit a plan.
             return
         bias = None if bias is None else bias.contiguous()
         weight = Outline(scheme, (rows, columns))

@@ -1,6 +1,6 @@
-"""The linear on packed weights, y = x W^T: functions to call, layouts, and the torch operator behind them.
+"""Linear on packed weights, y = x W^T: functions to call, layouts, and the torch operator behind them.
 
-`quantkit::linear` is opaque to torch.compile, so that graphs do not break. It chooses its kernel at run time,
+`quantkit::linear` is opaque to torch.compile, so that graphs do not break. It selects its kernel at run time,
 by the number of rows. Its backward pass is in `autograd` and registered here.
 """
 
@@ -34,11 +34,11 @@ from quantkit.kernels.registry import (
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
 
-#: Remedy where a part of a norm, or a gate, was planned for another kernel than the one that runs.
+#: Remedy if a part of a norm, or a gate, was planned for another kernel than the one that runs.
 _NOT_BETWEEN_RUNS = (
     f"Set {FORCE_VARIABLE} and what else chooses kernels before a model runs, not between two runs."
 )
-#: torch raises for other devices, such as meta.
+#: Devices with autocast; torch raises for others, such as meta.
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -46,10 +46,10 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
     """Return `x [..., K] @ packed [N, K]^T + bias [N]`: [..., N] in x's dtype (float32, bfloat16 or float16).
 
     Under torch.autocast, x and bias are cast as by `torch.nn.functional.linear`. The first call per
-    activation dtype outside torch.compile builds the layout that is fastest for decoding, and keeps it with
-    `packed`. Compiled code uses a layout that is there. Gradients flow to x and bias.
+    activation dtype outside torch.compile builds the layout that is fastest for decoding, and stores it in
+    `packed`. Compiled code uses an existing layout. Gradients flow to x and bias.
 
-    Raises `KernelError` where shapes, dtypes or devices do not fit, and for gradients of gradients, tangents,
+    Raises `KernelError` if shapes, dtypes or devices do not fit, and for second-order gradients, tangents,
     torch.vmap and transforms of `torch.func`.
     """
     if not isinstance(packed, PackedTensor):
@@ -71,7 +71,7 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
 
 
 def autocast(operand: torch.Tensor) -> torch.Tensor:
-    """Cast `operand` of a linear [...] to the dtype that torch.autocast asks for; unchanged without it.
+    """Cast `operand` of a linear [...] to the dtype of torch.autocast; unchanged outside it.
 
     It runs before the operator, because a layout is built for one dtype. Scales keep their dtype.
     """
@@ -116,7 +116,7 @@ def linear_parts(
 
 
 def _are_plain(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> bool:
-    """Return True if `parts` and `bias` [N] are plain tensors without gradients, as `is_plain` says of x."""
+    """Return True if `parts` and `bias` [N] are plain tensors without gradients, as in `is_plain`."""
     operands = parts if bias is None else (*parts, bias)
     trained = torch.is_grad_enabled()
     return not any(
@@ -146,9 +146,9 @@ def _plain_product(
 def build_layout(weight: PackedTensor, activation_dtype: torch.dtype) -> KernelLayout | None:
     """Build the layout with which decoding (M = 1) is fastest on the device of `weight` [N, K].
 
-    Returns None if that kernel reads the storage layout. Raises `KernelError` where no kernel runs the
-    weight, and `FormatError` for codes and scales that are no numbers. Inside `building`, the layout may be
-    used, and `FormatError` is raised, when that block ends.
+    Returns None if that kernel reads the storage layout. Raises `KernelError` if no kernel supports the
+    weight, and `FormatError` for NaN codes or scales. Inside `building`, the layout may be used, and
+    `FormatError` is raised, when that block ends.
     """
     problem = Problem.on(weight.device, 1, *weight.shape, weight.scheme, activation_dtype)
     row = choose(problem).kernel
@@ -166,7 +166,7 @@ def join_layouts(
 ) -> tuple[KernelLayout, tuple[KernelLayout, ...]] | None:
     """Join layouts of weights [rows[i], k] of one scheme along N; return the whole, and views of it.
 
-    `linear_parts` with the whole computes all products. Returns None where these layouts do not join.
+    `linear_parts` with the whole computes all products. Returns None if these layouts cannot be joined.
     """
     names, dtypes = {layout.name for layout in layouts}, {layout.dtype for layout in layouts}
     if len(names) != 1 or len(dtypes) != 1:
@@ -187,7 +187,7 @@ def most_joined_rows(layout: KernelLayout) -> int:
 
 
 def can_restore(layout: KernelLayout | None) -> bool:
-    """Return True if the words of the weight can be restored from its layout, and need not be kept."""
+    """Return True if the words of the weight can be restored from its layout, and so need not be kept."""
     return layout is not None and layout_named(layout.name).restore is not None
 
 
@@ -263,7 +263,8 @@ def _check_activations(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor 
         )
 
 
-# `define` and `impl`, as `custom_op` imports torch._dynamo at the first call and adds 30 us to every call.
+# `define` and `impl`, because `custom_op` imports torch._dynamo at the first call and adds 30 us to every
+# call.
 torch.library.define(
     "quantkit::linear",
     "(Tensor x, Tensor[] parts, Tensor[] layout, Tensor? bias, str scheme, int out_features, "
@@ -296,8 +297,8 @@ def run_linear(
 ) -> torch.Tensor:
     """Compute the operator: `x` [..., K], `bias` [N] -> [..., N].
 
-    With `normed`, it computes a part of a norm. With `gate`, the kind of an activation, the result is [..., N
-    / 2], as `Kernel` says.
+    With `normed`, it also computes a part of a norm. With a kind of `gate`, the result is [..., N / 2]; see
+    `Kernel`.
     """
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -308,9 +309,9 @@ def run_linear(
     if flat.shape[0] == 0 or out_features == 0:
         return x.new_empty(*x.shape[:-1], out_features)
     if parsed.column_scale:
-        # Counted from the end, as the words may be left out.
+        # Counted from the end, as the words may be missing.
         column_scale = parts[parsed.part_names.index("column_scale") - len(parsed.part_names)]
-        # Scale x, not W, so that every kernel gets it; rounded as activations are.
+        # Scale x, not W, so that every kernel supports it; rounded like activations.
         flat = flat * column_scale.to(x.dtype)
     problem = Problem.on(x.device, flat.shape[0], out_features, columns, parsed, x.dtype, layout_name)
     chosen = choose(problem)
@@ -333,14 +334,14 @@ def run_linear(
             f"{chosen.kernel.name}, which runs {problem}, does not gate y: {reason}. {_NOT_BETWEEN_RUNS}"
         )
     shape = (out_features, columns)
-    # The whole weight only where it is used: checking its tensors takes longer than launching most kernels.
+    # The whole weight only if it is used: checking its tensors takes longer than launching most kernels.
     outlined = not parts or (chosen.kernel.layout is not None and chosen.kernel.layout.whole)
     weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
     options: dict[str, Any] = {} if normed is None else {"normed": normed}
     options |= {"gate": gate} if gate else {}
     given = tuple(layout) if chosen.kernel.layout is not None else ()
     y = chosen.launch(flat, weight, given, bias, **options)
-    # Not a view for autograd: models may change it in place, as Llama 4 adds its experts to a shared one.
+    # Not an autograd view: models may change it in place, as Llama 4 adds its experts to a shared one.
     shaped: torch.Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
     return shaped
 

@@ -1,7 +1,7 @@
-"""Linears in traced graphs that take in a norm, or gate their output.
+"""Linears in traced graphs that fuse a norm, or a gate of their output.
 
-`weight` is the arguments of the operator `quantkit::linear` after x, or, for questions, those without
-tensors: scheme, out_features, layout_name.
+`weight` stands for the arguments of the operator `quantkit::linear` after x. In support checks it stands for
+those without tensors: scheme, out_features, layout_name.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from quantkit.packing.schemes import parse_token
 def _runs(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, scheme: str, n: int, layout_name: str
 ) -> tuple[Problem, Chosen] | None:
-    """Return the problem of x [rows, columns] and the kernel for it; None where x is scaled first."""
+    """Return the problem of x [rows, columns] and its kernel; None if x is scaled first."""
     parsed = parse_token(scheme)
     if parsed.column_scale:
         return None
@@ -28,9 +28,9 @@ def _runs(
 def does_norm(
     part: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any
 ) -> bool:
-    """Return True if the kernel for x [rows, columns] does `part` of a norm (`Normed`).
+    """Return True if the kernel for x [rows, columns] supports `part` of a norm (`Normed`).
 
-    A norm that is only begun is not yet divided by its root, and may exceed float16.
+    A norm that is only begun is not yet divided by its RMS, and may exceed float16.
     """
     found = _runs(rows, columns, dtype, device, *weight)
     return (
@@ -72,7 +72,7 @@ def linear_then_norm(
 def linear_of_begun(
     x: torch.Tensor, squares: torch.Tensor, eps: float, *weight: Any, gate: str = ""
 ) -> torch.Tensor:
-    """Return [..., N], the linear of the norm that `x` [..., K] begins; with `gate` as `gated_linear`.
+    """Return [..., N], the linear of the norm that `x` [..., K] began; with `gate` as `gated_linear`.
 
     `squares` [M, K / 16] float32 is from `linear_then_norm`. `does_norm("end", ...)` must be true.
     """

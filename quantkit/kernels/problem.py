@@ -1,4 +1,4 @@
-"""Problem records for kernels: what is computed and where, and what a kernel says about itself."""
+"""Records of problems for kernels: what is computed and where, and what a kernel declares about itself."""
 
 import importlib.util
 import sys
@@ -17,14 +17,14 @@ from quantkit.packing.tensor import PackedTensor
 #: Dtypes of activations.
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Features of a GPU that kernels use: `ptx` is inline assembly, `overlap` is PDL, `wgmma` the asynchronous
-#: MMA of warpgroups, and `gluon` Triton's language for explicit layouts and warp specialization.
+#: GPU features that kernels use: `ptx` is inline assembly, `overlap` is PDL, `wgmma` the asynchronous MMA of
+#: warpgroups, and `gluon` Triton's language for explicit layouts and warp specialization.
 GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma", "gluon"})
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as far as tiles depend on it; `shared_memory` is the bytes that a program may use."""
+    """GPU, as far as tiles depend on it; `shared_memory` is the bytes that a program may use."""
 
     name: str
     capability: tuple[int, int]
@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Problem:
-    """The linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, and where it runs."""
+    """Linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, and where it runs."""
 
     m: int
     n: int
@@ -50,7 +50,7 @@ class Problem:
     features: frozenset[str]
     #: Name of the existing kernel layout, "" for none, None where one may still be built.
     layout: str | None = None
-    #: None on a CPU, and where no tile tables are to be used.
+    #: None on a CPU, and to ignore tile tables.
     gpu: Gpu | None = None
     #: True if torch's `allow_fp16_accumulation` permits float16 sums of float16 products.
     fp16_accumulation: bool = False
@@ -80,7 +80,7 @@ class Problem:
         return f"{self.scheme}, M={self.m} N={self.n} K={self.k}, {dtype} on {self.device}{sums}"
 
 
-#: Returns a reason against, as part of a sentence, with a remedy if there is one; None for yes.
+#: Returns a reason against, as part of a sentence, with a remedy if there is one; None means yes.
 Verdict = Callable[[Problem], str | None]
 
 
@@ -90,7 +90,7 @@ def always(_: Problem) -> str | None:
 
 
 def one_plane(problem: Problem) -> str | None:
-    """Support check of a kernel whose weights are one scale times one value each."""
+    """Support check of a kernel for weights that are one scale times one value each."""
     planes = problem.scheme.planes
     return None if planes == 1 else f"its weights have one value each, these are sums of {planes}"
 
@@ -105,23 +105,23 @@ def never_normed(_: "Problem", __: Any, ___: str) -> str | None:
 
 
 def unjoinable(*_: object) -> None:
-    """`Layout.join` of a layout that does not join."""
+    """`Layout.join` of a layout that cannot be joined."""
     return None
 
 
 def never_gated(_: "Problem", __: Any) -> str | None:
-    """`Kernel.no_gate` of a kernel that returns y as it is."""
+    """`Kernel.no_gate` of a kernel without gates."""
     return "it gives y as it is"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a weight for kernels, where it is not the storage layout; several kernels may share one.
+    """Layout of a weight for kernels, other than the storage layout; several kernels may share one.
 
     `build(weight, activation dtype)` makes its tensors from the storage layout, once per weight.
 
     `join(weights, their rows, scheme, K, activation dtype)` concatenates weights of one scheme and K along N.
-    It returns the tensors of the whole, and of each weight as views; None where they cannot be joined.
+    It returns the tensors of the whole, and views for each weight; None if they cannot be joined.
 
     `restore(tensors, scheme, [N, K], scale)` returns the stored words [N, W] int32. Without it the words are
     kept.
@@ -139,20 +139,20 @@ class Layout:
 
     @property
     def whole(self) -> bool:
-        """Return True if kernels need nothing of a weight but its layout and `Outline`."""
+        """Return True if kernels need only the layout of a weight and its `Outline`."""
         return self.join is not unjoinable
 
 
 @dataclass(frozen=True)
 class Outline:
-    """Scheme and shape [N, K] of a weight, all that kernels see beside a layout that has the rest."""
+    """Scheme and shape [N, K] of a weight, for kernels whose layout has all the rest."""
 
     scheme: Scheme
     shape: tuple[int, int]
 
 
 def as_measured(problem: "Problem", tile: Any, measured: "Problem") -> Any:
-    """Return the tile as it is: `TileSpace.adapt` of kernels without a rule for it."""
+    """Return the tile unchanged: `TileSpace.adapt` of kernels without an own rule."""
     return tile
 
 
@@ -160,9 +160,11 @@ def as_measured(problem: "Problem", tile: Any, measured: "Problem") -> Any:
 class TileSpace:
     """Space of the tiles of a kernel: frozen records of the class `record`.
 
-    `values` has the values of each field, and `rule(problem)` is the tile where none was measured.
-    `why_invalid(problem, tile)` says why the kernel cannot take a tile, `why_pruned(problem, tile)` why it is
-    not worth measuring. `adapt(problem, tile, measured)` adapts a `tile` that was fastest for more rows of x.
+    values                           values of each field
+    rule(problem)                    tile for problems without a measured one
+    why_invalid(problem, tile)       why the kernel cannot run a tile, else None
+    why_pruned(problem, tile)        why a tile is not worth measuring, else None
+    adapt(problem, tile, measured)   adapts a `tile` that was fastest for more rows of x
     """
 
     record: type[Any]
@@ -175,12 +177,12 @@ class TileSpace:
 
 @dataclass(frozen=True)
 class Normed:
-    """Part of an RMSNorm that a linear does (`quantkit.kernels.ops.norm.rms_norm`):
+    """Part of an RMSNorm that a linear computes (`quantkit.kernels.ops.norm.rms_norm`):
 
         whole   x is replaced by the norm of x, or of x + `other`, stored as `total` [m, k]
         begin   `total` [m, n] = y + `other`, and y = `total` times `weight`; `squares` float32
                 [m, n / 16 rounded up] are the sums of squares of each 16 columns of `total`
-        end     x was begun so: rows of y are divided by the root of the mean of squares, plus `eps`
+        end     x was begun so: rows of y are divided by sqrt(mean of squares + `eps`)
 
     Tensors of a part are contiguous and have the dtype of x, except `squares`. The end does not depend on
     `kind`, nor the begin on `eps`.
@@ -196,16 +198,16 @@ class Normed:
 
 
 class TileError(KernelError):
-    """Raised where a GPU has too little shared memory, or too few registers or threads, for a tile."""
+    """A GPU has too little shared memory, or too few registers or threads, for a tile."""
 
 
 def tile_text(tile: Any) -> str:
-    """Return a tile as its fields: `warps=4 columns=512 row_tiles=1 prefetch=False`."""
+    """Return the fields of a tile as text: `warps=4 columns=512 row_tiles=1 prefetch=False`."""
     return " ".join(f"{field.name}={getattr(tile, field.name)}" for field in fields(tile))
 
 
 def same_problem(problem: Problem) -> Problem:
-    """`Kernel.representative` of a kernel that is compiled for each problem on its own."""
+    """`Kernel.representative` of a kernel that is compiled separately for each problem."""
     return problem
 
 
@@ -213,11 +215,10 @@ def same_problem(problem: Problem) -> Problem:
 class GroupedGemm:
     """Use of a kernel for a grouped GEMM: routed tokens with their experts, block by block.
 
-    `block_rows` has the least and most routed tokens of an expert block for which the kernel is chosen,
-    `forced_rows` those if `QUANTKIT_KERNEL` names it.
-
-    `tile(problem, grouping)` returns the tile, None if none fits. `why_unsupported(problem)` says why it
-    cannot run. Both take the problem of one expert: M is the rows of a block, N those of all its matrices.
+    `block_rows` are the least and most routed tokens of an expert block for which the kernel is selected,
+    `forced_rows` the same if `QUANTKIT_KERNEL` names it. `tile(problem, grouping)` returns the tile, None if
+    none fits. `why_unsupported(problem)` returns why it cannot run. Both take the problem of one expert: M is
+    the rows of a block, N all rows of its matrices.
 
     With `shares_x` all warps read one x in shared memory, and all matrices of an expert are one weight. With
     `gates` it can gate y of experts with two matrices.
@@ -233,26 +234,26 @@ class GroupedGemm:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of the registry: one way to compute a packed linear layer.
+    """Kernel of the registry: one way to compute a packed linear layer.
 
-    `why_unsupported(problem)` says why it cannot compute a problem, `why_slower(problem)` why a later kernel
-    is faster. Forcing a kernel by name overrides `why_slower`, never `why_unsupported`.
+    `why_unsupported(problem)` returns why it cannot compute a problem, `why_slower(problem)` why a later
+    kernel is faster. Forcing a kernel by name overrides `why_slower`, never `why_unsupported`.
 
     `layout` is None for a kernel that reads the storage layout. `launch(x [m, k], weight, layout, bias [n])`
-    returns y [m, n] in x's dtype, for m >= 1 and contiguous x; with a `tile_space` it takes a `tile` too. A
-    column scale is in x already. Where the layout is `whole`, `weight` is only the `Outline`.
+    returns y [m, n] in x's dtype, for m >= 1 and contiguous x; with a `tile_space` it also takes a `tile`.
+    Column scales are applied to x before. If the layout is `whole`, `weight` is only the `Outline`.
 
-    `bind` takes the arguments of `launch` and returns what computes y for other x of that shape:
-    `quantkit.kernels.gemm.bound.Bound`.
+    `bind` takes the arguments of `launch` and returns a `quantkit.kernels.gemm.bound.Bound` for other x of
+    that shape.
 
-    `no_norm(problem, tile, part)` says why the kernel cannot do a part of a norm; where it can, `launch`
-    takes a `normed`. `no_gate(problem, tile)` says so of a gate, whose kind `launch` takes as `gate`. The
-    first half of y's columns then gates the second, as `quantkit.kernels.ops.activation.gate` does: y is [m,
-    n / 2].
+    `no_norm(problem, tile, part)` returns why the kernel cannot compute a part of a norm; if it can, `launch`
+    takes a `normed`. `no_gate(problem, tile)` is the same for a gate, whose kind `launch` takes as `gate`.
+    The first half of y's columns then gates the second, as `quantkit.kernels.ops.activation.gate` does: y is
+    [m, n / 2].
 
-    `run(operands, tile, features)` computes y of `quantkit.kernels.gemm.operands.Operands`, also of routed
-    tokens where there is a `grouped`. `representative(problem)` returns the smallest problem for which
-    Triton compiles the same code, so that a tile search compiles it once.
+    `run(operands, tile, features)` computes y of `quantkit.kernels.gemm.operands.Operands`; with a `grouped`
+    also of routed tokens. `representative(problem)` returns the smallest problem for which Triton compiles
+    the same code, so that a tile search compiles it once.
     """
 
     name: str
@@ -273,9 +274,9 @@ class Kernel:
 
 @lru_cache(maxsize=64)
 def device_features(device: torch.device | str) -> frozenset[str]:
-    """Return what a device can do, as far as kernels depend on it.
+    """Return the features of a device that kernels depend on.
 
-    That is vector instructions of a CPU, or `GPU_FEATURES`. "cuda" is the GPU that is current at the first
+    These are vector instructions of a CPU, or `GPU_FEATURES`. "cuda" is the GPU that is current at the first
     call.
     """
     device = torch.device(device)
@@ -284,17 +285,17 @@ def device_features(device: torch.device | str) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU that `device` is, the current one without an index; None for a CPU."""
+    """Return the GPU of `device`, the current one without an index; None for a CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     facts: Any = torch.cuda.get_device_properties(device)
-    # The most that a program may ask for; not every build of torch reports it.
+    # Most bytes that a program may request; not every build of torch reports it.
     shared = getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block)
     return Gpu(facts.name, (facts.major, facts.minor), facts.multi_processor_count, int(shared))
 
 
 def _gpu_features(device: torch.device) -> frozenset[str]:
-    """Return those of `GPU_FEATURES` that a GPU has."""
+    """Return the features in `GPU_FEATURES` of a GPU."""
     if importlib.util.find_spec("triton") is None:
         return frozenset()
     facts = {"triton"}

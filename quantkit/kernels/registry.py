@@ -1,4 +1,4 @@
-"""Kernel registry: every kernel, which one runs a problem, and why the others do not."""
+"""Kernel registry: all kernels, which one runs a problem, and why the others do not."""
 
 import logging
 import os
@@ -21,14 +21,15 @@ from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable, bucket
 FORCE_VARIABLE = "QUANTKIT_KERNEL"
 VERBOSE_VARIABLE = "QUANTKIT_VERBOSE"
 
-#: An entry for a larger M wins if it took less than this part of the time: fewer rows take no longer.
+#: An entry for a larger M is used if it took less than this part of the time: fewer rows take no longer.
 FASTER = 0.9
-#: M up to which an entry for a larger M must have the same kernel: kernels for few rows take less for fewer.
+#: Largest M for which an entry for a larger M must have the same kernel: kernels for few rows get faster with
+#: fewer.
 SAME_KERNEL_UP_TO = 16
 
 logger = logging.getLogger("quantkit.kernels")
 
-#: Every kernel, fastest first per device. Add a kernel by adding it here.
+#: All kernels, fastest first per device. To add a kernel, add it here.
 KERNELS: tuple[Kernel, ...] = (*CPU_KERNELS, *FUSED_KERNELS, UNPACK_KERNEL)
 
 
@@ -42,19 +43,19 @@ def kernel_named(name: str) -> Kernel:
 
 
 def layout_named(name: str) -> Layout:
-    """Return the layout called `name`, among those of `KERNELS`."""
+    """Return the layout called `name` among the kernels' layouts."""
     return next(
         kernel.layout for kernel in KERNELS if kernel.layout is not None and kernel.layout.name == name
     )
 
 
 def forced_kernel() -> str:
-    """Return the name in `QUANTKIT_KERNEL`; empty when it is not set."""
+    """Return the name in `QUANTKIT_KERNEL`; empty if it is not set."""
     return os.environ.get(FORCE_VARIABLE, "")
 
 
 def choosing(dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return everything on which a choice for one problem, and its log, depend: equal while that is.
+    """Return a key of everything that the selection for a problem, and its log, depend on.
 
     The environment is read as bytes: `os.environ` takes 1 us to decode a variable.
     """
@@ -62,22 +63,22 @@ def choosing(dtype: torch.dtype) -> tuple[Any, ...]:
     return _stored(_FORCE_KEY), _stored(_VERBOSE_KEY), fp16_accumulation, _tables_read[0]
 
 
-#: The dict inside `os.environ`; on systems where that differs from Linux, `os.environ` itself.
+#: Dict inside `os.environ`; `os.environ` itself on systems that differ from Linux.
 _environment: Any = getattr(os.environ, "_data", None)
 _as_key: Callable[[str], Any] = getattr(os.environ, "encodekey", str)
 if not isinstance(_environment, dict):
     _environment, _as_key = os.environ, str
 _stored: Callable[[Any], Any] = _environment.get
 _FORCE_KEY, _VERBOSE_KEY = map(_as_key, (FORCE_VARIABLE, VERBOSE_VARIABLE))
-#: Number of times that tile tables were reread.
+#: Number of times that tile tables were read again.
 _tables_read = [0]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """An entry of a tile table used for a problem: of the bucket `m` of its M, or of a larger M.
+    """Entry of a tile table used for a problem: of the bucket `m` of its M, or of a larger M.
 
-    `gpu` names the GPU that it was measured on, if that is another one, which is like this one.
+    `gpu` names the GPU of the measurement, if it was another, similar one.
     """
 
     asked: Key
@@ -92,15 +93,15 @@ class Measured:
 
     @property
     def where(self) -> str:
-        """Return the GPU, and M if it is another one, for messages."""
+        """Return the GPU, and M if it differs, for messages."""
         return self.on if self.m == self.asked.m else f"{self.on} at M={self.m}"
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The kernel chosen for a problem, its tile (None without tiles), and its `launch` with that tile.
+    """Kernel selected for a problem, its tile (None without tiles), and its `launch` with that tile.
 
-    `measured` is the tile table's entry, None where the rules chose.
+    `measured` is the entry of a tile table, None if the rules chose.
     """
 
     kernel: Kernel
@@ -123,7 +124,7 @@ class Chosen:
 
     @property
     def source(self) -> str:
-        """Return the source of the tile, if a table has a part in it but states no time for it."""
+        """Return the source of the tile, if a table contributed to it but has no time for it."""
         if self.measured is None or self.us is not None:
             return ""
         if self.is_fitted:
@@ -132,7 +133,7 @@ class Chosen:
 
 
 def choose(problem: Problem) -> Chosen:
-    """Return what runs `problem`: the forced kernel, the tile table's, or the first that no other beats.
+    """Select the kernel for `problem`: the forced one, the tile table's, or the first that is not slower.
 
     Raises `KernelError` with the reason of every kernel, or of the forced one, and with known names for an
     unknown one.
@@ -141,17 +142,17 @@ def choose(problem: Problem) -> Chosen:
 
 
 def choose_unforced(problem: Problem) -> Chosen:
-    """Return `choose` as if `QUANTKIT_KERNEL` were not set."""
+    """Select as `choose` does if `QUANTKIT_KERNEL` is not set."""
     return _choose(problem, "")
 
 
 def choose_by_rules(problem: Problem) -> Chosen:
-    """Return `choose_unforced` as if there were no tile tables."""
+    """Select as `choose_unforced` does without tile tables."""
     return _first(problem, None)
 
 
 def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
-    """Return for each kernel, in order, its name, and why it does not run `problem`; None where it would."""
+    """Return for each kernel, in order, its name and why it does not run `problem`, None for no reason."""
     return _explain(problem, _measured(problem))
 
 
@@ -198,9 +199,7 @@ def forget_tile_tables() -> None:
 
 
 def _measured(problem: Problem, forced: str = "") -> Measured | None:
-    """Return the first tile table's entry for `problem` whose kernel can run it; of a `forced` kernel if
-    given.
-    """
+    """Return the first tile table's entry for `problem` with a supported kernel, or for a `forced` one."""
     if problem.gpu is None:
         return None
     asked = Key.of(problem)
@@ -210,10 +209,9 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
 
 
 def _fastest(table: TileTable, asked: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return a table's entry for `asked`, or for a larger M if that took less time; of a forced kernel if
-    given.
+    """Return a table's entry for `asked`, or for a larger M if faster; of a `forced` kernel if given.
 
-    None where the kernel of `asked` cannot run `problem`.
+    None if the kernel of `asked` does not support `problem`.
     """
     own = table.entries[asked]
 
@@ -233,7 +231,7 @@ def _fastest(table: TileTable, asked: Key, problem: Problem, forced: str) -> Mea
 
 
 def _runs(entry: Entry, problem: Problem) -> bool:
-    """Return True if the entry's kernel can run `problem` with its tile."""
+    """Return True if the entry's kernel supports `problem` with its tile."""
     kernel = kernel_named(entry.kernel)
     if _unable(kernel, problem) is not None:
         return False
@@ -242,7 +240,7 @@ def _runs(entry: Entry, problem: Problem) -> bool:
 
 @lru_cache(maxsize=8192)
 def _choose(problem: Problem, forced: str) -> Chosen:
-    """Choose a kernel, cached per problem."""
+    """Select a kernel, cached per problem."""
     measured = _measured(problem, forced)
     if forced:
         kernel = kernel_named(forced)
@@ -267,7 +265,7 @@ def _first(problem: Problem, measured: Measured | None) -> Chosen:
 
 
 def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chosen:
-    """Return a kernel with its tile: the measured one, fitted, or that of the rules."""
+    """Return a kernel with its tile: the measured one, adapted, or the rules'."""
     if measured is not None and measured.entry.kernel != kernel.name:
         measured = None
     tile = None
@@ -281,19 +279,19 @@ def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chos
 
 
 def _unable(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel cannot run `problem`, as it is."""
+    """Return why a kernel cannot run `problem` at present; None if it can."""
     return _unsupported(kernel, problem) or _unbuilt(kernel, problem)
 
 
 def _unsupported(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel does not support `problem`."""
+    """Return why a kernel does not support `problem`; None if it does."""
     if problem.device not in kernel.devices:
         return f"it runs on {' and '.join(kernel.devices)}, the tensors are on {problem.device}"
     return kernel.why_unsupported(problem)
 
 
 def _unbuilt(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why the layout that a kernel needs is not there."""
+    """Return why the layout that a kernel needs is missing; None if it exists."""
     if kernel.layout is not None and problem.layout not in (None, kernel.layout.name):
         built = f"{problem.layout} was" if problem.layout else "none was"
         return (
@@ -318,7 +316,7 @@ def is_verbose() -> bool:
 
 
 def log_choice(problem: Problem, chosen: Chosen) -> None:
-    """With `QUANTKIT_VERBOSE=1`, log once per scheme, N, K, bucket of M and tile what runs and why."""
+    """Log once per scheme, N, K, bucket of M and tile what runs and why, with `QUANTKIT_VERBOSE=1`."""
     if is_verbose():
         tile = "" if chosen.tile is None else f" {tile_text(chosen.tile)}"
         key = (str(problem.scheme), problem.n, problem.k, bucket(problem.m), tile)
@@ -332,7 +330,7 @@ def _how(chosen: Chosen) -> str:
 
 
 def sums_text(problem: Problem, tile: Any) -> str:
-    """Return what became of torch's permission to sum in float16; empty without permission."""
+    """Return text on torch's permission to sum in float16: if it was used; empty without permission."""
     if not problem.fp16_accumulation:
         return ""
     if getattr(tile, "fp16_accumulation", False):
@@ -363,9 +361,9 @@ _logged: set[tuple[str | int, ...]] = set()
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Open a block without warnings of slower kernels, where they run on purpose, unless verbose.
+    """Context manager: no warnings about slower kernels, which run on purpose inside, unless verbose.
 
-    What was not logged in it is logged for what runs after it.
+    A warning suppressed inside is logged for later calls.
     """
     level = logger.level
     if not is_verbose():
@@ -379,8 +377,8 @@ def quietly() -> Iterator[None]:
 def _say_once(key: tuple[str | int, ...], what: str) -> None:
     if key not in _logged and logger.isEnabledFor(logging.WARNING):
         _logged.add(key)
-        # A warning: Python shows nothing below it unless the application configures logging, and the variable
-        # asks for it.
+        # A warning, because Python hides lower levels unless the application configures logging, and the user
+        # asked.
         logger.warning("%s", what)
 
 

@@ -1,4 +1,4 @@
-"""Report which kernel runs what, and why others do not: the data of `quantkit doctor`."""
+"""Report which kernel runs a problem, and why others do not: the data of `quantkit doctor`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from quantkit.packing.schemes import Scheme
 
 @dataclass(frozen=True)
 class Selection:
-    """The kernel selected for one problem; `kernel` is None where nothing runs it.
+    """Kernel selected for one problem; `kernel` is None if none supports it.
 
-    `tile` is None for a kernel without tiles, `us` where no tile table has a time for the problem.
+    `tile` is None for a kernel without tiles, `us` if no tile table has a time for the problem.
     """
 
     problem: Problem
@@ -24,7 +24,7 @@ class Selection:
     us: float | None
     #: (kernel, reason) of every kernel of this device that does not run it, in the order of `KERNELS`.
     refusals: tuple[tuple[str, str], ...]
-    #: Reason why experts with such weights run one after the other; None where they run grouped.
+    #: Reason why experts with such weights run one after the other; None if they run grouped.
     ungrouped: str | None
     #: Reason why no kernel whose warps share x runs such experts, grouped, for few tokens.
     unshared: str | None
@@ -40,7 +40,7 @@ def selections(
 ) -> tuple[Selection, ...]:
     """Return the selection for each scheme, activation dtype and M, for a weight `shape` [N, K] on `device`.
 
-    `QUANTKIT_KERNEL` is ignored: this is what runs when nothing is forced.
+    `QUANTKIT_KERNEL` is ignored.
     """
     dtypes, rows_of_x = tuple(dtypes), tuple(rows_of_x)
     return tuple(
@@ -75,7 +75,7 @@ def device_kernels(device: str) -> tuple[Kernel, ...]:
 
 
 def experts_text(ungrouped: str | None, unshared: str | None) -> str:
-    """Return how experts are multiplied, whatever M is, from these fields of `Selection`."""
+    """Return text on how experts run for any M, from these fields of `Selection`."""
     if ungrouped is not None:
         return f"one after the other: {ungrouped}"
     sharing, others = (

@@ -1,4 +1,4 @@
-"""Find out which Triton is installed, and whether it compiles the fused kernels.
+"""Detect which Triton is installed, and if it compiles the fused kernels.
 
 Gluon, the language of the fastest kernels, is not stable: every version of Triton moves names. So a small
 kernel with the same operations is compiled, instead of trusting a version number.
@@ -14,31 +14,31 @@ import torch
 #: Minor versions of Triton with which `tests/compat/triton.py` compiles every kernel, oldest first. `doctor`,
 #: pyproject.toml and the docs agree.
 TESTED_TRITON = ("3.6", "3.7", "3.8", "3.9")
-#: Compute capability from which tensor cores multiply bfloat16, as all fused kernels with PTX need.
+#: Least compute capability whose tensor cores multiply bfloat16, as all fused kernels with PTX need.
 BFLOAT16_SINCE = (8, 0)
 #: Major compute capability with `wgmma`.
 WGMMA_MAJOR = 9
 
 
 def tested_versions() -> str:
-    """Return the tested versions of Triton as text: `3.6 to 3.9`."""
+    """Return the range of tested versions of Triton as text: `3.6 to 3.9`."""
     return f"{TESTED_TRITON[0]} to {TESTED_TRITON[-1]}"
 
 
 def triton_version() -> str | None:
-    """Return the version of the installed Triton, None without."""
+    """Return the version of the installed Triton; None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
-        # Builds by AMD or Intel are distributed under another name.
+        # Builds by AMD or Intel have another distribution name.
         return str(getattr(importlib.import_module("triton"), "__version__", "of unknown version"))
 
 
 @lru_cache(maxsize=64)
 def gluon_failure(device: torch.device) -> str | None:
-    """Return why Gluon kernels do not compile for `device`, an NVIDIA GPU; None where they do.
+    """Return why Gluon kernels do not compile for `device`, an NVIDIA GPU; None if they do.
 
     Takes about 2 s the first time on a machine (H100); then Triton's cache has the kernels.
     """
@@ -60,9 +60,9 @@ def gluon_failure(device: torch.device) -> str | None:
 
 
 def why_slow(device: torch.device) -> str | None:
-    """Return why the fastest kernels do not run on `device`, and a remedy; None where they do.
+    """Return why the fastest kernels do not run on `device`, and a remedy; None if they run, and for a CPU.
 
-    One or two sentences, for `doctor` and for messages on loading. None for a CPU, which has none of them.
+    One or two sentences, for `doctor` and for messages on loading.
     """
     if device.type != "cuda":
         return None

@@ -1,1 +1,1 @@
-"""Publishing: the model card of a packed checkpoint, and its upload to the hub."""
+"""Publish a packed checkpoint: its model card, and its upload to the hub."""

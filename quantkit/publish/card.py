@@ -1,8 +1,8 @@
-"""The model card of a packed checkpoint: what it is, how it is stored, what was measured, how to run it.
+"""Write the model card of a packed checkpoint: what it is, its storage, measurements, how to run it.
 
-Figures come from the files that `eval` and `bench` write (`measurements.py`), and from nowhere else. The
-front matter is that of https://huggingface.co/docs/hub/model-cards: with `base_model` and
-`base_model_relation` the hub lists the model as a quantization of its base.
+Figures come only from the files that `eval` and `bench` write (`measurements.py`). The front matter follows
+https://huggingface.co/docs/hub/model-cards: with `base_model` and `base_model_relation` the hub lists the
+model as a quantization of its base.
 """
 
 import math
@@ -49,14 +49,14 @@ from quantkit.verification.readers import stored_notes
 
 @dataclass(frozen=True)
 class Card:
-    """A card: its front matter, its text, and what the user should know of what is missing."""
+    """Card: its front matter, its text, and notes for the user on missing parts."""
 
     front_matter: Mapping[str, Any]
     document: Document
     notes: tuple[str, ...] = field(default=())
 
     def markdown(self) -> str:
-        """README.md."""
+        """Return the text of README.md."""
         return f"---\n{escaping.yaml(self.front_matter)}---\n\n{self.document.markdown()}"
 
 
@@ -69,11 +69,11 @@ def make_card(
     base_model: str | None = None,
     license: str | None = None,
 ) -> Card:
-    """The card of the packed checkpoint in `directory`, which will be `repo` on the hub.
+    """Make the card of the packed checkpoint in `directory`, to be uploaded as `repo`.
 
-    `base_model` (a hub id) is by default the source, if the manifest says that it was a hub id; `license` is
-    what the README.md in `directory`, a copy of the source's, says. Nothing is asked of the hub, and no file
-    outside of `directory` is read.
+    `base_model` (a hub id) is by default the source, if the manifest has it as a hub id. `license` is by
+    default the one in README.md of `directory`, a copy of the source's. Does not contact the hub, and reads
+    no file outside of `directory`.
     """
     for name in (repo, base_model):
         if name is not None:
@@ -121,7 +121,7 @@ def make_card(
 
 
 def check_repo_id(name: str) -> None:
-    """`UsageError` for what no repository of the hub can be called."""
+    """Raise `UsageError` for an invalid repository name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -169,7 +169,7 @@ def _storage(record: ModelRecord) -> Iterator[Block]:
 
 
 def _mean_bits(layers: Sequence[LayerRecord]) -> float | None:
-    """Bits per weight of all stored weights together; None without packed ones."""
+    """Return the bits per weight of all stored weights together; None without packed ones."""
     known = [
         (layer.bits_per_weight, layer.matrices * math.prod(layer.shape))
         for layer in layers
@@ -193,7 +193,7 @@ def _accuracy_blocks(measurements: Measurements) -> Iterator[Block]:
 
 
 def _tasks_table(tasks: Sequence[TaskMetrics]) -> Table:
-    """Return the table of right answers, of a model without a reference."""
+    """Return the table of accuracies for a model without a reference."""
     rows = [
         (one.task, one.metric, str(one.items), percent_text(one.accuracy) + points_text(one.accuracy_se))
         for one in tasks
@@ -252,7 +252,7 @@ def _running(record: ModelRecord, directory: Path, usage: Usage | None, name: st
         yield Text(f"Only quantkit reads this checkpoint: {record.needs_quantkit[0]}.")
         return
     notes = stored_notes(read_json(directory / CONFIG_NAME), record.layers)
-    # Of a model without a class of transformers it is not known who runs it.
+    # Without a transformers class, the readers are unknown.
     readers = () if notes is None or record.recipe.get("model_free") else readers_beside(notes)
     kept = "With quantkit the weights stay packed."
     if TRANSFORMERS.name in readers:

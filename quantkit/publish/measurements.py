@@ -1,4 +1,4 @@
-"""Figures of `eval` and `bench` for a model: read from their files, with the plots of their reports."""
+"""Read figures of `eval` and `bench` for a model from their files, with the plots of their reports."""
 
 import html
 import json
@@ -14,14 +14,14 @@ from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import from_json, os_error_text
 from quantkit.report.eval_report import floor_label
 
-#: An image of a report: its caption, and its name, which leads nowhere else.
+#: Image of a report: its caption and a file name without folders.
 _IMAGE = re.compile(r"!\[((?:[^\]\\]|\\.)*)\]\(([\w\-]+)\.png\)")
 _Measured = TypeVar("_Measured", bound=Speed | Serving)
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Figures of `eval` on one text; the fields that compare are None without a reference."""
+    """Figures of `eval` on one text; comparing fields are None without a reference."""
 
     text: str
     tokens: int
@@ -34,11 +34,10 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Figures of a model, and how they were measured; there may be none.
+    """Figures of a model, and how they were measured; any may be missing.
 
-    `tasks` are the metrics of the model by its name. With a noise floor they have those of the original in
-    another dtype, by its name in tables. Of `speed` and `serving` the first is the model, the others the
-    original.
+    `tasks` are metrics by model label. With a noise floor they include the original in another dtype, by its
+    label. The first of `speed` and of `serving` is the model, the others the original.
     """
 
     accuracy: tuple[Accuracy, ...] = ()
@@ -50,7 +49,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of what `part`, `eval` or `bench`, measured: its name without ending, caption and PNG."""
+    """Plot of `part`, `eval` or `bench`: its name without suffix, caption and PNG."""
 
     part: str
     name: str
@@ -63,8 +62,8 @@ def read_measurements(
 ) -> Measurements:
     """Read the figures of the model in `directory` from a file of `eval` and files of `bench`.
 
-    Raises `UsageError` for other files, for files that are about other models only, and for two files of
-    `bench` with the same kind of figures.
+    Raises `UsageError` for other files, for files about other models only, and for two files of `bench` with
+    the same kind of figures.
     """
     found = Measurements() if evaluation is None else _evaluated(directory, evaluation)
     files = [(path, read_benchmark(path)) for path in benchmarks]
@@ -78,7 +77,7 @@ def read_measurements(
 def _with_original(
     directory: Path, files: Sequence[tuple[Path, tuple[_Measured, ...] | None]]
 ) -> tuple[_Measured, ...]:
-    """The model in `directory` and the original, of the one file that has figures of a kind, if one has."""
+    """Return the figures of the model in `directory` and of the original, from the only file that has any."""
     having = [(path, figures) for path, figures in files if figures is not None]
     if not having:
         return ()
@@ -93,7 +92,7 @@ def _with_original(
 
 
 def plots_beside(evaluation: Path | None, benchmarks: Sequence[Path] = ()) -> tuple[Plot, ...]:
-    """The plots of the reports that `eval` and `bench` wrote beside their figures, as they show them."""
+    """Return the plots of the reports that `eval` and `bench` wrote beside their figures."""
     found = []
     parts = [("bench", path) for path in benchmarks]
     for part, path in parts if evaluation is None else [("eval", evaluation), *parts]:
@@ -103,7 +102,7 @@ def plots_beside(evaluation: Path | None, benchmarks: Sequence[Path] = ()) -> tu
         for caption, name in _IMAGE.findall(text.read_text(encoding="utf-8", errors="replace")):
             image = text.parent / f"{name}.png"
             if image.is_file():
-                # As it was before it became Markdown.
+                # Undo the escaping of Markdown.
                 plain = html.unescape(re.sub(r"\\([^A-Za-z0-9\s])", r"\1", caption))
                 found.append(Plot(part, f"{part}-{name}", plain, image.read_bytes()))
     return tuple(found)
@@ -121,7 +120,7 @@ def _other_model(directory: Path, path: Path, models: Sequence[str]) -> UsageErr
 
 
 def _evaluated(directory: Path, path: Path) -> Measurements:
-    """The figures of report.json or of eval.json for the model in `directory`, and how they were taken."""
+    """Read report.json or eval.json: the figures of the model in `directory`, and how they were measured."""
     try:
         data = json.loads(path.read_bytes())
         reports = data.get("reports", [data])
@@ -133,7 +132,7 @@ def _evaluated(directory: Path, path: Path) -> Measurements:
         tasks = [(Path(own["model"]).name, own["tasks"])]
         floor = own.get("noise_floor")
         if floor is not None:
-            # Of older files it is on texts alone.
+            # Older files have a noise floor for texts only.
             tasks.append((floor_label(own["against"], floor["dtype"]), floor.get("tasks", ())))
         answers = tuple(
             (label, tuple(from_json(TaskMetrics, one) for one in metrics))

@@ -21,9 +21,9 @@ from quantkit.verification.verify import verify
 
 @dataclass(frozen=True)
 class Upload:
-    """Files to upload by their name in the repository: paths, or the bytes of what was made for it.
+    """Files to upload by their name in the repository: paths, or bytes made for it.
 
-    `verified` are the hashes in hex that those of a manifest had when they were compared with it.
+    `verified` are the hex hashes that were compared with the manifest.
     """
 
     files: Mapping[str, Path | bytes]
@@ -31,7 +31,7 @@ class Upload:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file; `CheckpointError` for one that is gone."""
+        """Return the bytes of each file; raise `CheckpointError` for a missing one."""
         try:
             return {
                 name: len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -44,12 +44,11 @@ class Upload:
 
 
 def prepare(directory: Path, card: Mapping[str, bytes], progress: Progress | None = None) -> Upload:
-    """Return what to upload: the files of the checkpoint, its manifest, and the `card` with its plots by
-    name.
+    """Prepare the upload: files of the checkpoint, its manifest, and the `card` with its plots by name.
 
-    A README.md of the checkpoint, a copy of the source's, gives way to that of the card. The manifest that is
-    uploaded does not list it, so that `verify` passes on a download of the repository. Every file is compared
-    with its hash first, if there is a manifest. `CheckpointError` if a check of `verify` fails.
+    The card replaces a README.md of the checkpoint, a copy of the source's. The uploaded manifest does not
+    list it, so that `verify` passes on a download of the repository. Every file is compared with its hash
+    first, if there is a manifest. Raises `CheckpointError` if a check of `verify` fails.
     """
     checks = verify(directory, reload=False, progress=progress)
     problems = [problem for check in checks for problem in check.problems]
@@ -85,14 +84,13 @@ def push(
     message: str | None = None,
     saying: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Create the repository if it is not there, and commit all files at once; the address of the commit.
+    """Create the repository if needed, and commit all files at once; return the URL of the commit.
 
-    `revision` is a branch, created where it is not there. Raises `UsageError` for a repository that may not
-    be written, and `EnvironmentProblem` without a token or a network. Raises `CheckpointError` for a file
-    that has changed since it was verified. `saying` is called with what is done next, before the hub is
-    waited for.
+    `revision` is a branch, created if needed. `saying` is called with the next step before the hub is waited
+    for. Raises `UsageError` without write access to the repository, and `EnvironmentProblem` without a token
+    or a network. Raises `CheckpointError` for a file that changed since it was verified.
 
-    Each answer has a deadline, which the bytes that are sent put off: `ANSWER_SECONDS`, and for the commit
+    Each answer has a deadline, extended by the bytes sent: `ANSWER_SECONDS`, and for the commit
     `COMMIT_SECONDS`.
     """
     from huggingface_hub import HfApi
@@ -116,7 +114,7 @@ def push(
         if revision is not None:
             _soon(lambda: api.create_branch(created, branch=revision, exist_ok=True))
         saying(f"uploading {len(operations)} files, {size_text(size)}")
-        # Large files. Of others the hub is told in the commit.
+        # Large files only; the commit contains the others.
         within(Deadline(seconds), partial(api.preupload_lfs_files, created, operations, revision=revision))
     commit = partial(
         api.create_commit,
@@ -134,14 +132,15 @@ def push(
 
 
 def _operation(name: str, content: Path | bytes, verified: str | None) -> Any:
-    """Return the operation that adds a file to a commit; `CheckpointError` if its hash is not the `verified`
-    one.
+    """Return the operation that adds a file to a commit.
+
+    Raises `CheckpointError` if its hash is not `verified`.
     """
     from huggingface_hub import CommitOperationAdd
 
     try:
         added = CommitOperationAdd(name, content)
-        # Some versions of huggingface_hub hash a file when they are asked for it.
+        # Some versions of huggingface_hub compute the hash on access.
         found = added.upload_info.sha256.hex()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{name} is not uploaded: {error}. {_LEAVE_ALONE}") from error
@@ -151,7 +150,7 @@ def _operation(name: str, content: Path | bytes, verified: str | None) -> Any:
 
 
 _LEAVE_ALONE = "Leave the checkpoint alone while it is uploaded, and start again."
-#: For the answer to a request, and to that for the commit, before which the hub checks every file.
+#: Seconds for an answer, and for the answer to a commit, before which the hub checks every file.
 ANSWER_SECONDS = 20.0
 COMMIT_SECONDS = 60.0
 _ADDRESS = re.compile(r"https?://[!-~]{1,500}")
@@ -161,12 +160,12 @@ _T = TypeVar("_T")
 
 
 def _soon(call: Callable[[], _T]) -> _T:
-    # One more second than the client waits for one request, whose error says more.
+    # One second more than the client waits for a request, because the client's error says more.
     return within(Deadline(ANSWER_SECONDS + 1), call)
 
 
 _NETWORK = "Check the network, HF_ENDPOINT and the proxy settings; the same command starts again."
-#: By the name of the exception class or of one of its bases: the error to raise, what happened, the remedy.
+#: By the name of the exception class or of a base class: error to raise, description, remedy.
 _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
     "HFValidationError": (UsageError, "this is no repository id", "Give one such as org/name."),
     "OfflineModeIsEnabled": (EnvironmentProblem, "HF_HUB_OFFLINE is set", "Unset it."),
@@ -174,9 +173,9 @@ _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
     **{name: (EnvironmentProblem, problem, _NETWORK) for name, problem in CONNECTION_PROBLEMS.items()},
     "OSError": (CheckpointError, "a file cannot be read", "Check the disk; the same command starts again."),
 }
-#: Those of an answer that did not come, of a request that may have done its work.
+#: Exceptions for a missing answer, after which the request may have been executed.
 _CONNECTED = ("TimeoutException", "TimeoutError", "NetworkError", "RemoteProtocolError")
-#: For everything else, after which a commit may have been made.
+#: Any other exception, after which a commit may exist.
 _UNUSABLE = (EnvironmentProblem, "the hub's answer cannot be used", _CHECK, False)
 #: By the status of an answer.
 _STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
@@ -188,17 +187,16 @@ _STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
 
 @contextmanager
 def _explained(repo: str, state: str) -> Iterator[None]:
-    """Raise what huggingface_hub raises, also for answers that it cannot use, as a `QuantkitError` about
-    `repo`.
+    """Context manager: raise errors of huggingface_hub as a `QuantkitError` about `repo`.
 
-    `state` is what is then known of the commit, unless the error says that there is none.
+    `state` is what is known of the commit in that case, unless the error proves that there is none.
     """
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        # What fails while a file is sent is the cause of a plain RuntimeError, which names the file.
+        # An error while sending a file is the cause of a plain RuntimeError, which names the file.
         chain = [error] if error.__cause__ is None or _explanation(error) else [error, error.__cause__]
         if isinstance(chain[-1], BadAnswer):
             raise EnvironmentProblem(f"{repo}: {chain[-1]} {state}") from error
@@ -210,7 +208,7 @@ def _explained(repo: str, state: str) -> Iterator[None]:
 
 
 def _explanation(error: BaseException) -> tuple[type[QuantkitError], str, str, bool] | None:
-    """The error to raise, what happened, the remedy, and whether nothing can have been committed."""
+    """Return the error to raise, its description, the remedy, and True if nothing can have been committed."""
     response: Any = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if status in _STATUS:

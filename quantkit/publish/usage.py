@@ -1,4 +1,4 @@
-"""Python that loads and runs a packed model, by the auto class of transformers that has its class."""
+"""Generate Python code that loads and runs a packed model, by transformers' auto class for its class."""
 
 import inspect
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _TEXT = f"{_TOKENS}print(tokenizer.decode(model.generate(**inputs, max_new_token
 
 @dataclass(frozen=True)
 class Usage:
-    """The program that runs a kind of model.
+    """Program that runs a kind of model.
 
-    mapping     what transformers calls the table of its classes; `Auto` class and `pipeline_tag` of the hub
-    processor   what makes the inputs: AutoTokenizer or AutoProcessor
-    run         the lines after both are loaded, as `model` and `tokenizer` or `processor`
-    without     arguments that models of this kind do not take: those that do take more than text
+    mapping     table of transformers with its class; gives the `Auto` class and `pipeline_tag` of the hub
+    processor   makes the inputs: AutoTokenizer or AutoProcessor
+    run         lines after loading, using `model` and `tokenizer` or `processor`
+    without     arguments that models of this kind do not take, because they take more than text
     """
 
     mapping: str
@@ -34,7 +34,7 @@ class Usage:
     without: tuple[str, ...] = ()
 
 
-#: Those that several tables have are of the first.
+#: The first row whose table has the class is used.
 USAGES = (
     Usage(
         "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -106,14 +106,14 @@ USAGES = (
         without=("pixel_values", "input_features", "input_values", "decoder_input_ids"),
     ),
 )
-#: A model of images or sounds whose directory has nothing that makes inputs of them.
+#: Usage of models of images or sounds whose directory has no processor.
 _WITHOUT_PROCESSOR: Mapping[str, str] = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING": _TEXT}
 
 
 def usage_of(directory: Path) -> Usage | None:
-    """Return how the model in `directory` is run; None for a class that is in no row or unknown.
+    """Return how to run the model in `directory`; None for a class without a row.
 
-    Raises `CheckpointError` for a config.json that cannot be read.
+    Raises `CheckpointError` for an unreadable config.json.
     """
     from quantkit.model.model_class import model_class, of_mapping
 
@@ -138,10 +138,10 @@ def usage_of(directory: Path) -> Usage | None:
 
 
 def snippet(usage: Usage | None, name: str) -> str:
-    """Return a program that runs the model called `name`, a directory or a hub id."""
+    """Return a program that runs the model `name`, a directory or a hub id."""
     quoted = escaping.python(name)
     if usage is None:
-        # For a class without a row: `load` finds it.
+        # For a class without a row, `load` finds the class.
         return f"import quantkit\n\nmodel = quantkit.load({quoted})"
     maker = usage.processor.removeprefix("Auto").lower()
     return (
@@ -152,5 +152,5 @@ def snippet(usage: Usage | None, name: str) -> str:
 
 
 def tag_of(usage: Usage | None) -> dict[str, Any]:
-    """Return the entry of a card's front matter for the pipeline of the hub; empty where none is known."""
+    """Return the pipeline entry of a card's front matter; empty if unknown."""
     return {} if usage is None or usage.pipeline_tag is None else {"pipeline_tag": usage.pipeline_tag}

@@ -39,7 +39,7 @@ def split_fusions(schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Note:
-    """Text for the user, and the tools that cannot read the result for that reason."""
+    """Text for the user, and the tools that cannot read the result for that reason, with a version or not."""
 
     text: str
     cannot: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
         more = f" and {len(splits) - 1} more" if len(splits) > 1 else ""
         yield Note(
             "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme: "
-            f"{splits[0]}{more}.",
+            f"{splits[0]}{more}. Match each such set with rules of one format.",
             (VLLM.name, SGLANG.name),
         )
     stored = []
@@ -183,7 +183,7 @@ def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
             f"{SGLANG} and vLLM 0.26.0 cannot load this: they look for experts by the names "
             f"{', '.join(sorted(EXPERTS_OF_SGLANG))}, and take others, such as {min(named)}, to be stored as "
             "most linears are. Give all experts one format.",
-            (SGLANG.name,),
+            (SGLANG.name, f"{VLLM.name} 0.26.0"),
         )
 
 

@@ -31,6 +31,8 @@ class QuantizeOptions:
     overwrite         replace an earlier output
     check             run the result on a fixed prompt before it is finished, and store the logits for
                       `verify`; `QuantizeResult.unchecked` is the reason if memory is too small
+    engine            "vllm" or "sglang", or a version such as "vllm==0.26.0": a budget chooses formats that
+                      it reads, and a plan that it would not load is refused
     """
 
     recipe: "RecipeOptions | Recipe" = DEFAULT_RECIPE
@@ -42,6 +44,7 @@ class QuantizeOptions:
     resume: bool = False
     overwrite: bool = False
     check: bool = False
+    engine: str | None = None
 
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:

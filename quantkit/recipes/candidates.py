@@ -31,19 +31,32 @@ MENU: tuple[Choice, ...] = (
     Choice("mxfp8"),
 )
 
+#: The same of what is written as compressed-tensors. Groups are those for which engines have fast kernels.
+MENU_OF_ENGINES: tuple[Choice, ...] = (
+    Choice("int4", "channel"),
+    *(Choice("int4", size) for size in (128, 64, 32)),
+    Choice("mxfp4"),
+    Choice("nvfp4"),
+    Choice("int8"),
+    Choice("fp8"),
+    Choice("mxfp8"),
+)
 
-def candidates(method: str, formats: tuple[str, ...] | None = None) -> tuple[Choice, ...]:
-    """Return the rows of the menu that `method` supports, each with that method.
+
+def candidates(
+    method: str, formats: tuple[str, ...] | None = None, menu: tuple[Choice, ...] = MENU
+) -> tuple[Choice, ...]:
+    """Return the rows of `menu` that `method` supports, each with that method.
 
     `formats` are names such as `int4`, for all rows of that format, or the format's preset if it has no row.
     `FORMAT:GROUP` is one granularity. Raises `UsageError` for unknown or unsupported formats.
     """
     if formats is None:
-        rows = tuple(replace(row, method=method) for row in MENU)
+        rows = tuple(replace(row, method=method) for row in menu)
         return tuple(row for row in rows if _refusal(row) is None)
     found: dict[Choice, None] = {}
     for text in formats:
-        for row in _named(text):
+        for row in _named(text, menu):
             chosen = replace(row, method=method)
             if (refusal := _refusal(chosen)) is not None:
                 raise UsageError(f"--formats {text}: {refusal}") from refusal
@@ -53,11 +66,11 @@ def candidates(method: str, formats: tuple[str, ...] | None = None) -> tuple[Cho
     return tuple(found)
 
 
-def _named(text: str) -> tuple[Choice, ...]:
+def _named(text: str, menu: tuple[Choice, ...]) -> tuple[Choice, ...]:
     name, separator, group = text.partition(":")
     if separator:
         return (Choice(name, parse_group_size(group)),)
-    return tuple(row for row in MENU if row.format == name) or (Choice(name),)
+    return tuple(row for row in menu if row.format == name) or (Choice(name),)
 
 
 def _refusal(choice: Choice) -> FormatError | UsageError | None:

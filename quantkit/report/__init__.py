@@ -1,1 +1,1 @@
-"""Reports for people: documents, tables and plots of what `eval` and `bench` measured."""
+"""Present what `eval` and `bench` measured: documents, tables and plots."""

@@ -1,4 +1,4 @@
-"""Benchmarks for people: tables and plots of speed, memory and latency under load."""
+"""Present benchmarks: tables and plots of speed, memory and latency under load."""
 
 import shlex
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from quantkit.files import size_text
 from quantkit.report.document import Block, Bullets, Command, Document, Figure, Section, Table, Text, write
 from quantkit.report.plots import color, drawing, legend, plain, render
 
-#: Names of the files of a report, without their endings.
+#: Names of the report files, without suffix.
 SPEED, SERVING = "bench", "serve"
 
 SPEED_HEADINGS = (
@@ -52,7 +52,7 @@ SERVING_RULES = (
 
 
 def speed_document(found: Sequence[Speed], command: Sequence[str]) -> Document:
-    """Return the document of speeds of at least one model; `command` is what was typed."""
+    """Return the document on the speed of at least one model; `command` is the command typed."""
     blocks: list[Block] = [models_table(found), speed_table(found)]
     figures = _speed_figures(found)
     notes = [f"{one.label}: {note}" for one in found for note in one.notes]
@@ -72,7 +72,7 @@ def speed_document(found: Sequence[Speed], command: Sequence[str]) -> Document:
 
 
 def serving_document(found: Sequence[Serving], command: Sequence[str]) -> Document:
-    """Return the document of latencies of at least one model; `command` is what was typed."""
+    """Return the document on latencies of at least one model; `command` is the command typed."""
     how = (*_how(found[0].machine, serving_settings(found), command), Bullets(SERVING_RULES))
     return Document(
         "Latency under load",
@@ -84,17 +84,17 @@ def serving_document(found: Sequence[Serving], command: Sequence[str]) -> Docume
 
 
 def write_speed(directory: Path, found: Sequence[Speed], command: Sequence[str]) -> tuple[Path, ...]:
-    """Write bench.md, bench.html, bench.json and the plots; `OutputError` if a file cannot be written."""
+    """Write bench.md, bench.html, bench.json and the plots; raise `OutputError` on failure."""
     return write(directory, SPEED, speed_document(found, command), {f"{SPEED}.json": to_json(found)})
 
 
 def write_serving(directory: Path, found: Sequence[Serving], command: Sequence[str]) -> tuple[Path, ...]:
-    """Write serve.md, serve.html, serve.json and the plot; `OutputError` if a file cannot be written."""
+    """Write serve.md, serve.html, serve.json and the plot; raise `OutputError` on failure."""
     return write(directory, SERVING, serving_document(found, command), {f"{SERVING}.json": to_json(found)})
 
 
 def models_table(found: Sequence[Speed]) -> Table:
-    """A row per model: format, size, loading, memory."""
+    """Return a table with a row per model: format, size, loading, memory."""
     rows = [
         (
             one.label,
@@ -110,7 +110,7 @@ def models_table(found: Sequence[Speed]) -> Table:
 
 
 def speed_table(found: Sequence[Speed]) -> Table:
-    """A row per model, batch, prompt length and mode."""
+    """Return a table with a row per model, batch, prompt length and mode."""
     rows = [
         (one.label, *_speed_cells(cell, one.machine.read_bandwidth)) for one in found for cell in one.cells
     ]
@@ -135,7 +135,7 @@ def _speed_cells(cell: Cell, limit: float) -> tuple[str, ...]:
 
 
 def serving_table(found: Sequence[Serving]) -> Table:
-    """A row per model and rate."""
+    """Return a table with a row per model and rate."""
     return Table(
         _SERVING_HEADINGS,
         [(one.label, *_load_cells(load)) for one in found for load in one.loads],
@@ -144,7 +144,7 @@ def serving_table(found: Sequence[Serving]) -> Table:
 
 
 def serving_settings(found: Sequence[Serving]) -> str:
-    """Return in words the requests that at least one model answered, and how it did."""
+    """Return a sentence on the requests, and how the models ran."""
     first = found[0]
     return (
         f"{first.requests} requests per rate, seed {first.seed}; prompts of {first.prompt_tokens[0]} to "
@@ -174,7 +174,7 @@ def _how(machine: Machine, settings: str, command: Sequence[str]) -> tuple[Block
 
 
 def machine_text(machine: Machine) -> str:
-    """One sentence on where figures were measured."""
+    """Return one sentence on the machine of the measurements."""
     threads = f", {machine.threads} threads" if machine.device == "cpu" else ""
     return (
         f"{machine.name} ({machine.device}{threads}), which reads {size_text(machine.read_bandwidth)}/s; "
@@ -209,7 +209,7 @@ def _first_token_figure(found: Sequence[Speed]) -> Figure:
 def _line_figure(
     name: str, lines: Sequence[tuple[str, Sequence[tuple[int, float]]]], x: str, y: str, caption: str
 ) -> Figure:
-    """A line for each model, by its label, over counts on a logarithmic axis."""
+    """Plot a line for each model, by its label, over counts on a logarithmic axis."""
     figure, axes = drawing()
     for number, (label, points) in enumerate(lines):
         axes.plot(*zip(*points, strict=True), marker="o", color=color(number), label=label)
@@ -259,7 +259,7 @@ def _serving_figure(found: Sequence[Serving]) -> Figure:
 
 
 def _series(found: Sequence[Speed]) -> Iterable[tuple[str, list[Cell]]]:
-    """The cells of each model and mode, with the name of their line."""
+    """Yield the cells of each model and mode, with the label of their line."""
     for one in found:
         modes = dict.fromkeys(cell.mode for cell in one.cells)
         for mode in modes:
@@ -268,7 +268,7 @@ def _series(found: Sequence[Speed]) -> Iterable[tuple[str, list[Cell]]]:
 
 
 def _plain_ticks(axes: Any, values: Sequence[float]) -> None:
-    """Ticks at the measured values, written as they are: logarithmic axes would write powers."""
+    """Set ticks at the measured values, as plain numbers; logarithmic axes would write powers."""
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set_xticks([], minor=True)
 

@@ -1,8 +1,7 @@
-"""A report as a document: sections of text, tables and figures, written as Markdown and as one HTML file.
+"""Report as a document: sections of text, tables and figures, rendered as Markdown and as one HTML file.
 
-Text is text, whatever is in it; only pieces of the type `Code` look different. The HTML needs nothing beside
-it, no network and no script: figures are drawings in the page and have its colors, so that they are readable
-on light, dark and paper.
+All text is escaped; only pieces of type `Code` look different. The HTML is self-contained, without network or
+scripts. Figures are inline drawings in the page's colors, so they are readable on light, dark and paper.
 """
 
 import re
@@ -45,7 +44,7 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that prints the figures again, as it is typed."""
+    """Command that reproduces the figures, as typed."""
 
     text: str
 
@@ -58,7 +57,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under headings; the columns of `words` are aligned to the left, numbers to the right."""
+    """Rows of cells under headings; columns `words` are aligned left, numbers right."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -85,7 +84,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot: `name`.png beside the Markdown, `svg` in the HTML (see `plots.render`)."""
+    """Plot: `name`.png beside the Markdown, `svg` in the HTML (see `plots.render`)."""
 
     name: str
     caption: str
@@ -94,7 +93,7 @@ class Figure:
 
     @property
     def file(self) -> str:
-        """The name of the PNG."""
+        """Return the name of the PNG."""
         return f"{self.name}.png"
 
     def markdown(self) -> str:
@@ -127,11 +126,11 @@ class Document:
 
     @property
     def figures(self) -> tuple[Figure, ...]:
-        """All figures, in order."""
+        """Return all figures, in order."""
         return tuple(b for section in self.sections for b in section.blocks if isinstance(b, Figure))
 
     def markdown(self) -> str:
-        """The document as GitHub's Markdown, with figures as files beside it."""
+        """Render as GitHub's Markdown, with figures as separate files."""
         parts = [f"# {escaping.markdown(self.title)}"]
         for section in self.sections:
             parts += [
@@ -141,7 +140,7 @@ class Document:
         return "\n\n".join(parts) + "\n"
 
     def html(self) -> str:
-        """The document as one HTML page."""
+        """Render as one HTML page."""
         title = escaping.html(self.title)
         body = "".join(
             f"<section><h2>{escaping.html(section.title)}</h2>"
@@ -159,7 +158,7 @@ class Document:
 def write(directory: Path, stem: str, document: Document, others: Mapping[str, str]) -> tuple[Path, ...]:
     """Write `stem`.md, `stem`.html, the figures as PNG, and the texts of `others` by file name.
 
-    Each file in `directory` is whole or as it was before. `OutputError` if one cannot be written.
+    Each file in `directory` is written whole or not at all. Raises `OutputError` if one cannot be written.
     """
     files = {
         f"{stem}.md": document.markdown().encode(),
@@ -180,7 +179,7 @@ def write(directory: Path, stem: str, document: Document, others: Mapping[str, s
     return tuple(directory / name for name in files)
 
 
-#: Not every renderer takes brackets in the text that stands for an image.
+#: Not every renderer accepts brackets in the alternative text of an image.
 _NO_BRACKETS = str.maketrans({"[": "(", "]": ")"})
 
 _STYLE = """
@@ -221,7 +220,7 @@ pre { padding: 0.7rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 
 
 def _cell(text: str) -> str:
-    """A cell as HTML; where it has to be broken, an error or a unit stays whole."""
+    """Return a cell as HTML; line breaks do not split an error or a unit."""
     return re.sub(r"(?<=±) | (?=[kMGT]?B$|%)", "&nbsp;", escaping.html(text))
 
 

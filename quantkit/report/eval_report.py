@@ -1,4 +1,4 @@
-"""Reports for people: tables, a verdict per model, and loss against bits per weight."""
+"""Present evaluations: tables, a verdict per model, and loss against bits per weight."""
 
 import json
 import math
@@ -21,10 +21,10 @@ from quantkit.report.tables import TASK_EXPLANATION, error_text, number_text, pe
 
 VERSION = 1
 
-#: The name of the report's files, less the ending.
+#: Name of the report's files, without suffix.
 STEM = "report"
 
-#: A divergence of zero has no place on a logarithmic axis; it is drawn here, in nats.
+#: Smallest plotted divergence, in nats: zero has no place on a logarithmic axis.
 PLOT_FLOOR = 1e-7
 
 #: Below this, in nats, the axis of the excess is linear.
@@ -34,10 +34,10 @@ _LINEAR_EXCESS = 0.001
 def write_report(
     directory: Path | str, reports: Sequence[EvalReport], command: str | None = None
 ) -> tuple[Path, ...]:
-    """Write report.md, report.html, report.json and, with matplotlib, the plots; returns the files.
+    """Write report.md, report.html, report.json and, with matplotlib, the plots; return the files.
 
-    `command` is what was typed. The hashes of the models' files are in report.json. `UsageError` without
-    reports, `OutputError` if a file cannot be written.
+    `command` is the command typed. report.json includes the hashes of the models' files. Raises `UsageError`
+    without reports, `OutputError` if a file cannot be written.
     """
     if not reports:
         raise UsageError("there is nothing to report. Evaluate at least one model.")
@@ -56,12 +56,12 @@ def write_report(
 
 
 def hashes(directory: Path) -> dict[str, str]:
-    """Hex SHA-256 of the files of a model that its figures depend on: configuration and weights."""
+    """Return the hex SHA-256 of a model's configuration and weights, on which its figures depend."""
     return {path.name: hash_file(path) for path in Checkpoint.open(directory).stamps}
 
 
 def document(reports: Sequence[EvalReport], command: str | None = None) -> Document:
-    """The report: what was lost in words, tables, plots, and how it was measured."""
+    """Return the report: the losses in words, tables, plots, and how they were measured."""
     texts = list(reports[0].texts)
     drawn, missing = _figures(reports)
     words = [verdict_line(report) for report in reports if report.texts]
@@ -102,7 +102,7 @@ _EXPLANATION = (
 
 
 def _models(reports: Sequence[EvalReport]) -> list[Path]:
-    """The directories of all models, the references last."""
+    """Return the directories of all models, the references last."""
     found = [report.model for report in reports]
     found += [report.against for report in reports if report.against is not None]
     return [Path(model) for model in dict.fromkeys(found)]
@@ -129,7 +129,7 @@ def _model_table(reports: Sequence[EvalReport]) -> Table:
 
 @dataclass(frozen=True)
 class _Column:
-    """A figure of a text: its heading, how it is written, and whether it takes a reference to have it."""
+    """Figure of a text: its heading, its format, and True if it needs a reference."""
 
     heading: str
     cell: Callable[[TextMetrics], str]
@@ -154,7 +154,7 @@ _COLUMNS = (
 
 
 def _text_table(reports: Sequence[EvalReport], text: str) -> Table:
-    """A row per model, and rows that say what is no difference: the reference and its noise floor."""
+    """Return a table with a row per model, the reference, and its noise floor."""
     first = reports[0]
     columns = [column for column in _COLUMNS if first.against is not None or not column.compared]
     rows = [
@@ -167,7 +167,7 @@ def _text_table(reports: Sequence[EvalReport], text: str) -> Table:
 
 
 def labelled(reports: Sequence[EvalReport]) -> list[tuple[str, EvalReport | NoiseFloor]]:
-    """Return the rows of tables: the models by their labels, and last the noise floor."""
+    """Return the labelled rows of tables: the models, and last the noise floor."""
     found: list[tuple[str, EvalReport | NoiseFloor]] = [(report.label, report) for report in reports]
     against, floor = reports[0].against, reports[0].noise_floor
     if against is not None and floor is not None:
@@ -206,7 +206,7 @@ def _provenance(reports: Sequence[EvalReport], command: str | None) -> list[Comm
 
 
 def _figures(reports: Sequence[EvalReport]) -> tuple[list[Figure], str | None]:
-    """The plots of what there is, and why there are none."""
+    """Return the plots that the figures allow, or why there are none."""
     try:
         plots.figure_class()
     except EnvironmentProblem as error:
@@ -266,7 +266,7 @@ def _text(reports: Sequence[EvalReport], name: str) -> list[TextMetrics]:
 def _against_bits(
     axes: Any, reports: Sequence[EvalReport], lines: Mapping[str, Sequence[tuple[float | None, float | None]]]
 ) -> None:
-    """A line per text through the models by their bits, each with its name at its highest point."""
+    """Plot a line per text through the models by their bits; each model's name is at its highest point."""
     highest: dict[tuple[str, float], float] = {}
     for number, (name, values) in enumerate(lines.items()):
         points = sorted(
@@ -318,7 +318,7 @@ def _block_plot(reports: Sequence[EvalReport]) -> Figure:
 
 def _histogram(reports: Sequence[EvalReport]) -> Figure:
     figure, axes = plots.drawing()
-    # The outer bins have no outer edge; they are drawn as wide as their neighbours.
+    # The outer bins are unbounded; they are drawn as wide as their neighbours.
     edges = [KL_EDGES[0] ** 2 / KL_EDGES[1], *KL_EDGES, KL_EDGES[-1] ** 2 / KL_EDGES[-2]]
     for number, (label, one) in enumerate(labelled(reports)):
         counts = [sum(bins) for bins in zip(*(m.kl_histogram or () for m in one.texts.values()), strict=True)]
@@ -375,7 +375,7 @@ def _bits(report: EvalReport) -> float:
 
 
 def floor_label(against: str, dtype: str) -> str:
-    """Return the name of the noise floor in tables, that of the directory `against` in `dtype`."""
+    """Return the label of the noise floor: the directory `against` in `dtype`."""
     return f"noise floor: {Path(against).name} in {dtype}"
 
 

@@ -1,4 +1,4 @@
-"""Plots for documents: drawn once with matplotlib, an extra, as PNG and as SVG in the page's colors."""
+"""Draw plots with matplotlib, an optional extra, as PNG, and as SVG in the page's colors."""
 
 import io
 import re
@@ -9,7 +9,7 @@ from quantkit.about import pip_install
 from quantkit.errors import EnvironmentProblem
 from quantkit.report.document import Figure
 
-#: The color of everything that is not data; in the SVG it becomes the color of the text around it.
+#: Color of everything but data; in the SVG it becomes the color of the surrounding text.
 INK = "#1c1e21"
 
 _STYLE = {
@@ -23,25 +23,25 @@ _STYLE = {
     "grid.alpha": 0.15,
     "axes.grid": True,
     "axes.axisbelow": True,
-    # Ids in the file depend on nothing but the drawing, and text is drawn alike on every machine.
+    # Make ids depend on the drawing only, and draw text alike on every machine.
     "svg.hashsalt": "quantkit",
     "svg.fonttype": "path",
 }
 
-#: Every label and title that is not of our own goes through this.
+#: Escape for every label and title from outside.
 plain = escaping.plot
 
-#: Mid-tones that stand out from white and from near-black alike.
+#: Colors that stand out on white and on near-black.
 COLORS = ("#2f7fd1", "#d9731a", "#3b9a58", "#b0549f", "#c0504d", "#7a7f2a", "#2a9aa0", "#8a6bd1")
 
 
 def color(number: int) -> str:
-    """The color of line `number`; they come round again."""
+    """Return the color of line `number`; colors repeat."""
     return COLORS[number % len(COLORS)]
 
 
 def figure_class() -> Any:
-    """matplotlib's `Figure`; `EnvironmentProblem`, with the extra's name, where matplotlib is missing."""
+    """Return matplotlib's `Figure`; raise `EnvironmentProblem` with the extra's name without matplotlib."""
     try:
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
@@ -53,7 +53,7 @@ def figure_class() -> Any:
 
 
 def drawing(*, columns: int = 1, height: float = 4.5) -> tuple[Any, Any]:
-    """An empty matplotlib figure, 7.5 inches wide, and its axes (an array of them for several `columns`)."""
+    """Create an empty matplotlib figure, 7.5 inches wide, and its axes (an array for several `columns`)."""
     from matplotlib import rc_context
 
     with rc_context(_STYLE):
@@ -63,18 +63,18 @@ def drawing(*, columns: int = 1, height: float = 4.5) -> tuple[Any, Any]:
 
 
 def legend(axes: Any, columns: int = 4) -> None:
-    """A legend above the plot, with the lines of `axes`."""
+    """Add a legend for the lines of `axes` above the plot."""
     handles, labels = axes.get_legend_handles_labels()
     axes.figure.legend(handles, labels, loc="outside upper center", ncols=columns)
 
 
 def render(figure: Any, name: str, caption: str) -> Figure:
-    """The matplotlib `figure` for a document: PNG on white, SVG in the text's color on nothing."""
+    """Render a matplotlib `figure` for a document: PNG on white, SVG transparent in the text's color."""
     from matplotlib import rc_context
     from matplotlib.legend import Legend
     from matplotlib.text import Text
 
-    # What was added outside of the style: legends hide no dark page, and no text is black on it.
+    # Override elements outside the style: legends have no white background, and text is not black.
     for legend in figure.findobj(Legend):
         legend.set_frame_on(False)
     for text in figure.findobj(Text):
@@ -89,7 +89,7 @@ def render(figure: Any, name: str, caption: str) -> Figure:
 
 
 def _embedded(svg: str, name: str) -> str:
-    """An SVG file as an element of an HTML page: no prolog, names unlike those of its neighbours."""
+    """Convert an SVG file to an element of an HTML page: no prolog, and ids unique to it."""
     element = svg[svg.index("<svg") :]
     element = re.sub(
         r' xmlns(:xlink)?="[^"]*"| version="[^"]*"|<metadata>.*?</metadata>', "", element, flags=re.S

@@ -1,4 +1,4 @@
-"""Cells and tables that the report of `eval` and the model card share."""
+"""Format cells and tables for the report of `eval` and the model card."""
 
 from collections.abc import Sequence
 
@@ -15,27 +15,27 @@ TASK_EXPLANATION = (
 
 
 def number_text(value: float | None, form: str) -> str:
-    """`value` by a format specification; a dash for None."""
+    """Format `value` by a format specification; a dash for None."""
     return "-" if value is None else format(value, form)
 
 
 def percent_text(value: float | None) -> str:
-    """A share in percent."""
+    """Format a share in percent."""
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
 def error_text(value: float | None) -> str:
-    """A standard error, to follow the figure; nothing for None."""
+    """Format a standard error, to follow the figure; empty for None."""
     return "" if value is None else f" ± {value:.1g}"
 
 
 def points_text(value: float | None) -> str:
-    """A standard error of a share, in points; nothing for None."""
+    """Format a standard error of a share, in percentage points; empty for None."""
     return "" if value is None else f" ± {100 * value:.2f}"
 
 
 def task_table(answers: Sequence[tuple[str, Sequence[TaskMetrics]]]) -> Table:
-    """A row per task, metric and model; `answers` are the metrics of each model, by its label."""
+    """Return a table with a row per task, metric and model; `answers` are the metrics by model label."""
     headings = ("task", "metric", "model", "items", "accuracy", "reference", "change", "gained, lost", "p")
     rows: list[tuple[str, ...]] = []
     for label, tasks in answers:

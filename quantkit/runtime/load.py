@@ -73,7 +73,7 @@ def load(
 
 
 def load_language_model(path: str | Path, **options: Any) -> Any:
-    """`load` for what takes the next token of a text; `UsageError` for a model that predicts none."""
+    """Load as `load` does; raise `UsageError` for a model that does not predict the next token of a text."""
     model = load(path, **options)
     seq2seq = getattr(model.config, "is_encoder_decoder", False)
     if model.can_generate() and model.main_input_name == "input_ids" and not seq2seq:

@@ -32,7 +32,7 @@ class PackedEmbedding(PackedMatrix):
     ) -> None:
         super().__init__(columns, rows, scheme, container)
         self.num_embeddings, self.embedding_dim = rows, columns
-        # Outside of forward, which is traced.
+        # Computed here, because forward is traced.
         self._factors = {one: lookup.factor_in(one) for one in ACTIVATION_DTYPES}
         self._factor = lookup.factor
         self.register_buffer("_of_dtype", torch.empty(0, dtype=dtype), persistent=False)
@@ -55,7 +55,7 @@ class PackedEmbedding(PackedMatrix):
         return rows if factor == 1 else rows * factor
 
     def restore_buffers(self, dense: nn.Module) -> None:
-        """Give buffers of `dense`, the module that was replaced, their number: the factor of rows."""
+        """Set buffers of `dense`, the replaced module, to their value: the factor of rows."""
         for name, buffer in dense.named_buffers(recurse=False):
             dense._buffers[name] = torch.full_like(buffer, self._factor, device=self.words.device)
 
@@ -64,9 +64,9 @@ class PackedEmbedding(PackedMatrix):
 
 
 def first_table(model: nn.Module) -> PackedEmbedding | None:
-    """Return the packed embedding that comes before all parameters of floats of `model`; None without one.
+    """Return the packed embedding that comes before all floating-point parameters of `model`; None without.
 
-    transformers takes the dtype of the first such parameter for that of the model, here that of scales.
+    transformers takes the dtype of the first such parameter as the model's; here it is the dtype of scales.
     """
     for module in model.modules():
         if isinstance(module, PackedEmbedding):
@@ -106,7 +106,7 @@ def tie_to_table(model: Any, head: str, table: str) -> None:
 
 
 def tied_to(model: nn.Module, table: str) -> tuple[str, ...]:
-    """Return the modules whose weight `model` ties to that of its embedding `table`."""
+    """Return the modules whose weight `model` ties to the weight of its embedding `table`."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     weight = f"{table}.weight"
     pairs = [*ties.items(), *((source, target) for target, source in ties.items())]
@@ -114,6 +114,6 @@ def tied_to(model: nn.Module, table: str) -> tuple[str, ...]:
 
 
 def tie_dense(model: Any) -> None:
-    """Tie what `model` ties when it is dense: its modules were replaced by dense ones."""
+    """Tie all weights that `model` ties when dense, after its modules were replaced by dense ones."""
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
     model.tie_weights()

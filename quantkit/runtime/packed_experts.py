@@ -131,7 +131,7 @@ class PackedExperts(PackedModule):
         }
 
     def _dense(self, parameter: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what the dense module holds of an expert in `parameter`."""
+        """Return the weight of an expert in `parameter`, as the dense module holds it."""
         matrices = [packed.dequantize(dtype) for packed in self.packed(parameter, expert)]
         return self.spec.joined(matrices)
 
@@ -166,7 +166,7 @@ class PackedExperts(PackedModule):
         return combine_experts(y, top_k_index, top_k_weights, first.experts, bias).to(hidden_states.dtype)
 
     def _activated(self, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return what down_proj sees, [P, I], from the products y [P, N'] for the experts `index` [T, k]."""
+        """Return the input of down_proj, [P, I], from products y [P, N'] for experts `index` [T, k]."""
         spec, of = self.spec, self.spec.activation
         bias = self._bias(spec.first) if spec.biased else None
         kind = self._kind()
@@ -187,7 +187,7 @@ class PackedExperts(PackedModule):
         if kernel != "act":
             return kernel
         if of == Activation(act=of.act) and not self.spec.biased:
-            # Traced steps fuse it into the product.
+            # Traced steps fuse the activation into the product.
             return None
         return _KINDS.get(of.act or "") or _KINDS.get(type(self.act_fn))
 

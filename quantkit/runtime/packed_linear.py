@@ -148,7 +148,7 @@ class PackedLinear(PackedMatrix):
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         layout = super()._build(parameter, index, matrix, dtype)
-        # An embedding looks its rows up in the words.
+        # An embedding looks its rows up in the words, so they must stay.
         if self.table is None:
             self._free(parameter, [matrix], [layout])
         return layout
@@ -190,14 +190,16 @@ class PackedLinear(PackedMatrix):
                 self._tokens[scale.dtype] = token
         return token
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return y [..., N] of x [..., K]; `bias` [N] is added in place of the layer's own."""
         check_features(x, self._columns["weight"])
         if self._shared is not None and not torch.is_grad_enabled():
             shared, index = self._shared
             y = shared.product(index, x)
             if y is not None:
                 return y
-        bias: torch.Tensor | None = local(self._parameters["bias"])
+        if bias is None:
+            bias = local(self._parameters["bias"])
         x, bias = autocast(x), None if bias is None else autocast(bias)
         if not torch.compiler.is_compiling() and is_plain(x):
             y = self._planned(x, bias)

@@ -37,7 +37,7 @@ class PartSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stored: Mapping[int, tuple[int, ...]]
-    #: Whether a cast of the model casts it.
+    #: True if casting the model casts it.
     is_cast: bool
     #: Logical [N, K] of one stored matrix, by number of stored tensors.
     logical: Mapping[int, tuple[int, int]]
@@ -141,7 +141,7 @@ class PackedModule(nn.Module):
     # Tensor parallelism of transformers passes local shards to forward, not DTensors.
     _hf_quantized_needs_local_tp = True
 
-    #: How ranks divide the model, once known; see `quantkit.runtime.tensor_parallel`.
+    #: How ranks divide the model, if they do; see `quantkit.runtime.tensor_parallel`.
     tensor_parallel: "TensorParallelPlan | None" = None
     #: Name of the embedding whose parameters this module has, tied as dense weights are; None for its own.
     table: str | None = None
@@ -315,7 +315,7 @@ class PackedModule(nn.Module):
         """Return the layout of matrix `index` of `parameter`, built on first use."""
         layout = self._cached(parameter, index, dtype, lambda: self._build(parameter, index, matrix, dtype))
         if layout is None and torch.compiler.is_compiling() and self.is_freed(parameter):
-            # A layout for another dtype at least has the words.
+            # A layout for another dtype has at least the words.
             return self._freed[parameter].layouts[index]
         return layout
 
@@ -362,8 +362,8 @@ class PackedModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moves and casts keep Parameter objects, so identity does not reveal them.
         self.drop_kernel_layouts()
-        # Words may be stored as 8-bit floats but are codes: no cast. Scales of 8 bits stay too, because other
-        # dtypes lack the range of e8m0 or the digits of the factor beside e4m3.
+        # Words may be stored as 8-bit floats but are codes: no cast. 8-bit scales keep their dtype too,
+        # because other dtypes lack the range of e8m0 or the digits of the factor of e4m3.
         small = any(scheme.scale_dtype.itemsize == 1 for scheme in self._schemes.values())
         specs = self.part_specs().items()
         uncast = {id(getattr(self, name)) for name, spec in specs if small or not spec.is_cast}

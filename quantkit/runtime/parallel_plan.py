@@ -59,7 +59,7 @@ class TensorParallelPlan:
 
     @property
     def first_refused(self) -> int:
-        """The smallest power of two that does not fit."""
+        """Return the smallest power of two of ranks that does not fit."""
         ranks = 2
         while self.why_not(ranks) is None:
             ranks *= 2
@@ -67,7 +67,7 @@ class TensorParallelPlan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of ranks that can run the model, up to `MOST_RANKS`."""
+        """Return the numbers of ranks that can run the model, up to `MOST_RANKS`."""
         return tuple(ranks for ranks in range(1, MOST_RANKS + 1) if self.why_not(ranks) is None)
 
     def check(self, ranks: int) -> None:

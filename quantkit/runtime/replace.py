@@ -74,7 +74,7 @@ def packed_table(
 ) -> PackedEmbedding | None:
     """Create the uninitialised packed replacement of an embedding called `name`; None without a scheme.
 
-    Raises `FormatError` if a scheme is assigned to one that does more than look rows up.
+    Raises `FormatError` if a scheme is assigned to an embedding that does more than look rows up.
     """
     if scheme is None:
         return None
@@ -93,7 +93,7 @@ def schemes_in(
 ) -> dict[str, Scheme | None]:
     """Return the scheme of each linear and parameter of fused experts of `model`; None for dense ones.
 
-    It is that of `config` where that gives the same, by `names` as in `swap_modules`.
+    Schemes come from `config`; `names` are as in `swap_modules`.
     """
     found: dict[str, Scheme | None] = {}
     for name, module in model.named_modules():
@@ -123,23 +123,23 @@ def swap_modules(
 ) -> None:
     """Replace, on the meta device, the modules of `model` that `config` packs.
 
-    `names` maps modules to their names in `config` where `model` is of another class than the checkpoint;
-    those that it lacks, such as a new head, stay dense. A head that the model ties to a packed embedding gets
-    its parameters. Raises `CheckpointError` if `config` names modules that the model lacks or cannot pack, or
-    a matrix tied to a dense embedding.
+    `names` maps modules to their names in `config` if `model` is of another class than the checkpoint.
+    Modules without a name, such as a new head, stay dense. A head that the model ties to a packed embedding
+    gets the embedding's parameters. Raises `CheckpointError` if `config` names modules that the model lacks
+    or cannot pack, or a matrix tied to a dense embedding.
     """
     matched = set()
 
     def scheme_of(name: str) -> Any:
         matched.add(name)
-        # A tied head has no tensor, by which classes would know its name.
+        # A tied head has no tensor from which other classes could learn its name.
         if name in heads:
             return config.modules[tables[heads[name]]]
         known = name if names is None else names.get(name)
         return None if known is None else config.scheme_of(known)
 
     modules = list(model.named_modules())
-    # Only what is named: the default scheme is that of linears.
+    # Only listed modules, because the default scheme is for linears.
     tables = {
         name: known
         for name, module in modules
@@ -180,7 +180,7 @@ def swap_modules(
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Return True if `model` lacks the part that module `name` is of, such as a head of further tokens."""
+    """Return True if `model` lacks the part that contains module `name`, such as an extra prediction head."""
     try:
         model.get_submodule(name.rpartition(".")[0])
     except AttributeError:

@@ -1,7 +1,7 @@
 """Read packed directories written by `save_pretrained`: config and weights, but no manifest.
 
-Formats and shapes come from config.json and headers. Only a manifest knows the source, method and errors, and
-if a byte has changed since.
+Formats and shapes come from config.json and headers. Only a manifest has the source, the method, the errors,
+and the hashes of the files.
 """
 
 import math
@@ -102,7 +102,7 @@ def record_of(checkpoint: Checkpoint) -> ModelRecord:
                 for entry, spec in module.part_specs().items()
                 if entry.removesuffix(spec.suffix) == parameter
             }
-            # A head that is tied to a packed embedding has no tensors.
+            # A head tied to a packed embedding has no tensors of its own.
             own = specs if module.table is None else {}
             tensors = [tensor for entry in own for tensor in by_entry[f"{name}.{entry}"]]
             matrices = max((count for spec in own.values() for count in spec.stored), default=0)

@@ -19,9 +19,9 @@ def packed_weights(directory: Path) -> dict[tuple[Scheme, tuple[int, int]], int]
     counts: dict[tuple[Scheme, tuple[int, int]], int] = {}
     for module, layer in record.layers.items():
         scheme = config.scheme_of(module)
-        # Nothing is multiplied by a table but of a head, which is listed too.
+        # Embeddings multiply nothing; a head on the same table is listed too.
         if scheme is not None and layer.kind != "embedding":
             key = scheme.for_columns(layer.shape[1]), layer.shape
-            # A head that has the table has no matrix of its own.
+            # A head on the table has no matrix of its own.
             counts[key] = counts.get(key, 0) + max(1, layer.matrices)
     return counts

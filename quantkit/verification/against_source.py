@@ -1,4 +1,4 @@
-"""Comparison of a packed checkpoint's weights with those of its source, each one."""
+"""Compare every weight of a packed checkpoint with its source."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from quantkit.progress import Progress, counting
 
 #: Weights compared at a time.
 _PIECE = 1 << 21
-#: Number of tensors that are named.
+#: Most tensors named in a message.
 _NAMED = 20
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Counts of tensors that were compared and that are packed, and the differences."""
+    """Number of compared tensors, of packed ones, and the differences."""
 
     tensors: int
     packed: int
@@ -33,10 +33,10 @@ class Compared:
 
 
 def compare_with_source(directory: Path, source: str | Path, progress: Progress | None = None) -> Compared:
-    """Compare every weight of a packed checkpoint with that of `source`, in float32 and bit by bit.
+    """Compare every weight of a packed checkpoint with `source`, in float32 and bit by bit.
 
-    `source` is a checkpoint directory, a GGUF file or a hub id, as `convert` takes. Raises `CheckpointError`
-    for one that cannot be read.
+    `source` is a checkpoint directory, a GGUF file or a hub id, as for `convert`. Raises `CheckpointError` if
+    it cannot be read.
     """
     checkpoint, structure = with_other_parts(*read_names(exactly(open_source(resolve(source)))))
     packed = Checkpoint.open(directory)
@@ -50,7 +50,7 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
     for name, tensor in checkpoint.tensors.items():
         found = _packed(packed, config, tensor, modules.get(name))
         count += found is not None
-        # Experts that stay dense keep their one tensor for all.
+        # Dense experts keep their one fused tensor.
         cut = structure.cuts.get(name) if found is None else None
         own = name if cut is None else cut.source.name
         if own in seen:
@@ -68,7 +68,7 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
 def _packed(
     checkpoint: Checkpoint, config: QuantizationConfig, source: StoredTensor, module: str | None
 ) -> PackedTensor | None:
-    """The packed tensor that a tensor of the source became; None where it stayed dense."""
+    """Return the packed tensor made from a tensor of the source; None if it stayed dense."""
     scheme = None if module is None else config.scheme_of(module)
     if scheme is None:
         return None
@@ -87,7 +87,7 @@ def _packed(
 def _differences(
     source: Checkpoint, packed: Checkpoint, name: str, found: PackedTensor | None
 ) -> Iterator[str]:
-    """The first difference of a tensor, if there is one."""
+    """Yield the first difference of a tensor, if there is one."""
     tensor = source.tensors.get(name) or source.uncut[name]
     shape = tensor.shape
     if found is None and (other := packed.tensors[name].shape) != shape:

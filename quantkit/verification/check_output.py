@@ -61,7 +61,7 @@ def check_unfinished(
 
 
 def check_headers_of(output: OutputDirectory, planned: Plan, checkpoint: Checkpoint) -> None:
-    """Raise `CheckpointError` unless the written files are what `check_written` wants of them."""
+    """Raise `CheckpointError` unless the written files pass `check_written`."""
     files = [output.path / shard.filename for shard in planned.shards]
     tensors = {name: one for file in files for name, one in read_header(file).items()}
     check_written(planned, checkpoint, tensors)

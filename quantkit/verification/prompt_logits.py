@@ -105,9 +105,9 @@ def record(
 
 
 def run_prompt(open_model: Callable[[], Any], directory: Path) -> PromptLogits:
-    """Open the model of `directory`, in float32, and return its logits for the prompt.
+    """Open the model of `directory` in float32, and return its logits for the prompt.
 
-    Raises `CheckpointError` if they are not finite, `TakesNoText` if there are none of text. Silences
+    Raises `CheckpointError` if they are not finite, `TakesNoText` if it does not run on tokens. Silences
     warnings about slow kernels, which do not matter for one short prompt, and messages of transformers.
     """
     with quietly(), _silent(), enough_memory(str(directory)), explained(directory):
@@ -177,7 +177,7 @@ def differences(stored: PromptLogits, logits: torch.Tensor) -> list[str]:
 
 
 class TakesNoText(CheckpointError):
-    """Raised for a model that does not run on tokens alone, so that there is nothing to compare."""
+    """The model does not run on tokens alone, so there is nothing to compare."""
 
 
 def _prompt(model: Any) -> tuple[int, ...]:
@@ -188,9 +188,9 @@ def _prompt(model: Any) -> tuple[int, ...]:
     rows = table.num_embeddings
     try:
         config = model.config.get_text_config()
-    except ValueError:  # for a model of several texts
+    except ValueError:  # For a model of several texts.
         config = model.config
-    # None, or for XLNet -1, where there is no limit.
+    # None, or for XLNet -1, means no limit.
     positions = getattr(config, "max_position_embeddings", None) or 0
     length = min(PROMPT_TOKENS, positions) if positions > 0 else PROMPT_TOKENS
     return tuple((1 + 7919 * i) % rows for i in range(length))
@@ -198,7 +198,7 @@ def _prompt(model: Any) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def _logits(model: Any, prompt: tuple[int, ...], directory: Path) -> torch.Tensor:
-    """Return the logits [P, V] float32 on the CPU; of a model without, what comes first in its output."""
+    """Return the logits [P, V] float32 on the CPU; without logits, the first tensor of the output."""
     rows = int(model.get_input_embeddings().weight.shape[0])
     if max(prompt) >= rows:
         raise CheckpointError(
@@ -244,8 +244,8 @@ def _why_not_text(model: Any, ids: torch.Tensor, error: Exception) -> str | None
         with torch.device("meta"):
             _first_output(cls._from_config(model.config), ids.to("meta"))
     except Exception as other:
-        # Other errors come of the device: a mixture of experts cannot route without numbers. What the class
-        # itself refuses does not come of the weights.
+        # Other errors are due to the meta device: a mixture of experts cannot route without numbers. An error
+        # that the class itself raises is not due to the weights.
         if (type(other) is type(error) and str(other) == str(error)) or _refused_by_class(error):
             return f"a {cls.__name__} does not run on text alone ({type(error).__name__}: {error})"
     return None

@@ -1,10 +1,12 @@
-"""Say who can load a packed checkpoint, from config.json and the names and shapes of its tensors alone.
+"""Find out who can load a packed checkpoint, from config.json and tensor names and shapes alone.
 
-The class of the checkpoint must load it with quantkit. transformers without quantkit leaves it to
-compressed-tensors which modules are packed: those of a class that it targets, less those that it ignores. So
-a dense linear that is not declared there would be made up, which is only a warning when a model loads.
+The checkpoint's own class must load it with quantkit. transformers without quantkit relies on
+compressed-tensors for which modules are packed: targeted classes, except ignored modules. A dense linear
+missing from the ignored ones would be filled with random numbers, with only a warning.
 """
 
+import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -26,17 +28,20 @@ from quantkit.model.model_class import build, meta_model, model_class, model_con
 from quantkit.model.names import PART, model_names
 from quantkit.model.structure import MOVED
 from quantkit.quantization.plan import Plan
-from quantkit.quantization.plan_warnings import Note, reader_notes, readers_beside
+from quantkit.quantization.plan_warnings import EXPERTS_OF_SGLANG, Note, reader_notes, readers_beside
 from quantkit.runtime.replace import is_elsewhere, swap_modules
 from quantkit.runtime.transformers.headers import check_tensors, stored_by_entry
 from quantkit.runtime.transformers.registration import register_plugin
 
+#: The name of a matrix of an expert in JSON.
+_EXPERT = re.compile(r'\.experts\.\d+\.(\w+)"')
+
 
 def with_readers(planned: Plan, checkpoint: Checkpoint) -> Plan:
-    """Return `planned` with only those readers that load what it writes; `checkpoint` is the source.
+    """Return `planned` with only those readers that load its output; `checkpoint` is the source.
 
-    Raises `CheckpointError` if its own class does not load it with quantkit. Without such a class none is
-    asked, and a note says so.
+    Raises `CheckpointError` if its own class cannot load it with quantkit. Without such a class this is not
+    checked, and a note says so.
     """
     if not planned.quantized_weights:
         return planned
@@ -58,8 +63,8 @@ def with_readers(planned: Plan, checkpoint: Checkpoint) -> Plan:
 def check_written(planned: Plan, checkpoint: Checkpoint, tensors: Mapping[str, TensorSpec]) -> None:
     """Raise `CheckpointError` unless the class of `planned` loads the `tensors` of its output.
 
-    Without such a class the tensors are compared with those of the source `checkpoint`: each is there, as it
-    was or packed as the output's config says, and no other.
+    Without such a class, the tensors are compared with those of the source `checkpoint`. Each must be there,
+    dense or packed as the output's config says, and no other.
     """
     if why_no_class(planned.model_config, checkpoint.directory) is None:
         check_own_class(planned.model_config, checkpoint.directory, tensors, planned.dense)
@@ -101,24 +106,31 @@ def readers_of(
 
 
 def stored_notes(config: Mapping[str, Any], layers: Mapping[str, LayerRecord]) -> tuple[Note, ...] | None:
-    """Return what engines cannot do with a packed checkpoint of `layers`; None if only quantkit reads it.
+    """Return notes on engines that cannot read a packed checkpoint of `layers`.
 
-    `config` is its config.json.
+    None if only quantkit reads it. `config` is its config.json.
     """
-    parsed = QuantizationConfig.from_dict(config["quantization_config"])
-    if parsed.container != "compressed-tensors":
+    section = config["quantization_config"]
+    if QuantizationConfig.from_dict(section).container != "compressed-tensors":
         return None
-    assignments = [
+    return tuple(reader_notes(stored_assignments(section, layers)))
+
+
+def stored_assignments(section: Mapping[str, Any], layers: Mapping[str, LayerRecord]) -> list[Assignment]:
+    """Return the `Assignment` of each of the `layers` of a checkpoint with this `quantization_config`."""
+    parsed = QuantizationConfig.from_dict(section)
+    # Experts that are not all stored in one way are named.
+    leaf = min(set(_EXPERT.findall(json.dumps(section))) - EXPERTS_OF_SGLANG, default="")
+    return [
         Assignment(
             name,
-            (name,) * layer.matrices,
+            (f"{name}.{leaf}".rstrip("."),) * layer.matrices,
             (layer.shape[0], layer.shape[1]),
             None if layer.scheme is None else parsed.scheme_of(name),
             head=layer.kind == "lm_head",
         )
         for name, layer in layers.items()
     ]
-    return tuple(reader_notes(assignments))
 
 
 def _why_none(config: Mapping[str, Any], directory: Path, tensors: Mapping[str, TensorSpec]) -> str | None:
@@ -131,8 +143,8 @@ def check_own_class(
 ) -> None:
     """Raise `CheckpointError` unless the class of `config` finds each of its parameters in `tensors`.
 
-    Nothing may be missing, of another shape or unexpected, but for what is no parameter in the source either:
-    `dense` are its dense tensors and why they are.
+    No tensor may be missing, of another shape or unexpected, except for tensors that are no parameters in the
+    source either. `dense` are its dense tensors with the reason for each.
     """
     register_plugin()
     from quantkit.runtime.transformers.quantizer import QuantkitConfig, QuantkitQuantizer
@@ -152,7 +164,7 @@ def check_own_class(
         and one.name not in dense
         and not is_elsewhere(model, target.rpartition(".")[0])
     ]
-    # Of one tensor transformers may make several parameters.
+    # transformers may make several parameters from one tensor.
     missing = [] if not MOVED.isdisjoint(dense.values()) else missing_parameters(model, by_entry)
     if missing or unexpected:
         what = f"no tensor for {missing[0]!r}" if missing else f"no place for tensor {unexpected[0]!r}"
@@ -177,7 +189,7 @@ def why_not_transformers(
         except CheckpointError:
             if cls is own[0]:
                 raise
-            continue  # That class refuses this config, as ReformerModelWithLMHead does an encoder's.
+            continue  # That class refuses this config, as ReformerModelWithLMHead refuses an encoder's.
         for problem in chain(
             _misread(model, config["quantization_config"], tensors), _stopped(model, tensors)
         ):
@@ -186,12 +198,12 @@ def why_not_transformers(
 
 
 def _stopped(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> Iterator[str]:
-    """Yield where transformers stops as it loads packed weights into `model`, which loses its own."""
+    """Yield the reasons why transformers cannot load packed weights into `model`, which is consumed."""
     packed = _packed_names(tensors)
     weights = dict.fromkeys(PART.sub(".weight", name) for name in tensors)
     for parameter, one in conversions(model, weights).items():
         sources = {name for names in one.sources.values() for name in names}
-        # For compressed-tensors transformers looks for packed parts of what a rule with such a name takes.
+        # transformers looks for packed parts of tensors that match such a rule.
         by_weight = any(pattern.endswith(".weight") for pattern in one.converter.source_patterns)
         if by_weight and parameter.endswith(".weight") and not sources & packed:
             yield f"has {parameter!r} in several tensors, which transformers does not join beside packed ones"
@@ -229,7 +241,7 @@ def _packed_names(tensors: Mapping[str, TensorSpec]) -> set[str]:
 
 
 def _matches(name: str, module: nn.Module, patterns: Collection[str]) -> bool:
-    """Return True if one of `patterns`, names of modules or classes, is that of `module`."""
+    """Return True if one of `patterns`, names of modules or classes, matches `module`."""
     return name in patterns or any(cls.__name__ in patterns for cls in type(module).__mro__)
 
 
@@ -245,7 +257,7 @@ def _misread(
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     taken = taken_as_packed(model, section)
     for name, _ in model.named_modules():
-        # What is tied has no tensor. What is neither is new in this class, in a dense checkpoint too.
+        # A tied weight has no tensor. A module with neither is new in this class, also in a dense checkpoint.
         is_packed = stored.get(name, False if f"{name}.weight" in ties else None)
         if is_packed is not None and is_packed != (name in taken):
             yield f"would take {name!r} to be {'dense' if is_packed else 'packed'}, which it is not"

@@ -19,8 +19,8 @@ from quantkit.runtime.saved_model import NO_MANIFEST, is_saved, record_of
 from quantkit.verification.against_source import compare_with_source
 from quantkit.verification.prompt_logits import PromptLogits
 
-#: Program that runs the model of argv[1] on the CPU and prints the differences of its logits, in a fresh
-#: interpreter, which shares no state with this one. Its last line on stderr is the error.
+#: Program that runs the model of argv[1] on the CPU in a fresh interpreter, which shares no state with this
+#: one, and prints the differences of its logits. Its last line on stderr is the error.
 _RELOAD = """
 import json, sys
 from pathlib import Path
@@ -36,7 +36,7 @@ print(json.dumps(problems))
 """
 
 
-#: Number of unlisted files that are named.
+#: Most unlisted files named in a message.
 _NAMED = 20
 
 

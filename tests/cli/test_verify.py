@@ -19,6 +19,8 @@ from quantkit.runtime.load import load
 
 from .conftest import SOURCE, STORIES, Run, edit_json
 
+VLLM_INTS = "CompressedTensorsWNA16"
+
 
 def flip_a_byte(directory: Path) -> None:
     with (directory / "model.safetensors").open("r+b") as file:
@@ -203,6 +205,35 @@ def test_inspect_says_as_plan_does_who_reads_it_and_who_cannot(run: Run, tmp_pat
         assert "Choose scales per channel: -g channel." in note
 
 
+def test_verify_says_what_an_engine_makes_of_it(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("quantize", SOURCE, out, "-g", "4", "-m", "rtn", "--no-check").code == 0
+    done = run("verify", out, "--engine", "vllm")
+    assert done.code == 0 and done.out.endswith("\nvLLM 0.33.0 loads it\n")
+    first, *rest = done.out.splitlines()
+    assert first.rstrip().endswith("stored as class of vLLM 0.33.0")
+    assert rest[0].split() == ["model.layers.*.mlp.down_proj", "5", "64x172", "int4", "g4", VLLM_INTS]
+    assert "tensor parallel sizes: 1\n" in done.out
+    assert "not 2: with 2 ranks each has 86 of the 172 columns" in done.out
+    assert done.err.startswith("note: Marlin takes groups of 32, 64, 128")
+
+    rule = ("--rule", "*.q_proj=int8")
+    assert run("quantize", SOURCE, out, "-g", "4", "-m", "rtn", "--no-check", "--overwrite", *rule).code == 0
+    done = run("verify", out, "--engine", "sglang==0.5.23")
+    assert done.code == 3 and "\nFAILED vLLM and SGLang cannot load this: they fuse these linears" in done.out
+    assert done.err.endswith(f"error: SGLang 0.5.23 cannot load {out}, for the reasons printed.\n")
+    report = json.loads(run("verify", out, "--engine", "vllm==0.26.0", "--json").out)
+    assert (report["ok"], report["engine"], report["version"]) == (False, "vLLM", "0.26.0")
+    assert len(report["refusals"]) == 1 and report["layers"]["lm_head"]["reads"] is None
+
+    for arguments, text in (
+        (("--engine", "vllm==1"), "vLLM 1 was not tried. Versions that were: 0.26.0, 0.32.0, 0.33.0."),
+        (("--engine", "vllm", "--against", SOURCE), "--engine reads headers and compares no weights."),
+    ):
+        done = run("verify", out, *arguments)
+        assert (done.code, done.out) == (2, "") and text in done.err
+
+
 def test_inspect_json_is_the_manifest(run: Run, packed: Path) -> None:
     done = run("inspect", packed, "--json")
     assert json.loads(done.out) == json.loads((packed / MANIFEST_NAME).read_text())
@@ -260,6 +291,22 @@ def test_what_is_no_packed_checkpoint(run: Run, command: str) -> None:
     done = run(command, "missing")
     assert done.code == 2
     assert "dir 'missing' does not exist" in done.err
+
+
+@pytest.mark.parametrize("arguments", [("inspect",), ("verify",), ("verify", "--engine", "vllm")])
+def test_a_checkpoint_of_another_tool_is_said_to_be_one(
+    run: Run, damaged: Path, arguments: tuple[str, ...]
+) -> None:
+    (damaged / MANIFEST_NAME).unlink()
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    edit_json(damaged / "config.json", lambda config: config.update(quantization_config=section))
+    done = run(arguments[0], damaged, *arguments[1:])
+    assert done.code == 3 and done.out == ""
+    assert done.err.endswith(
+        f"error: {damaged} is of another tool: config.json has quant_method 'compressed-tensors' and no "
+        "section 'quantkit'. Make it a quantkit checkpoint with `quantkit convert`; `eval` and `generate` "
+        "take it as it is.\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])

@@ -37,7 +37,7 @@ def test_fused_linears_of_different_schemes_are_noted():
         "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme"
     )
     assert re.search(r"model.layers.\d.(self_attn.q_proj int8 channel|mlp.gate_proj int4 g4)", note)
-    assert note.endswith("and 5 more.")
+    assert note.endswith("and 5 more. Match each such set with rules of one format.")
 
 
 def test_an_untied_head_is_noted():

@@ -172,6 +172,18 @@ class Quantize(Scenario):
 
 
 @dataclass(frozen=True)
+class Export(Quantize):
+    """`quantkit export`, whose result no model is loaded of; it is finished once it has config.json."""
+
+    def unsound(self, place: Path, expected: Any) -> str | None:
+        out = place / "out"
+        if not (out / "config.json").exists():
+            return None
+        left = {k: v for k, v in contents(out).items() if k != LOCK_NAME}
+        return None if left == expected else "config.json is there, and other files than of a finished export"
+
+
+@dataclass(frozen=True)
 class Evaluate(Scenario):
     """`quantkit eval` of a packed model against its original."""
 

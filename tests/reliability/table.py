@@ -139,7 +139,8 @@ FAULTS: dict[str, dict[int, Fault]] = {
             "q, k, v or gate, up in different schemes",
             "warning",
             "quantkit and transformers run such a model, so it is written; a note says that vLLM and "
-            "SGLang do not and names the linears",
+            "SGLang do not and names the linears. With `--engine` it is an error, as all that the engine "
+            "refuses or misreads",
         ),
         37: Fault(
             "a tied lm_head that is quantized",
@@ -296,6 +297,11 @@ FAULTS: dict[str, dict[int, Fault]] = {
             "sensitivities are measured again; a tile table of another GPU or version is left out with a "
             "warning. A damaged tile table is an error that names the file: without it the model would be "
             "slower and nobody would know why. A rank that dies ends all",
+        ),
+        72: Fault(
+            "an export of values that the target does not have, or that read back differ",
+            "error",
+            "names the linear, what it has and what the target holds; what differs leaves it unfinished",
         ),
     },
 }

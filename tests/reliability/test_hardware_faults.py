@@ -1,4 +1,4 @@
-"""GPUs that are too small or not there, caches that are damaged, versions that do not fit: rows 69 to 71.
+"""GPUs that are too small or not there, damaged caches, versions and exports that do not fit: rows 69 to 72.
 
 Nothing here needs a GPU: what one would raise or lack is simulated where quantkit asks for it.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quantkit import memory
-from quantkit.errors import EnvironmentProblem, KernelError, UsageError
+from quantkit.errors import CheckpointError, EnvironmentProblem, KernelError, UsageError
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import KERNELS, choose, forget_tile_tables
 from quantkit.kernels.tuning.store import save, user_path
@@ -315,3 +315,16 @@ def test_a_cache_that_cannot_be_written(
     done = run("plan", SOURCE, *command)
     assert done.code == 0, done.err
     assert "allocated: " in done.out
+
+
+@pytest.mark.fault(72)
+def test_an_export_of_values_that_the_target_does_not_have(run: Run, tmp_path: Path) -> None:
+    assert run("quantize", SOURCE, tmp_path / "packed", *QUICK, "--format", "nf4").code == 0
+    message = Message(
+        "'model.layers.0.mlp.down_proj' and 34 more",
+        "its values are those of nf4",
+        "awq holds integers of 4 bits",
+        "Quantize with --format int4",
+    )
+    command = ("export", tmp_path / "packed", tmp_path / "out", "--to", "awq")
+    refused(run, command, CheckpointError, message, tmp_path)

@@ -20,6 +20,7 @@ from .injection import Fault, Injection
 from .scenarios import (
     GPTQ,
     Evaluate,
+    Export,
     Failed,
     Load,
     Push,
@@ -37,6 +38,7 @@ from .sweep import sweep
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 #: As a compressed-tensors checkpoint in one file, and as quantkit's own in two.
 ONE = ("--method", "rtn", "--no-check", "--format", "int4", "--group-size", "channel")
+MLX = ("--to", "mlx", "--max-shard-size", "60KB")
 TWO = ("--method", "rtn", "--no-check", "--format", "int3", "--max-shard-size", "150KB")
 
 
@@ -98,6 +100,8 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "overwrite": quantize("overwrite", ONE, before="two", **OVERWRITE),
     "convert": convert("convert", "tiny.gguf", "--no-check", "--max-shard-size", "60KB"),
     "convert awq": convert("convert awq", "awq"),
+    "export": lambda places: Export("export", places / "converted", ("--to", "gguf"), verb="export"),
+    "export mlx": lambda places: Export("export mlx", places / "converted", MLX, verb="export"),
     "eval": lambda places: Evaluate("eval", places / "source", places / "one"),
     "report": lambda places: Evaluate("report", places / "source", places / "one", report=True),
     "load": lambda places: Load("load", places / "two"),
@@ -114,6 +118,7 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
 OF_SCENARIO = {
     **{"shards": 1, "load": 1, "save": 1, "save shards": 1, "verify": 1, "card": 1, "push": 1},
     **{"against": 2, "resume": 3, "one file": 4, "overwrite": 4, "convert": 4, "check": 8},
+    **{"export": 4, "export mlx": 2},
     **{"gptq": 8, "eval": 8, "convert awq": 8, "resume gptq": 12, "report": 48},
 }
 OF_FAULT = {Fault.EIO: 1, Fault.DEAD: 5, Fault.FULL: 2, Fault.SHORT: 2, Fault.MEMORY: 7}
@@ -144,6 +149,7 @@ def strided(stride: int, start: int = 1) -> Callable[[int], range]:
         ("shards", Fault.FULL, 37),
         ("overwrite", Fault.SHORT, 43),
         ("convert", Fault.EIO, 211),
+        ("export", Fault.EIO, 301),
         ("gptq", Fault.EIO, 401),
         ("resume", Fault.EIO, 131),
         ("eval", Fault.EIO, 301),
@@ -218,6 +224,7 @@ OPENERS = {
     "bench/machine.py": "/proc",
     "kernels/tuning/store.py": "reads tile tables",
     "publish/measurements.py": "reads figures and plots",
+    "targets/gguf.py": "the header of a GGUF file, which the package gguf makes in a temporary directory",
 }
 _OPENING = re.compile(
     r"\bopen\(|\.(read_bytes|read_text|write_bytes|write_text|touch)\(|memmap\(|fromfile\(|tofile\("

@@ -110,9 +110,12 @@ def test_what_is_no_packed_directory(saved):
         read_record(saved)
     (saved / ".quantkit-journal.jsonl").unlink()
     assert record_of(Checkpoint.open(saved)) == read_record(saved)
-    for section in (None, {"quant_method": "compressed-tensors"}):
+    for section, says in (
+        (None, "is not a finished quantkit checkpoint"),
+        ({"quant_method": "compressed-tensors"}, "is of another tool"),
+    ):
         (saved / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
-        with pytest.raises(CheckpointError, match="is not a finished quantkit checkpoint"):
+        with pytest.raises(CheckpointError, match=says):
             read_record(saved)
 
 

@@ -1,1 +1,1 @@
-"""Calibration texts: where they come from, documents, samples of tokens."""
+"""Calibration data: sources, documents, and samples of tokens."""

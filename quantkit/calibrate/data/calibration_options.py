@@ -1,19 +1,20 @@
-"""Options of calibration data. Imports no torch: the command line takes its defaults from here."""
+"""Options of calibration data. Imports no torch, because the command line takes its defaults from here."""
 
 from dataclasses import dataclass
 
 from quantkit.calibrate.data.seeds import check_seed
 from quantkit.errors import UsageError
 
-#: Samples where neither the options nor a source say how many, and the tokens of one.
+#: Defaults if neither options nor sources give the number of samples, and the tokens per sample.
 DEFAULT_SAMPLES = 128
 DEFAULT_LENGTH = 512
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Texts to calibrate on: sources (`NAME[:SAMPLES],...`, the bundled text for None), how
-    many samples of how many tokens.
+    """Sources of calibration texts, and the number and length of samples.
+
+    A source is `NAME[:SAMPLES],...`; None is the bundled text.
     """
 
     sources: str | None = None

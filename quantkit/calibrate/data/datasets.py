@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub: which files of a repository are meant, downloaded one at a time.
+"""Select the files of a Hugging Face data set and download them one at a time.
 
 Files are read as they are. No loading script is run, and a repository that needs one has no file to read.
 """
@@ -26,14 +26,14 @@ from quantkit.errors import CheckpointError, EnvironmentProblem, UsageError
 from quantkit.files import shown
 
 PREFIX = "hf:"
-#: A file is downloaded whole.
+#: Largest file, in bytes; a file is downloaded whole.
 MAX_FILE_BYTES = 2 << 30
 
 _NAME = re.compile(
     r"(?P<repo>[\w.\-]+/[\w.\-]+)(?:/(?P<part>[^@]*[^@/]))?(?:@(?P<revision>[\w.\-/]+))?", re.ASCII
 )
 _WANTED = Wanted("data set", "data set", "file")
-#: Kinds of files, most wanted first: a repository that has several has the same rows in them.
+#: File types in order of preference: a repository with several types has the same rows in each.
 _PREFERENCE = (".parquet", ".jsonl", ".json", ".txt")
 _NO_ROWS = re.compile(r"(^|/)(\.|dataset_infos?\.json|(readme|license|requirements)[^/]*$)", re.IGNORECASE)
 _SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?:ing|uation)?(?![a-z])")
@@ -41,7 +41,7 @@ _SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?:ing
 
 @dataclass(frozen=True)
 class DataSetName:
-    """`hf:OWNER/NAME[/PART][@REVISION]`; the part is a config, a folder or a file."""
+    """Parsed `hf:OWNER/NAME[/PART][@REVISION]`; the part is a config, a folder or a file."""
 
     repo: str
     part: str | None = None
@@ -54,9 +54,9 @@ class DataSetName:
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """A data set at a commit: its files to read, in order, and how to get one.
+    """Data set at a commit: its files to read, in order, and a function that downloads one.
 
-    `name` has the commit, `notes` say what the reader should know.
+    `name` includes the commit; `notes` are for the user.
     """
 
     name: str
@@ -66,7 +66,7 @@ class DataSet:
 
 
 def parse_data_set(text: str) -> DataSetName:
-    """The data set that `hf:...` names; `UsageError` if it names none."""
+    """Parse `hf:...`; raise `UsageError` if it does not name a data set."""
     found = _NAME.fullmatch(text.removeprefix(PREFIX))
     if found is None or ".." in text:
         raise UsageError(
@@ -77,10 +77,10 @@ def parse_data_set(text: str) -> DataSetName:
 
 
 def open_data_set(asked: DataSetName) -> DataSet:
-    """Return what a data set has to read, without reading it. Without a network the local cache is used.
+    """Find the files of a data set without reading them. Without a network the local cache is used.
 
-    Raises `CheckpointError` for one that is missing or gated or has nothing to read. Raises `UsageError` if
-    its name is ambiguous, `EnvironmentProblem` if the hub cannot be reached.
+    Raises `CheckpointError` for a missing, gated or empty data set, `UsageError` for an ambiguous name, and
+    `EnvironmentProblem` if the hub cannot be reached.
     """
     with explained(str(asked), None, _WANTED):
         return _opened(asked)
@@ -113,7 +113,7 @@ def _opened(asked: DataSetName) -> DataSet:
                 f"downloaded for calibration. Name a smaller file of it, as {PREFIX}{repo}/FILE."
             )
         with explained(str(asked), None, _WANTED), answered(repository, revision):
-            # By branch or tag, so that the cache knows them when there is no network.
+            # By branch or tag, so that the cache finds them without a network.
             if isinstance(found, Path):
                 return found / name
             seconds = FILE_SECONDS * 2 + (sizes[name] or MAX_FILE_BYTES) / SLOWEST_BYTES_PER_SECOND
@@ -132,22 +132,20 @@ def _opened(asked: DataSetName) -> DataSet:
 
 
 def _card(path: Path) -> Mapping[str, Any]:
-    """Return the fields at the top of a data set's card; none where they cannot be read, as people write
-    them.
-    """
+    """Return the YAML fields of a data set's card; empty if they cannot be parsed."""
     from huggingface_hub.repocard import metadata_load
 
     try:
         card = metadata_load(path)
-    except Exception:  # YAML parsers raise what they like.
+    except Exception:  # YAML parsers may raise anything.
         return {}
     return card if isinstance(card, Mapping) else {}
 
 
 def files_to_read(asked: DataSetName, files: Sequence[str], card: Mapping[str, Any]) -> tuple[str, ...]:
-    """The files of the train split, of the config, folder or file that is meant, in the order given.
+    """Return the files of the train split in the chosen config, folder or file, in the order given.
 
-    `UsageError` if that is not unambiguous and `CheckpointError` if there is none.
+    Raises `UsageError` if the choice is ambiguous, and `CheckpointError` if there is no file.
     """
     part = asked.part
     if part is not None and part in files:
@@ -198,7 +196,7 @@ def _configs(card: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _of_config(asked: DataSetName, files: Sequence[str], config: Mapping[str, Any]) -> list[str]:
-    """The files that a card's `data_files` give the train split; a glob, several, or those of each split."""
+    """Return the files of the train split in a card's `data_files`: a glob, a list, or lists by split."""
     given = config["data_files"]
     rows = given if isinstance(given, list) else [given]
     splits = {row["split"]: row.get("path") for row in rows if isinstance(row, Mapping) and "split" in row}

@@ -1,8 +1,8 @@
-"""Documents of text files: what is one in a file of each kind, and what is refused.
+"""Read documents from text files of each type, and refuse anything else.
 
-A `.txt` file is one document; a line of a `.jsonl` file, an object of a `.json` file and a row of a
-`.parquet` file are one each. Which of their columns make the document is a row of the table `COLUMNS`. All
-but `.parquet` may be compressed, as `.jsonl.gz`.
+A `.txt` file is one document; so is each line of a `.jsonl` file, object of a `.json` file, and row of a
+`.parquet` file. The table `COLUMNS` says which columns make a document. All but `.parquet` may be compressed,
+as `.jsonl.gz`.
 """
 
 import gzip
@@ -18,42 +18,42 @@ from quantkit.about import pip_install
 from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
 from quantkit.files import MAX_CONTAINERS, shown
 
-#: A document: its text, or the messages of a chat.
+#: Text, or the messages of a chat.
 Document = str | list[dict[str, Any]]
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 
-#: Bounds what a small compressed file, or one of .parquet, may grow to.
+#: Largest size of a small compressed file, or of a .parquet file, after decompression.
 MAX_DECOMPRESSED_BYTES = 1 << 30
 
-#: A line is held in memory several times while it becomes tokens. `.json` files may have but one.
+#: Longest line: it is in memory several times while it is tokenized. A `.json` file may be one line.
 MAX_LINE_BYTES = 64 << 20
 
-#: How many times its size a compressed file may grow, beyond `MAX_LINE_BYTES`; texts grow up to ten times.
+#: Largest expansion of a compressed file, beyond `MAX_LINE_BYTES`; texts expand up to ten times.
 MAX_GROWTH = 100
 
-#: Bytes of text in UTF-8 that are read, many times what samples take; they become tokens within seconds. Not
-#: characters, as some tokenizers make a token of each byte.
+#: Bytes of UTF-8 text that are read, many times what samples need; tokenizing them takes seconds. Counted in
+#: bytes, because some tokenizers make a token of each byte.
 MAX_WORK = 4_000_000
 
-#: Objects and lists that a row may have.
+#: Most objects and lists in a row.
 MAX_OBJECTS = 200_000
 
-#: Values that a row, an array, or the lists in a group of rows may have: each takes up to 70 bytes in memory,
-#: and less than a bit of a compressed file.
+#: Most values in a row, in an array, or in the lists of a group of rows: each takes up to 70 bytes in memory,
+#: and less than a bit in a compressed file.
 MAX_VALUES = 5_000_000
 
-#: A row takes as long as so many bytes, however short its text is.
+#: Least cost of a row in bytes, however short its text is.
 ROW_WORK = 128
 
 _BLOCK_BYTES = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
-#: Who speaks in "conversations", by the names of ShareGPT.
+#: Roles of "conversations", by the names in ShareGPT.
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 def kind_of(name: str) -> str | None:
-    """The one of `SUFFIXES` that a file name has, compressed or not; None for any other name."""
+    """Return the entry of `SUFFIXES` that a file name ends in, compressed or not; None for other names."""
     suffix = Path(name.removesuffix(".gz")).suffix
     if suffix not in SUFFIXES or (name.endswith(".gz") and suffix == ".parquet"):
         return None
@@ -61,21 +61,20 @@ def kind_of(name: str) -> str | None:
 
 
 def read_documents(path: Path, characters: int | None = None) -> list[Document]:
-    """Return the documents of a file, those without text left out; with `characters` only the first, of about
-    that length.
+    """Read the documents of a file, without empty ones; with `characters` only the first, of that length.
 
-    Raises `UsageError`, which names the file and the line, if it cannot be read, is not UTF-8, binary or
-    compressed. Raises it too for a file with something else than documents in it or no text at all. Raises
-    `EnvironmentProblem` if reading it takes a package that is not installed.
+    The length is approximate. Raises `UsageError` with file and line if the file cannot be read, is binary or
+    not UTF-8. Also raised if it holds no text, or anything other than documents. Raises `EnvironmentProblem`
+    if a package is missing to read it.
     """
     return first_documents(path, sys.maxsize, characters)[0]
 
 
 def first_documents(path: Path, work: int, characters: int | None = None) -> tuple[list[Document], bool]:
-    """Return the first documents of a file until they cost `work` bytes, and True if that limit was reached.
+    """Read the first documents of a file up to a cost of `work` bytes; return True if that was reached.
 
     A text, and each message of a chat, costs its length in UTF-8, at least `ROW_WORK`. A text that alone
-    costs more than `work` is cut. A chat that does raises `UsageError`.
+    costs more than `work` is cut. A chat that alone does raises `UsageError`.
     """
     kind = kind_of(path.name)
     assert kind is not None, path
@@ -105,28 +104,27 @@ def _shortened(document: Document, work: int, where: str) -> Document:
 
 
 def _effort(document: Document) -> int:
-    """Return the cost of making tokens of a document, in bytes: each text counts at least `ROW_WORK`."""
+    """Return the cost of tokenizing a document, in bytes: each text counts at least `ROW_WORK`."""
     texts = [document] if isinstance(document, str) else [str(message["content"]) for message in document]
     return sum(max(ROW_WORK, len(_utf8(text))) for text in texts)
 
 
 def _utf8(text: str) -> bytes:
-    # JSON may have half characters.
+    # JSON may hold unpaired surrogates.
     return text.encode(errors="surrogatepass")
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, without a byte order mark; line ends stay as they are in the file.
+    """Read a UTF-8 file without its byte order mark; line ends stay as they are.
 
-    `UsageError` for a file that cannot be read, is not UTF-8 (names the line), is binary or has
-    nothing but whitespace.
+    Raises `UsageError` for a file that cannot be read, is binary, is not UTF-8 (with the line), or is blank.
     """
     return _text(path, sys.maxsize)
 
 
 def _text(path: Path, characters: int) -> str:
-    """Return `read_text` of the first lines, of about `characters` characters."""
-    # Not joined: a list of lines takes twenty times what a text of short ones does.
+    """Read the first lines of a file, about `characters` characters, as `read_text` does."""
+    # StringIO, because a list of short lines takes twenty times the memory of the text.
     whole, length = io.StringIO(), 0
     for _, lines in _blocks(path):
         length += whole.write(lines)
@@ -142,13 +140,13 @@ def _text(path: Path, characters: int) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines without their ends, numbered from 1; only `\\n` ends one, as JSON strings may hold the others."""
+    """Yield numbered lines without their ends; only `\\n` ends a line, as JSON may hold the others."""
     for first, lines in _blocks(path):
         yield from enumerate(lines.removesuffix("\n").split("\n"), first)
 
 
 def _blocks(path: Path) -> Iterator[tuple[int, str]]:
-    """Whole lines, as many as `_BLOCK_BYTES` have or one, and the number of the first."""
+    """Yield blocks of whole lines, up to `_BLOCK_BYTES` or one line, with the number of the first line."""
     compressed = path.suffix == ".gz"
     longest = sys.maxsize if kind_of(path.name) == ".json" else MAX_LINE_BYTES
     number = 1
@@ -178,8 +176,8 @@ def _blocks(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _grown(path: Path) -> int:
-    """Bytes that a compressed file may have when it is not."""
-    # An array becomes objects as a whole.
+    """Return the largest accepted size of a compressed file after decompression, in bytes."""
+    # An array is parsed as a whole.
     most = MAX_LINE_BYTES if kind_of(path.name) == ".json" else MAX_DECOMPRESSED_BYTES
     return min(most, max(MAX_LINE_BYTES, MAX_GROWTH * path.stat().st_size))
 
@@ -189,13 +187,13 @@ def _too_long(path: Path, limit: int) -> UsageError:
 
 
 def _decoded(raw: bytes, path: Path, number: int) -> str:
-    """The text of lines, of which the first has the number `number`."""
+    """Decode lines of UTF-8, the first of which has the number `number`."""
     if number == 1 and raw.startswith(_GZIP_MAGIC):
         raise UsageError(f"{path}: is compressed with gzip. Decompress it, or let its name end in .gz.")
     try:
         lines = raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        # `error.object` lacks the byte order mark, so positions count in it.
+        # `error.object` lacks the byte order mark, but positions count it.
         at = number + error.object.count(b"\n", 0, error.start)
         raise UsageError(
             f"{path}: line {at} is not UTF-8 (byte 0x{error.object[error.start]:02x}). "
@@ -221,12 +219,12 @@ def _json_lines(path: Path, work: int) -> Iterator[Document]:
 
 
 def _json_file(path: Path, work: int) -> Iterator[Document]:
-    """One array of objects, or lines of them, which many call .json as well."""
+    """Yield the objects of one array, or of lines, which many files called .json have."""
     first = next((lines.lstrip() for _, lines in _blocks(path) if lines.strip()), "")
     if not first.startswith("["):
         yield from _json_lines(path, work)
         return
-    # A file that is large itself may take memory.
+    # A file that is itself large may take more memory.
     values = max(MAX_VALUES, path.stat().st_size // 8)
     rows = parsed_row(_text(path, sys.maxsize), f"{path}:", "an array of objects", MAX_CONTAINERS, values)
     for number, row in enumerate(rows):
@@ -245,7 +243,7 @@ def parsed_row(text: str, where: str, expected: str, most: int, values: int) -> 
 
 
 def import_parquet(name: Path | str) -> Any:
-    """pyarrow's parquet; `EnvironmentProblem` with the name of a file to read where there is none."""
+    """Import pyarrow.parquet; raise `EnvironmentProblem` about the file `name` without it."""
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -269,7 +267,7 @@ def _parquet(path: Path, work: int = MAX_WORK) -> Iterator[Document]:
             columns = sorted(set(usable))
             _check_sizes(path, file.metadata, columns)
             number, left = 0, MAX_DECOMPRESSED_BYTES
-            # One row at a time: a few bytes of the file may stand for a long text in each of many.
+            # One row at a time: a few bytes of the file may expand to a long text in each of many rows.
             for batch in file.iter_batches(batch_size=1, columns=columns):
                 left -= batch.nbytes
                 if left < 0:
@@ -283,13 +281,14 @@ def _parquet(path: Path, work: int = MAX_WORK) -> Iterator[Document]:
                     number += 1
     except (QuantkitError, MemoryError):
         raise
-    except Exception as error:  # Values that Python has no type for: pyarrow and pytz raise what they like.
+    except Exception as error:  # Values without a Python type: pyarrow and pytz may raise anything.
         raise UsageError(f"{path}: is not a readable parquet file ({error}). Check the file.") from error
 
 
 def _check_sizes(path: Path, metadata: Any, columns: Sequence[str]) -> None:
-    """`UsageError` for columns of a group of rows that grow too much: a page is decompressed as a whole, and
-    the lists of a row are read as a whole.
+    """Raise `UsageError` for columns of a row group that expand too much.
+
+    Pages are decompressed as a whole, and so are the lists of a row.
     """
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         parts = [group.column(i) for i in range(group.num_columns)]
@@ -307,11 +306,11 @@ def _check_sizes(path: Path, metadata: Any, columns: Sequence[str]) -> None:
 
 
 def _elements(array: Any) -> int:
-    """Return the number of elements that lists in an arrow array have, all levels together."""
+    """Return the number of elements of all lists in an arrow array, at all levels."""
     if not array.type.num_fields:
         return 0
     parts = array.flatten()
-    # Of a struct it is a list of its fields.
+    # The fields of a struct are a list.
     return sum(map(_elements, parts)) if isinstance(parts, list) else len(parts) + _elements(parts)
 
 
@@ -340,7 +339,7 @@ def _plain(text: Any) -> Document | None:
 
 
 def _chat(messages: Any) -> list[dict[str, Any]] | None:
-    """`[{"role": ..., "content": ...}]`, or with the keys "from" and "value" and the roles of ShareGPT."""
+    """Convert a chat to `[{"role": ..., "content": ...}]`; also from ShareGPT's "from" and "value"."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         return None
     found: list[dict[str, Any]] = []
@@ -358,7 +357,7 @@ def _chat(messages: Any) -> list[dict[str, Any]] | None:
 
 
 def _exchange(*parts: Any) -> Document | None:
-    """Texts as one, a line each unless a part brings the space between them; or the parts of a chat."""
+    """Join texts, one per line unless a part brings its own space; or join the parts of a chat."""
     if all(isinstance(part, str) for part in parts):
         text = ""
         for part in filter(None, parts):
@@ -371,7 +370,7 @@ def _exchange(*parts: Any) -> Document | None:
     return [message for chat in chats for message in chat or ()]
 
 
-#: Which columns make a document, and how; of those that are there the first whose values fit.
+#: Columns of a document, and the function that joins them; the first row whose columns exist and fit is used.
 COLUMNS: tuple[tuple[tuple[str, ...], Callable[..., Document | None]], ...] = (
     (("text",), _plain),
     (("content",), _plain),
@@ -386,7 +385,7 @@ COLUMNS: tuple[tuple[tuple[str, ...], Callable[..., Document | None]], ...] = (
 
 
 _CHAT = '[{"role": ..., "content": ...}, ...]'
-#: What the values of columns must be.
+#: Expected type of the values, for errors.
 _VALUES: Mapping[Callable[..., Document | None], str] = {
     _plain: "a string",
     _chat: _CHAT,
@@ -403,13 +402,13 @@ _EXPECTED = f"{_column_names(COLUMNS)}, where messages and conversations are {_C
 
 
 def _characters(document: Document) -> int:
-    """Return the length of the text; 0 for nothing but whitespace."""
+    """Return the length of the text; 0 for whitespace only."""
     if isinstance(document, str):
         return len(document) if document.strip() else 0
     return max(1, sum(len(str(message["content"])) for message in document))
 
 
-#: How a file is read, given how much of it is used; rows without a text are documents without one.
+#: Reader by file type, called with how much to read; yields empty documents for rows without text.
 _READERS: dict[str, Callable[[Path, int], Iterator[Document]]] = {
     ".txt": _text_file,
     ".jsonl": _json_lines,

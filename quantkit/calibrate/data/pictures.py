@@ -1,4 +1,4 @@
-"""Images beside calibration texts: rows of `.jsonl` files that name image files, opened with suspicion.
+"""Read images named in rows of `.jsonl` calibration files. The image files are untrusted.
 
 A row names them as `"images": [NAME, ...]`, or in parts of its messages: `{"type": "image", "path": NAME}`.
 Names are relative to the folder of the `.jsonl` file.
@@ -17,35 +17,35 @@ from quantkit.calibrate.data.documents import MAX_OBJECTS, MAX_VALUES, kind_of, 
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.files import open_regular, shown
 
-#: Bytes of an image file, and its pixels: a small file may stand for gigabytes of them.
+#: Largest image file in bytes, and in pixels: a small file may expand to gigabytes.
 MAX_BYTES, MAX_PIXELS = 64 << 20, 1 << 26
-#: Pixels of the images of a row together, and of all rows: so many, and for each byte of an image file more.
-#: Files that hold many more pixels than bytes, or are named again and again, take hours otherwise.
+#: Most pixels of the images of a row, and of all rows, plus an allowance per byte of an image file. Without
+#: a limit, files with far more pixels than bytes, or named repeatedly, would take hours.
 MAX_ROW_PIXELS, MAX_ALL_PIXELS, MAX_GROWTH = 1 << 27, 1 << 28, 64
-#: Passes of a progressive JPEG, of which a few bytes make one over all pixels. Others have about ten.
+#: Most scans of a progressive JPEG: a few bytes make a scan over all pixels. Usual are about ten.
 MAX_SCANS = 64
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
-#: Formats that are read, by the names of Pillow. Each decoder is a way in.
+#: Accepted formats by Pillow's names. Each decoder is an attack surface.
 FORMATS = ("JPEG", "PNG", "WEBP")
-#: Rows that are read, and images of one.
+#: Most rows of a file, and images of a row.
 MAX_ROWS, MAX_IMAGES = 4096, 64
-#: Keys of a part of a message that may name a file.
+#: Keys that may name a file in a part of a message.
 _NAMES = ("path", "image", "url")
 
 
 @dataclass(frozen=True)
 class Pictured:
-    """A chat whose parts `{"type": "image"}` stand for `images`, in order."""
+    """Chat with parts `{"type": "image"}` that refer to `images`, in order."""
 
     messages: list[dict[str, Any]]
     images: tuple[Path, ...]
 
 
 def read_pictured(path: Path) -> list[Pictured]:
-    """Return the rows of a `.jsonl` file that name images; none for any other file.
+    """Read the rows of a `.jsonl` file that name images; return none for any other file.
 
-    `UsageError` names the line of a row that is no chat or text with images. So it does for an image that is
-    not there, outside of the folder, too large or of another format. Pixels are not read.
+    Raises `UsageError` with the line for a row that is no chat or text with images. Also raised for an image
+    that is missing, outside the folder, too large or of another format. Pixels are not read.
     """
     if kind_of(path.name) != ".jsonl":
         return []
@@ -65,7 +65,7 @@ def read_pictured(path: Path) -> list[Pictured]:
 
 
 def _check_pixels(path: Path, rows: Sequence[Pictured]) -> None:
-    """Open each image; `UsageError` where a row, or all rows together, have too many pixels."""
+    """Open each image; raise `UsageError` if a row, or all rows together, have too many pixels."""
     pixels, left = dict[Path, int](), MAX_ALL_PIXELS
     for image in dict.fromkeys(image for row in rows for image in row.images):
         with closing(open_image(image)) as opened:
@@ -83,7 +83,7 @@ def _check_pixels(path: Path, rows: Sequence[Pictured]) -> None:
 
 
 def open_image(path: Path) -> Any:
-    """Return the image in `path`, of Pillow, its pixels not yet read; `UsageError` if it cannot be used."""
+    """Open the image in `path` with Pillow, without its pixels; raise `UsageError` if it cannot be used."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -100,11 +100,11 @@ def open_image(path: Path) -> Any:
         if size <= MAX_BYTES and _scans(file) > MAX_SCANS:
             raise ValueError(f"more than {MAX_SCANS} scans")
         with warnings.catch_warnings():
-            # Pillow warns of some sizes; what is too large is refused below.
+            # Pillow warns about some sizes; images that are too large are refused below.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(file, formats=FORMATS) if size <= MAX_BYTES else None
         pixels = 0 if image is None else image.width * image.height
-    except Exception as error:  # Decoders raise what they like.
+    except Exception as error:  # Decoders may raise anything.
         file.close()
         raise UsageError(
             f"image {path} is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file "
@@ -128,7 +128,7 @@ def _scans(file: BinaryIO) -> int:
 
 
 def pixels_of(path: Path) -> Any:
-    """Return the image in `path` in RGB; raises as `open_image` does."""
+    """Read the image in `path` as RGB; raises as `open_image` does."""
     with closing(open_image(path)) as image:
         try:
             return image.convert("RGB")
@@ -169,7 +169,7 @@ def _pictured(row: Mapping[str, Any], folder: Path, where: str) -> Pictured | No
 
 
 def _parts(content: Any, names: list[Any]) -> Iterator[dict[str, Any]]:
-    """The parts of a message, of which those for images are put into `names` if they name one."""
+    """Yield the parts of a message; append the names of its images to `names`."""
     if isinstance(content, str):
         yield {"type": "text", "text": content}
         return
@@ -182,7 +182,7 @@ def _parts(content: Any, names: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _inside(folder: Path, name: Any, where: str) -> Path:
-    """The file called `name` in `folder`, refused if it is elsewhere."""
+    """Return the path of file `name` in `folder`; refuse files elsewhere."""
     given = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else None
     if given is None or given.is_absolute() or ".." in given.parts or "://" in str(name):
         raise UsageError(
@@ -193,7 +193,7 @@ def _inside(folder: Path, name: Any, where: str) -> Path:
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
         real = path.resolve(strict=True)
-    except (OSError, ValueError) as error:  # of half a character, which no name has
+    except (OSError, ValueError) as error:  # An unpaired surrogate, which no name has.
         why = getattr(error, "strerror", None) or type(error).__name__
         raise UsageError(
             f"{where}: image {shown(name)} is not there ({why}). Check its name, in the folder of the .jsonl "

@@ -1,9 +1,8 @@
-"""Calibration samples: windows of tokens, all of one length, drawn from documents.
+"""Draw calibration samples: windows of tokens of one length from documents.
 
-A document of at least a window's tokens is cut into windows; shorter ones are joined, one after the other,
-until they fill some. Windows are drawn in rounds, one of each document per round, so that a few long
-documents do not crowd out the others. No special tokens are added but between joined documents, and those of
-the chat template.
+A document of at least a window is cut into windows; shorter documents are joined until they fill some.
+Windows are drawn in rounds, one per document and round, so that a few long documents do not dominate. The
+only special tokens are separators between joined documents, and those of the chat template.
 """
 
 import hashlib
@@ -17,9 +16,9 @@ from quantkit.errors import UsageError
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Tokens int64 [samples, length], where they are from, and what the reader should know of them.
+    """Tokens int64 [samples, length], their origin, and notes for the user.
 
-    `beside` has for each sample what the model takes beside its tokens, such as pixels; none for text.
+    `beside` are further inputs for each sample, such as pixels; empty for text.
     """
 
     tokens: torch.Tensor
@@ -29,7 +28,7 @@ class Samples:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of shape and tokens, and of what is beside them."""
+        """Return the hex SHA-256 of shape, tokens and further inputs."""
         digest = token_digest(self.tokens)
         if not self.beside:
             return digest
@@ -42,7 +41,7 @@ class Samples:
 
 
 def token_digest(tokens: torch.Tensor) -> str:
-    """Hex SHA-256 of the shape and the values of tokens (int64)."""
+    """Return the hex SHA-256 of the shape and values of tokens (int64)."""
     digest = hashlib.sha256(str(tuple(tokens.shape)).encode())
     digest.update(tokens.contiguous().numpy().tobytes())
     return digest.hexdigest()
@@ -51,10 +50,10 @@ def token_digest(tokens: torch.Tensor) -> str:
 def draw(
     documents: Sequence[torch.Tensor], count: int, length: int, seed: int, separator: int | None, name: str
 ) -> Samples:
-    """Up to `count` windows of `length` tokens from documents (int64 [n] each); fewer with a note if there
-    are fewer.
+    """Draw up to `count` windows of `length` tokens from documents (int64 [n] each).
 
-    `separator` is the token put between documents that are joined. `UsageError` if no window is full.
+    Adds a note if there are fewer. `separator` is the token between joined documents. Raises `UsageError` if
+    no window is full.
     """
     generator = torch.Generator().manual_seed(seed)
     long = [document for document in documents if len(document) >= length]
@@ -80,7 +79,7 @@ def draw(
 
 
 def merge(parts: Sequence[Samples]) -> Samples:
-    """The samples of several sources as one set."""
+    """Concatenate the samples of several sources."""
     return Samples(
         torch.cat([part.tokens for part in parts]),
         ", ".join(f"{part.origin}:{len(part.tokens)}" for part in parts),
@@ -90,10 +89,9 @@ def merge(parts: Sequence[Samples]) -> Samples:
 
 
 def micro_batch(samples: int, most: int) -> int:
-    """Return the samples that go through the model at a time: the largest divisor of their number up to
-    `most`.
+    """Return the samples per micro-batch: the largest divisor of `samples` up to `most`.
 
-    A divisor, so that what a model makes of the shape of its inputs is the same for all.
+    It is a divisor so that all micro-batches have the same shape.
     """
     return next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
 

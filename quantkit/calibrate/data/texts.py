@@ -1,7 +1,8 @@
-"""Calibration texts by name: files, data sets of the hub, and the text that comes with quantkit.
+"""Find calibration texts by name: files, data sets of the hub, and the bundled text.
 
-A source is a file or `hf:OWNER/NAME[/PART][@REVISION]`, optionally with how many samples it gives:
-`a.jsonl:256,hf:allenai/c4/en:128`. A file of that name is meant before a data set, and before two sources.
+A source is a file or `hf:OWNER/NAME[/PART][@REVISION]`, optionally with a number of samples:
+`a.jsonl:256,hf:allenai/c4/en:128`. An existing file of that name takes precedence over a data set and over a
+list of sources.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,19 +21,19 @@ from quantkit.calibrate.data.documents import (
 )
 from quantkit.errors import QuantkitError, UsageError
 
-#: The text for those who give none. `SOURCES.md` beside it says what it is and why it may be given away.
+#: Default text. `SOURCES.md` beside it gives its origin and license.
 BUNDLED = Path(__file__).parent / "text" / "default.jsonl.gz"
 BUNDLED_NAME = "the text that comes with quantkit"
 
-#: A token is seldom more characters. A data set is read until it has this many for each token of the samples,
-#: and as much again seven times, so that there is something to draw from.
+#: Characters read per token of the samples: tokens are seldom longer. Data sets are read to eight times that,
+#: so that there is something to draw from.
 _CHARACTERS_PER_TOKEN = 6
 _ABUNDANCE = 8
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source of calibration texts, and its share of the samples: None for an equal one."""
+    """Source of calibration texts, and its number of samples; None for an equal share."""
 
     where: Path | DataSetName
     share: int | None = None
@@ -40,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """The documents of a source, what the source is called, and what the reader should know of it."""
+    """Documents of a source, its name, and notes for the user."""
 
     documents: Sequence[Document]
     name: str
@@ -48,9 +49,9 @@ class Texts:
 
 
 def parse_sources(text: str | None) -> tuple[Source, ...]:
-    """The sources of `NAME[:SAMPLES],...`, the bundled text for None.
+    """Parse `NAME[:SAMPLES],...` to sources; None gives the bundled text.
 
-    `UsageError` for what is neither a file nor the name of a data set, and where only some have SAMPLES.
+    Raises `UsageError` for a name that is neither a file nor a data set, and if only some have SAMPLES.
     """
     if text is None:
         return (Source(BUNDLED),)
@@ -89,7 +90,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _name_and_count(part: str) -> tuple[str, str]:
-    """NAME and SAMPLES of `NAME[:SAMPLES]`, of which the latter are digits or nothing."""
+    """Split `NAME[:SAMPLES]`; SAMPLES are digits or empty."""
     name, separator, count = part.strip().rpartition(":")
     return (name, count) if separator and count.isascii() and count.isdigit() else (part.strip(), "")
 
@@ -97,7 +98,7 @@ def _name_and_count(part: str) -> tuple[str, str]:
 def _is_file(name: str) -> bool:
     try:
         return Path(name).is_file()
-    except OSError:  # such as one longer than names may be
+    except OSError:  # For example a name that is too long.
         return False
 
 
@@ -118,9 +119,9 @@ def _where(name: str, text: str) -> Path | DataSetName:
 
 
 def shares(sources: Sequence[Source], samples: int | None, default: int) -> tuple[int, ...]:
-    """Return the samples of each source: `samples` in proportion to their shares, which alone are counts.
+    """Return the samples of each source: `samples` divided in proportion to their own numbers.
 
-    `default` is the number where neither says one.
+    Without `samples`, their own numbers count; `default` is the total if there are none.
     """
     weights = [source.share or 1 for source in sources]
     total = samples
@@ -128,7 +129,7 @@ def shares(sources: Sequence[Source], samples: int | None, default: int) -> tupl
         total = sum(weights) if sources[0].share is not None else max(default, len(sources))
     if total < len(sources):
         raise UsageError(f"{total} calibration samples are fewer than the {len(sources)} sources; use more.")
-    # Largest remainders; each at least one.
+    # Largest remainder method; at least one sample each.
     exact = [max(1.0, total * weight / sum(weights)) for weight in weights]
     counts = [int(count) for count in exact]
     while sum(counts) > total:
@@ -139,10 +140,10 @@ def shares(sources: Sequence[Source], samples: int | None, default: int) -> tupl
 
 
 def read_source(source: Source, tokens: int) -> Texts:
-    """The documents of a source: of a file all within `MAX_WORK`, of a data set the first; enough to draw
-    `tokens` tokens from.
+    """Read the documents of a source: all of a file within `MAX_WORK`, or the first of a data set.
 
-    `QuantkitError` naming the source if there is nothing to read.
+    It is enough to draw `tokens` tokens from. Raises `QuantkitError` naming the source if there is nothing to
+    read.
     """
     if source.where == BUNDLED:
         note = f"calibrated on {BUNDLED_NAME}; give --calibration for text like yours"

@@ -1,1 +1,1 @@
-"""GGUF files of llama.cpp as checkpoints: header, block types, names of tensors, config and tokenizer."""
+"""Read GGUF files of llama.cpp as checkpoints: header, block types, tensor names, config and tokenizer."""

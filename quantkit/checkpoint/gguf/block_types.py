@@ -1,8 +1,8 @@
-"""Types of GGUF tensors: how a row of weights is cut into blocks of bytes, as rows of a table.
+"""Types of GGUF tensors: the block layout of each, as rows of a table.
 
-A block has some weights and what scales them. If all its weights are `scale * value(code)`, or `scale * code
-+ minimum`, the table has a `BlockGrid`. That takes codes, scales and minimums out of a block. Values of other
-blocks come from the package gguf.
+A block has some weights and their scales. If all its weights are `scale * value(code)`, or `scale * code +
+minimum`, the row has a `BlockGrid`. It splits a block into codes, scales and minimums, and joins them.
+The package gguf dequantizes other blocks.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,20 +19,20 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The grid of a block's weights: the format of its codes, and what takes a block apart."""
+    """Grid of a block: the format of its codes, and the functions that split a block and join it."""
 
     format: NumberFormat
     scale_dtype: torch.dtype
     split: Callable[[torch.Tensor], Parts]
+    join: Callable[[Parts], torch.Tensor]
     affine: Literal["none", "biases"] = "none"
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of tensors: `elements` weights take `nbytes` bytes.
+    """Tensor type: `elements` weights take `nbytes` bytes.
 
-    `dtype` is that of a type whose blocks are single numbers; `grid` is None for it, and for blocks that have
-    scales of scales.
+    `dtype` is set if a block is a single number. `grid` is None then, and for blocks with scales of scales.
     """
 
     number: int
@@ -44,18 +44,48 @@ class BlockType:
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at byte `start` of each block, [B]."""
+    """Return the float16 at byte `start` of each block, [B]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16)[:, 0]
 
 
 def _nibbles(data: torch.Tensor) -> torch.Tensor:
-    """Low halves of all bytes, then high halves: uint8 [B, 2 n] of [B, n]."""
+    """Return the low halves of all bytes, then the high halves: uint8 [B, 2 n] from [B, n]."""
     return torch.cat([data & 15, data >> 4], dim=1)
 
 
 def _bits(data: torch.Tensor) -> torch.Tensor:
-    """All bits of each byte, the lowest first: uint8 [B, 8 n] of [B, n]."""
+    """Return all bits of each byte, lowest first: uint8 [B, 8 n] from [B, n]."""
     return ((data.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
+
+
+def _joined(parts: Parts, *rest: torch.Tensor) -> torch.Tensor:
+    """Blocks (uint8 [B, nbytes]) of scales, of minimums where there are some, and of bytes [B, n]."""
+    numbers = [one.unsqueeze(1).view(torch.uint8) for one in parts[1:] if one is not None]
+    return torch.cat([*numbers, *rest], dim=1)
+
+
+def _as_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_nibbles`."""
+    low, high = (codes & 15).chunk(2, dim=1)
+    return low | high << 4
+
+
+def _as_bits(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_bits`, for codes 0 and 1."""
+    shifted = codes.view(len(codes), -1, 8) << torch.arange(8, dtype=torch.uint8)
+    return shifted.sum(dim=2, dtype=torch.uint8)
+
+
+def _join_4(parts: Parts) -> torch.Tensor:
+    return _joined(parts, _as_nibbles(parts[0]))
+
+
+def _join_5(parts: Parts) -> torch.Tensor:
+    return _joined(parts, _as_bits(parts[0] >> 4), _as_nibbles(parts[0]))
+
+
+def _join_8(parts: Parts) -> torch.Tensor:
+    return _joined(parts, parts[0] ^ 128)
 
 
 def _q4_0(blocks: torch.Tensor) -> Parts:
@@ -84,9 +114,15 @@ def _mxfp4(blocks: torch.Tensor) -> Parts:
 
 
 def _tq2_0(blocks: torch.Tensor) -> Parts:
-    # 2 x 32 bytes, each with its 4 codes 32 weights apart.
+    # 2 x 32 bytes; the 4 codes of a byte are 32 weights apart.
     codes = blocks[:, :64].reshape(-1, 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     return (codes & 3).flatten(1), _half(blocks, 64), None
+
+
+def _join_tq2_0(parts: Parts) -> torch.Tensor:
+    codes = parts[0].view(-1, 2, 4, 32) << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    # Scales come last.
+    return torch.cat([codes.sum(dim=2, dtype=torch.uint8).flatten(1), _joined((parts[0], parts[1], None))], 1)
 
 
 #: ggml's `kvalues_iq4nl`.
@@ -95,25 +131,33 @@ _IQ4_NL = CodebookFormat(
 )
 
 
-def _halves(name: str, split: Callable[[torch.Tensor], Parts], *, minimum: bool = False) -> BlockGrid:
-    return BlockGrid(FORMATS[name], torch.float16, split, "biases" if minimum else "none")
+def _halves(
+    name: str,
+    split: Callable[[torch.Tensor], Parts],
+    join: Callable[[Parts], torch.Tensor],
+    *,
+    minimum: bool = False,
+) -> BlockGrid:
+    return BlockGrid(FORMATS[name], torch.float16, split, join, "biases" if minimum else "none")
 
 
-#: Types by the number that files have. Adding one is adding a row.
+#: Types by their number in files. To add one, add a row.
 BLOCK_TYPES: Mapping[int, BlockType] = {
     row.number: row
     for row in (
         BlockType(0, "F32", 1, 4, torch.float32),
         BlockType(1, "F16", 1, 2, torch.float16),
         BlockType(30, "BF16", 1, 2, torch.bfloat16),
-        BlockType(2, "Q4_0", 32, 18, grid=_halves("int4", _q4_0)),
-        BlockType(3, "Q4_1", 32, 20, grid=_halves("int4", _q4_1, minimum=True)),
-        BlockType(6, "Q5_0", 32, 22, grid=_halves("int5", _q5_0)),
-        BlockType(7, "Q5_1", 32, 24, grid=_halves("int5", _q5_1, minimum=True)),
-        BlockType(8, "Q8_0", 32, 34, grid=_halves("int8", _q8_0)),
-        BlockType(20, "IQ4_NL", 32, 18, grid=BlockGrid(_IQ4_NL, torch.float16, _q4_0)),
-        BlockType(39, "MXFP4", 32, 17, grid=BlockGrid(FORMATS["fp4-e2m1"], torch.float8_e8m0fnu, _mxfp4)),
-        BlockType(35, "TQ2_0", 256, 66, grid=_halves("ternary", _tq2_0)),
+        BlockType(2, "Q4_0", 32, 18, grid=_halves("int4", _q4_0, _join_4)),
+        BlockType(3, "Q4_1", 32, 20, grid=_halves("int4", _q4_1, _join_4, minimum=True)),
+        BlockType(6, "Q5_0", 32, 22, grid=_halves("int5", _q5_0, _join_5)),
+        BlockType(7, "Q5_1", 32, 24, grid=_halves("int5", _q5_1, _join_5, minimum=True)),
+        BlockType(8, "Q8_0", 32, 34, grid=_halves("int8", _q8_0, _join_8)),
+        BlockType(20, "IQ4_NL", 32, 18, grid=BlockGrid(_IQ4_NL, torch.float16, _q4_0, _join_4)),
+        BlockType(
+            39, "MXFP4", 32, 17, grid=BlockGrid(FORMATS["fp4-e2m1"], torch.float8_e8m0fnu, _mxfp4, _join_4)
+        ),
+        BlockType(35, "TQ2_0", 256, 66, grid=_halves("ternary", _tq2_0, _join_tq2_0)),
         BlockType(34, "TQ1_0", 256, 54),
         BlockType(10, "Q2_K", 256, 84),
         BlockType(11, "Q3_K", 256, 110),

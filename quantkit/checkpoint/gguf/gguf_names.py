@@ -1,4 +1,4 @@
-"""llama.cpp's names of tensors, and what else it does to them, by architecture as a table."""
+"""Map llama.cpp's tensor names and transformations to transformers', one table row per architecture."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,15 +12,16 @@ ARCHITECTURE_KEY = "general.architecture"
 
 @dataclass(frozen=True)
 class Architecture:
-    """Names that llama.cpp gives the tensors of one `general.architecture`, and what it does to them.
+    """Tensor names of one `general.architecture` in llama.cpp, and how it transforms tensors.
 
-    layer      names within a layer of llama.cpp, and within `model.layers.N` of transformers
-    experts    the same of tensors [E, N, K] of all experts; `{}` is the number of one
-    permuted   names within a layer of which the rows of each head are in the order of interleaved rotary
-               halves, and the metadata that counts the heads
-    added      what llama.cpp adds to weights whose name ends in `norm`
-    column     names of matrices of one row, which files have as vectors
-    config     metadata that transformers' own conversion leaves out, and the key of config.json
+    layer      names within a layer, in llama.cpp and within `model.layers.N` of transformers
+    experts    the same for tensors [E, N, K] of all experts; `{}` is the expert's number
+    permuted   names within a layer whose rows are permuted per head to interleaved rotary halves, and the
+               metadata key with the number of heads
+    added      constant added to weights whose name ends in `norm`
+    column     names of one-row matrices, which files store as vectors
+    config     metadata that transformers' own conversion omits, and their keys in config.json
+    exported   model types of transformers that `export` writes as this architecture
     """
 
     layer: Mapping[str, str]
@@ -29,6 +30,7 @@ class Architecture:
     added: float = 0.0
     column: frozenset[str] = frozenset()
     config: Mapping[str, str] = field(default_factory=dict)
+    exported: tuple[str, ...] = ()
 
 
 _ATTENTION = {
@@ -56,21 +58,27 @@ _GEMMA = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-#: Architectures by the name in files. Adding one is adding a row.
+#: Architectures by their name in files. To add one, add a row.
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
-        _DENSE, permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+        _DENSE,
+        permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"},
+        exported=("llama", "mistral"),
     ),
-    "qwen2": Architecture(_DENSE),
-    "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}, config=_HEAD_SIZE),
+    "qwen2": Architecture(_DENSE, exported=("qwen2",)),
+    "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}, config=_HEAD_SIZE, exported=("qwen3",)),
     "qwen2moe": Architecture(
         {**_ATTENTION, **_SHARED, "ffn_gate_inp": "mlp.gate"},
         _EXPERTS,
         column=frozenset({"ffn_gate_inp_shexp"}),
         config={**_EXPERT_SIZE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        exported=("qwen2_moe",),
     ),
     "qwen3moe": Architecture(
-        {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}, _EXPERTS, config=_EXPERT_SIZE
+        {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"},
+        _EXPERTS,
+        config=_EXPERT_SIZE,
+        exported=("qwen3_moe",),
     ),
     "gemma2": Architecture(_GEMMA, added=1.0),
     "gemma3": Architecture({**_GEMMA, **_HEAD_NORMS}, added=1.0),
@@ -88,18 +96,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 MAX_EXPERTS = 4096
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-#: Constants of rotary embeddings, which transformers computes.
+#: Constants of rotary embeddings, which transformers computes itself.
 ROTARY = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_(long|short))\.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+#: The same of transformers' names.
+_MODEL_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 
 
 @dataclass(frozen=True)
 class Named:
-    """A matrix or vector of the model, as part of a tensor of the file.
+    """Matrix or vector of the model, as part of a tensor of the file.
 
-    `name` is transformers', `tensor` the file's, `part` the number of the expert whose rows it has, None for
-    all, `heads` as of `GgufRows`. `added` is what comes off its weights, and `is_row` says that a vector of
-    the file is a matrix of one row.
+    name     transformers' name
+    tensor   name in the file
+    part     expert whose rows it has, None for all rows
+    heads    as in `GgufRows`
+    added    constant to subtract from its weights
+    is_row   True if a vector of the file is a matrix of one row
     """
 
     name: str
@@ -110,8 +124,48 @@ class Named:
     is_row: bool = False
 
 
+@dataclass(frozen=True)
+class Place:
+    """The tensor `name` of llama.cpp that a tensor of transformers is, or has the expert `part` of.
+
+    `heads` is the metadata that counts its heads, where their rows are permuted; `is_row` as of `Named`.
+    """
+
+    name: str
+    part: int | None = None
+    heads: str | None = None
+    is_row: bool = False
+
+
+def place(arch: Architecture, name: str) -> Place | None:
+    """Return the place of the tensor `name` of transformers, the inverse of `named`; None if it has none."""
+    stem, _, leaf = name.rpartition(".")
+    for theirs, ours in _TOP.items():
+        if ours == stem:
+            return Place(f"{theirs}.{leaf}")
+    match = _MODEL_LAYER.fullmatch(name)
+    if match is None:
+        return None
+    number, within, leaf = match.groups()
+    expert = _EXPERT.search(within)
+    pattern = _EXPERT.sub("{}", within)
+    names = {ours: theirs for theirs, ours in (arch.experts if expert else arch.layer).items()}
+    if pattern not in names:
+        return None
+    found = names[pattern]
+    part = None if expert is None else int(expert[0])
+    heads = arch.permuted.get(found)
+    return Place(f"blk.{number}.{found}.{leaf}", part, heads, found in arch.column)
+
+
+def exported_as(model_type: str) -> tuple[str, Architecture] | None:
+    """The architecture of llama.cpp that models of a type are exported as, and its name; None if none is."""
+    rows = ARCHITECTURES.items()
+    return next(((name, row) for name, row in rows if model_type in row.exported), None)
+
+
 def architecture(header: GgufHeader) -> Architecture:
-    """The row of `ARCHITECTURES` for a file; `CheckpointError` where there is none."""
+    """Return the row of `ARCHITECTURES` for a file; raise `CheckpointError` if there is none."""
     name = header.get(ARCHITECTURE_KEY, str, "")
     found = ARCHITECTURES.get(name)
     experts = header.get(f"{name}.expert_count", int, 0)
@@ -125,9 +179,9 @@ def architecture(header: GgufHeader) -> Architecture:
 
 
 def named(header: GgufHeader) -> Iterator[Named]:
-    """Every tensor of the model in a file, by transformers' names, without constants of rotary embeddings.
+    """Yield every tensor of the model in a file, by transformers' names.
 
-    `CheckpointError` for a tensor without a place in the model.
+    Skips constants of rotary embeddings. Raises `CheckpointError` for a tensor unknown to the model.
     """
     arch = architecture(header)
     for tensor in header.tensors.values():
@@ -160,7 +214,7 @@ def _named(header: GgufHeader, arch: Architecture, tensor: GgufTensor) -> Iterat
 
 
 def _heads(header: GgufHeader, tensor: GgufTensor, key: str) -> int:
-    """Return the number of heads in the rows of a tensor; `CheckpointError` where those do not fit."""
+    """Return the number of heads in the rows of a tensor; raise `CheckpointError` if they do not divide."""
     prefix = header.get(ARCHITECTURE_KEY, str)
     count = header.get(f"{prefix}.{key}", int, header.get(f"{prefix}.attention.head_count", int, 0))
     if count < 1 or tensor.shape[0] % (2 * count):

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: a strict reader that trusts no byte of the file.
+"""Read the header of a GGUF file strictly; no byte of the file is trusted.
 
 A file is the magic `GGUF`, a version, and the counts of tensors and of metadata. Then come the metadata as
 key, type and value, and the tensors as name, shape, type and offset. Last is the data, each tensor at a
@@ -27,7 +27,7 @@ ALIGNMENT_KEY = "general.alignment"
 MAX_HEADER_BYTES = 128 * 2**20
 MAX_TENSORS = 100_000
 MAX_KEYS = 10_000
-#: Values of one array. The largest are vocabularies and their merges.
+#: Most values of an array; the longest are vocabularies and their merges.
 MAX_ARRAY = 2**20
 MAX_STRING_BYTES = 4 * 2**20
 MAX_NAME_CHARS = 64
@@ -37,7 +37,7 @@ MAX_ELEMENTS = 2**40
 _NAME = re.compile(r"[\w.\-]+", re.ASCII)
 _DOWNLOAD_AGAIN = "Download the file again."
 _STRING, _ARRAY = 8, 9
-#: Types of metadata with a fixed size, by number: their `struct` formats.
+#: Metadata types of fixed size, by number: their `struct` formats.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 Value = int | float | bool | str | tuple[int, ...] | tuple[float, ...] | tuple[bool, ...] | tuple[str, ...]
@@ -45,7 +45,7 @@ Value = int | float | bool | str | tuple[int, ...] | tuple[float, ...] | tuple[b
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of a header: shape [..., N, K] as torch has it, and where its bytes are in the file."""
+    """Tensor in a header: its shape [..., N, K] in torch's order, and the place of its bytes in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,13 +54,13 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of K weights."""
+        """Return the bytes of a row of K weights."""
         columns = self.shape[-1] if self.shape else 1
         return columns // self.block_type.elements * self.block_type.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Return the bytes of all rows."""
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
@@ -73,7 +73,7 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """The metadata value of `key`, or `default`; `CheckpointError` for a value of another type."""
+        """Return the metadata value of `key`, or `default`; raise `CheckpointError` for another type."""
         if key not in self.metadata:
             return default
         value = self.metadata[key]
@@ -87,11 +87,10 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Return metadata and tensors of a GGUF file. Reads no data.
+    """Read metadata and tensors of a GGUF file, but no data.
 
-    The result is valid for any bytes: every tensor's data is inside the file and apart from the others'.
-    Raises a `CheckpointError` otherwise that names the file, what was found, what was expected, and the
-    remedy.
+    The result is valid for any file content: the data of every tensor is inside the file and overlaps no
+    other. Raises `CheckpointError` naming the file, what was found, what was expected, and the remedy.
     """
     try:
         with open_regular(path) as file:
@@ -106,7 +105,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """Reads a header front to back. Every length is compared with what is left before it is read."""
+    """Reads a header sequentially. Every length is checked against the remaining bytes before it is read."""
 
     def __init__(self, file: BufferedReader, file_bytes: int) -> None:
         self._file = file
@@ -212,7 +211,7 @@ class _Reader:
         if count > MAX_ARRAY:
             _fail(f"{where} has {count} values; allowed are {MAX_ARRAY}", _DOWNLOAD_AGAIN)
         if kind == _STRING:
-            # A string takes 8 bytes at least: refused before the list grows.
+            # A string takes at least 8 bytes: refuse the count before the list grows.
             if 8 * count > self._limit - self._at:
                 self._bytes(8 * count, where)
             return tuple(self._string(where) for _ in range(count))
@@ -236,7 +235,7 @@ class _Reader:
         dims = self._number("I")
         if not 1 <= dims <= MAX_DIMS:
             _fail(f"tensor {name!r} has {dims} dimensions; expected 1 to {MAX_DIMS}", _DOWNLOAD_AGAIN)
-        # ggml names the fastest dimension first.
+        # ggml lists the fastest dimension first.
         shape = tuple(reversed([self._number("Q") for _ in range(dims)]))
         if min(shape) < 1 or max(shape) > MAX_ELEMENTS or math.prod(shape) > MAX_ELEMENTS:
             _fail(
@@ -260,7 +259,7 @@ class _Reader:
         return GgufTensor(name, shape, block_type, offset)
 
     def _placed(self, tensors: list[GgufTensor], start: int, alignment: int) -> list[GgufTensor]:
-        """The tensors in the order of their data, with offsets from the start of the file."""
+        """Return the tensors in the order of their data, with offsets from the start of the file."""
         placed = []
         expected = 0
         for tensor in sorted(tensors, key=lambda tensor: tensor.offset):

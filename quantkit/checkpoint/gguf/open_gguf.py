@@ -1,7 +1,7 @@
-"""A GGUF file as a checkpoint: tensors by transformers' names, with the files that its metadata stand for.
+"""Open a GGUF file as a checkpoint: transformers' tensor names, and files made from its metadata.
 
-transformers makes config.json and the tokenizer of the metadata. They are written to a temporary directory,
-where everything finds them as those of any other checkpoint.
+transformers makes config.json and the tokenizer from the metadata. They are written to a temporary directory,
+where all code finds them like those of any other checkpoint.
 """
 
 import atexit
@@ -28,18 +28,20 @@ from quantkit.errors import CheckpointError, QuantkitError, causes
 from quantkit.files import disk_error, temporary
 
 SUFFIX = ".gguf"
-#: Values of the arrays that a config may need, such as heads by layer; vocabularies have more.
+#: Tokenizer model of a file without a tokenizer.
+NO_TOKENIZER = "no_vocab"
+#: Longest arrays that a config may need, such as heads by layer; vocabularies are longer.
 _OUTLINED = 1024
 _GENERATION_CONFIG = "generation_config.json"
-#: Tokens that end an answer, by their metadata.
+#: Metadata keys of tokens that end an answer.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _KEPT_OUT = ("_name_or_path", "_model_name_or_path", "quantization_config", "transformers_version")
 
 
 def gguf_file(source: Path) -> Path | None:
-    """The GGUF file that `source` is, or that is the only weights of the directory `source`; None if none is.
+    """Return the GGUF file `source`, or the only weights file of the directory `source`; else None.
 
-    `CheckpointError` for a directory with several and no safetensors.
+    Raises `CheckpointError` for a directory with several GGUF files and no safetensors.
     """
     with examining(source):
         if source.is_file():
@@ -58,10 +60,10 @@ def gguf_file(source: Path) -> Path | None:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """The checkpoint in a GGUF file. Reads its header and makes the files beside the weights, in a second.
+    """Open a GGUF file: read its header and make config and tokenizer files, in about a second.
 
-    `CheckpointError` for a file that is damaged, of an architecture without a table of names, or whose
-    metadata transformers makes no config or tokenizer of; `EnvironmentProblem` without the package gguf.
+    Raises `CheckpointError` for a damaged file, an architecture without a table of names, or metadata that
+    transformers cannot convert; `EnvironmentProblem` without the package gguf.
     """
     path = path.absolute()
     gguf_package()
@@ -89,7 +91,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def gguf_tensors(header: GgufHeader) -> dict[str, GgufRows]:
-    """The tensors of the model in a file, by transformers' names; `CheckpointError` for what has no place."""
+    """Return the tensors of the model in a file, by transformers' names; `CheckpointError` if unknown."""
     return {one.name: _stored(header.path, one) for one in named(header)}
 
 
@@ -135,7 +137,7 @@ def _stored(path: Path, one: Named) -> GgufRows:
 
 
 def _rotary(header: GgufHeader, stamp: FileStamp) -> dict[str, Any] | None:
-    """The `rope_parameters` of a file that has factors of Llama 3; None for any other."""
+    """Return the `rope_parameters` of a file with rotary factors of Llama 3; None for any other."""
     found = header.tensors.get("rope_freqs.weight")
     if found is None or len(found.shape) != 1 or found.shape[0] > _OUTLINED or found.block_type.dtype is None:
         return None
@@ -147,17 +149,17 @@ def _rotary(header: GgufHeader, stamp: FileStamp) -> dict[str, Any] | None:
 
 
 def _write_files(header: GgufHeader, directory: Path, rotary: dict[str, Any] | None) -> None:
-    """config.json, the tokenizer with its chat template, and generation_config.json."""
+    """Write config.json, the tokenizer with its chat template, and generation_config.json."""
     from transformers import AutoConfig, PreTrainedTokenizerFast
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    # In a directory of its own: transformers also reads what lies beside a file.
+    # In a directory of its own, because transformers also reads other files in a directory.
     with tempfile.TemporaryDirectory(prefix="quantkit-gguf-") as view:
         outline, file = Path(view, "outline.gguf"), Path(view, "model.gguf")
         with _explained(header.path, "config.json"):
             write_outline(header, outline)
             config = AutoConfig.from_pretrained(view, gguf_file=outline.name, trust_remote_code=False)
-        if header.get("tokenizer.ggml.model", str) is not None:
+        if header.get("tokenizer.ggml.model", str, NO_TOKENIZER) != NO_TOKENIZER:
             file.symlink_to(header.path)
             with _explained(header.path, "tokenizer"):
                 words = PreTrainedTokenizerFast.from_pretrained(view, gguf_file=file.name)
@@ -166,7 +168,7 @@ def _write_files(header: GgufHeader, directory: Path, rotary: dict[str, Any] | N
     values.update(_left_out(header))
     if rotary is not None:
         values["rope_parameters"] = rotary
-    # Blocks give float32 numbers, which fewer digits do not hold.
+    # Blocks dequantize to float32, which 16-bit dtypes would round.
     values["dtype"] = "float32"
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     (directory / CONFIG_NAME).write_bytes(pretty_json(values))
@@ -174,9 +176,9 @@ def _write_files(header: GgufHeader, directory: Path, rotary: dict[str, Any] | N
 
 
 def write_outline(header: GgufHeader, path: Path) -> None:
-    """A file with the names of all tensors and the metadata of `header`, without vocabularies.
+    """Write a GGUF file with all tensor names and the metadata of `header`, without vocabularies.
 
-    transformers reads metadata with a reader that takes a second for ten thousand tokens.
+    transformers' reader of metadata takes a second per ten thousand tokens.
     """
     gguf = gguf_package()
     writer = gguf.GGUFWriter(path, header.get(ARCHITECTURE_KEY, str))
@@ -203,7 +205,7 @@ def write_outline(header: GgufHeader, path: Path) -> None:
 
 
 def _left_out(header: GgufHeader) -> dict[str, int]:
-    """Values of config.json that transformers' conversion leaves at their defaults."""
+    """Return values of config.json that transformers' conversion leaves at their defaults."""
     prefix = header.get(ARCHITECTURE_KEY, str)
     found = {key: header.get(f"{prefix}.{name}", int) for name, key in architecture(header).config.items()}
     if (embedding := header.tensors.get("token_embd.weight")) is not None:
@@ -227,16 +229,16 @@ def _generation_config(header: GgufHeader) -> Mapping[str, Any]:
 
 @contextmanager
 def _explained(path: Path, what: str) -> Iterator[None]:
-    """Raise as `CheckpointError` what transformers raises for metadata that it does not understand."""
+    """Context manager: raise errors of transformers about unknown metadata as `CheckpointError`."""
     try:
         yield
     except (QuantkitError, MemoryError):
         raise
     except BaseException as error:
-        # Errors of transformers have no number, those of the disk do, of which it makes others.
+        # transformers wraps errors of the disk; only those have an errno.
         if (refused := disk_error(causes(error))) is not None:
             raise refused from None
-        # Panics of the tokenizers library have a class that none can import.
+        # Panics of the tokenizers library have a class that cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -247,7 +249,7 @@ def _explained(path: Path, what: str) -> Iterator[None]:
 
 
 def _note(header: GgufHeader) -> str:
-    """Return in words what types the tensors of the model are stored as."""
+    """Return a note on the types in which the tensors are stored."""
     counts: dict[str, int] = {}
     for tensor in header.tensors.values():
         counts[tensor.block_type.name] = counts.get(tensor.block_type.name, 0) + 1

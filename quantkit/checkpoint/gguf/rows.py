@@ -1,4 +1,4 @@
-"""Rows of a tensor of a GGUF file: as numbers, or as codes, scales and minimums."""
+"""Read rows of a GGUF tensor: as numbers, or as codes, scales and minimums."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +12,17 @@ from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 from quantkit.checkpoint.tensors import Read, StoredTensor
 from quantkit.errors import EnvironmentProblem
 
-#: Bytes that are made numbers at a time: float32 takes up to 25 times as many.
+#: Bytes that are dequantized at a time: float32 takes up to 25 times as many.
 _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufRows(StoredTensor):
-    """A matrix [N, K], or a vector [N], whose rows follow each other in `file` from `offset` on.
+    """Matrix [N, K], or vector [N], whose rows are consecutive in `file` from byte `offset` on.
 
-    heads   where the rows of a head are pairs of rotary halves, 0 D/2 1 D/2+1 ..., how many heads there are:
-            llama.cpp permutes q and k of some models so. None where rows are in order
-    added   what llama.cpp added to the weights, which comes off
+    heads   number of heads whose rows llama.cpp permuted to pairs of rotary halves, 0 D/2 1 D/2+1 ..., as in
+            q and k of some models; None if rows are in order
+    added   constant that llama.cpp added to the weights; subtracted here
     """
 
     block_type: BlockType
@@ -32,17 +32,17 @@ class GgufRows(StoredTensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all rows in the file."""
+        """Return the bytes of all rows in the file."""
         return self.shape[0] * self.row_bytes
 
     @property
     def stored_as(self) -> str | None:
-        """The name of the block type, as `Q4_K`; None for plain numbers."""
+        """Return the name of the block type, such as `Q4_K`; None for unquantized numbers."""
         return self.block_type.name if self.block_type.dtype is None else None
 
     @property
     def grid_spec(self) -> GridSpec | None:
-        """The grid of the weights; None for numbers and for blocks with scales of scales."""
+        """Return the grid of the weights; None for plain numbers and for blocks with scales of scales."""
         grid = self.block_type.grid
         if grid is None or len(self.shape) != 2 or self.added:
             return None
@@ -55,7 +55,7 @@ class GgufRows(StoredTensor):
         )
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
-        """Rows `[start, stop)`: [R, K] or [R], float32 unless the file has numbers of another dtype."""
+        """Read rows `[start, stop)`: [R, K] or [R], float32 unless the file stores another float dtype."""
         data = self._bytes(read, start, stop)
         if self.block_type.dtype is not None:
             found = data.view(self.block_type.dtype)
@@ -67,7 +67,7 @@ class GgufRows(StoredTensor):
         return found.view(stop - start, *self.shape[1:])
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
-        """Codes, scales and minimums of the same rows; None where there is no `grid_spec`."""
+        """Read codes, scales and minimums of the same rows; None without `grid_spec`."""
         spec, grid = self.grid_spec, self.block_type.grid
         if spec is None or grid is None:
             return None
@@ -78,29 +78,38 @@ class GgufRows(StoredTensor):
         return StoredGrid(spec, codes.reshape(rows, -1), scales.view(rows, -1), biases=biases)
 
     def _bytes(self, read: Read, start: int, stop: int) -> torch.Tensor:
-        """The rows as they are stored, uint8 [R, row_bytes], in the order of the model."""
+        """Read the stored rows, uint8 [R, row_bytes], in the order of the model."""
         stored = StoredTensor(self.name, "U8", (self.shape[0], self.row_bytes), self.file, self.offset)
         if self.heads is None:
             return read(stored, start, stop)
-        # Only whole heads have all rows of some of their own.
+        # Rows are permuted within a head, so whole heads are read.
         size = self.shape[0] // self.heads
         first = start // size * size
         rows = read(stored, first, -(-stop // size) * size)
-        pairs = rows.view(-1, size // 2, 2, self.row_bytes)
-        return pairs.transpose(1, 2).reshape(-1, self.row_bytes)[start - first : stop - first]
+        return halves_of_pairs(rows, size)[start - first : stop - first]
+
+
+def halves_of_pairs(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows [R, B] of whole heads of `size` rows: first those at even places, then those at odd ones."""
+    return rows.view(-1, size // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def pairs_of_halves(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """The inverse of `halves_of_pairs`."""
+    return rows.view(-1, 2, size // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
 def _dequantized(rows: torch.Tensor, block_type: BlockType) -> torch.Tensor:
-    """Rows of blocks (uint8 [R, row_bytes]) as float32 [R, K], by the package gguf."""
+    """Dequantize rows of blocks (uint8 [R, row_bytes]) to float32 [R, K], by the package gguf."""
     quants = gguf_package()
     kind = quants.GGMLQuantizationType(block_type.number)
-    # Scales of damaged files overflow, which what reads them finds.
+    # Scales of damaged files may overflow; a later check reports that.
     with np.errstate(all="ignore"):
         return torch.from_numpy(quants.dequantize(rows.numpy(), kind))
 
 
 def gguf_package() -> Any:
-    """The package gguf; `EnvironmentProblem` where it is not installed."""
+    """Import the package gguf; raise `EnvironmentProblem` if it is not installed."""
     try:
         import gguf
     except ImportError:

@@ -1,1 +1,1 @@
-"""Ask the hub, and believe no answer that was not checked."""
+"""Query the hub; every answer is checked before it is used."""

@@ -1,8 +1,8 @@
-"""Questions to the hub over HTTP, and its answers, none of which is believed before it was checked.
+"""Query the hub over HTTP and check every answer before it is used.
 
-A server may be a login page, a broken mirror or hostile: HTML with status 200, JSON that is cut or of other
-types, sizes that are none, names that lead elsewhere, or one byte a second. `BadAnswer` says which URL was
-asked, what came, and what to do.
+A server may be a login page, a broken mirror or hostile. It may send HTML with status 200, truncated JSON,
+wrong types, invalid sizes, names that lead elsewhere, or one byte a second. `BadAnswer` names the URL, what
+came, and the remedy.
 """
 
 import json
@@ -22,27 +22,27 @@ from quantkit.files import parse_json, shown
 
 MAX_LISTING_BYTES = 32 << 20
 MAX_SMALL_FILE_BYTES = 256 << 20
-#: Larger files than any file system holds are no answer.
+#: Largest believable file, beyond the limit of any file system.
 MAX_FILE_BYTES = 1 << 43
 _MAX_FILES = 1_000_000
 _MAX_NAME_CHARS = 1024
 
-#: For the first answer, tried once; and for each file after it, beside the time that its bytes may take.
+#: Seconds for the first answer, tried once; and for each later file, plus the time for its bytes.
 FIRST_SECONDS = 4.0
 FILE_SECONDS = 20.0
-#: For one step of a connection.
+#: Seconds for one step of a connection.
 _STEP_SECONDS = 10.0
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SIZE = re.compile(r"[0-9]{1,19}")
 _RANGE = re.compile(r"bytes\s+0-[0-9]{1,19}/([0-9]{1,19})", re.IGNORECASE)
-#: Names that no file of a repository has: absolute, with a drive, or with what separates folders elsewhere.
+#: Invalid file names: absolute, with a drive, or with folder separators of other systems.
 _BAD_NAME = re.compile(r"/|[A-Za-z]:|.*[\\\x00-\x1f\x7f\ud800-\udfff]", re.DOTALL)
-#: What Windows takes for a device, whatever the ending.
+#: Device names on Windows, with any suffix.
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
-#: What says by its class that there is no connection, or is refined by the status: explained by who asks.
+#: Exceptions whose class or status is explained by the caller.
 _EXPLAINED = ("HfHubHTTPError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout", "ProxyError")
-#: What happened, by the name of an exception of the HTTP library or of one of its bases, closest first.
+#: Description by the name of an HTTP library's exception or of a base class, closest first.
 CONNECTION_PROBLEMS = {
     "ConnectError": "the hub cannot be reached",
     "ConnectTimeout": "the hub cannot be reached",
@@ -64,21 +64,21 @@ def _escaped(character: str) -> str:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub, of `kind` "model" or "dataset"."""
+    """Repository of the hub; `kind` is "model" or "dataset"."""
 
     name: str
     kind: str = "model"
 
     def api_url(self, revision: str | None) -> str:
-        """The address of what the hub knows of it."""
+        """Return the URL of the repository's metadata."""
         from huggingface_hub import constants
 
-        # As in a path of a URL: a name of a branch may have a slash.
+        # Quoted, as branch names may contain a slash.
         at = "" if revision is None else f"/revision/{_quoted(revision)}"
         return f"{constants.ENDPOINT}/api/{self.kind}s/{self.name}{at}"
 
     def file_url(self, name: str, revision: str | None) -> str:
-        """The address of a file."""
+        """Return the URL of a file."""
         import huggingface_hub
 
         kind = None if self.kind == "model" else self.kind
@@ -87,17 +87,17 @@ class Repository:
 
 @dataclass(frozen=True)
 class Listing:
-    """A repository at a commit: its files, with their sizes where the hub said them."""
+    """Files of a repository at a commit, with their sizes where the hub gives them."""
 
     commit: str
     files: Mapping[str, int | None]
 
 
 def read_listing(repository: Repository, revision: str | None, *, sizes: bool = False) -> Listing:
-    """Return the files of a repository, within `FIRST_SECONDS`; with `sizes`, how large each is.
+    """List the files of a repository, within `FIRST_SECONDS`; with `sizes`, also their sizes.
 
-    `BadAnswer` for what is no listing, and `TimeoutError` where nothing came; errors of huggingface_hub for
-    repositories that are not there or not public.
+    Raises `BadAnswer` for an invalid listing, and `TimeoutError` without an answer. Errors of huggingface_hub
+    are raised for repositories that are missing or not public.
     """
     url = repository.api_url(revision)
     asked = f"{url}?blobs=true" if sizes else url
@@ -119,7 +119,7 @@ def read_listing(repository: Repository, revision: str | None, *, sizes: bool = 
 
 
 def _file(url: str, entry: object) -> tuple[str, int | None]:
-    """The name and size of a file in a listing."""
+    """Return the name and size of a file in a listing."""
     name, size = (entry.get("rfilename"), entry.get("size")) if isinstance(entry, dict) else (None, None)
     if not isinstance(name, str):
         fail(url, f"the file {shown(entry)}", "a name as rfilename")
@@ -132,15 +132,15 @@ def _file(url: str, entry: object) -> tuple[str, int | None]:
 
 
 def check_local_name(url: str, name: str) -> None:
-    """`BadAnswer` for a name that a file of this directory cannot have on every system."""
+    """Raise `BadAnswer` for a name that a file of a directory cannot have on every system."""
     if _RESERVED.fullmatch(name) or name.endswith((".", " ")) or len(name.encode()) > 200:
         fail(url, f"the file name {shown(name)}", "one that files have on all systems")
 
 
 def read_file(repository: Repository, name: str, commit: str) -> bytes:
-    """A small file of a repository; `BadAnswer` for one that is too slow, cut, or a page of a proxy.
+    """Read a small file of a repository; raise `BadAnswer` if it is slow, truncated, or a proxy's page.
 
-    So it is for one whose hash is another than the hub says.
+    Also raised if its hash is not the one that the hub states.
     """
     url = repository.file_url(name, commit)
     etags: list[str | None] = []
@@ -156,7 +156,7 @@ def read_file(repository: Repository, name: str, commit: str) -> bytes:
 
 
 def why_not(name: str, data: bytes) -> str | None:
-    """Return why `data` is no file called `name`; None if it may be."""
+    """Return why `data` cannot be a file called `name`; None if it may be."""
     start = data[:64].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if start.startswith((b"<!doctype html", b"<html")) and not name.endswith(".md"):
         return "an HTML page"
@@ -171,7 +171,7 @@ def why_not(name: str, data: bytes) -> str | None:
 
 
 def read_start(repository: Repository, name: str, commit: str) -> tuple[bytes, int]:
-    """The first bytes of a safetensors file, to the end of its header, and the size of the file."""
+    """Read the first bytes of a safetensors file up to the end of its header, and return the file size."""
     url = repository.file_url(name, commit)
     last = 8 + MAX_HEADER_BYTES - 1
     found: list[int] = []
@@ -192,7 +192,7 @@ def read_start(repository: Repository, name: str, commit: str) -> tuple[bytes, i
 
 
 def _file_size(url: str, response: Any) -> int:
-    """The size of the file of which an answer is the start."""
+    """Return the size of the file whose start is in an answer."""
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         fail(url, f"Content-Encoding {shown(response.headers['Content-Encoding'])}", "bytes as they are")
     if response.status_code == 206:
@@ -224,7 +224,7 @@ def _read(
     check: Callable[[Any], None] | None = None,
     enough: Callable[[bytearray], bool] | None = None,
 ) -> bytes:
-    """Return the body of an answer of at most `allowed` bytes, or its start, once that is `enough`."""
+    """Read the body of an answer, at most `allowed` bytes, or until its start is `enough`."""
     try:
         call = partial(_ask, url, allowed, deadline, headers or {}, check, enough)
         return within(deadline, call)
@@ -252,7 +252,7 @@ def _ask(
 
     from quantkit.checkpoint.hub.client import guarded
 
-    utils: Any = huggingface_hub.utils  # its type stubs leave out what it exports
+    utils: Any = huggingface_hub.utils  # Its type stubs omit what it exports.
     asked = {**utils.build_hf_headers(), "Accept-Encoding": "identity", **headers}
     data = bytearray()
     with (
@@ -283,7 +283,7 @@ def _ask(
 
 @contextmanager
 def _answering(url: str) -> Iterator[None]:
-    """Raise as `BadAnswer` what an HTTP library raises for an answer that breaks the rules."""
+    """Context manager: raise HTTP errors about malformed answers as `BadAnswer`."""
     try:
         yield
     except (QuantkitError, TimeoutError):

@@ -1,7 +1,7 @@
-"""The HTTP client of huggingface_hub while quantkit uses it: bounded answers, and a deadline for each.
+"""Wrap the HTTP client of huggingface_hub while quantkit uses it: bounded answers, with deadlines.
 
-huggingface_hub reads answers whole, decodes what is compressed, and waits without an end, also at a redirect.
-A server can so fill the memory with a megabyte of gzip, or hold a command for ever.
+huggingface_hub reads answers whole, decompresses them, and waits without limit, also after a redirect. A
+server could fill the memory with a megabyte of gzip, or block a command forever.
 """
 
 import contextvars
@@ -26,23 +26,23 @@ from quantkit.checkpoint.hub.deadline import (
 )
 from quantkit.files import shown
 
-#: httpx or httpx2, whichever this huggingface_hub is built on.
+#: httpx or httpx2, depending on the version of huggingface_hub.
 _HTTP_ERROR = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 httpx: Any = sys.modules[_HTTP_ERROR.__module__.partition(".")[0]]
 
-#: To connect, which says that nobody is there where it takes longer.
+#: Seconds to connect; after that, the server counts as unreachable.
 _CONNECT_SECONDS = 10.0
-#: A server may ask to wait before the next try; who runs a command is told instead of kept for longer.
+#: Longest wait before a retry that a server may request; beyond it the user gets an error.
 _MAX_WAIT_SECONDS = 60.0
 _PIECE_BYTES = 1 << 20
-#: The format is told by the first bytes: gzip's or zlib's.
+#: zlib's flag to detect gzip or zlib from the first bytes.
 _GZIP_OR_ZLIB = 47
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
-#: With it huggingface_hub leaves a download to hf_xet, which asks any host that the server names, with the
-#: token and without bounds. Without it the same file comes over HTTP. An upload is left to hf_xet unless that
-#: is disabled, which `guarded` does.
+#: With this header, huggingface_hub leaves a download to hf_xet, which contacts any host that the server
+#: names, with the token and without bounds. Without it the file comes over HTTP. Uploads use hf_xet too,
+#: unless it is disabled, as `guarded` does.
 _XET = "X-Xet-Hash"
-#: What a server answered, by the name of the exception. Others are errors of the connection.
+#: Description of a bad answer, by the name of the exception. Others are connection errors.
 _WRONG = {
     "TooManyRedirects": "redirects without an end",
     "UnsupportedProtocol": "a redirect to what is no address of HTTP",
@@ -52,17 +52,17 @@ _WRONG = {
     "CookieConflict": "cookies that contradict each other",
 }
 
-#: Bytes that an answer which is read piece by piece may have, such as the file that is downloaded.
+#: Most bytes of a streamed answer, such as a file being downloaded.
 _stream_bytes: contextvars.ContextVar[int | None] = contextvars.ContextVar("_stream_bytes", default=None)
 _mutex = threading.Lock()
-#: What is waited for in the blocks that are open, in all threads.
+#: Deadlines of the open `guarded` blocks, in all threads.
 _blocks: list[float] = []
 #: Whether hf_xet was disabled before the first of them.
 _xet_disabled = False
 
 
 class _Sent(httpx.SyncByteStream):  # type: ignore[misc]
-    """The body of a request; what is sent of it puts off the deadline."""
+    """Body of a request; each chunk sent extends the deadline."""
 
     def __init__(self, stream: Any, deadline: Deadline) -> None:
         self._stream = stream
@@ -70,7 +70,7 @@ class _Sent(httpx.SyncByteStream):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[bytes]:
         for chunk in self._stream:
-            # Between two chunks, the one before was sent.
+            # The chunk before was sent.
             yield chunk
             self._deadline.end += len(chunk) / SLOWEST_BYTES_PER_SECOND
 
@@ -81,7 +81,7 @@ class _Sent(httpx.SyncByteStream):  # type: ignore[misc]
 
 
 class _Received(httpx.SyncByteStream):  # type: ignore[misc]
-    """The body of an answer, decoded in pieces, of which no more than `allowed` bytes may come."""
+    """Body of an answer, decompressed in pieces, limited to `allowed` bytes."""
 
     def __init__(self, stream: Any, url: str, encoded: bool) -> None:
         self._stream = stream
@@ -121,7 +121,7 @@ class _Received(httpx.SyncByteStream):  # type: ignore[misc]
 
 
 class _Guarded:
-    """A factory of clients like those of another one, whose answers are bounded."""
+    """Client factory that wraps another one, with bounded answers."""
 
     def __init__(self, before: Callable[[], Any], seconds: float) -> None:
         self.before = before
@@ -132,7 +132,7 @@ class _Guarded:
         hooks = client.event_hooks
         client.event_hooks = {**hooks, "response": [*hooks.get("response", ()), _check]}
         if client.timeout == httpx.Timeout(None):
-            # So that a thread of a deadline that has passed ends too.
+            # Lets a thread end after its deadline has passed.
             client.timeout = httpx.Timeout(self.seconds * 2, connect=_CONNECT_SECONDS)
         send = client.send
 
@@ -144,12 +144,12 @@ class _Guarded:
 
 
 def _send(send: Callable[..., Any], request: Any, stream: bool, deadline: Deadline, rest: Any) -> Any:
-    """The answer to a request, within a deadline; whole and bounded but for a `stream`."""
+    """Send a request and return its answer within a deadline; whole and bounded unless `stream`."""
     url = str(request.url)
-    # Some answer compressed all the same.
+    # Some servers compress anyway.
     request.headers["Accept-Encoding"] = "identity"
     token, hub = get_token(), httpx.URL(constants.ENDPOINT)
-    # The hub names addresses to send to, of any host, and huggingface_hub adds the token.
+    # The hub may name upload URLs on any host, and huggingface_hub adds the token.
     elsewhere = (request.url.scheme, request.url.netloc) != (hub.scheme, hub.netloc)
     if elsewhere and token and token in request.headers.get("Authorization", ""):
         del request.headers["Authorization"]
@@ -159,7 +159,7 @@ def _send(send: Callable[..., Any], request: Any, stream: bool, deadline: Deadli
     def ask() -> Any:
         response = send(request, stream=True, **rest)
         if stream:
-            # Whoever reads it waits for one piece at a time, and would take one byte a second.
+            # A stream is read piece by piece, so a server could send one byte a second.
             response.stream.deadline = Deadline(deadline.seconds)
         else:
             try:
@@ -182,7 +182,7 @@ def _send(send: Callable[..., Any], request: Any, stream: bool, deadline: Deadli
 
 
 def _check(response: Any) -> None:
-    """Have the body of an answer bounded, before any of it is read; also of one that redirects."""
+    """Bound the body of an answer before it is read, redirects included."""
     url = str(response.request.url)
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     encoded = encoding not in ("identity", "")
@@ -200,7 +200,7 @@ def _check(response: Any) -> None:
     body = _Received(response.stream, url, encoded)
     body.allowed = MAX_ANSWER_BYTES if response.has_redirect_location else _stream_bytes.get()
     if encoded and response.request.method != "HEAD":
-        # It is decoded here, so that its length is not the one that was said.
+        # Decompressed here, so the stated length no longer holds.
         for name in ("Content-Encoding", "Content-Length"):
             if name in response.headers:
                 del response.headers[name]
@@ -208,7 +208,7 @@ def _check(response: Any) -> None:
 
 
 def _asks_to_wait(response: Any) -> float:
-    """Seconds that a server asks to wait."""
+    """Return the seconds that a server asks to wait."""
     after = response.headers.get("Retry-After", "").strip()
     limit = _http.parse_ratelimit_headers(response.headers)
     wait = float(after[:18]) if after.isdecimal() else 0.0
@@ -217,7 +217,7 @@ def _asks_to_wait(response: Any) -> float:
 
 @contextmanager
 def streams_of(nbytes: int | None) -> Iterator[None]:
-    """Let this thread read at most `nbytes` bytes of an answer piece by piece in the block."""
+    """Context manager: let this thread stream at most `nbytes` bytes of an answer."""
     token = _stream_bytes.set(nbytes)
     try:
         yield
@@ -227,10 +227,10 @@ def streams_of(nbytes: int | None) -> Iterator[None]:
 
 @contextmanager
 def guarded(seconds: float) -> Iterator[None]:
-    """In the block huggingface_hub bounds answers that it reads whole, and waits so long for each.
+    """Context manager: bound huggingface_hub's answers, with `seconds` for each.
 
-    Files go over HTTP, as hf_xet has no deadlines. A block in another one changes nothing. The bytes of
-    requests and answers put off a deadline.
+    Files come over HTTP, as hf_xet has no deadlines. A nested block changes nothing. Bytes sent and received
+    extend a deadline.
     """
     global _xet_disabled
     with _mutex:
@@ -247,6 +247,6 @@ def guarded(seconds: float) -> Iterator[None]:
             now: Any = _http._GLOBAL_CLIENT_FACTORY
             if not _blocks:
                 constants.HF_HUB_DISABLE_XET = _xet_disabled
-                # Another one may have been set meanwhile.
+                # Another factory may have been set meanwhile.
                 if isinstance(now, _Guarded):
                     _http.set_client_factory(now.before)

@@ -1,4 +1,4 @@
-"""Compare what came with the hash that the hub says of it."""
+"""Compare a downloaded file with the hash that the hub states."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -14,10 +14,10 @@ _SHA256_DIGITS, _SHA1_DIGITS = 64, 40
 
 
 def check_content(url: str, etag: str | None, nbytes: int, pieces: Iterable[bytes]) -> None:
-    """Compare the `pieces` of a file of `nbytes` with its `etag`; `BadAnswer` if it is the hash of others.
+    """Compare the `pieces` of a file of `nbytes` bytes with its `etag`; raise `BadAnswer` if they differ.
 
-    The hub answers the SHA-256 of large files, and of others the SHA-1 that git has for them. Mirrors answer
-    the plain SHA-1. An ETag of another length is no hash that is known, and nothing is compared.
+    The hub states the SHA-256 of large files, and git's SHA-1 of others. Mirrors state the plain SHA-1. An
+    ETag of another length is no known hash, and nothing is compared.
     """
     digits = len(etag or "")
     if etag is None or digits not in (_SHA256_DIGITS, _SHA1_DIGITS) or set(etag) - set("0123456789abcdef"):
@@ -36,9 +36,9 @@ def check_content(url: str, etag: str | None, nbytes: int, pieces: Iterable[byte
 
 
 def etag_of(headers: Iterable[Mapping[str, Any]]) -> str | None:
-    """The ETag of a file by the headers of all answers on the way to it.
+    """Return the ETag of a file from the headers of all answers, redirects included.
 
-    Only answers of the hub name a commit; hosts of its storage have ETags of their own.
+    Only answers of the hub name a commit; its storage hosts have ETags of their own.
     """
     etag = None
     for one in headers:

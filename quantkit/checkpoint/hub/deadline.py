@@ -1,4 +1,4 @@
-"""Deadlines and size limits of what the hub answers, and the error for an answer that keeps neither."""
+"""Deadlines and size limits for answers of the hub, and the error for answers that exceed them."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 from quantkit.errors import EnvironmentProblem
 
 _T = TypeVar("_T")
-#: For all other answers that are read whole.
+#: Most bytes of other answers that are read whole.
 MAX_ANSWER_BYTES = 32 << 20
 SLOWEST_BYTES_PER_SECOND = 16_384
 _REMEDY = (
@@ -20,11 +20,11 @@ _REMEDY = (
 
 
 class BadAnswer(EnvironmentProblem):
-    """A server answered what is no answer."""
+    """A server gave an invalid answer."""
 
 
 class Deadline:
-    """The latest time of an answer: a number of seconds from now, and more for each byte that comes."""
+    """Latest time of an answer: some seconds from now, extended by each byte that comes."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -33,7 +33,7 @@ class Deadline:
         self.received = 0
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that came; `TimeoutError` if it is too late."""
+        """Count received bytes; raise `TimeoutError` if it is too late."""
         self.received += nbytes
         self.end += nbytes / SLOWEST_BYTES_PER_SECOND
         if self.left <= 0:
@@ -53,9 +53,9 @@ def fail(url: str, found: str, expected: str, remedy: str = _REMEDY) -> NoReturn
 
 
 def within(deadline: Deadline, call: Callable[[], _T]) -> _T:
-    """`call()`, or `TimeoutError` at a deadline, which the call may put off.
+    """Return `call()`, or raise `TimeoutError` at a deadline, which the call may extend.
 
-    The timeouts of an HTTP client cover one step each and looking up the host's name not at all.
+    The timeouts of an HTTP client cover single steps only, and not the DNS lookup.
     """
     outcomes: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
 
@@ -66,7 +66,7 @@ def within(deadline: Deadline, call: Callable[[], _T]) -> _T:
         except Exception as error:
             outcomes.put(partial(_raise, error))
 
-    # A daemon, so that one that still waits does not keep the process from ending.
+    # A daemon thread, so that a blocked call does not keep the process alive.
     threading.Thread(target=run, daemon=True).start()
     while (left := deadline.left) > 0:
         try:

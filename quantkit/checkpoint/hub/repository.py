@@ -1,4 +1,4 @@
-"""From what a user calls a model, a directory or a Hugging Face hub id, to a local directory."""
+"""Resolve a user's name for a model, a directory or a Hugging Face hub id, to a local directory."""
 
 import atexit
 import os
@@ -35,17 +35,17 @@ from quantkit.files import open_regular, os_error_text, replace_file, shown
 _T = TypeVar("_T")
 _C = TypeVar("_C")
 
-#: What the cache has to have of a model.
+#: Files that a cached model needs.
 _CACHED_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 # Folders hold other frameworks' copies; "consolidated" is a second copy of the weights.
 _IGNORE_PATTERNS = ("*/*", "consolidated*")
 _SHARD = re.compile(r"(?!consolidated)[A-Za-z0-9._-]{1,180}\.safetensors")
-#: How many shards are downloaded at a time, and how long none of their bytes may come: huggingface_hub writes
-#: ten million at once.
+#: Parallel downloads of shards, and the longest time without bytes: huggingface_hub writes ten million bytes
+#: at once.
 _DOWNLOADS = 4
 _WEIGHTS_SECONDS = 180.0
 _MAX_SMALL_FILES = 1000
-#: Of what a server says of its error.
+#: Characters shown of a server's error text.
 _DETAIL_CHARS = 500
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"(?!.*\.\.)[\w.\-]{1,200}", re.ASCII)
@@ -55,7 +55,7 @@ _HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.\-]*(/\w[\w.\-]*)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Wanted:
-    """The words for errors about something on the hub: the thing, its repository, the local way."""
+    """Words for errors about something on the hub: the thing, its repository, and the local alternative."""
 
     what: str = "checkpoint"
     repository: str = "repository"
@@ -63,9 +63,8 @@ class Wanted:
 
 
 _NETWORK = "Check the network, HF_ENDPOINT and the proxy settings, or give a local {place}."
-# By the name of the exception class or of one of its bases, closest first: the error to raise, what
-# happened, the remedy, both with the words of `Wanted`. Names, because huggingface_hub is imported only when
-# a hub id is used.
+# By the name of the exception class or of a base class, closest first: the error to raise, the description,
+# and the remedy, with the words of `Wanted`. Names, because huggingface_hub is imported only for hub ids.
 _EXPLANATIONS: dict[str, tuple[type[QuantkitError], str, str]] = {
     "HFValidationError": (UsageError, "this is neither a {place} nor a hub id", "Check the path."),
     "GatedRepoError": (
@@ -108,10 +107,10 @@ _FINAL = ("GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError")
 
 @dataclass(frozen=True)
 class Located:
-    """A model: what the user called it, its local directory, and what that is.
+    """Model: the user's name for it, its local directory, and its kind.
 
-    `kind` is "directory", "file" for a GGUF file, or "hub" where `name` is a hub id; `commit` is that of the
-    repository, None where it is not known.
+    `kind` is "directory", "file" for a GGUF file, or "hub" if `name` is a hub id; `commit` is the
+    repository's, None if unknown.
     """
 
     name: str
@@ -126,15 +125,15 @@ def is_hub_id(text: str) -> bool:
 
 
 def resolve(source: str | Path, *, revision: str | None = None, headers_only: bool = False) -> Path:
-    """The directory of `locate(source)`."""
+    """Return the directory of `locate(source)`."""
     return locate(source, revision=revision, headers_only=headers_only).directory
 
 
 def locate(source: str | Path, *, revision: str | None = None, headers_only: bool = False) -> Located:
     """Return the local directory of `source`; a hub id (`org/name` or `name`) is downloaded to the cache.
 
-    With `headers_only` no tensor data is downloaded: the result is a temporary directory, removed at exit, of
-    which `Checkpoint` can do everything but read tensors.
+    With `headers_only` no tensor data is downloaded: the result is a temporary directory, removed at exit,
+    whose `Checkpoint` supports everything but reading tensors.
 
     Raises `UsageError` for a path that does not exist, and `EnvironmentProblem` if the hub cannot be reached.
     Raises `CheckpointError` for a repository that is missing, gated or without safetensors. Without a network
@@ -161,7 +160,7 @@ def locate(source: str | Path, *, revision: str | None = None, headers_only: boo
         return Located(str(source), path, "directory")
     if is_gguf_file:
         return Located(str(source), path, "file")
-    # Whoever names a file means one, also where it has the form of a hub id.
+    # A file name counts as a file even if it has the form of a hub id.
     if isinstance(source, Path) or path.suffix == ".gguf" or path.exists() or not is_hub_id(source):
         raise UsageError(
             f"{str(source)!r} is no directory; expected a checkpoint directory or a hub id such as "
@@ -169,7 +168,7 @@ def locate(source: str | Path, *, revision: str | None = None, headers_only: boo
         )
     from quantkit.checkpoint.hub.client import guarded
 
-    # One client for all requests, so that connections are kept.
+    # One client for all requests keeps connections open.
     with explained(source, revision, Wanted()), guarded(FILE_SECONDS):
         directory, commit = _from_hub(source, revision, headers_only)
     return Located(source, directory, "hub", commit)
@@ -177,7 +176,7 @@ def locate(source: str | Path, *, revision: str | None = None, headers_only: boo
 
 @contextmanager
 def explained(source: str, revision: str | None, wanted: Wanted) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a `QuantkitError` about `source`; bugs pass."""
+    """Context manager: turn errors of huggingface_hub into a `QuantkitError` about `source`; bugs pass."""
     try:
         yield
     except QuantkitError:
@@ -203,7 +202,7 @@ def _explanation(error: Exception) -> tuple[type[QuantkitError], str, str] | Non
 
 
 def _from_hub(name: str, revision: str | None, headers_only: bool) -> tuple[Path, str | None]:
-    """The directory of a repository, and its commit."""
+    """Return the local directory of a repository, and its commit."""
     repository = Repository(name)
     found = online_or_cached(
         lambda: read_listing(repository, revision),
@@ -233,9 +232,9 @@ def _from_hub(name: str, revision: str | None, headers_only: bool) -> tuple[Path
 
 
 def _download_weights(repository: Repository, commit: str, names: list[str]) -> None:
-    """Download shards to the hub's cache, some at a time; `BadAnswer` where hardly any bytes come.
+    """Download shards to the hub's cache in parallel; raise `BadAnswer` if hardly any bytes come.
 
-    In daemons, as one that still waits for a server would keep the process from ending.
+    Uses daemon threads, because a thread blocked by a server would keep the process alive.
     """
     # Before the deadline, which only bytes that come put off.
     check_snapshot(folder_of(repository, commit), repository.api_url(commit))
@@ -266,7 +265,7 @@ def _download_weights(repository: Repository, commit: str, names: list[str]) -> 
             if error is not None:
                 raise error
         has = _bytes_of(repository)
-        # What a shard is verified or moved to may be counted twice, or not at all for a moment.
+        # A shard that is being verified or moved may be counted twice, or briefly not at all.
         deadline.end += max(0, has - had) / SLOWEST_BYTES_PER_SECOND
         had = has
         if deadline.left <= 0 and done < len(names):
@@ -276,9 +275,9 @@ def _download_weights(repository: Repository, commit: str, names: list[str]) -> 
 
 
 def download_large(repository: Repository, name: str, revision: str | None) -> Path:
-    """A file of a repository in the hub's cache, which huggingface_hub adds to it.
+    """Return a file of a repository in the hub's cache, downloaded by huggingface_hub if missing.
 
-    `BadAnswer` for one whose hash is another than the hub says.
+    Raises `BadAnswer` if its hash is not the one that the hub states.
     """
     import huggingface_hub
 
@@ -287,7 +286,7 @@ def download_large(repository: Repository, name: str, revision: str | None) -> P
     url = repository.file_url(name, revision)
     with guarded(FILE_SECONDS):
         metadata = within(Deadline(FILE_SECONDS), lambda: huggingface_hub.get_hf_file_metadata(url))
-    # They become names in the cache, and huggingface_hub takes any.
+    # Both become names in the cache, and huggingface_hub accepts any.
     if metadata.commit_hash is None or not _COMMIT.fullmatch(metadata.commit_hash):
         fail(url, f"the commit {shown(metadata.commit_hash)}", "40 hex digits as X-Repo-Commit")
     if metadata.etag is None or not _ETAG.fullmatch(metadata.etag):
@@ -305,19 +304,19 @@ def download_large(repository: Repository, name: str, revision: str | None) -> P
 
 
 def _bytes_of(repository: Repository) -> int:
-    """Bytes of all files of a repository that the cache has or is getting."""
+    """Return the bytes of all files of a repository in the cache, partial downloads included."""
     total = 0
     for path in storage_of(repository).glob("blobs/*"):
-        # It may be renamed meanwhile.
+        # The file may be renamed meanwhile.
         with suppress(OSError):
             total += path.stat().st_size
     return total
 
 
 def _small_files(repository: Repository, listing: Listing, revision: str | None) -> Path:
-    """The folder of the hub's cache with all but the weights of a model, downloaded where it lacks them.
+    """Return the cache folder with all files of a model but the weights, downloaded if missing.
 
-    Each is checked before it is there: whatever the cache has is used for ever.
+    Each file is checked before it is added, as the cache keeps files forever.
     """
     names = [name for name in listing.files if is_side_name(name) and not name.startswith("consolidated")]
     if len(names) > _MAX_SMALL_FILES:
@@ -326,7 +325,7 @@ def _small_files(repository: Repository, listing: Listing, revision: str | None)
             f"{len(names)} files beside the weights",
             f"at most {_MAX_SMALL_FILES}",
         )
-    # Each has a deadline of its own; this is for all.
+    # Each file has its own deadline; this one is for all.
     deadline = Deadline(FILE_SECONDS * 3 + len(names))
     for name in names:
         path = cached_file(repository, name, listing.commit)
@@ -338,20 +337,23 @@ def _small_files(repository: Repository, listing: Listing, revision: str | None)
             )
     _remember(repository, revision, listing.commit)
     folder = folder_of(repository, listing.commit)
-    # Where there is nothing but weights, whoever opens it says what is missing.
+    # If there are only weights, opening the folder later reports what is missing.
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def cached_file(repository: Repository, name: str, commit: str) -> Path:
-    """A small file of a repository in the hub's cache, which it is added to; errors as of `read_file`."""
+    """Return a small file of a repository in the hub's cache, downloaded if missing.
+
+    Raises as `read_file` does.
+    """
     path = folder_of(repository, commit).joinpath(*name.split("/"))
     check_local_name(repository.file_url(name, commit), path.name)
     if path.is_file() and is_inside(path) and _looks_whole(path):
         return path
     data = read_file(repository, name, commit)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may be at the same file.
+    # Another process may be writing the same file.
     part = path.with_name(f"{path.name[:200]}.{os.getpid()}")
     replace_file(part, data, durable=False)
     part.replace(path)
@@ -359,7 +361,7 @@ def cached_file(repository: Repository, name: str, commit: str) -> Path:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Return True if a file of the cache may be what its name says: earlier versions kept any answer."""
+    """Return True if a cached file may be of its type: earlier versions kept any answer."""
     if path.suffix != ".json":
         return True
     with open_regular(path) as file:
@@ -370,21 +372,21 @@ def _looks_whole(path: Path) -> bool:
 
 
 def _remember(repository: Repository, revision: str | None, commit: str) -> None:
-    """Note in the cache which commit a branch or tag is at, for when there is no network."""
+    """Record in the cache the commit of a branch or tag, for use without a network."""
     name = revision or "main"
     if _COMMIT.fullmatch(name) or not _REVISION.fullmatch(name):
         return
     path = storage_of(repository) / "refs" / name
-    # A cache that cannot be written is of use all the same.
+    # A read-only cache is still useful.
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, commit.encode(), durable=False)
 
 
 def online_or_cached(ask: Callable[[], _T], cached: Callable[[], _C]) -> _T | _C:
-    """Return what `ask` gets from the hub, or else what is in the local cache.
+    """Return the result of `ask` from the hub, or else of `cached` from the local cache.
 
-    Raises what `ask` raised where the cache has nothing, or the hub's answer is final.
+    Raises the error of `ask` if the cache has nothing, or if the hub's answer is final.
     """
     try:
         return ask()
@@ -400,7 +402,7 @@ def online_or_cached(ask: Callable[[], _T], cached: Callable[[], _C]) -> _T | _C
 
 @contextmanager
 def answered(repository: Repository, revision: str | None) -> Iterator[None]:
-    """Raise as `BadAnswer` what huggingface_hub raises for an answer that it cannot use, of any kind."""
+    """Context manager: raise any error of huggingface_hub about an unusable answer as `BadAnswer`."""
     try:
         yield
     except Exception as error:
@@ -412,10 +414,10 @@ def answered(repository: Repository, revision: str | None) -> Iterator[None]:
 
 
 def _skeleton(repository: Repository, commit: str, shards: list[str], side_files: Path) -> Path:
-    """A copy of `side_files` with the shards as sparse files, of which only the headers are real."""
+    """Return a copy of `side_files` with the shards as sparse files that have only their headers."""
     place = tempfile.mkdtemp(prefix="quantkit-headers-")
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    # Errors about its files say of which repository they are.
+    # Errors about its files then name the repository.
     directory = Path(place, storage_of(repository).name)
     directory.mkdir()
     (directory / HEADERS_ONLY_NAME).touch()

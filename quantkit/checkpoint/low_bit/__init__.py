@@ -1,1 +1,1 @@
-"""Checkpoints whose weights are low-bit already: a reader for each stored format, some rows at a time."""
+"""Read checkpoints with low-bit weights: a reader for each stored format, some rows at a time."""

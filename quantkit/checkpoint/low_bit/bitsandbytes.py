@@ -1,4 +1,7 @@
-"""bitsandbytes: NF4 and FP4 in blocks of the flattened weight, with 8-bit scales or not, and LLM.int8."""
+"""Read bitsandbytes: LLM.int8, and NF4 and FP4 in blocks of the flattened weight.
+
+Block scales may be 8-bit.
+"""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from quantkit.checkpoint.tensors import Read, StoredTensor
 from quantkit.files import from_json, parse_json, shown
 from quantkit.packing.formats import CodebookFormat, NumberFormat, number_format
 
-#: The magnitudes of its FP4, by code; the codes from 8 on have the other sign.
+#: Magnitudes of its FP4, by code; codes from 8 on are negative.
 _FP4 = (
     0.0,
     0.0052083334885537624,
@@ -33,12 +36,12 @@ _FP4 = (
 _FP4_VALUES = (*_FP4, *(-value for value in _FP4))
 _FP4_BOOK = tuple(sorted(set(_FP4_VALUES)))
 
-#: By type: the number format, its values by stored code, and the code of the format for each stored code.
+#: By type: the number format, its values by stored code, and its code for each stored code.
 _TYPES: dict[str, tuple[NumberFormat, tuple[float, ...]]] = {
     "nf4": (number_format("nf4"), number_format("nf4").values),
     "fp4": (CodebookFormat("bitsandbytes-fp4", 4, _FP4_BOOK), _FP4_VALUES),
 }
-#: Bytes of JSON that a state may have; it has about 200.
+#: Largest JSON of a state in bytes; usual are about 200.
 _MOST_JSON = 1 << 16
 
 
@@ -57,7 +60,7 @@ class QuantState:
 
 @dataclass(frozen=True)
 class Bits4(LowBitWeight):
-    """Two codes a byte, the high half first, of a flattened weight; a scale for each block of it."""
+    """Flattened weight with two codes a byte, the high half first, and a scale for each block."""
 
     state: QuantState
 
@@ -84,7 +87,7 @@ class Bits4(LowBitWeight):
         spec = GridSpec(
             _TYPES[state.quant_type][0],
             (rows, columns),
-            # Blocks that go over the ends of rows leave each column its own scale.
+            # If blocks straddle rows, each group is a common divisor of block and row.
             group_size=math.gcd(columns, state.blocksize),
         )
         return cls(parts, spec, state)
@@ -118,7 +121,7 @@ class Bits4(LowBitWeight):
 
 @dataclass(frozen=True)
 class Int8(LowBitWeight):
-    """LLM.int8: code times the row's largest magnitude, times 1/127."""
+    """LLM.int8: weight = code * largest magnitude of the row / 127."""
 
     @classmethod
     def of(cls, parts: Parts, settings: Settings, read: Read | None) -> "Int8":
@@ -140,7 +143,7 @@ class Int8(LowBitWeight):
 
 
 def _state(stored: StoredTensor, read: Read | None) -> QuantState:
-    """The JSON of a state, checked."""
+    """Parse and check the JSON of a state."""
     if read is None:
         wrong(
             stored,
@@ -163,7 +166,7 @@ def _state(stored: StoredTensor, read: Read | None) -> QuantState:
 
 
 def _are_sizes(state: QuantState) -> bool:
-    """Return True if shape and block sizes are such that no index of their product overflows."""
+    """Return True if shape and block sizes are positive and no index of their product overflows."""
     return (
         all(0 < size < 1 << 31 for size in state.shape)
         and 0 < state.blocksize <= 1 << 16

@@ -1,7 +1,7 @@
-"""A low-bit checkpoint as a source: each weight is one tensor of the model's dtype, decoded when it is read.
+"""Present a low-bit checkpoint as a source: each weight is one tensor, dequantized when it is read.
 
-Whatever reads a checkpoint reads this one as any other: rows of a weight cost memory as rows do, not as
-weights. What is read is bit for bit what the format's own tools dequantize to.
+Its weights have the dtype of the model. Reading rows of a weight takes memory for these rows only. The result
+is bit for bit what the format's own tools dequantize to.
 """
 
 from collections import Counter
@@ -17,11 +17,11 @@ from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.files import shown
 
-#: Sections of config.json that say how weights are stored; MLX has the last, and other models other things.
+#: Sections of config.json about quantization; the last is MLX's, and other models use it for other things.
 _SECTIONS = ("quantization_config", "compression_config", "quantization")
-#: Files that say it where config.json does not, with the method that they belong to.
+#: Files that replace such a section, with the method of each.
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-#: Dtypes that codes have and weights have not.
+#: Dtypes of codes, which unquantized weights never have.
 _CODES = frozenset({"U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F8_E4M3", "F8_E5M2", "F8_E8M0"})
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0"})
 #: Names of codes, whatever their dtype.
@@ -31,11 +31,12 @@ _ORIGINAL = "Start from the original checkpoint"
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with each low-bit weight as one tensor of the model's dtype; itself if it has none.
+    """Return `checkpoint` with each low-bit weight as one tensor in the model's dtype.
 
-    Reads no weights, of some formats the tensor that says their shape. A note says what was found.
-    `CheckpointError` for what no reader fits: quantkit's own packed directories, other formats, codes without
-    scales, and parts that do not fit each other.
+    Returns `checkpoint` itself if there is none. Reads no weights, except for the stored shape in some
+    formats. Adds a note on the formats found. Raises `CheckpointError` for anything that no reader supports:
+    quantkit's own packed directories, unknown formats, codes without scales, and parts that do not fit
+    together.
     """
     settings = _settings(checkpoint)
     read = None if checkpoint.headers_only else checkpoint.read_stored
@@ -85,7 +86,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
 def _match(
     name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]
 ) -> tuple[LowBitFormat, str, dict[str, StoredTensor]] | None:
-    """The row that a tensor has the codes of, the name without its suffix, and the parts by role."""
+    """Return the format of which a tensor is the codes, its name without suffix, and the parts by role."""
     for row in FORMATS:
         suffix, dtypes = row.codes
         if codes.dtype not in dtypes or not name.endswith(suffix):
@@ -102,7 +103,7 @@ def _match(
 
 
 def _settings(checkpoint: Checkpoint) -> Settings:
-    """Return what config.json, or a file beside it, says of how weights are stored."""
+    """Return the quantization settings of config.json, or of a file beside it."""
     config = checkpoint.config
     # Multimodal models keep the section in the config of one part.
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
@@ -129,7 +130,7 @@ def _settings(checkpoint: Checkpoint) -> Settings:
 
 
 def _model_dtype(checkpoint: Checkpoint) -> str:
-    """The safetensors dtype of the model: as config.json says, else bfloat16."""
+    """Return the safetensors dtype of the model in config.json, by default bfloat16."""
     config = checkpoint.config
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in ("dtype", "torch_dtype"):
@@ -148,7 +149,7 @@ def _without_sections(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_plain(checkpoint: Checkpoint, settings: Settings) -> None:
-    """`CheckpointError` where a checkpoint without a weight that is read as low-bit is not plain either."""
+    """Raise `CheckpointError` if config.json declares quantization but no weight is read as low-bit."""
     _check_no_codes(checkpoint, checkpoint.tensors)
     if settings.stated:
         raise _refusal(
@@ -159,7 +160,7 @@ def _check_plain(checkpoint: Checkpoint, settings: Settings) -> None:
 
 
 def _check_no_codes(checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor]) -> None:
-    """`CheckpointError` for codes that no row takes: they are no numbers, and what they mean is unknown."""
+    """Raise `CheckpointError` for codes of no known format, whose values are unknown."""
     for name, tensor in tensors.items():
         if isinstance(tensor, LowBitTensor):
             continue

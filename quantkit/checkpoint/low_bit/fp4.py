@@ -1,4 +1,4 @@
-"""Two FP4 codes a byte: MXFP4 with a power of two for 32 weights, NVFP4 with an FP8 scale for 16."""
+"""Read FP4, two codes a byte: MXFP4 with a power of two per 32 weights, NVFP4 with an FP8 scale per 16."""
 
 import math
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from quantkit.packing.formats import number_format
 class Fp4(LowBitWeight):
     """Codes [..., N, K / 2] with a scale for each group of a row.
 
-    `global_scale` divides the scales, `multiplier` multiplies them: one float32 a matrix, or one for all.
+    `global_scale` divides the scales, `multiplier` multiplies them: one float32 per matrix, or one for all.
     """
 
     blocks: Blocks
@@ -41,7 +41,7 @@ class Fp4(LowBitWeight):
 
     @classmethod
     def of_blocks(cls, parts: Parts, settings: Settings, read: Read | None = None) -> "Fp4":
-        """Codes [E, N, G, B] of the parameter [E, 2 * G * B, N]; [N, G, B] is one matrix, [N, 2 * G * B]."""
+        """Read codes [E, N, G, B] of the parameter [E, 2 * G * B, N], or [N, G, B] of one matrix."""
         codes, scale = parts["codes"], parts["scale"]
         if len(codes.shape) not in (3, 4):
             wrong(codes, "expected blocks [experts, rows, groups, bytes] or [rows, groups, bytes]")
@@ -58,7 +58,7 @@ class Fp4(LowBitWeight):
         matrices = shape[0] if len(shape) == 3 else None
         if blocks.size[0] != 1 or shape[-1] % blocks.grid[1]:
             wrong(scale, f"expected the scales of groups of each row of {codes.name!r}")
-        # What groups are is exact: no block of 128 that only covers the row.
+        # The number of groups is exact, so their size follows: no larger block may cover the row.
         blocks = replace(blocks, size=(1, shape[-1] // blocks.grid[1]))
         for name in ("global_scale", "multiplier"):
             if name in parts and parts[name].elements not in (1, matrices):
@@ -88,7 +88,7 @@ class Fp4(LowBitWeight):
         return StoredGrid(self.spec, nibbles(codes), scales, global_scale=divisor)
 
     def _of_matrix(self, read: Read, part: str, start: int, stop: int) -> torch.Tensor:
-        """The number of each row's matrix, float32 [R]."""
+        """Return the factor of each row's matrix, float32 [R]."""
         found = read(flat(self.parts[part])).float()
         rows = torch.arange(start, stop) // self.spec.shape[0]
         return found[rows] if math.prod(found.shape) > 1 else found.expand(stop - start)

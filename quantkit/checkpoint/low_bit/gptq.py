@@ -1,8 +1,8 @@
-"""GPTQ and AWQ: integers in int32 words, of columns or rows of the transposed weight, with zero-points.
+"""Read GPTQ and AWQ: int32 words of codes along columns or rows of the transposed weight, zero-points.
 
-Both store `qweight`, `qzeros` [G, N * bits / 32] and `scales` [G, N]. The `qweight` of GPTQ has the codes of
-a row of the weight in words down its column, [K * bits / 32, N]. That of AWQ has eight rows in a word,
-[K, N / 8], in the order 0 2 4 6 1 3 5 7.
+Both store `qweight`, `qzeros` [G, N * bits / 32] and `scales` [G, N]. In GPTQ's `qweight`, [K * bits / 32,
+N], a column holds the codes of a row of the weight. In AWQ's, [K, N / 8], a word holds eight rows of the
+weight, in the order 0 2 4 6 1 3 5 7.
 """
 
 from collections.abc import Callable
@@ -28,20 +28,22 @@ Unpack = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 _ELSEWHERE = "Convert the checkpoint to the format gptq_v2 with its own tools, or use the original model"
 
-#: By the name of the format: what is added to stored zero-points, and how codes lie in words.
-#: Version 1 stores the zero-point less 1, modulo 2**bits. The planes of gptq_p are those of `bitpack`.
+#: By format name: the number added to stored zero-points, and the layout of codes in words. Version 1 stores
+#: the zero-point less 1, modulo 2**bits. The planes of gptq_p are parts of `bitpack`.
 _GPTQ: dict[str, tuple[int, Unpack]] = {
     "gptq": (1, unpack_stream),
     "gptq_v2": (0, unpack_stream),
     "gptq_p": (0, bitpack.unpack),
 }
-#: Widths that are always in planes, whatever the format is called.
+#: Row of the code at each place of an AWQ word, lowest bits first.
+AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
+#: Widths that always use planes, whatever the format's name.
 _PLANES_ONLY = (5, 6, 7)
 
 
 @dataclass(frozen=True)
 class Gptq(LowBitWeight):
-    """Codes down the columns of `qweight`; `groups` where they are not consecutive (`desc_act`)."""
+    """Codes down the columns of `qweight`; `groups` if a group's columns are not consecutive (`desc_act`)."""
 
     bits: int
     added: int
@@ -90,7 +92,7 @@ class Gptq(LowBitWeight):
 
 @dataclass(frozen=True)
 class Awq(LowBitWeight):
-    """Eight rows of the weight in a word of `qweight`."""
+    """Codes of eight rows of the weight in each word of `qweight`."""
 
     @classmethod
     def of(cls, parts: Parts, settings: Settings, read: Read | None) -> "Awq":
@@ -127,8 +129,8 @@ class Awq(LowBitWeight):
         def rows_of(part: str) -> torch.Tensor:
             words = read(self.parts[part], columns=(low, high))
             codes = nibbles(words.view(torch.uint8)).view(len(words), -1, 8).permute(1, 2, 0)
-            # The codes of rows 0 to 7, by where they are in a word.
-            codes = codes[:, [0, 4, 1, 5, 2, 6, 3, 7]].flatten(0, 1)
+            # Codes of rows 0 to 7, by their place in a word.
+            codes = codes[:, [AWQ_ROWS.index(row) for row in range(8)]].flatten(0, 1)
             return codes[start - 8 * low : stop - 8 * low]
 
         scales = read(self.parts["scale"], columns=(start, stop)).T.contiguous()
@@ -146,7 +148,7 @@ def _check_dimensions(parts: Parts) -> None:
 
 
 def _width(parts: Parts, settings: Settings) -> int:
-    """Bits of a code, from the shapes and, where they leave a choice, the config."""
+    """Return the bits of a code from the shapes, and from the config if they are ambiguous."""
     codes, scale, zero, numbers = parts["codes"], parts["scale"], parts["zero"], parts.get("groups")
     fits = [
         bits
@@ -168,7 +170,7 @@ def _width(parts: Parts, settings: Settings) -> int:
 
 def _format_name(parts: Parts, settings: Settings) -> str:
     values = settings.values
-    # AutoRound names the layout, others the method; GPTQ checkpoints without a format are of version 1.
+    # AutoRound names the layout, others the method; GPTQ without a format name is version 1.
     stated = (
         values.get("checkpoint_format")
         or values.get("format")

@@ -1,14 +1,14 @@
-"""The grid of a low-bit weight: codes, scales and zero-points as stored, in quantkit's terms.
+"""Describe low-bit weights in quantkit's terms: codes, scales and zero-points as stored.
 
-`GridSpec` is known from headers and config, so that a plan can choose a scheme. `StoredGrid` has the data of
-some rows. Both say the same thing of a weight, with g the group of column k:
+`GridSpec` is known from headers and config, so a plan can choose a scheme. `StoredGrid` has the data of some
+rows. Both define a weight as follows, with g the group of column k:
 
     scale = scales[n, g]                     or scales[n, g] / global_scale[n]
     w     = scale * format.values[code]      without zero-points
     w     = scale * (code - zeros[n, g])     with zero-points
     w     = scale * code + biases[n, g]      with biases
 
-The last operation is a product with `factor`, where it is not 1.
+If `factor` is not 1, the last operation is a product with it.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,18 @@ InPlace = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class GridSpec:
-    """The codes and scales of one weight, without their data.
+    """Codes and scales of one weight, without their data.
 
     format          values of the codes, in quantkit's coding (int formats are offset binary)
-    shape           [N, K] of the matrix that the codes are of; of each matrix where there are several
+    shape           [N, K] of the matrix of codes; of each matrix if there are several
     group_size      columns that share a scale; K for one scale a row. The last group may be smaller
-    group_rows      rows that share a scale: 1, or more where scales are of blocks or of the whole tensor
-    affine          "zeros", "biases" or "none": what each group has beside its scale
-    scale_dtype     that of the scales in `StoredGrid`
-    global_scale    whether one float32 a matrix divides all scales
-    permuted        whether groups are not consecutive columns (`desc_act`), so that `groups` says which
-    matrices        how many matrices the tensor has, None for one of two dimensions
-    transposed      whether the parameter is [..., K, N]
+    group_rows      rows that share a scale: 1, or more for scales of blocks or of the whole tensor
+    affine          "zeros", "biases" or "none": offset that each group has besides its scale
+    scale_dtype     dtype of the scales in `StoredGrid`
+    global_scale    True if one float32 per matrix divides all scales
+    permuted        True if groups are not consecutive columns (`desc_act`): `groups` then lists them
+    matrices        number of matrices in the tensor, None for a tensor of two dimensions
+    transposed      True if the parameter is [..., K, N]
     factor          multiplies every product of scale and value; no scheme of quantkit has one
     """
 
@@ -54,21 +54,21 @@ class GridSpec:
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
-        """The shape of the model's parameter."""
+        """Return the shape of the model's parameter."""
         matrix = self.shape[::-1] if self.transposed else self.shape
         return matrix if self.matrices is None else (self.matrices, *matrix)
 
 
 @dataclass(frozen=True)
 class StoredGrid:
-    """R rows of a weight, as stored. Rows of several matrices are counted through.
+    """R rows of a weight, as stored. Rows are numbered through all matrices.
 
     codes           uint8 [R, K]
-    scales          `spec.scale_dtype` [R, G], one row for each row of codes, also where rows share theirs
-    zeros           float32 [R, G], integers, not always codes; None without
-    biases          float32 [R, G], None without
-    global_scale    float32 [R], that of the matrix of each row, None without
-    groups          int64 [K], the group of each column, None where they are consecutive
+    scales          `spec.scale_dtype` [R, G], repeated for rows that share scales
+    zeros           float32 [R, G], integers, not always codes; or None
+    biases          float32 [R, G], or None
+    global_scale    float32 [R], of each row's matrix, or None
+    groups          int64 [K], the group of each column, None if groups are consecutive
     """
 
     spec: GridSpec
@@ -80,7 +80,7 @@ class StoredGrid:
     groups: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
-        """The weights, float32 [R, K]; each operation of the module docstring rounds once."""
+        """Return the weights, float32 [R, K]; each operation of the module docstring rounds once."""
         affine = self.spec.affine != "none"
         values = self.codes.float() if affine else self.spec.format.decode(self.codes)
         if self.zeros is not None:
@@ -94,7 +94,7 @@ class StoredGrid:
         return values if self.spec.factor == 1.0 else values.mul_(self.spec.factor)
 
     def _by_group(self, values: torch.Tensor, groups: torch.Tensor, apply: InPlace) -> None:
-        """`apply` to `values` [R, K] and what each has of `groups` [R, G], in place."""
+        """Call `apply` on `values` [R, K] and each column's value in `groups` [R, G], in place."""
         rows, columns = values.shape
         size = self.spec.group_size
         if self.groups is not None:

@@ -1,7 +1,7 @@
-"""The low-bit formats that quantkit reads, as rows of a table.
+"""Table of the low-bit formats that quantkit reads.
 
-A format is recognised by the names and dtypes of its tensors: what follows the name of a parameter, or of
-its module, in the names of the parts. The config says what shapes leave open.
+A format is recognised by the name suffixes and dtypes of its tensors, after the name of a parameter or
+module. The config decides what shapes leave open.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,22 +23,22 @@ Part = tuple[str, tuple[str, ...]]
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _POWERS = ("F8_E8M0", "U8")
 _INTEGERS = ("I32", "I64")
-#: What 4-bit codes of bitsandbytes are shown as.
+#: Storage dtypes of bitsandbytes' 4-bit codes.
 _STORAGE = ("U8", "I8", *FLOATS)
 
 
 @dataclass(frozen=True)
 class LowBitFormat:
-    """A row: how the parts of a weight are called, and what reads them.
+    """Row: the names of a weight's parts, and their reader.
 
-    name        in notes
-    codes       suffix and dtypes of the codes. The suffix is taken off for the name of the parameter
-    parts       the parts beside the codes that make the format, by role
-    read        makes the weight of its parts; `CheckpointError` where they do not fit
+    name        name in notes
+    codes       suffix and dtypes of the codes; the name without the suffix is the parameter's
+    parts       further required parts, by role
+    read        makes the weight of its parts; raises `CheckpointError` if they do not fit
     optional    parts that may be missing
-    parameter   what follows the rest of the name in that of the parameter
-    unused      suffixes of tensors of the same layer that dequantized weights have no use for
-    fits        whether shapes are those of the format, where names and dtypes are those of another too
+    parameter   suffix of the parameter's name
+    unused      suffixes of tensors of the same layer that dequantizing does not need
+    fits        True if shapes are of this format; needed if names and dtypes match several
     """
 
     name: str
@@ -51,7 +51,7 @@ class LowBitFormat:
     fits: Callable[[Parts], bool] = lambda parts: True
 
 
-#: Of activations, beside any weight; after the name of the module.
+#: Suffixes of activation scales, after the name of a module.
 ACTIVATION_SUFFIXES = (
     ".input_scale",
     ".input_global_scale",
@@ -84,7 +84,7 @@ def _scaled(codes: tuple[str, ...], suffix: str, scales: tuple[str, ...], name: 
     return LowBitFormat(name, ("", codes), {"scale": (suffix, scales)}, PlainCodes.of)
 
 
-#: The first row that fits a tensor counts.
+#: The first row that fits a tensor is used.
 FORMATS: tuple[LowBitFormat, ...] = (
     _scaled(_FP8, "_scale_inv", (*FLOATS, *_POWERS), "FP8 with block scales"),
     _scaled(_FP8, "_scale", FLOATS, "FP8"),

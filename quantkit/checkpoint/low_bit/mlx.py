@@ -1,4 +1,7 @@
-"""MLX: integers in uint32 words along rows, with scales and biases of groups; 1-bit models such as Bonsai."""
+"""Read MLX: integers in uint32 words along rows, with scales and biases per group.
+
+This includes 1-bit models such as Bonsai.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +26,9 @@ from quantkit.packing.formats import NumberFormat, number_format
 
 @dataclass(frozen=True)
 class Mlx(LowBitWeight):
-    """Words [..., N, W] and scales and biases [..., N, G]: `scale * code + bias`.
+    """Words [..., N, W], and scales and biases [..., N, G]: weight = `scale * code + bias`.
 
-    Codes of 1 bit whose bias is minus half the scale are -scale / 2 and scale / 2: `binary`, without biases.
+    1-bit codes with bias = -scale / 2 are read as format `binary` with scale / 2, without biases.
     """
 
     bits: int
@@ -72,12 +75,12 @@ class Mlx(LowBitWeight):
 
 
 def _own_section(settings: Settings, codes: StoredTensor) -> Mapping[str, Any]:
-    """The section of the config, with what it says of this one layer."""
+    """Return the section of the config with the settings of one layer."""
     own = settings.values.get(codes.name.removesuffix(".weight"))
     return {**settings.values, **own} if isinstance(own, Mapping) else settings.values
 
 
 def _is_symmetric(read: Read, scale: StoredTensor, bias: StoredTensor) -> bool:
-    """Return True if every bias is minus half its scale, exactly, and so is the half."""
+    """Return True if every bias is exactly minus half its scale, and the half is exact."""
     halves, found = read(scale) / 2, read(bias)
     return torch.equal(halves * 2, read(scale)) and torch.equal(-halves, found)

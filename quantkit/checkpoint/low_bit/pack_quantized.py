@@ -1,4 +1,4 @@
-"""compressed-tensors `pack-quantized`: integers of 1 to 8 bits in int32 words along rows."""
+"""Read compressed-tensors `pack-quantized`: integers of 1 to 8 bits in int32 words along rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ def _fields_of(codes: int, bits: int) -> int:
     return -(-codes // (32 // bits))
 
 
-#: How codes become words: a dense stream; in older versions no code straddles words.
+#: Layouts of codes in words: a dense stream; in older versions no code straddles words.
 _LAYOUTS: tuple[tuple[Callable[[int, int], int], Unpack], ...] = (
     (words_of, unpack_stream),
     (_fields_of, unpack_fields),
@@ -43,7 +43,7 @@ def integers(bits: int) -> NumberFormat:
 
 @dataclass(frozen=True)
 class PackQuantized(LowBitWeight):
-    """Words [N, W], scales [N, G], and perhaps zero-points packed along N, or int8, and group numbers [K]."""
+    """Words [N, W], scales [N, G], optionally zero-points packed along N or int8, and group numbers [K]."""
 
     bits: int
     blocks: Blocks
@@ -64,7 +64,7 @@ class PackQuantized(LowBitWeight):
             for words, unpack in _LAYOUTS
             if shape[0] == codes.shape[0] and words(shape[1], bits) == codes.shape[1]
         ]
-        # Both layouts are one where no code straddles words.
+        # Both layouts are equal if no code straddles words.
         distinct = {(bits, 32 % bits == 0 or words) for bits, words, _ in fits}
         if len(distinct) != 1:
             found = "no" if not fits else "more than one"
@@ -109,7 +109,7 @@ class PackQuantized(LowBitWeight):
         if zero.dtype != "I32":
             found = self.blocks.rows(read, zero, rows, start, stop).float()
             return found + (1 << (self.bits - 1))
-        # 32 codes fill whole words in every layout but that of fields, which has 32 // bits of them in one.
+        # 32 codes fill whole words in every layout except fields, which have 32 // bits codes per word.
         unit = 32 if self.words is words_of else 32 // self.bits
         low, high = start // unit * unit, min(rows, -(-stop // unit) * unit)
         words = read(zero, self.words(low, self.bits), self.words(high, self.bits))
@@ -118,7 +118,7 @@ class PackQuantized(LowBitWeight):
 
 
 def _shape_from_headers(parts: Parts, settings: Settings) -> tuple[int, int]:
-    """[N, K] where no data is at hand: as many columns as groups have, or as fill the words."""
+    """Return [N, K] without data: the columns that the groups cover, or that fill the words."""
     codes, scale = parts["codes"], parts["scale"]
     for weights in weight_arguments(settings):
         bits, size = weights.get("num_bits"), weights.get("group_size")
@@ -137,7 +137,7 @@ def _shape_from_headers(parts: Parts, settings: Settings) -> tuple[int, int]:
 
 
 def _shape(parts: Parts, read: Read) -> tuple[int, int]:
-    """[N, K], which is stored as data."""
+    """Read [N, K], which is stored as data."""
     codes, scale, shape = parts["codes"], parts["scale"], parts["shape"]
     if shape.elements != 2:
         wrong(shape, "expected the two sizes of a matrix")
@@ -151,7 +151,7 @@ def _shape(parts: Parts, read: Read) -> tuple[int, int]:
 
 
 def _widths(settings: Settings) -> list[int]:
-    """The widths of integers that the config names."""
+    """Return the integer widths that the config names."""
     found = [weights.get("num_bits") for weights in weight_arguments(settings)]
     return sorted({bits for bits in found if type(bits) is int and 1 <= bits <= 8})
 
@@ -159,7 +159,7 @@ def _widths(settings: Settings) -> list[int]:
 def group_numbers(
     stored: StoredTensor | None, columns: int, size: int, count: int, read: Read | None
 ) -> torch.Tensor | None:
-    """The group of each column, int64; None where they are consecutive, which -1 stands for too."""
+    """Return the group of each column, int64; None if groups are consecutive, also for stored -1."""
     if stored is None or read is None:
         return None
     expect_shape(stored, (columns,), "a group for each column")

@@ -1,4 +1,4 @@
-"""Codes of a whole byte: FP8 and int8 with scales of blocks, rows or the whole tensor."""
+"""Read one-byte codes: FP8 and int8, with scales of blocks, rows or the whole tensor."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +25,14 @@ _FORMATS = {"F8_E4M3": "fp8-e4m3", "F8_E5M2": "fp8-e5m2", "I8": "int8"}
 
 
 def _block_size(settings: Settings) -> Any:
-    """The rows and columns of blocks, as transformers or compressed-tensors says; None where neither does."""
+    """Return the block size in the config of transformers or compressed-tensors; None if it has none."""
     found = [weights.get("block_structure") for weights in weight_arguments(settings)]
     return settings.values.get("weight_block_size") or next(filter(None, found), None)
 
 
 @dataclass(frozen=True)
 class PlainCodes(LowBitWeight):
-    """Codes [..., N, K] of one byte each, `scale` for each block of them, and perhaps int8 `zero` like it."""
+    """One-byte codes [..., N, K], `scale` for each block, and optionally int8 `zero` of the same shape."""
 
     blocks: Blocks
 
@@ -66,7 +66,7 @@ class PlainCodes(LowBitWeight):
             zeros = self._by_row(read, "zero", start, stop).float() + 128
         return StoredGrid(
             self.spec,
-            # Offset binary: the sign bit of two's complement, turned over.
+            # Two's complement to offset binary: flip the sign bit.
             codes ^ 128 if signed else codes,
             powers_of_two(scales) if self.spec.scale_dtype == torch.float8_e8m0fnu else scales,
             zeros,

@@ -1,4 +1,4 @@
-"""BitNet b1.58: four ternary codes a byte, of rows a quarter of the matrix apart, and one scale."""
+"""Read BitNet b1.58: four ternary codes a byte, from rows a quarter of the matrix apart, and one scale."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from quantkit.packing.formats import number_format
 class Ternary(LowBitWeight):
     """Codes [N / 4, K]: row n is in bits 2 (n // (N / 4)) of byte row n % (N / 4).
 
-    The scale multiplies, or divides where the layers are of the class that `divides` stands for.
+    The scale multiplies, or with `divides` divides.
     """
 
     divides: bool
@@ -25,7 +25,7 @@ class Ternary(LowBitWeight):
         if len(codes.shape) != 2 or scale.elements != 1:
             wrong(codes, "expected a matrix of bytes and one scale")
         rows, columns = 4 * codes.shape[0], codes.shape[1]
-        # transformers' BitLinear divides its outputs by the scale, its AutoBitLinear multiplies them.
+        # transformers' BitLinear divides its outputs by the scale, AutoBitLinear multiplies.
         divides = settings.values.get("linear_class", "bitlinear") == "bitlinear"
         spec = GridSpec(
             number_format("ternary"),

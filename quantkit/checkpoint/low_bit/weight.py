@@ -1,4 +1,4 @@
-"""One low-bit weight of a checkpoint: its stored parts, and the tensor that they stand for."""
+"""Low-bit weight of a checkpoint: its stored parts, and the tensor they represent."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,9 +12,9 @@ from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 from quantkit.checkpoint.tensors import Read, StoredTensor
 from quantkit.errors import CheckpointError
 
-#: Weights that are decoded at a time.
+#: Weights dequantized at a time.
 _PIECE = 1 << 21
-#: Scales by the dtypes of files that are powers of two, stored as their exponent plus 127.
+#: Scale dtypes that store powers of two as exponent plus 127.
 POWERS_OF_TWO = ("F8_E8M0", "U8")
 FLOATS = ("F32", "F16", "BF16")
 
@@ -25,9 +25,9 @@ Parts = Mapping[str, StoredTensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """A checkpoint's words on its quantization: `method` is its quant_method, `values` the whole section.
+    """Quantization settings of a checkpoint: `method` is its quant_method, `values` the whole section.
 
-    `where` names the section in messages; `stated` is whether there is one.
+    `where` names the section in messages; `stated` is True if there is one.
     """
 
     method: str = ""
@@ -36,7 +36,7 @@ class Settings:
     stated: bool = False
 
     def integer(self, *path: str) -> int | None:
-        """The positive integer at a path of keys, None where there is none."""
+        """Return the positive integer at a path of keys; None if there is none."""
         value: Any = self.values
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -44,7 +44,7 @@ class Settings:
 
 
 def weight_arguments(settings: Settings) -> list[Mapping[str, Any]]:
-    """The `weights` of the config groups of compressed-tensors."""
+    """Return the `weights` arguments of compressed-tensors' config groups."""
     groups = settings.values.get("config_groups")
     found = groups.values() if isinstance(groups, Mapping) else ()
     weights = [group.get("weights") for group in found if isinstance(group, Mapping)]
@@ -53,17 +53,20 @@ def weight_arguments(settings: Settings) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class LowBitWeight(ABC):
-    """The stored parts of one weight, by role, and their grid. The rows of `formats.py` make them."""
+    """Stored parts of one weight, by role, and their grid.
+
+    The rows of `low_bit_formats.FORMATS` create them.
+    """
 
     parts: Parts
     spec: GridSpec
 
     @abstractmethod
     def read_rows(self, read: Read, start: int, stop: int) -> StoredGrid:
-        """Rows `[start, stop)`, counted through all matrices."""
+        """Read rows `[start, stop)`, numbered through all matrices."""
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid:
-        """`read_rows`, checked: `CheckpointError` for scales that are no numbers."""
+        """Read rows as `read_rows` and check them; raise `CheckpointError` for NaN or infinite scales."""
         found = self.read_rows(read, start, stop)
         for role, tensor in (("scale", found.scales), ("bias", found.biases), ("zero", found.zeros)):
             if tensor is not None and not bool(torch.isfinite(tensor.float()).all()):
@@ -77,9 +80,9 @@ class LowBitWeight(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LowBitTensor(StoredTensor):
-    """The parameter that a low-bit weight stands for; its dtype is that of the model.
+    """Parameter represented by a low-bit weight, in the dtype of the model.
 
-    `file` and `offset` are those of the codes.
+    `file` and `offset` are the place of the codes.
     """
 
     weight: LowBitWeight
@@ -87,25 +90,25 @@ class LowBitTensor(StoredTensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all stored parts."""
+        """Return the bytes of all stored parts."""
         return sum(part.nbytes for part in self.weight.parts.values())
 
     @property
     def stored_as(self) -> str:
-        """The name of the format."""
+        """Return the name of the format."""
         return self.stored_in
 
     @property
     def grid_spec(self) -> GridSpec:
-        """The grid of the weight."""
+        """Return the grid of the weight."""
         return self.weight.spec
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid:
-        """Codes and scales of rows `[start, stop)`, of all matrices where there are several."""
+        """Read codes and scales of rows `[start, stop)`, numbered through all matrices."""
         return self.weight.grid(read, start, stop)
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
-        """Rows `[start, stop)`, decoded in pieces and rounded once, from float32."""
+        """Read rows `[start, stop)`, dequantized in pieces in float32 and rounded once."""
         spec = self.weight.spec
         rows, columns = spec.shape
         step = max(1, _PIECE // columns)
@@ -133,37 +136,38 @@ def wrong(tensor: StoredTensor, problem: str, remedy: str = START_AGAIN) -> NoRe
 
 
 def expect_shape(tensor: StoredTensor, shape: tuple[int, ...], because: str) -> None:
-    """`CheckpointError` unless `tensor` has `shape`, which follows from `because`."""
+    """Raise `CheckpointError` unless `tensor` has `shape`, which follows from `because`."""
     if tensor.shape != shape:
         wrong(tensor, f"{because} needs {list(shape)}")
 
 
 def as_matrix(tensor: StoredTensor) -> StoredTensor:
-    """`tensor` with all dimensions but the last as rows."""
+    """Return `tensor` with all dimensions but the last merged into rows."""
     return replace(tensor, shape=(math.prod(tensor.shape[:-1]), tensor.shape[-1]))
 
 
 def as_bytes(tensor: StoredTensor) -> StoredTensor:
-    """The bytes of `tensor`, in one dimension."""
+    """Return the bytes of `tensor`, in one dimension."""
     return replace(tensor, dtype="U8", shape=(tensor.nbytes,))
 
 
 def flat(tensor: StoredTensor) -> StoredTensor:
-    """`tensor` in one dimension."""
+    """Return `tensor` in one dimension."""
     return replace(tensor, shape=(tensor.elements,))
 
 
 def powers_of_two(stored: torch.Tensor) -> torch.Tensor:
-    """Scales that are exponents, as float8_e8m0fnu; 255 is NaN."""
+    """Return scales stored as exponents, as float8_e8m0fnu; 255 is NaN."""
     return stored.view(torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The weights that each scale of a stored tensor of scales belongs to.
+    """Weights that share each scale of a stored tensor of scales.
 
-    `grid` are the rows and columns of scales of one matrix, `size` the rows and columns of weights that share
-    one. `shared` is True if all matrices share theirs.
+    grid     rows and columns of scales of one matrix
+    size     rows and columns of weights that share a scale
+    shared   True if all matrices share their scales
     """
 
     grid: tuple[int, int]
@@ -174,9 +178,9 @@ class Blocks:
     def of(
         cls, codes: StoredTensor, shape: tuple[int, ...], scale: StoredTensor, wanted: Any = None
     ) -> "Blocks":
-        """From the shapes of a weight [..., N, K] and its scales; `wanted` is what the config says of blocks.
+        """Derive the blocks from the shapes of a weight [..., N, K] and its scales.
 
-        `CheckpointError` where the scales fit no blocks.
+        `wanted` is the block size in the config. Raises `CheckpointError` if the scales fit no blocks.
         """
         stored = scale.shape
         if scale.elements == 1:
@@ -184,7 +188,7 @@ class Blocks:
         elif len(stored) == len(shape):
             grid, matrices = (stored[-2], stored[-1]), math.prod(stored[:-2])
         elif len(stored) == len(shape) - 1:
-            # One scale a row of each matrix, or one a matrix of several.
+            # One scale per row of each matrix, or one per matrix.
             grid, matrices = (stored[-1], 1), math.prod(stored[:-1])
         else:
             grid, matrices = (1, 1), scale.elements
@@ -198,7 +202,7 @@ class Blocks:
         return cls(grid, (found[0] or 1, found[1] or 1), matrices == 1)
 
     def rows(self, read: Read, scale: StoredTensor, matrix_rows: int, start: int, stop: int) -> torch.Tensor:
-        """The scales [R, G] of rows `[start, stop)` of a weight whose matrices have `matrix_rows`."""
+        """Read the scales [R, G] of rows `[start, stop)` of a weight of matrices with `matrix_rows` rows."""
         numbers = torch.arange(start, stop)
         of_matrix = numbers // matrix_rows * (0 if self.shared else self.grid[0])
         wanted = of_matrix + numbers % matrix_rows // self.size[0]
@@ -207,7 +211,7 @@ class Blocks:
         low = int(wanted.min())
         high = int(wanted.max()) + 1
         assert low <= first < last <= high
-        # Not every dtype of 8 bits can be indexed.
+        # torch cannot index all 8-bit dtypes.
         found = read(table, low, high)
         raw = found.view(torch.uint8) if found.element_size() == 1 else found
         return raw.index_select(0, wanted - low).view(found.dtype)
@@ -222,7 +226,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _side(size: int, count: int, wanted: int | None) -> int | None:
-    """Return how many of `size` rows or columns share one of `count` scales; None where they fit nowise."""
+    """Return how many of `size` rows or columns share one of `count` scales; None if none fits."""
     if wanted is not None and -(-size // wanted) == count:
         return wanted
     if count == 1:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are either whole and on the disk, or not there, with their hashes."""
+"""Write files of a checkpoint atomically, with their hashes: whole and on the disk, or absent."""
 
 import errno
 import hashlib
@@ -21,7 +21,7 @@ _PLAIN_NAME = re.compile(r"[^/\\\x00-\x1f]{1,255}")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of an output directory: its name, lower-case hex sha256 and size in bytes."""
+    """File of an output directory: its name, lower-case hex sha256 and size in bytes."""
 
     file: str
     sha256: str
@@ -29,10 +29,10 @@ class FileRecord:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return True if `name` names a file directly inside a directory, and can never lead out of it."""
+    """Return True if `name` names a file directly inside a directory, and cannot lead out of it."""
     if not isinstance(name, str) or name in (".", "..") or not _PLAIN_NAME.fullmatch(name):
         return False
-    # What file systems hold; asking for a longer name is an error of its own.
+    # Limit of file systems; a longer name would raise another error.
     return len(name.encode(errors="replace")) <= _NAME_BYTES
 
 
@@ -47,9 +47,9 @@ def is_inside(path: Path) -> bool:
 
 
 def read_inside(path: Path, limit: int) -> bytes:
-    """The bytes of a file of a directory, at most `limit + 1` of them.
+    """Read at most `limit + 1` bytes of a file of a directory.
 
-    `OSError` if it cannot be read, is no regular file, or links out of the directory.
+    Raises `OSError` if it cannot be read, is no regular file, or links out of the directory.
     """
     if not is_inside(path):
         raise OSError(errno.ELOOP, "it links out of its directory")
@@ -59,7 +59,7 @@ def read_inside(path: Path, limit: int) -> bytes:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise an `OSError` of the block as an `OutputError` that names `path` and how to go on."""
+    """Context manager: raise an `OSError` as `OutputError` naming `path` and the remedy."""
     try:
         yield
     except NoFileError as error:
@@ -81,12 +81,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def disk_memory(directory: Path, size: int) -> mmap.mmap:
-    """Return `size` bytes of a file in `directory` as memory; the file has no name, and goes with the memory.
+    """Map `size` bytes of an unnamed file in `directory` as memory; the file is deleted with the memory.
 
-    Raises `OutputError` where the disk has no room for all of them: writing to what it lacks ends a process.
+    Raises `OutputError` if the disk lacks room for all of them: writing to missing room would end the
+    process.
     """
     with writing(directory):
-        # Ranks share the directory.
+        # Ranks share the directory, so the name includes the process.
         file = TempFile(directory, f"memory-{os.getpid()}")
         try:
             os.posix_fallocate(file.fd, 0, size)
@@ -96,7 +97,7 @@ def disk_memory(directory: Path, size: int) -> mmap.mmap:
 
 
 def write_file(directory: Path, name: str, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write `chunks` as `directory/name`, replacing it in one step; `OutputError` on failure."""
+    """Write `chunks` as `directory/name`, replacing it in one step; raise `OutputError` on failure."""
     file, record = prepare_file(directory, name, chunks)
     with writing(file.path):
         try:
@@ -110,7 +111,7 @@ def write_file(directory: Path, name: str, chunks: Iterable[bytes | memoryview])
 def prepare_file(
     directory: Path, name: str, chunks: Iterable[bytes | memoryview]
 ) -> tuple[TempFile, FileRecord]:
-    """Write `chunks` to the disk under the temporary name of `name`; `OutputError` on failure."""
+    """Write `chunks` to the disk under a temporary name for `name`; raise `OutputError` on failure."""
     digest = hashlib.sha256()
     size = 0
     with writing(directory / name):
@@ -128,7 +129,7 @@ def prepare_file(
 
 
 def read_blocks(path: Path) -> Iterator[memoryview]:
-    """The bytes of `path`, block by block in one reused buffer; `CheckpointError` on failure."""
+    """Yield the bytes of `path` in blocks, in one reused buffer; raise `CheckpointError` on failure."""
     buffer = memoryview(bytearray(BLOCK_BYTES))
     try:
         with open_regular(path) as file:
@@ -141,10 +142,10 @@ def read_blocks(path: Path) -> Iterator[memoryview]:
 
 
 def hash_file(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """sha256 of a file in hex, in bounded memory.
+    """Return the hex sha256 of a file, in bounded memory.
 
-    `progress` is called with the number of bytes hashed since its last call. A file that cannot be
-    read is a `CheckpointError`.
+    `progress` is called with the bytes hashed since its last call. Raises `CheckpointError` for a file that
+    cannot be read.
     """
     digest = hashlib.sha256()
     for block in read_blocks(path):

@@ -1,4 +1,4 @@
-"""Cards, reports and plots that commands write into a directory which may be the output of a run."""
+"""Write cards, reports and plots into a directory that may be the output of a run."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,11 +15,10 @@ _ELSEWHERE = "Choose another place for it."
 
 @contextmanager
 def beside(directory: Path, names: Iterable[str] = ()) -> Iterator[None]:
-    """Hold the lock of `directory` in the block, which writes files of these `names`, if it is an output.
+    """Context manager: hold the lock of `directory` while files `names` are written, if it is an output.
 
-    An output has a manifest, a journal or a lock; of other directories nothing is asked. Raises `OutputError`
-    where a run is at work or unfinished: a file that it did not write would be in its way. Raises it too for
-    names of files of the checkpoint.
+    A directory is an output if it has a manifest, a journal or a lock. Raises `OutputError` if a run is
+    active or unfinished, because an extra file would obstruct it, and for names of checkpoint files.
     """
     if not _is_output(directory):
         yield

@@ -1,9 +1,9 @@
-"""An output directory that is finished or can be continued, whenever its writer was interrupted.
+"""Manage an output directory that is finished or resumable whenever its writer is interrupted.
 
-A directory is empty, unfinished (it has a journal of what is done) or complete (it has a manifest
-and `config.json`). `config.json` comes last, when nothing is left to write, check or remove but the
-lock: an unfinished directory never passes for a checkpoint. Just before, the journal is removed: the
-manifest and `.tmp-config.json` then say all that a resume has to know.
+A directory is empty, unfinished (it has a journal of finished files) or complete (it has a manifest and
+`config.json`). `config.json` comes last, when only the lock is left to remove: an unfinished directory never
+passes for a checkpoint. Just before, the journal is removed; the manifest and `.tmp-config.json` then hold
+everything that a resume needs.
 """
 
 import hashlib
@@ -41,13 +41,14 @@ from quantkit.checkpoint.output.existing import (
 from quantkit.checkpoint.output.journal import JOURNAL_NAME, Entry, Journal, run_hash
 from quantkit.checkpoint.output.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.output.preflight import make_directory, resolve_output
-from quantkit.checkpoint.output.shard_file import ShardFile
+from quantkit.checkpoint.output.shard_file import OtherHeader, ShardFile
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import OutputError
 from quantkit.files import TEMP_PREFIX, sync_directory
 
 SINGLE_FILE_NAME = "model.safetensors"
-_SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+GGUF_FILE_NAME = "model.gguf"
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(safetensors|gguf)")
 _MANIFEST_KEYS = frozenset({"files", "run", "run_sha256", OWN_HASH})
 _OWN_NAMES = frozenset({LOCK_NAME, JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME, CONFIG_NAME})
 
@@ -61,11 +62,10 @@ class Mode(Enum):
 
 
 class OutputDirectory:
-    """The one writer of an output directory. Made by `open`, used in a `with` block.
+    """The single writer of an output directory. Create it by `open` and use it in a `with` block.
 
-    Leaving the block gives up the lock; what was finished by then stays. Nothing is written once the
-    lock is lost, which `lock.check` tells. `complete` says that the directory holds the finished checkpoint
-    of this run and there is nothing left to write.
+    Leaving the block releases the lock and keeps finished files. Nothing is written once the lock is lost,
+    which `lock.check` reports. `complete` is True if the directory holds the finished checkpoint of this run.
     """
 
     def __init__(self, path: Path, lock: DirectoryLock, run: Mapping[str, Any], start: Start) -> None:
@@ -92,11 +92,12 @@ class OutputDirectory:
     ) -> Self:
         """Lock `out`, creating it if needed, and find out what is left to write.
 
-        `run` is JSON-able and holds everything that determines the bytes of the output: a resume
-        with another `run` is refused. `expected_bytes` is about the size of all files together, `names` are
-        those of all files that will be written: what has the place of one is refused here. On
-        resume the finished files are hashed; `progress` is called with the number of bytes hashed
-        since its last call. Every refusal is an `OutputError`, and nothing was changed then.
+        run              JSON values that determine the bytes of the output; a resume needs an equal `run`
+        expected_bytes   approximate size of all files
+        names            all files that will be written; anything that occupies one of these names is refused
+        progress         called with the bytes hashed since its last call, when a resume hashes finished files
+
+        Raises `OutputError` for every refusal, and then has changed nothing.
         """
         path = resolve_output(out, source)
         created = make_directory(path)
@@ -123,9 +124,9 @@ class OutputDirectory:
 
     @staticmethod
     def check(out: Path, source: Path, mode: Mode, names: Collection[str] = ()) -> None:
-        """`OutputError` for all that `open` refuses whatever the run: for work that comes before one.
+        """Raise `OutputError` for everything that `open` refuses for any run, before other work starts.
 
-        Nothing is changed.
+        Changes nothing.
         """
         path = resolve_output(out, source)
         created = make_directory(path)
@@ -139,7 +140,7 @@ class OutputDirectory:
                         case Mode.OVERWRITE:
                             check_own(path)
                         case Mode.RESUME:
-                            # A journal tells which run it is of.
+                            # A journal tells later which run it belongs to.
                             check_free(path, names)
             finally:
                 lock.release()
@@ -166,34 +167,39 @@ class OutputDirectory:
         return filename in self._entries
 
     def details(self, filename: str) -> dict[str, Any]:
-        """The `detail` of a shard that is done, also if an earlier process wrote it.
+        """Return the `detail` of a finished shard, also if an earlier process wrote it.
 
-        It is empty once the directory is complete: the journal, which kept it, is gone by then.
+        It is empty once the directory is complete, because the journal that held it is gone.
         """
         return self._entries[filename].detail
 
     @contextmanager
     def shard(
-        self, filename: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
+        self,
+        filename: str,
+        specs: Sequence[TensorSpec],
+        metadata: Mapping[str, str],
+        header: OtherHeader | None = None,
     ) -> Iterator[ShardFile]:
-        """A safetensors file with `specs` in this order, to be filled in the `with` block.
+        """Context manager: a safetensors file with `specs` in this order, to be filled in the block.
 
-        If the block ends normally and every byte was written, the file is on the disk under its
-        name and in the journal. Otherwise it is removed: `OutputError` for a failure of the disk
-        or missing bytes, and any error of the block as it is.
+        With another `header`, which describes the same tensors, write a file of that kind. If the block ends
+        normally and every byte was written, the file is on the disk under its name and in the journal.
+        Otherwise it is removed. Raises `OutputError` for missing bytes and disk failures; errors of the block
+        pass.
         """
         if not _SHARD_NAME.fullmatch(filename):
             raise OutputError(
                 f"{filename!r} is not a shard name. Use letters, digits, '.', '_' and '-', ending "
-                "in .safetensors."
+                "in .safetensors or .gguf."
             )
         if self.is_done(filename):
             raise OutputError(f"{self.path / filename} is done already. Ask is_done() first.")
         journal = self._claim([filename])
-        file = ShardFile(self.path, filename, specs, metadata)
+        file = ShardFile(self.path, filename, specs, metadata, header)
         try:
             yield file
-            # Before the rename, so that details that are not JSON leave no file behind.
+            # Before the rename, so that an invalid detail leaves no file behind.
             detail = json.loads(json.dumps(file.detail))
             self.lock.check()
             entry = Entry(file.commit(), detail)
@@ -206,9 +212,9 @@ class OutputDirectory:
             self._entries[filename] = entry
 
     def discard(self, filename: str) -> None:
-        """Delete a finished file that is no part of the checkpoint; `OutputError` if the disk fails.
+        """Delete a finished file that is no part of the checkpoint; raise `OutputError` if the disk fails.
 
-        Its name stays quantkit's own, and a later run finds the file missing and not done.
+        Its name stays claimed by quantkit, and a later run sees the file as missing.
         """
         with self._mutex:
             self.lock.check()
@@ -225,14 +231,17 @@ class OutputDirectory:
         manifest: Mapping[str, Any],
         check: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write what comes after the shards, `config.json` last; does nothing once complete.
+        """Write all files after the shards, `config.json` last; does nothing once complete.
 
-        `index_weight_map` maps tensor names to shards, `total_size` is their data in bytes. A lone
-        `model.safetensors` gets no index. `side_files` are copied byte for byte. To `manifest` are
-        added `run`, `run_sha256`, `files` (name -> sha256 and size) and its own hash. `check` is called
-        once all files but manifest and config are there, and returns more keys for the manifest; what it
-        raises leaves the directory unfinished. `OutputError` if shards are missing, names collide, the lock
-        is lost or the disk fails; `CheckpointError` if a side file cannot be read.
+        index_weight_map   tensor name to shard; a lone `model.safetensors` or `model.gguf` gets no index
+        total_size         bytes of all tensor data
+        side_files         copied byte for byte
+        manifest           gets the keys `run`, `run_sha256`, `files` (sha256 and size by name), own hash
+        check              called when only manifest and config are missing; returns more manifest keys;
+                           if it raises, the directory stays unfinished
+
+        Raises `OutputError` if shards are missing, names collide, the lock is lost or the disk fails, and
+        `CheckpointError` if a side file cannot be read.
         """
         if self.complete:
             return
@@ -240,7 +249,7 @@ class OutputDirectory:
             raise ValueError(f"manifest keys {sorted(clash)} are set by OutputDirectory.finish")
         shards = self._check_shards(index_weight_map)
         self._check_side_files(side_files)
-        index_names = [] if shards == [SINGLE_FILE_NAME] else [INDEX_NAME]
+        index_names = [] if shards in ([SINGLE_FILE_NAME], [GGUF_FILE_NAME]) else [INDEX_NAME]
         side_names = [path.name for path in side_files]
         journal = self._claim([*side_names, *index_names, MANIFEST_NAME, CONFIG_NAME])
 
@@ -266,7 +275,7 @@ class OutputDirectory:
             with writing(file.path):
                 file.publish()
         finally:
-            # Not discarded: without a journal it is what a resume finishes the directory with.
+            # Not discarded: without a journal, a resume finishes the directory from this file.
             file.close()
         self.complete = True
 
@@ -276,7 +285,7 @@ class OutputDirectory:
         return write_file(self.path, name, chunks)
 
     def _claim(self, names: Sequence[str]) -> Journal:
-        """Make `names` quantkit's own, after which files of these names may be written."""
+        """Claim `names` for quantkit in the journal; files of these names may be written afterwards."""
         assert self._journal is not None, "a complete directory is not written to"
         with self._mutex:
             self.lock.check()
@@ -302,7 +311,7 @@ class OutputDirectory:
         return expected
 
     def _check_side_files(self, side_files: Sequence[Path]) -> None:
-        # Without regard to case, since some filesystems have none.
+        # Ignore case, because some file systems do.
         taken = {name.lower() for name in _OWN_NAMES | self._entries.keys()}
         for path in side_files:
             name = path.name
@@ -316,7 +325,7 @@ class OutputDirectory:
 
 
 def _is_there(path: Path) -> bool:
-    """Return True if anything has this name; `OutputError` where that cannot be told."""
+    """Return True if anything has this name; raise `OutputError` if that cannot be determined."""
     with writing(path):
         try:
             path.lstat()

@@ -1,4 +1,4 @@
-"""Contents of an output directory when a run starts, and what each mode makes of them."""
+"""Inspect an output directory when a run starts, and apply each mode to what is there."""
 
 import errno
 import os
@@ -26,13 +26,13 @@ CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 TEMP_CONFIG_NAME = f"{TEMP_PREFIX}{CONFIG_NAME}"
 
-#: What `read_inside` says of links out of the directory, and of what is no regular file.
+#: errno values of `read_inside` for links out of the directory, and for anything but regular files.
 _NO_FILE = (errno.ELOOP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
 class Start:
-    """The point at which a run goes on. `journal` is None if there is nothing left to do."""
+    """Point at which a run continues. `journal` is None if nothing is left to do."""
 
     journal: Journal | None
     entries: Mapping[str, Entry] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Start:
 
 @dataclass(frozen=True)
 class _Contents:
-    """A locked directory: `others` is what is in it beside the lock and temporary files."""
+    """Locked directory: `others` are its entries except the lock and temporary files."""
 
     path: Path
     journal: JournalState | None
@@ -55,9 +55,7 @@ class _Contents:
 
     @property
     def unnamed(self) -> bool:
-        """Return True if only the name of config.json is missing: its writer was killed before the last
-        rename.
-        """
+        """Return True if only config.json lacks its name: the writer was killed before the last rename."""
         if self.manifest is None or self.journal is not None or self.complete:
             return False
         entry = self.manifest["files"].get(CONFIG_NAME)
@@ -69,7 +67,7 @@ class _Contents:
 
     @property
     def owned(self) -> frozenset[str]:
-        """Names of files that are known to be quantkit's."""
+        """Return the names of files known to be quantkit's."""
         names = {JOURNAL_NAME, MANIFEST_NAME}
         if self.journal is not None:
             names |= {*self.journal.claimed, INDEX_NAME, CONFIG_NAME}
@@ -83,7 +81,7 @@ class _Contents:
 
 
 def is_resumable(path: Path) -> bool:
-    """Return True if the directory `path` holds an unfinished run, to go by its files at this moment."""
+    """Return True if the directory `path` now holds an unfinished run."""
     last = path / TEMP_CONFIG_NAME
     return (path / JOURNAL_NAME).is_file() or (last.is_file() and not (path / CONFIG_NAME).exists())
 
@@ -91,23 +89,23 @@ def is_resumable(path: Path) -> bool:
 def start_new(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
     """Begin `run` in the locked directory `path`.
 
-    `OutputError` if anything is in it, or too little disk space is left for `expected_bytes`.
+    Raises `OutputError` if it is not empty, or the disk has less room than `expected_bytes`.
     """
     check_empty(path)
     return _begin(_look(path), run, expected_bytes)
 
 
 def check_empty(path: Path) -> None:
-    """`OutputError` if anything is in the locked directory `path`."""
+    """Raise `OutputError` if the locked directory `path` is not empty."""
     if (contents := _look(path)).others:
         raise OutputError(_occupied_text(contents))
 
 
 def check_free(path: Path, names: Iterable[str]) -> None:
-    """Refuse what would be in the way of a run that goes on in the locked directory `path`, before it works.
+    """Check that nothing obstructs a resumed run in the locked directory `path`.
 
-    `names` are those of the files that it writes. `OutputError` for a file that no run wrote, `NoFileError`
-    for what is no file.
+    `names` are the files it writes. Raises `OutputError` for a file that no run wrote, and `NoFileError` for
+    anything but a file.
     """
     contents = _look(path)
     check_places(path, names)
@@ -119,7 +117,7 @@ def check_free(path: Path, names: Iterable[str]) -> None:
 
 
 def in_the_way(path: Path) -> str:
-    """The refusal of a file that no run wrote, where a run is to write one."""
+    """Return the text of the refusal for a file that no run wrote."""
     return (
         f"{path} was not written by quantkit and is in the way. Move it elsewhere, then run the same command "
         "with --resume."
@@ -127,7 +125,7 @@ def in_the_way(path: Path) -> str:
 
 
 def check_own(path: Path) -> None:
-    """`OutputError` if the locked directory `path` holds what quantkit did not write."""
+    """Raise `OutputError` if the locked directory `path` holds anything that quantkit did not write."""
     if foreign := _look(path).foreign:
         raise OutputError(
             f"cannot overwrite {path}: quantkit did not write {name_list(foreign)}. Move them elsewhere or "
@@ -136,16 +134,16 @@ def check_own(path: Path) -> None:
 
 
 def start_over(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
-    """Remove what quantkit wrote to the locked directory `path` and begin `run`.
+    """Remove everything that quantkit wrote to the locked directory `path`, and begin `run`.
 
-    `OutputError`, and nothing removed, if other files are in it or the disk is too small.
+    Raises `OutputError`, without removing anything, if other files are there or the disk is too small.
     """
     check_own(path)
     contents = _look(path)
     doomed = [*contents.others, *contents.temps]
     check_space(path, expected_bytes, _size(doomed))
-    # If this is interrupted, the directory must neither pass for a checkpoint (so config.json goes
-    # first) nor forget which files are quantkit's (so the journal and manifest go last).
+    # If interrupted, the directory must not pass for a checkpoint, so config.json is removed first. It must
+    # still tell which files are quantkit's, so the journal and manifest are removed last.
     last = [path / JOURNAL_NAME, path / MANIFEST_NAME]
     _remove(path, [path / CONFIG_NAME, path / TEMP_CONFIG_NAME])
     _remove(path, [file for file in doomed if file not in last])
@@ -159,11 +157,10 @@ def start_again(
     expected_bytes: int,
     progress: Callable[[int], None] | None = None,
 ) -> Start:
-    """Continue `run` in the locked directory `path`, or begin it if the directory is empty.
+    """Resume `run` in the locked directory `path`, or begin it if the directory is empty.
 
-    Finished files are hashed; `progress` is called with the number of bytes since its last call.
-    `OutputError` if another run wrote there, nothing shows that quantkit did, or the disk is too
-    small.
+    Hashes finished files; `progress` is called with the bytes since its last call. Raises `OutputError` if
+    another run wrote there, if the files are not known to be quantkit's, or if the disk is too small.
     """
     contents = _look(path)
     if not contents.others:
@@ -179,11 +176,11 @@ def _look(path: Path) -> _Contents:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        # A broken manifest shows nothing; the file itself is quantkit's by its name. One that the disk does
-        # not give may show that all is quantkit's.
+        # A broken manifest proves nothing, but is quantkit's by its name. One that the disk fails to read may
+        # prove everything.
         if isinstance(error.__cause__, OSError) and error.__cause__.errno not in _NO_FILE:
             raise OutputError(str(error)) from error
-    # A finished directory may have one that a version left which removed it last.
+    # A finished directory may still have a journal from a version that removed it last.
     journal = None if manifest is not None and (path / CONFIG_NAME).is_file() else read_journal(path)
     known = journal is not None or manifest is not None
     others = occupants(path, known=known)
@@ -267,7 +264,7 @@ def _resume(
         if _is_intact(entry.record, path / name, progress)
     }
     done = sum(entry.record.size for entry in entries.values())
-    # What was claimed but is not known to be whole is written again.
+    # Claimed files that may be incomplete are written again.
     doomed = [path / name for name in sorted(journal.claimed - entries.keys())] + contents.temps
     check_space(path, expected_bytes - done, _size(doomed))
     _remove(path, doomed)
@@ -288,7 +285,7 @@ def _is_intact(record: FileRecord, file: Path, progress: Callable[[int], None] |
     try:
         return hash_file(file, progress) == record.sha256
     except CheckpointError:
-        # A file that cannot be read back is as good as missing.
+        # An unreadable file counts as missing.
         return False
 
 

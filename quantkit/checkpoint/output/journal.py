@@ -1,9 +1,9 @@
-"""The journal of an unfinished output directory: which run writes it and what is done.
+"""Journal of an unfinished output directory: which run writes it, and which files are done.
 
-One JSON object per line, each with its own hash: `line_sha256` is that of the canonical JSON of the
-other keys. The first is `{"run": ...}`, the record of everything that determines the bytes.
-`{"claim": [names]}` comes before files of these names may appear, so that a later run knows them as
-quantkit's own; `{"file", "sha256", "size", "detail"}` comes after a file is on the disk.
+One JSON object per line, each with its own hash: `line_sha256` hashes the canonical JSON of the other keys.
+The first line is `{"run": ...}`, everything that determines the bytes. `{"claim": [names]}` comes before
+files of these names may appear, so that a later run recognizes them. `{"file", "sha256", "size", "detail"}`
+comes after a file is on the disk.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from quantkit.files import os_error_text, parse_json, shown, sync_directory, wri
 
 JOURNAL_NAME = ".quantkit-journal.jsonl"
 LINE_HASH = "line_sha256"
-#: Of a longer one the rest is left out, like a line that is cut off.
+#: Longest journal that is read; the rest is ignored, like a truncated line.
 MAX_JOURNAL_BYTES = 1 << 30
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHOWN_DIFFERENCES = 20
@@ -37,7 +37,7 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished file, and what its writer wanted to know about it after a resume."""
+    """Finished file, and details that its writer needs after a resume."""
 
     record: FileRecord
     detail: dict[str, Any]
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class JournalState:
-    """The lines of a journal, read. `length` is the number of its bytes that are whole lines."""
+    """Parsed lines of a journal. `length` is the number of bytes in whole lines."""
 
     run: dict[str, Any]
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -54,17 +54,17 @@ class JournalState:
 
 
 def canonical_json(value: object) -> bytes:
-    """The one JSON text of `value`: sorted keys, no spaces, ASCII."""
+    """Return the canonical JSON of `value`: sorted keys, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def run_hash(run: Mapping[str, Any]) -> str:
-    """sha256 in hex of the canonical JSON of a run record."""
+    """Return the hex sha256 of a run record's canonical JSON."""
     return hashlib.sha256(canonical_json(run)).hexdigest()
 
 
 def run_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line per key in which two run records differ, such as `options.group_size: 128 -> 64`."""
+    """Return one line per key in which two run records differ, such as `options.group_size: 128 -> 64`."""
     before, after = (dict(_leaves(json.loads(canonical_json(run)))) for run in (old, new))
     lines = [
         f"{key}: {before.get(key, '(absent)')} -> {after.get(key, '(absent)')}"
@@ -78,7 +78,7 @@ def run_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    # An empty object or list inside is a value of its own, an empty run record has none.
+    # A nested empty object or list is a value; an empty run record has no keys.
     if isinstance(value, dict) and (value or not path):
         for key, item in value.items():
             yield from _leaves(item, f"{path}.{key}" if path else key)
@@ -88,17 +88,17 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     else:
         text = json.dumps(value)
         if len(text) > _SHOWN_CHARACTERS:
-            # The hash keeps two long values with the same beginning apart.
+            # The hash distinguishes long values with the same beginning.
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             text = f"{text[:_SHOWN_CHARACTERS]}... (sha256 {digest})"
         yield path, text
 
 
 def read_journal(directory: Path) -> JournalState | None:
-    """The journal of `directory`, or None if it has none.
+    """Read the journal of `directory`; None if there is none.
 
-    A last line without its end is left out: its writer was interrupted, and what it said is done is done
-    again. `OutputError` if the journal cannot be read, or a line of it has changed since it was written.
+    An incomplete last line is ignored: its writer was interrupted, and its file is written again. Raises
+    `OutputError` if the journal cannot be read, or a line was modified.
     """
     path = directory / JOURNAL_NAME
     try:
@@ -134,15 +134,15 @@ def read_journal(directory: Path) -> JournalState | None:
 
 
 def _line(content: Mapping[str, Any]) -> bytes:
-    """A line with its hash and its end."""
-    # Parsed once: keys that are numbers are sorted as the texts that they become.
+    """Return a line with its hash and its end."""
+    # Parsed once: numeric keys are sorted as the texts they become.
     plain = json.loads(canonical_json(content))
     digest = hashlib.sha256(canonical_json(plain)).hexdigest()
     return canonical_json({**plain, LINE_HASH: digest}) + b"\n"
 
 
 def _content(raw: bytes) -> dict[str, Any]:
-    """Return a line without its hash; `ValueError` if a byte of it is another than was written."""
+    """Return a line without its hash; raise `ValueError` if any byte was modified."""
     line = parse_json(raw, "it")
     content = {key: value for key, value in line.items() if key != LINE_HASH}
     if LINE_HASH not in line:
@@ -169,7 +169,7 @@ def _is_line(content: Mapping[str, Any], *, first: bool) -> bool:
     if first:
         return content.keys() == {"run"} and isinstance(content["run"], dict)
     if content.keys() == {"claim"}:
-        # Names are checked because OVERWRITE deletes what a journal lists.
+        # Check the names, because OVERWRITE deletes what a journal lists.
         return isinstance(content["claim"], list) and all(map(is_plain_name, content["claim"]))
     return (
         content.keys() == {"file", "sha256", "size", "detail"}
@@ -182,10 +182,10 @@ def _is_line(content: Mapping[str, Any], *, first: bool) -> bool:
 
 
 class Journal:
-    """Appends to the journal of a locked output directory; each line is on the disk on return."""
+    """Journal of a locked output directory, open to append; each line is on the disk on return."""
 
     def __init__(self, directory: Path, length: int) -> None:
-        """Continue the journal after its first `length` bytes; `OutputError` if it fails."""
+        """Continue the journal after its first `length` bytes; raise `OutputError` on failure."""
         self.path = directory / JOURNAL_NAME
         self._end = length
         with writing(self.path):
@@ -198,8 +198,8 @@ class Journal:
         return cls(directory, write_file(directory, JOURNAL_NAME, [_line({"run": run})]).size)
 
     def claim(self, names: Sequence[str]) -> None:
-        """Record that files of these names are quantkit's, before they appear."""
-        # Twice: who removes a damaged line must not make strangers of the files that it named.
+        """Record that files of these names will be quantkit's, before they appear."""
+        # Twice, so that if a damaged line is removed, its files still count as quantkit's.
         self._append(2 * _line({"claim": list(names)}))
 
     def append(self, entry: Entry) -> None:
@@ -224,7 +224,7 @@ class Journal:
             sync_directory(self.path.parent)
 
     def close(self) -> None:
-        """Let go of the file; does nothing the second time."""
+        """Close the file; does nothing the second time."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

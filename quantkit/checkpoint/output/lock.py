@@ -1,4 +1,4 @@
-"""One writer per output directory: a kernel lock on a file that also says who holds it."""
+"""Lock an output directory for one writer: a kernel lock on a file that names the holder."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ _OWNER_LIMIT_BYTES = 4096
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock; `started` is when it took the lock, ISO 8601 in UTC."""
+    """Process that holds a lock; `started` is when it took the lock, ISO 8601 in UTC."""
 
     host: str
     pid: int
@@ -32,10 +32,10 @@ class Owner:
 
 
 class DirectoryLock:
-    """The exclusive right to write to a directory, held until `release` or the process's death.
+    """Exclusive right to write to a directory, held until `release` or the end of the process.
 
-    The kernel drops the lock of a process that dies, so a lock file that is left behind never
-    blocks anyone. The owner in it is there to be named to the one who has to wait.
+    The kernel releases the lock of a dead process, so a leftover lock file never blocks. Its owner entry is
+    for messages only.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -44,7 +44,7 @@ class DirectoryLock:
 
     @classmethod
     def acquire(cls, directory: Path) -> "DirectoryLock":
-        """Lock `directory` without waiting; `OutputError` if it is locked or not writable."""
+        """Lock `directory` without waiting; raise `OutputError` if it is locked or not writable."""
         path = directory / LOCK_NAME
         _check_place(path)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -58,7 +58,7 @@ class DirectoryLock:
                 ) from error
             try:
                 _lock(fd, path)
-                # The holder removes the file as it lets go: a lock on a removed file guards nothing.
+                # The holder removes the file on release: a lock on a removed file protects nothing.
                 if _is_at(fd, path):
                     _write_owner(fd, path)
                     return cls(path, fd)
@@ -68,7 +68,7 @@ class DirectoryLock:
             os.close(fd)
 
     def check(self) -> None:
-        """`OutputError` if the lock file was removed or replaced: another process may hold the directory."""
+        """Raise `OutputError` if the lock file was removed or replaced: another process may hold the lock."""
         if self._fd < 0 or not _is_at(self._fd, self._path):
             raise OutputError(
                 f"{self._path.parent} is no longer locked by this process: {self._path.name} was removed or "
@@ -77,18 +77,18 @@ class DirectoryLock:
             )
 
     def release(self) -> None:
-        """Remove the lock file and let go; does nothing the second time.
+        """Remove the lock file and unlock; does nothing the second time.
 
-        A lock file that is another process's stays.
+        The lock file of another process is kept.
         """
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
-        # A lock file that cannot be removed is harmless; the error that led here may not be.
+        # A leftover lock file is harmless; the error that led here may not be.
         with suppress(OSError, OutputError):
             if _is_at(fd, self._path):
                 self._path.unlink(missing_ok=True)
-        # Explicit, because a forked child may still have the file open. Where it fails, closing has to do.
+        # Explicit, because a forked child may still have the file open. If it fails, closing must do.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
@@ -96,7 +96,7 @@ class DirectoryLock:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[DirectoryLock]:
-    """Hold the lock of `directory` in the block; errors as from `DirectoryLock.acquire`."""
+    """Context manager: hold the lock of `directory`; raises as `DirectoryLock.acquire` does."""
     lock = DirectoryLock.acquire(directory)
     try:
         yield lock
@@ -105,8 +105,8 @@ def locked(directory: Path) -> Iterator[DirectoryLock]:
 
 
 def _check_place(path: Path) -> None:
-    """`OutputError` if something else than a file has the name: no room or right would help."""
-    # Where even this fails, opening the file tells why.
+    """Raise `OutputError` if the name is taken by anything but a file, which permissions cannot mend."""
+    # If even this fails, opening the file gives the reason.
     with suppress(OSError):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OutputError(
@@ -157,5 +157,5 @@ def _read_owner(fd: int) -> str:
     try:
         return str(Owner(**json.loads(os.pread(fd, _OWNER_LIMIT_BYTES, 0))))
     except (OSError, ValueError, TypeError):
-        # Taken a moment ago and not yet signed.
+        # Locked a moment ago and not yet signed.
         return "another process"

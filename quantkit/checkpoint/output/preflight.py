@@ -1,4 +1,4 @@
-"""Conditions that must hold before a run writes into an output directory; each refusal names its remedy."""
+"""Check conditions before a run writes into an output directory; each refusal names its remedy."""
 
 import os
 import shlex
@@ -11,16 +11,16 @@ from quantkit.checkpoint.output.lock import LOCK_NAME
 from quantkit.errors import OutputError
 from quantkit.files import TEMP_PREFIX, os_error_text
 
-# Room for what file systems need beside the bytes of files, and for small files of our own.
+# Room for file system overhead, and for quantkit's small files.
 DISK_MARGIN_BYTES = 1 << 20
 _SHOWN_NAMES = 10
-# All that a process can leave behind that was killed before its journal existed.
+# All files that a process killed before it had a journal can leave behind.
 _BEFORE_JOURNAL = frozenset({LOCK_NAME, f"{TEMP_PREFIX}{JOURNAL_NAME}"})
 _ELSEWHERE = "Choose an output directory elsewhere."
 
 
 def resolve_output(out: Path, source: Path) -> Path:
-    """The real path of `out`; `OutputError` if writing there could touch the source."""
+    """Return the real path of `out`; raise `OutputError` if writing there could touch the source."""
     try:
         return _resolved(out, source)
     except (OSError, RuntimeError) as error:
@@ -44,7 +44,7 @@ def _resolved(out: Path, source: Path) -> Path:
 
 
 def make_directory(out: Path) -> bool:
-    """Create `out` unless it is there; whether it was created. `OutputError` if it cannot be."""
+    """Create `out` if needed; return True if it was created. Raises `OutputError` on failure."""
     try:
         if out.exists() and not out.is_dir():
             raise OutputError(f"output {out} is a file, not a directory. Choose another name.")
@@ -65,10 +65,10 @@ def make_directory(out: Path) -> bool:
 
 
 def occupants(out: Path, *, known: bool) -> list[Path]:
-    """Return what is in `out`, sorted, less the lock and temporary files.
+    """Return the entries of `out`, sorted, without the lock and temporary files.
 
-    With `known`, a journal or manifest shows that quantkit wrote here, and every `.tmp-*` file counts as its
-    own; without, only the one that can come before the journal.
+    With `known`, a journal or manifest proves that quantkit wrote here: every `.tmp-*` file is its own.
+    Without, only the one that precedes the journal is.
     """
     return [
         path for path in _listed(out) if path.name not in _BEFORE_JOURNAL and not (known and _is_temp(path))
@@ -76,7 +76,7 @@ def occupants(out: Path, *, known: bool) -> list[Path]:
 
 
 def temp_files(out: Path, *, known: bool) -> list[Path]:
-    """The temporary files in `out` that are quantkit's, by the rule of `occupants`."""
+    """Return quantkit's temporary files in `out`, by the rule of `occupants`."""
     return [path for path in _listed(out) if _is_temp(path) and (known or path.name in _BEFORE_JOURNAL)]
 
 
@@ -91,7 +91,7 @@ def _listed(out: Path) -> list[Path]:
 
 
 def check_space(out: Path, needed: int, reclaimed: int) -> None:
-    """`OutputError` unless `needed` bytes and a margin fit beside what is on the disk of `out`.
+    """Raise `OutputError` unless the disk of `out` has room for `needed` bytes and a margin.
 
     `reclaimed` is the number of bytes that the run frees before it writes.
     """
@@ -105,7 +105,7 @@ def check_space(out: Path, needed: int, reclaimed: int) -> None:
 
 
 def name_list(paths: Iterable[Path]) -> str:
-    """The file names of `paths`, the first ten written out."""
+    """Return the file names of `paths`; only the first ten are written out."""
     names = [path.name for path in paths]
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
@@ -126,7 +126,7 @@ def _within(inner: Path, outer: Path) -> bool:
 
 
 def _same(one: Path, other: Path) -> bool:
-    # By inode, since mounts and case-insensitive filesystems give one directory several paths.
+    # By inode, because mounts and case-insensitive file systems give a directory several paths.
     try:
         return os.path.samestat(one.stat(), other.stat())
     except (FileNotFoundError, NotADirectoryError, PermissionError):

@@ -1,4 +1,4 @@
-"""One safetensors file that is written in pieces, from any thread, and hashed as it grows."""
+"""Write a safetensors file in pieces, from any thread, and hash it as it grows."""
 
 import bisect
 import hashlib
@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from quantkit.files import TempFile, write_all
 
 
 class Coverage:
-    """Which bytes of a file are taken, as sorted disjoint ranges; neighbours are merged."""
+    """Covered bytes of a file, as sorted disjoint ranges; neighbours are merged."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> bool:
-        """Take `[start, end)`; False, and nothing taken, if a byte of it is taken already."""
+        """Cover `[start, end)`; return False, without change, if any byte is covered already."""
         at = bisect.bisect_right(self._starts, start)
         if at > 0 and self._ends[at - 1] > start:
             return False
@@ -43,15 +44,15 @@ class Coverage:
 
     @property
     def prefix(self) -> int:
-        """The number of bytes from the beginning on that are taken without a hole."""
+        """Return the number of covered bytes from the start up to the first hole."""
         return self._ends[0] if self._starts and self._starts[0] == 0 else 0
 
 
 class PrefixHasher:
-    """Hashes a growing file in a thread of its own, as far as it is known to be written.
+    """Hashes a growing file in a thread of its own, up to the last byte known to be written.
 
-    It reads the bytes back, mostly from the page cache. So the order in which they were written does not
-    matter, and no tensor is kept for it.
+    It reads the bytes back, mostly from the page cache. So chunks may be written in any order, and no tensor
+    is kept in memory for hashing.
     """
 
     def __init__(self, fd: int) -> None:
@@ -60,33 +61,33 @@ class PrefixHasher:
         self._hashed = 0
         self._cancelled = False
         self._error: OSError | None = None
-        # Not a condition, which is of no use any more once the handler of a signal has raised inside of it.
+        # A queue, because a condition is unusable after a signal handler raised inside it.
         self._prefixes: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quantkit-hash", daemon=True)
 
     def start(self) -> None:
-        """Begin to hash. Apart from the constructor, as a signal may end the wait for the thread."""
+        """Start hashing. Separate from the constructor, as a signal may interrupt the start of the thread."""
         self._thread.start()
 
     def advance(self, available: int) -> None:
-        """Bytes up to `available` are written and will not change."""
+        """Announce that bytes up to `available` are written and final."""
         self._prefixes.put(available)
 
     def finish(self) -> str:
-        """The hash in hex of all bytes made available; `OSError` if they could not be read."""
+        """Return the hex hash of all announced bytes; raise `OSError` if they could not be read."""
         self._stop()
         if self._error is not None:
             raise self._error
         return self._digest.hexdigest()
 
     def cancel(self) -> None:
-        """End the thread; the file may be closed afterwards."""
+        """Stop the thread; the file may be closed afterwards."""
         self._cancelled = True
         self._stop()
 
     def _stop(self) -> None:
         self._prefixes.put(None)
-        # One that is not there yet will find that there is nothing to do.
+        # A thread that has not started yet finds nothing to do.
         if self._thread.is_alive():
             self._thread.join()
 
@@ -103,26 +104,42 @@ class PrefixHasher:
             self._error = error
 
 
-class ShardFile:
-    """A safetensors file under its temporary name, open for writing.
+@dataclass(frozen=True)
+class OtherHeader:
+    """The first bytes of a file that is no safetensors file; tensors begin at multiples of `alignment`."""
 
-    `detail` is JSON-able and goes into the journal with the file; `OutputDirectory.details` gives
-    it back after a resume.
+    data: bytes
+    alignment: int
+
+
+class ShardFile:
+    """Safetensors file under its temporary name, open for writing; or a file with another `header`.
+
+    `detail` are JSON values stored in the journal with the file; `OutputDirectory.details` returns them after
+    a resume.
     """
 
     def __init__(
-        self, directory: Path, name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
+        self,
+        directory: Path,
+        name: str,
+        specs: Sequence[TensorSpec],
+        metadata: Mapping[str, str],
+        header: OtherHeader | None = None,
     ) -> None:
         """Write the header of a file with the tensors `specs`, in this order, and no data yet."""
         self.path = directory / name
         self.detail: dict[str, Any] = {}
-        header = encode_header(specs, metadata)
+        alignment, data = (header.alignment, header.data) if header else (1, encode_header(specs, metadata))
         self._specs = {spec.name: spec for spec in specs}
         self._offsets: dict[str, int] = {}
-        self.size = len(header)
+        self.size = len(data)
+        gaps: list[tuple[int, int]] = []
         for spec in specs:
             self._offsets[spec.name] = self.size
-            self.size += spec.nbytes
+            end = self.size + spec.nbytes
+            self.size = -(-end // alignment) * alignment
+            gaps.append((end, self.size - end))
         self._mutex = threading.Lock()
         self._reserved = Coverage()
         self._written = Coverage()
@@ -132,17 +149,19 @@ class ShardFile:
             self._hasher = PrefixHasher(self._file.fd)
             try:
                 self._hasher.start()
-                self._put(header, 0)
+                self._put(data, 0)
+                for start, count in gaps:
+                    self._put(bytes(count), start)
             except BaseException:
                 self.discard()
                 raise
 
     def write(self, name: str, tensor: torch.Tensor, offset: int = 0) -> None:
-        """Write the elements of `tensor`, in row-major order, from element `offset` of `name` on.
+        """Write `tensor` in row-major order to the tensor `name`, from its element `offset` on.
 
         `tensor` has the dtype of the spec and any shape, strides and device. Threads may call this
-        at once, with chunks in any order. `OutputError` for a name or dtype that the header does
-        not have, elements outside the tensor or written before, and failures of the disk.
+        concurrently, with chunks in any order. Raises `OutputError` for an unknown name or another dtype, for
+        elements outside the tensor or already written, and for disk failures.
         """
         spec = self._spec(name, tensor, offset)
         if tensor.numel() == 0:
@@ -160,7 +179,7 @@ class ShardFile:
             self._put(data, start)
 
     def commit(self) -> FileRecord:
-        """Check that every byte was written, then sync and rename; `OutputError` on failure."""
+        """Check that every byte was written, then sync and rename; raise `OutputError` on failure."""
         with self._mutex:
             complete = self._written.prefix == self.size and not self._failed
         if not complete:

@@ -1,4 +1,4 @@
-"""The files that a calibration fills, as those who write them and those who only follow see them."""
+"""Protocols of the work files of a calibration, for ranks that write them and ranks that only follow."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +11,7 @@ from quantkit.checkpoint.tensors import TensorSpec
 
 
 class WorkFile(Protocol):
-    """A file that is filled; see `checkpoint.output.shard_file.ShardFile`."""
+    """Work file to fill; see `checkpoint.output.shard_file.ShardFile`."""
 
     detail: dict[str, Any]
 
@@ -19,7 +19,7 @@ class WorkFile(Protocol):
 
 
 class WorkFiles(Protocol):
-    """The files of a run; see `checkpoint.output.directory.OutputDirectory`."""
+    """Work files of a run; see `checkpoint.output.directory.OutputDirectory`."""
 
     path: Path
 
@@ -33,9 +33,9 @@ class WorkFiles(Protocol):
 
 
 class Followed:
-    """The work files in `path` for a rank that does not write them.
+    """Work files in `path`, for a rank that does not write them.
 
-    `done` are the names of those that were there when the run began. What this rank writes is ignored.
+    `done` are the names of the files that existed when the run began. Writes of this rank are ignored.
     """
 
     def __init__(self, path: Path, done: Collection[str]) -> None:
@@ -43,17 +43,17 @@ class Followed:
         self._done = frozenset(done)
 
     def is_done(self, filename: str) -> bool:
-        """Return True if the file was there when the run began."""
+        """Return True if the file existed when the run began."""
         return filename in self._done
 
     def discard(self, filename: str) -> None:
-        """The other rank deletes it."""
+        """Do nothing: the writing rank deletes it."""
 
     @contextmanager
     def shard(
         self, filename: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
     ) -> Iterator[WorkFile]:
-        """A file that nothing is written to."""
+        """Context manager: a file that ignores what is written."""
         yield _Nowhere()
 
 

@@ -1,7 +1,7 @@
-"""Products whose launches are ready except for x, bias and outputs: launch plans of eager mode.
+"""Launches bound to a weight, ready except for x, bias and outputs: the launch plans of eager mode.
 
-Everything that a launch depends on is looked up once; a `Bound` does what is left per call. Fixed arguments
-are integers, and tensors that stay where they are, such as a layout. Each other argument is an `Operand`.
+Everything that a launch depends on is looked up once; a `Bound` does the rest per call. Fixed arguments are
+integers, and tensors at a fixed address, such as a layout. Each other argument is an `Operand`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from quantkit.kernels.jit.launcher import FixedLaunch, Launch
 
 @dataclass(frozen=True)
 class Operand:
-    """An argument that is another tensor at every call: its index in `Bound.operands`."""
+    """Argument that changes with every call: its index in `Bound.operands`."""
 
     number: int
 
@@ -26,7 +26,7 @@ X, BIAS, Y, SUMS = map(Operand, range(4))
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """The product y of shape `size` for x [m, k] of one m, by launches that are ready except for operands.
+    """Product y of shape `size` for x [m, k] with a fixed m, by launches that are ready except for operands.
 
     `prepare` pads or copies x as kernels need it. `sums` is the shape of float32 partial sums, () for none.
     """
@@ -71,5 +71,8 @@ class Bound:
 
 
 def _filled(arguments: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> list[Any]:
-    """Return a launch's arguments with x [m, k], bias [n], y [m, n] and sums in place of their numbers."""
+    """Return a launch's arguments with the operands in place of their numbers.
+
+    The operands are x [m, k], bias [n], y [m, n] and float32 sums.
+    """
     return [operands[one.number] if type(one) is Operand else one for one in arguments]

@@ -1,7 +1,7 @@
-"""CPU kernels that are faster than unpacking: torch's weight-only products and an exact integer product.
+"""CPU kernels faster than `unpack`: torch's weight-only GEMMs and an exact integer GEMM.
 
-Limits and crossovers were measured with torch 2.13 on 2 cores of an AVX512
-machine. `benchmarks/cpu_decode.py` measures them again.
+Limits and crossovers were measured with torch 2.13 on 2 cores of an AVX512 machine.
+`benchmarks/cpu_decode.py` measures them again.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from quantkit.packing.tensor import PackedTensor
 _INT4_GROUPS = (32, 64, 128, 256)
 #: Rows of a weight that torch's operator packs together.
 _INT4_BLOCK = 64
-#: Most rows of x for which torch's products are fastest.
+#: Most rows of x for which torch's operators are fastest.
 _INT4_ROWS, _INT8_ROWS = 32, 16
 
 
 def _inexact_scales(problem: Problem) -> str | None:
-    """Return why torch's operators, which hold scales in the activation dtype, round them; None if exact."""
+    """Return why torch's operators, with scales in the activation dtype, would round them; else None."""
     scale_dtype = problem.scheme.scale_dtype
-    # Divided by a factor of the tensor, a scale has more digits than it is stored with.
+    # With a global scale, a scale has more digits than its stored dtype.
     same = problem.dtype == scale_dtype and not problem.scheme.global_scale
     if same or problem.dtype == torch.float32:
         return None
@@ -60,7 +60,7 @@ def _why_no_int4(problem: Problem) -> str | None:
 
 
 def _why_torch_op_is_slower(problem: Problem, name: str, limit: int) -> str | None:
-    """Return why another kernel is faster than torch's operator; None if none is."""
+    """Return why another kernel is faster than torch's operator; None if torch's is fastest."""
     if problem.dtype != torch.bfloat16:
         return f"torch's {name} operator is 4 to 15 times slower than dense at {problem.dtype}; use bfloat16"
     if "avx2" not in problem.features:
@@ -74,7 +74,7 @@ def _int4_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     """Build torch's packed codes and scales [K / group, N, 2] from `weight` [N, K]."""
     rows, columns = weight.shape
     step = -(-block_rows(columns, weight.device) // _INT4_BLOCK) * _INT4_BLOCK
-    # Blocks of rows are packed on their own, so cutting between them changes nothing.
+    # Blocks of rows are packed independently, so cutting between them changes nothing.
     packed = [
         torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes(start, start + step).int(), 1)
         for start in range(0, rows, step)
@@ -108,7 +108,7 @@ def _int4_launch(
     packed, scales = layout
     group_size = weight.scheme.group_size
     assert isinstance(group_size, int)
-    # The operator reads scales as if they were contiguous; those of a part of joined weights are not.
+    # The operator reads scales as contiguous, but those of a part of joined weights are not.
     y: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, packed, group_size, scales.contiguous())
     return y if bias is None else y.add_(bias)
 
@@ -123,7 +123,7 @@ def _why_no_int8(problem: Problem) -> str | None:
     if isinstance(scheme.group_size, int):
         return "torch's operator has one scale per output channel; quantize with group size 'channel'"
     if problem.k % 16:
-        # Measured: at other K its bfloat16 loop reads past the row: wrong results, or a crash.
+        # Measured: for other K its bfloat16 loop reads past the row, with wrong results or a crash.
         return f"torch's operator is wrong for K that is no multiple of 16, this is {problem.k}"
     return _inexact_scales(problem)
 
@@ -132,7 +132,7 @@ def _int8_build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     """Build values int8 [N, K] and scales [N] from `weight` [N, K]."""
     number_format = weight.scheme.format
     assert isinstance(number_format, IntFormat)
-    # Offset binary to two's complement is flipping the sign bit.
+    # Flip the sign bit: offset binary to two's complement.
     return (
         (weight.codes() ^ number_format.offset).view(torch.int8),
         weight.group_scale().flatten().to(dtype),

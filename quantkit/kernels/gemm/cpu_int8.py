@@ -5,10 +5,10 @@ The values of most low-bit formats are small integers times one power of two: in
 
     x = unit * (65536*d2 + 256*d1 + d0)        unit a power of two, |x| <= unit * 2**22
 
-so the sum of a group is three int8 dot products. CPUs with VNNI compute them exactly, at four products per
-lane and cycle, from one byte per weight. x is rounded to 2**-23 of the largest activation of its group, and
-groups are added in float32. That is closer to the true sum than the float32 product of the dequantized
-weights. It is faster too, because a quarter of the bytes are read.
+so the sum of a group is three int8 dot products. CPUs with VNNI compute them exactly, four products per lane
+and cycle, from one byte per weight. x is rounded to 2**-23 of the largest activation of its group, and groups
+are added in float32. That is closer to the true sum than a float32 product of dequantized weights. It is also
+faster, because it reads a quarter of the bytes.
 """
 
 import math
@@ -25,12 +25,12 @@ from quantkit.packing.tensor import PackedTensor
 DIGITS = 3
 _FRACTION_BITS = 22
 _DIGIT_WEIGHTS = (65536.0, 256.0, 1.0)
-#: Least exponent of the unit, the least of normal float32: smaller activations round to multiples of 2**-126.
+#: Least exponent of the unit, as of normal float32: smaller activations round to multiples of 2**-126.
 _MIN_EXPONENT = -126
 
-#: Columns of one product when a group is longer. 128 to 512 measure alike; 2048 at once is twice as slow.
+#: Columns of one product in longer groups. 128 to 512 take the same time; 2048 take twice as long.
 _SEGMENT = 256
-#: Sums of `segment` products of two int8 stay below 2**31.
+#: Most columns of a segment: sums of products of int8 stay below 2**31.
 _MAX_SEGMENT = 1 << 16
 
 
@@ -39,19 +39,19 @@ def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] |
     """Return the values of a format as int8 times `2**-shift`, and `shift`; None if they do not fit."""
     numbers = number_format.numbers
     if not numbers:
-        return None  # They are fitted to each tensor.
+        return None  # The values of a `FittedFormat` differ by tensor.
     shift = 0
     while any(not (value * 2.0**shift).is_integer() for value in numbers):
         shift += 1
         if max(abs(value) for value in numbers) * 2.0**shift > 128:
             return None
-    # A code that stands for no number has none here either: `_build` makes its scale NaN.
+    # An invalid code gets 0; `_build` makes its scale NaN.
     values = tuple(0 if math.isnan(value) else int(value * 2**shift) for value in number_format.values)
     return (values, shift) if min(values) >= -128 and max(values) <= 127 else None
 
 
 def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
-    """Return the columns of one integer product, a group or an even part of it, and the products per row."""
+    """Return the columns of one integer product (a group or an even part of it), and products per row."""
     size = scheme.group_size
     if not isinstance(size, int):
         parts = -(-columns // _SEGMENT)
@@ -92,7 +92,7 @@ def _why_slower(problem: Problem) -> str | None:
 
 
 def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build int8 [segments, N, segment] and scales float32 [segments, N]: NaN for segments with NaN codes."""
+    """Build codes int8 [segments, N, segment] and scales float32 [segments, N]; NaN for NaN codes."""
     scheme = weight.scheme
     rows, columns = weight.shape
     found = integer_values(scheme.format)
@@ -104,13 +104,13 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
     reserved = torch.tensor([math.isnan(value) for value in scheme.format.values], device=device)
     is_partial = any(math.isnan(value) for value in scheme.format.values)
     zero_point = weight.zeros_in_codes()
-    # Groups, or parts of them, and the scale of each.
+    # Groups, or parts of them, with the scale of each.
     scale = (weight.group_scale() * 2.0**-shift).T
     scale = scale.repeat_interleave(segments // scale.shape[0], dim=0).contiguous()
     out = torch.empty(segments, rows, segment, dtype=torch.int8, device=device)
     step = max(1, (1 << 20) // columns)
     for start in range(0, rows, step):
-        # What pads a row does not matter: the launch pads activations with zeros.
+        # Padding of a row may have any value, because the launch pads activations with zeros.
         codes = F.pad(weight.codes(start, start + step), (0, segments * segment - columns))
         if zero_point is None:
             block = table.index_select(0, codes.view(-1).int())
@@ -128,13 +128,13 @@ def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 
 
 def _split(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split activations float32 [S, M, g] into digits int8 [S, M*3, g] and their worth float32 [S, M, 3].
+    """Split activations float32 [S, M, g] into digits int8 [S, M*3, g] and their weights float32 [S, M, 3].
 
-    The worth is NaN for a group with an infinity or a NaN, so that its products are.
+    The weights are NaN for a group with an infinity or NaN, so that its products are NaN.
     """
     largest = groups.abs().amax(dim=2, keepdim=True)
     exponent = torch.frexp(largest).exponent.sub_(_FRACTION_BITS).clamp_(min=_MIN_EXPONENT)
-    # A power of two from its bits: exact, which exp2 need not be.
+    # Build the power of two from its bits: exact, which exp2 may not be.
     unit = ((exponent + 127) << 23).view(torch.float32)
     fixed = torch.round(groups / unit).to(torch.int32).add_(0x808080)
     digits = torch.stack([(fixed >> shift).to(torch.uint8) ^ 0x80 for shift in (16, 8, 0)], dim=2)
@@ -153,7 +153,7 @@ def _launch(
     digits, counts = _split(padded.view(count, segments, segment).transpose(0, 1))
     y = torch.zeros(count, rows, dtype=torch.float32, device=x.device)
     for index in range(segments):
-        # Each digit's sum is below 2**31, and float32 rounds it to 2**-24 of itself.
+        # Each digit's sum is below 2**31; float32 rounds it with a relative error of 2**-24.
         sums = torch._int_mm(digits[index], values[index].T).float().view(count, DIGITS, rows)
         y.addcmul_(torch.bmm(counts[index].unsqueeze(1), sums).squeeze(1), scale[index])
     if bias is not None:

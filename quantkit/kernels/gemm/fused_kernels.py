@@ -1,4 +1,4 @@
-"""The fused kernels as rows of the kernel table, how they launch, and which of them runs experts."""
+"""Fused kernels as rows of the kernel table: their launch, and which of them runs experts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,12 +90,12 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
 
 
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
-    """Run a kernel; raises `TileError` if its tile is too large for the GPU."""
+    """Run a kernel; raise `TileError` if its tile is too large for the GPU."""
     device = operands.x.device
     try:
         return on_device(device, lambda features: run(operands, tile, features))
     except Exception as error:
-        # Triton's error class, compared by name: Triton is not imported before it is needed.
+        # Compare Triton's error class by name, so that Triton is imported only when needed.
         if type(error).__name__ != "OutOfResources":
             raise
         raise TileError(
@@ -108,7 +108,7 @@ _Result = TypeVar("_Result")
 
 
 def on_device(device: torch.device, run: Callable[[frozenset[str]], _Result]) -> _Result:
-    """Call `run` with the features of `device`, as the current device."""
+    """Make `device` current and call `run` with its features."""
     features = device_features(device)
     if device.index == torch.cuda.current_device():
         return run(features)
@@ -124,7 +124,7 @@ def _run(name: str) -> _Run:
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Return why no grouped kernel multiplies with experts that have such weights; None if some do."""
+    """Return why no grouped kernel supports experts with such weights; None if one does."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
@@ -143,7 +143,7 @@ def fused_kernel(name: str) -> Kernel:
 
 
 def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
-    """Return the kernels for experts with few routed tokens, in order; those that share x or the others."""
+    """Return the kernels for experts with few routed tokens, in order: those that share x, or the others."""
     return tuple(
         kernel
         for kernel in FUSED_KERNELS
@@ -154,7 +154,7 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
-    """Return `usual_block_rows`, within what a forced kernel takes."""
+    """Return `usual_block_rows`, limited to what a forced kernel supports."""
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
     if grouped is None:
@@ -164,8 +164,9 @@ def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: 
 
 
 def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) -> str | None:
-    """Return why a kernel does not multiply blocks of `rows` routed tokens with experts of `matrices`
-    matrices, one of them that of `problem`.
+    """Return why a kernel does not support blocks of `rows` routed tokens; None if it does.
+
+    An expert has `matrices` matrices, and `problem` is one of them.
     """
     grouped = kernel.grouped
     if grouped is None:
@@ -182,9 +183,7 @@ def why_not_experts(kernel: Kernel, problem: Problem, matrices: int, rows: int) 
 
 
 def why_not_shared(problem: Problem, matrices: int) -> str | None:
-    """Return why experts with few routed tokens run on kernels whose warps do not share x; None where they
-    do.
-    """
+    """Return why experts with few routed tokens run on kernels without a shared x; None if they do not."""
     kernel = grouped_kernels(shares_x=True)[-1]
     return why_not_experts(kernel, problem, matrices, SMALL_BLOCK_ROWS)
 
@@ -212,11 +211,10 @@ def group(
     forced: str = "",
     chained: bool = False,
 ) -> tuple[str, Grouping, Any]:
-    """Return the name of the kernel that multiplies m routed tokens with their experts, the grouping and the
-    tile.
+    """Select the grouped GEMM for m routed tokens; return the kernel's name, the grouping and the tile.
 
-    `problem` is that of one matrix; `single_row_ratio` is that of `usual_block_rows`. Tiles are those of the
-    rules, as tile tables were measured with one weight. Raises `KernelError` if no kernel runs it.
+    `problem` is one matrix; `single_row_ratio` is an argument of `usual_block_rows`. Tiles follow the rules,
+    because tile tables are measured with single weights. Raises `KernelError` if no kernel supports it.
     """
     rows = expert_block_rows(problem.m, experts, single_row_ratio, forced)
     grouping = Grouping(problem.m, experts, rows, matrices, top_k, chained)
@@ -233,12 +231,12 @@ def group(
 
 
 def _all_blocks(problem: Problem, grouping: Grouping) -> Problem:
-    """Return the problem of all expert blocks: together they keep the multiprocessors busy."""
+    """Return the problem of all expert blocks together, which keep all multiprocessors busy."""
     return replace(problem, n=problem.n * grouping.expert_blocks)
 
 
 def why_no_gated_experts(row: str, matrices: int) -> str | None:
-    """Return why the kernel of a row does not gate y of experts with `matrices` matrices."""
+    """Return why the kernel of a row cannot gate y of experts with `matrices` matrices; None if it can."""
     grouped = fused_kernel(row).grouped
     if grouped is None or not grouped.gates:
         return "it gives y as it is"
@@ -257,19 +255,19 @@ def grouped(
     tile: Any,
     gate: str = "",
 ) -> torch.Tensor:
-    """y [P, matrices * n] of pairs, by the kernel of `row`; those without an expert are not written.
+    """Return y [P, matrices * n] of routed tokens by the kernel of `row`.
 
-    `layout` is from `stacks.stacked`. With the kind of a `gate`, y [P, n] are the gated columns, where
-    `why_no_gated_experts` has no reason. Nothing waits for the device.
+    Rows without an expert are undefined. `layout` is from `stacks.stacked`. With a kind of `gate`, y [P, n]
+    is gated; `why_no_gated_experts` must be None. Does not wait for the device.
     """
     return _started(_run(row), Operands(x, layout, None, scheme, n, routed, gate=gate), tile)
 
 
 def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...], tile: Any) -> None:
-    """Compile what `row` launches for `problem`, into Triton's cache, without a GPU to run it.
+    """Compile the kernels of `row` for `problem` into Triton's cache, without a GPU.
 
-    `layout` has the dtypes and shapes of the weight [N, K], on any device. The target is that of Triton's
-    active driver.
+    `layout` has the dtypes and shapes of the weight [N, K], on any device. The target is Triton's active
+    driver.
     """
     x = torch.empty(problem.m, problem.k, dtype=problem.dtype, device="meta")
     parts = tuple(part.to("meta") for part in layout)
@@ -278,7 +276,7 @@ def compile_kernels(row: str, problem: Problem, layout: tuple[torch.Tensor, ...]
 
 
 def _by_rows(*most: int) -> Callable[[Problem], Problem]:
-    """Return `Kernel.representative` of kernels whose code differs up to each M of `most`, and for M=1.
+    """Return `Kernel.representative` for kernels whose code differs up to each M of `most`, and for M = 1.
 
     Triton specializes N for multiples of 16.
     """
@@ -291,14 +289,14 @@ def _by_rows(*most: int) -> Callable[[Problem], Problem]:
 
 
 def _by_power_of_two(problem: Problem) -> Problem:
-    """`Kernel.representative` of a kernel whose code differs by powers of two of M, and by N."""
+    """Return `Kernel.representative` for a kernel whose code differs by powers of two of M, and by N."""
     return replace(problem, m=power_of_two(problem.m))
 
 
 def _fused(
     run: _Run, bind: Callable[[Operands, Any, frozenset[str]], Bound] | None = None, **row: Any
 ) -> Kernel:
-    """Return a kernel of GPUs that reads the fragment layout; `row` has its other fields."""
+    """Return a GPU kernel that reads the fragment layout; `row` has its other fields."""
     return Kernel(
         devices=("cuda",),
         layout=FRAGMENTS,

@@ -19,7 +19,7 @@ from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.problem import Gpu, Normed, Problem
 from quantkit.packing.schemes import Scheme
 
-#: Adjacent tiles of rows of x that run next to each other, so that they share weights in the L2 cache.
+#: Adjacent tiles of rows of x that run together, so that they share weights in the L2 cache.
 GROUP_M = 8
 
 
@@ -27,8 +27,8 @@ GROUP_M = 8
 class Grouping:
     """Sizes of a grouped GEMM: `count` routed tokens, `experts` experts of `matrices` matrices each.
 
-    An expert block has up to `rows` routed tokens; a token has `top_k` of them. `chained` is True if kernels
-    before this one multiplied with the same expert blocks: blocks are then read before PDL's wait.
+    An expert block has up to `rows` routed tokens; a token has `top_k` of them. `chained` is True if an
+    earlier kernel used the same expert blocks, so that they may be read before PDL's wait.
     """
 
     count: int
@@ -40,25 +40,23 @@ class Grouping:
 
     @property
     def expert_blocks(self) -> int:
-        """Return the most expert blocks that have routed tokens."""
+        """Return the most expert blocks that can have routed tokens."""
         return max_expert_blocks(self.count, self.experts, self.rows)
 
     @property
     def usual(self) -> int:
-        """Return the expert blocks with routed tokens if tokens choose experts at random: at least one per
-        chosen expert.
-        """
+        """Return the expected number of expert blocks if tokens choose experts at random."""
         missed: float = max(0.0, 1 - self.top_k / self.experts) ** (self.count / self.top_k)
         return min(self.expert_blocks, max(round(self.experts * (1 - missed)), -(-self.count // self.rows)))
 
 
 def max_expert_blocks(routed: int, experts: int, rows: int) -> int:
-    """Return the most expert blocks of up to `rows` routed tokens that `routed` routed tokens can fill."""
+    """Return the most expert blocks of up to `rows` routed tokens that `routed` tokens can fill."""
     return (routed + min(experts, routed) * (rows - 1)) // rows
 
 
 class GemmSpec(NamedTuple):
-    """Product y [m, n] = x [m, k] W^T that code is compiled for; with experts, that of an expert block."""
+    """Product y [m, n] = x [m, k] W^T to compile for; with experts, that of one expert block."""
 
     m: int
     n: int
@@ -76,7 +74,7 @@ class GemmSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Routed tokens, sorted by expert, for stacked weights: the matrices of an expert are adjacent.
+    """Routed tokens, sorted by expert, for stacked weights in which the matrices of an expert are adjacent.
 
     `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `quantkit.kernels.moe.permute_kernels`. Row p
     of y [P, matrices * n] belongs to routed token p, whose x is row p // top_k.
@@ -89,11 +87,11 @@ class RoutedTokens:
 
 @dataclass(frozen=True)
 class Operands:
-    """x [m, k], a weight [n, k] in the fragment layout (codes, scale, zero, factor, values), and bias [n] or
-    None.
+    """Operands: x [m, k], a weight [n, k] in the fragment layout, and bias [n] or None.
 
-    With `routed`, tensors of the layout have a first dimension, the matrices of all experts. With `normed`,
-    the kernel does a part of a norm. With the kind of a `gate`, y is the gated half of the columns.
+    The layout is (codes, scale, zero, factor, values). With `routed`, its tensors have a first dimension: the
+    matrices of all experts. With `normed`, the kernel computes a part of a norm. With a kind of `gate`, y is
+    the gated half of the columns.
     """
 
     x: torch.Tensor
@@ -104,7 +102,7 @@ class Operands:
     routed: RoutedTokens | None = None
     normed: Normed | None = None
     gate: str = ""
-    #: The GPU that kernels are compiled for, if x is on the meta device.
+    #: GPU to compile for, if x is on the meta device.
     gpu: Gpu | None = None
 
     @property
@@ -114,21 +112,21 @@ class Operands:
 
     @property
     def shared_memory(self) -> int:
-        """Return the bytes of shared memory that a program may have on that GPU."""
+        """Return the bytes of shared memory that a program may use on that GPU."""
         return shared_memory_of(self.x.device) if self.gpu is None else self.gpu.shared_memory
 
     @property
     def norm_offset(self) -> float | None:
-        """Return the offset that a norm of y adds to its weights; None without such a norm."""
+        """Return the offset added to the weights of a norm of y; None without such a norm."""
         return NORMS[self.normed.kind][1] if self.normed and self.normed.part == "begin" else None
 
     @property
     def norm_eps(self) -> float | None:
-        """Return the eps of a norm of x that is ended; None without such a norm."""
+        """Return the eps of a norm of x that this kernel ends; None without such a norm."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
     def norm_operands(self, instead: Operand) -> tuple[Any, ...]:
-        """Return addend, weights, sum and squares of a norm; `instead` for those that are missing."""
+        """Return addend, weights, sum and squares of a norm, with `instead` for missing ones."""
         if (normed := self.normed) is None:
             return (instead,) * 4
         found = normed.other, normed.weight, normed.total, normed.squares
@@ -149,7 +147,7 @@ class Operands:
 
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:
-        """Return the arguments of kernels for routed tokens, after their other arguments."""
+        """Return the extra arguments for routed tokens, after a kernel's other arguments."""
         return () if self.routed is None else (self.routed.order, self.routed.expert_blocks)
 
     @property
@@ -160,7 +158,10 @@ class Operands:
 
 @lru_cache(maxsize=4096)
 def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) -> dict[str, Any]:
-    """Return the constexprs of all fused kernels that follow from a weight [n, k]. `inline` allows PTX."""
+    """Return the constexprs of all fused kernels that follow from a weight [n, k].
+
+    `inline` allows PTX.
+    """
     import triton.language as tl
 
     shape = geometry(n, k, scheme, dtype)
@@ -198,8 +199,9 @@ def _decoding(found: Expression | None) -> dict[str, str | None]:
 def with_shared_table(
     known: dict[str, Any], scheme: Scheme, dtype: torch.dtype, warps: int, copies: int = COPIES
 ) -> dict[str, Any]:
-    """Return `constants` for a kernel in which `warps` warps fill a table in shared memory, if the format has
-    one.
+    """Return `constants` for a kernel with a table in shared memory, if the format has one.
+
+    `warps` warps fill the table.
     """
     found = shared_table(scheme.format, str(dtype).removeprefix("torch."), warps, copies) if copies else None
     if found is None:
@@ -226,7 +228,7 @@ def shape_of(problem: Problem) -> Geometry:
 
 
 def unknown_value(tile: Any, values: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return why a tile has a value outside `values`, the values of each field; None if it has none."""
+    """Return why a tile has an untested value, by the `values` of each field; None if all are tested."""
     for field, known in values.items():
         value = getattr(tile, field)
         if value not in known:
@@ -240,7 +242,7 @@ def empty(op: Operands, *size: int, dtype: torch.dtype | None = None) -> torch.T
 
 
 def why_no_gate_up_tiles(problem: Problem) -> str | None:
-    """Return why rows of a weight cannot be pairs of gate and up row tiles; None if they can."""
+    """Return why rows of a weight cannot form pairs of gate and up row tiles; None if they can."""
     if problem.n % (2 * ROWS):
         return f"halves of {problem.n} rows are no multiples of {ROWS}"
     return None
@@ -257,9 +259,7 @@ def whole_columns(k: int) -> int:
 
 
 def whole_rows(x: torch.Tensor, least: int = 0) -> torch.Tensor:
-    """Return `x` [m, k], `aligned`, padded with zeros to `whole_columns`, or to `least` columns if that is
-    more.
-    """
+    """Return `x` [m, k] `aligned`, padded with zeros to `whole_columns` or at least `least` columns."""
     more = max(whole_columns(x.shape[1]), least) - x.shape[1]
     return F.pad(x, (0, more)) if more else aligned(x)
 
@@ -278,12 +278,13 @@ def bound(
     prepare: Callable[[torch.Tensor], torch.Tensor] = aligned,
     sums: tuple[int, ...] = (),
 ) -> Bound:
-    """Return the product by `launches`, for operands like `op`: y [m, n]. `sums` is the shape of float32
-    partial sums.
+    """Bind the product y [m, n] by `launches`, for operands like `op`.
+
+    `sums` is the shape of float32 partial sums.
     """
     return Bound(launches, output_size(op), op.x.dtype, op.x.device, prepare, sums)
 
 
 def as_it_is(x: torch.Tensor) -> torch.Tensor:
-    """Return x [m, k], for kernels that load it from any address."""
+    """Return x [m, k] unchanged, for kernels that load it from any address."""
     return x

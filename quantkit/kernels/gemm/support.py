@@ -1,7 +1,7 @@
-"""Which problems the fused kernels support, and for which another kernel is at least as fast.
+"""Decide which problems the fused kernels support, and where another kernel is at least as fast.
 
-The rules were measured on an H200 and an H100. Other GPUs have the same rules, scaled by their
-multiprocessors. A measured tile table wins over them.
+The rules were measured on an H200 and an H100. Other GPUs use the same rules, scaled by their
+multiprocessors. A measured tile table takes precedence.
 """
 
 import math
@@ -20,26 +20,26 @@ from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
 #: Most rows of x of `fused-portable-gemv`.
 GEMV_ROWS = 32
-#: Most scales of a weight, padding included: their addresses have 32 bits.
+#: Most scales of a weight, padding included, because offsets have 32 bits.
 MOST_SCALES = 1 << 30
-#: Most numbers N * K of a weight with too few tiles for `fused-wgmma`.
+#: Most weights N * K with too few tiles for `fused-wgmma`.
 SMALL_WEIGHT = 1 << 23
-#: For `fused-small-m`: most K with more than 16 rows of x without `wgmma`; N up to which it has too few row
-#: tiles; N from which larger tiles are faster. Both N are for an H200, see `has_few_rows`.
+#: Limits of `fused-small-m`: largest K with more than 16 rows of x without `wgmma`; largest N with too few
+#: row tiles; smallest N for which larger tiles are faster. Both N are for an H200, see `has_few_rows`.
 MANY_COLUMNS, LEAST_ROWS, MOST_ROWS = 8192, 2048, 32768
-#: Most numbers N * K of an int5 or int7 weight for which `fused-small-m` is faster than `fused-wgmma` with
-#: more than 16 rows of x; and of int7 with 9 to 16 (H100, 28672 x 4096, M = 16: 60.3 us against 45.8 us).
+#: Most weights N * K of int5 or int7 for which `fused-small-m` is faster than `fused-wgmma` with more than 16
+#: rows of x; and of int7 with 9 to 16 (H100, 28672 x 4096, M = 16: 60.3 us against 45.8 us).
 MOST_WIDE, MOST_INT7 = 1 << 24, 1 << 26
 #: Bits of codes for which `fused-gemv` is as fast as `fused-small-m` with 5 to 8 rows of x (H100, 10 weights
 #: of 2560 to 27648 rows: with 8 rows of x the rules take 1.02 times the best tile timed).
 DECODE_BITS = (2, 5, 7)
-#: From this `imbalance` on `fused-gemv` divides a weight unevenly.
+#: Least `imbalance` at which `fused-gemv` counts as dividing a weight unevenly.
 UNEVEN = 1.2
-#: Columns per warp of `fused-gemv`, over all its row tiles, up to which it is as fast with 5 to 8 rows of x:
-#: if it divides the weight evenly, and unevenly.
+#: Most columns per warp of `fused-gemv`, over all its row tiles, for which it is as fast with 5 to 8 rows of
+#: x: for an even division of the weight, and for an uneven one.
 EVEN_COLUMNS, UNEVEN_COLUMNS = 768, 512
-#: Filled part of the last wave from which `fused-portable` is as fast as `fused-wgmma` (H100, 64 rows of x,
-#: 27648 x 5120, 28672 x 3584 and 28672 x 4096: 0.86 to 1.00 of its time).
+#: Least filled part of the last wave for which `fused-portable` is as fast as `fused-wgmma` (H100, 64 rows of
+#: x, 27648 x 5120, 28672 x 3584 and 28672 x 4096: 0.86 to 1.00 of its time).
 FULL = 0.8
 
 
@@ -66,7 +66,7 @@ def why_no_layout(problem: Problem) -> str | None:
 
 
 def why_no_fused_kernel(problem: Problem) -> str | None:
-    """Return why no fused kernel multiplies with a weight; None if some do, in float16 and bfloat16."""
+    """Return why no fused kernel supports a weight in float16 and bfloat16; None if one does."""
     if problem.dtype == torch.float32:
         return "it multiplies bfloat16 or float16 activations; cast x to one of them"
     return why_no_layout(problem)
@@ -87,7 +87,7 @@ def looked_up(problem: Problem) -> bool:
 
 
 def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
-    """Return the support check of a kernel whose programs have up to `most` rows of x in shared memory."""
+    """Return the support check of a kernel that stages up to `most` rows of x in shared memory."""
 
     def why_unsupported(problem: Problem) -> str | None:
         if problem.m > most:
@@ -109,7 +109,7 @@ def _stages_x(most: int, why_no_tile: Verdict) -> Verdict:
 def _why_decode_is_as_fast(problem: Problem) -> str | None:
     """Return why `fused-gemv` is as fast as `fused-small-m` for up to 8 rows of x; None if it is slower.
 
-    Returns None too if `fused-gemv` cannot run, or if shared memory has no room for all its warps.
+    Also None if `fused-gemv` is unsupported, or if shared memory has no room for all its warps.
     """
     if problem.m <= 2:
         return "up to M=2 it was not seen to be faster"
@@ -139,7 +139,7 @@ def _why_decode_is_as_fast(problem: Problem) -> str | None:
 
 
 def _small_m_is_faster(problem: Problem) -> bool:
-    """Return True if `fused-small-m` runs and is the fastest by its rules."""
+    """Return True if `fused-small-m` is supported and the fastest by its rules."""
     return why_unsupported_small_m(problem) is None and why_slower_small_m(problem) is None
 
 
@@ -158,7 +158,7 @@ def why_slower_decode(problem: Problem) -> str | None:
 
 why_unsupported_decode = _stages_x(decode_launch.MOST_ROWS, decode_launch.why_no_tile)
 why_unsupported_small_m = _stages_x(small_m_launch.MOST_ROWS, small_m_launch.why_no_tile)
-#: `fused-gemv` for expert blocks. `decode_launch.experts_tile` says whether there is room for x.
+#: `fused-gemv` for expert blocks. `decode_launch.experts_tile` checks if x fits.
 why_unsupported_decode_experts = _stages_x(decode_launch.MOST_ROWS, always)
 
 
@@ -233,9 +233,7 @@ def _dequantizes_slowly(problem: Problem) -> bool:
 
 
 def _fills_waves(problem: Problem) -> bool:
-    """Return True if the last wave of `fused-portable`, with two programs per multiprocessor, is filled to
-    `FULL`.
-    """
+    """Return True if the last wave of `fused-portable`, with two programs per multiprocessor, is `FULL`."""
     if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)

@@ -1,4 +1,7 @@
-"""Kernel `unpack`, which always runs: unpack a block of rows, multiply, go on; never the dense weight."""
+"""Kernel `unpack`, which supports everything: dequantize a block of rows, multiply, repeat.
+
+The dense weight is never in memory as a whole.
+"""
 
 import time
 from functools import lru_cache
@@ -9,33 +12,32 @@ import torch.nn.functional as F
 from quantkit.kernels.problem import Kernel, always
 from quantkit.packing.tensor import PackedTensor
 
-#: Weights unpacked at a time, by device. On a CPU they take 2 MiB as float32, which stays in cache, while one
-#: torch operation on them is long enough (about 25 us) to hide what starting it on all threads costs. With
-#: 512 rows of x, 1536 x 576 weights take 7.6 ms on one core, and 10.6 in blocks twice as large, whose memory
-#: goes back to the system after each.
+#: Weights dequantized at a time, by device. On a CPU they take 2 MiB as float32, which stays in cache, while
+#: one torch operation on them (about 25 us) is long enough to hide the start of all threads. With 512 rows of
+#: x, 1536 x 576 weights take 7.6 ms on one core, and 10.6 ms in blocks twice as large, whose memory is
+#: returned to the system after each.
 BLOCK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def block_rows(columns: int, device: torch.device) -> int:
-    """Return the rows of a weight with `columns` columns that are unpacked at a time on `device`."""
+    """Return the rows of a weight with `columns` columns to dequantize at a time on `device`."""
     return max(1, BLOCK_WEIGHTS[device.type] // max(1, columns))
 
 
-#: A dtype is slower than float32 if float32 takes less than this part of its time. The margin makes the
-#: answer the same in every process.
+#: A dtype counts as slower if float32 takes less than this part of its time. The margin makes the answer the
+#: same in every process.
 
 _CLEARLY = 0.8
-#: Rows of x, columns and rows of the weight of the products that are timed: 1 ms on a core with AVX512.
+#: Rows of x, columns and rows of the weight in the timed products: 1 ms on a core with AVX512.
 _TIMED = (256, 512, 512)
 
 
 @lru_cache(maxsize=8)
 def is_slower_than_float32(dtype: torch.dtype) -> bool:
-    """Return True if products in `dtype` take longer than in float32 on this CPU; timed once, in
-    milliseconds.
+    """Return True if products in `dtype` take longer than in float32 on this CPU; timed once.
 
-    A CPU may have instructions for bfloat16 and be slower with them. A core of a Xeon with AVX512_BF16, but
-    without AMX for this process, has 84 GFLOP/s in bfloat16 and 160 in float32 (torch 2.13.0).
+    A CPU may have instructions for bfloat16 and still be slower with them. A core of a Xeon with AVX512_BF16,
+    but without AMX for this process, has 84 GFLOP/s in bfloat16 and 160 in float32 (torch 2.13.0).
     """
     return _seconds(torch.float32) < _CLEARLY * _seconds(dtype)
 
@@ -45,7 +47,7 @@ def _seconds(dtype: torch.dtype) -> float:
     rows, columns, outputs = _TIMED
     x, weight = (torch.ones(count, columns, dtype=dtype, device="cpu") for count in (rows, outputs))
     times = []
-    # The caller may be within autocast, which would compute both in one dtype.
+    # The caller may be inside autocast, which would compute both in one dtype.
     with torch.autocast("cpu", enabled=False):
         for _ in range(4):
             began = time.perf_counter()
@@ -63,7 +65,7 @@ def _launch_unpack(
     """Return y [M, N] for `x` [M, K]."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     if x.device.type == "cpu" and x.dtype != torch.float32 and is_slower_than_float32(x.dtype):
-        # Neither weights nor sums are rounded before y is. Autocast, which x has had, would cast back.
+        # Only y is rounded, neither weights nor sums. Autocast was applied to x already, and would cast back.
         with torch.autocast("cpu", enabled=False):
             return _multiply(x.float(), weight, None if bias is None else bias.float(), out)
     return _multiply(x, weight, bias, out)

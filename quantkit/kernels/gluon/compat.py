@@ -1,4 +1,4 @@
-"""Names of Gluon that moved between Triton 3.6 and 3.9; no other module knows more than one of them.
+"""Names of Gluon that moved between Triton 3.6 and 3.9; only this module knows more than one of them.
 
 Kernels use the names of the newest version:
 
@@ -30,11 +30,11 @@ _REINTERPRET = "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpre
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """Return the same shared memory seen as `dtype`, `shape` and `layout`, which have as many bytes."""
+    """View shared memory with another `dtype`, `shape` and `layout` of the same number of bytes."""
     return getattr(memory, _REINTERPRET)(dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
 def in_flight(accumulator, _semantic=None):
-    """Return the accumulator tensor of an asynchronous product that has not been waited for."""
+    """Return the accumulator of an asynchronous product that is still running."""
     return gl.tensor(accumulator.handle, accumulator.type.tensor_type)

@@ -1,6 +1,4 @@
-"""Device functions that Gluon kernels share: PDL, row tiles of warps, sums of squares, dequantizing operand
-A.
-"""
+"""Device functions that Gluon kernels share: PDL, row tiles, sums of squares, dequantized operand A."""
 # mypy: ignore-errors
 
 import triton
@@ -28,8 +26,8 @@ def pdl_launch_dependents():
 def row_tile_of(number, N, GATED: gl.constexpr):
     """Return the row tile of a number: int32 [...] or scalars.
 
-    With GATED, number 2 i is tile i of the gate, number 2 i + 1 tile i of up. Gate is the first half of all N
-    rows, up the second.
+    With GATED, number 2 i is tile i of the gate, and number 2 i + 1 tile i of up. Gate is the first half of
+    all N rows, up the second.
     """
     tile = number
     if GATED:
@@ -39,9 +37,9 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 
 @gluon.jit
 def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
-    """Return the row tile of each warp [...], int32, of COUNT from number `first` on, at most `last`.
+    """Return the row tile of each warp [...], int32, out of COUNT from number `first` on, at most `last`.
 
-    Warps beyond get the last.
+    Warps beyond COUNT get the last tile.
     """
     return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
 
@@ -60,8 +58,9 @@ def _squares_layout(W: int, SIZE: int) -> gl.BlockedLayout:
 
 @gluon.jit
 def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
-    """Load the sums of squares float32 [BM, K / 16 rounded up to a power of two] of x [M, K], for
-    `stage_rms`.
+    """Load the sums of squares, float32 [BM, K / 16], of x [M, K] for `stage_rms`.
+
+    K / 16 is rounded up to a power of two.
     """
     COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
@@ -73,9 +72,7 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 
 @gluon.jit
 def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
-    """Return 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K], in shared memory, from its sums of
-    `squares`.
-    """
+    """Return 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K], from `squares`, in shared memory."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rms = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
     rms.store(gl.rsqrt(gl.sum(squares, 1) / K + EPS))
@@ -86,7 +83,7 @@ def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
 def fill_table(lut, FILL: gl.constexpr):
     """Return the address that `Expression.table` takes, for values `lut` [2**bits], a pointer.
 
-    It is `lut`, or that of a table in shared memory filled from it.
+    It is `lut`, or the address of a table in shared memory, filled from `lut`.
     """
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
@@ -95,9 +92,7 @@ def fill_table(lut, FILL: gl.constexpr):
 
 @gluon.constexpr_function
 def codes_layout(W: int, C: int) -> gl.DistributedLinearLayout:
-    """Return the layout of codes [W row tiles, C spans, 128 words]: a thread has 16 bytes of each span of its
-    tile.
-    """
+    """Return the layout of codes int32 [W row tiles, C spans, 128]: a thread has 16 bytes of each span."""
     spans = [[0, 1 << bit, 0] for bit in range(C.bit_length() - 1)]
     pairs = [[0, 0, 1 << bit] for bit in range(7)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
@@ -126,9 +121,9 @@ def dequant_a_fragment(
 
 @gluon.jit
 def _split_words(words, TILES: gl.constexpr):
-    """Split words int32 [W, C, 128] into the 16-bit lanes that `dequant_codes` takes: int16 [W, C, 256].
+    """Split words int32 [W, C, 128] into the 16-bit lanes for `dequant_codes`: int16 [W, C, 256].
 
-    PTX does it where the words lie. Triton would copy the 16-bit lanes one by one at the end of a k_step.
+    PTX splits them in place. Triton would copy the 16-bit lanes one by one at the end of a k_step.
     """
     lanes = ()
     for t in gl.static_range(TILES):

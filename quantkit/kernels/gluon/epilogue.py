@@ -1,5 +1,4 @@
-"""Epilogue of `fused-gemv`: add the sums of the warps of a row tile, apply scale, bias, gate and norm, write
-y.
+"""Epilogue of `fused-gemv`: add the sums of all warps, apply scale, bias, gate and norm, write y.
 
 `S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
@@ -16,8 +15,9 @@ from quantkit.kernels.ops.activation_kernel import gated
 
 @gluon.constexpr_function
 def _outputs_of(S):  # type: ignore[no-untyped-def]
-    """Return the layout of sums [row tiles, W, rows of x * 16]: a thread holds those of all warps, and both
-    of a gate.
+    """Return the layout of sums [row tiles, W, rows of x * 16]: a thread holds the sums of all warps.
+
+    It also holds both sums of a gate.
     """
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
     tiles = [[1 << bit, 0, 0] for bit in range(S.padded_row_tiles.bit_length() - 1)]
@@ -32,16 +32,15 @@ def _outputs_of(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _outputs(first, count, N, S: gl.constexpr):
-    """Return the output feature and the row of x of each output: two int32 that broadcast to [row tiles,
-    rows of x * 16].
+    """Return the output feature and the row of x of each output: two int32 tensors.
 
-    The program has `count` row tiles, from number `first` on. Row tiles beyond those get output feature N, so
-    that a mask `feature < N` leaves them out.
+    They broadcast to [row tiles, rows of x * 16]. The program has `count` row tiles, from number `first` on.
+    Row tiles beyond those get output feature N, so that a mask `feature < N` leaves them out.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
     place = gl.expand_dims(gl.arange(0, S.rows * 16, gl.SliceLayout(0, OUT)), 0)
-    # N masks row tiles that this program does not have.
+    # N marks row tiles that this program does not have.
     rows = gl.where(tile < count, (first + row_tile_of(tile, N, S.gate != "")) * 16 + place % 16, N)
     return rows, place // 16
 

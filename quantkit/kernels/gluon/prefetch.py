@@ -9,8 +9,7 @@ _BRING = tl.constexpr("prefetch.global.L2 [$1];\nmov.b32 $0, 0;")
 
 @triton.jit
 def cache_line_offsets(start, SIZE: tl.constexpr):
-    """Return the offsets int32 [SIZE / A] of the 128-byte cache lines in SIZE elements from pointer `start`
-    on.
+    """Return the offsets int32 [SIZE / A] of the 128-byte cache lines in SIZE elements from `start` on.
 
     SIZE is a power of two; a cache line has A elements.
     """

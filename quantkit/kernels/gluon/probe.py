@@ -1,4 +1,4 @@
-"""Two small Gluon kernels with the operations of the large ones: if these compile, the large ones do.
+"""Two small Gluon kernels with all operations of the large ones: if they compile, the large ones do.
 
 They are compiled only, never launched (`quantkit.kernels.triton_support`). Written in Gluon.
 """
@@ -58,9 +58,7 @@ def _multiply(memory, ready, y):
 
 @gluon.jit
 def specialize(x, y):
-    """Compute y [64, 64] with one warp that writes and four that multiply: warp specialization, mbarrier,
-    wgmma.
-    """
+    """Compute y [64, 64] by warp specialization: one warp writes, four multiply (mbarrier, wgmma)."""
     memory = gl.allocate_shared_memory(gl.bfloat16, [64, 64], _WIDE)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)

@@ -1,7 +1,6 @@
-"""Scales and zero-points of rows r and r + 8 in registers: from packed words to the places that products
-need.
+"""Load scales and zero-points of rows r and r + 8 into registers, in the layout that products need.
 
-For kernels in which warp lane 4 r + t has rows r and r + 8 of a row tile. `S` is the `DecodeConfig` of
+For kernels in which lane 4 r + t of a warp has rows r and r + 8 of a row tile. `S` is the `DecodeConfig` of
 `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
 # mypy: ignore-errors
@@ -23,7 +22,7 @@ def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
 def load_scale_words(values, at, mask, S: gl.constexpr):
     """Load the values of a block of rows r and r + 8 as words, int32 [W, 32] or [W, 32, WORDS].
 
-    `at` and `mask` are [W, 32]. Values narrower than a word would be copied before their first use.
+    `at` and `mask` are [W, 32]. Narrower values would be copied before their first use.
     """
     WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
     if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
@@ -92,9 +91,9 @@ def scales_for_accumulator(low, high, W: gl.constexpr):
 
 @gluon.jit
 def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
-    """Return value v as int32 [W, 32, 4], aligned with the registers (e1, row // 8) of operand A.
+    """Return value v for operand A, int32 [W, 32, 4], in the order (e1, row // 8) of its registers.
 
-    Both 16-bit halves of an int32 are the scale of row r, or of row r + 8.
+    Both 16-bit halves of a register are the scale of row r, or of row r + 8.
     """
     if STORED == S.dtype:
         word = _word(words, v, _word_count(STORED, S), S.warps)

@@ -1,7 +1,7 @@
-"""Scales and zero-points in shared memory: from packed words to tensors [16 W rows, V groups].
+"""Stage scales and zero-points in shared memory: from packed words to tensors [16 W rows, V groups].
 
-For kernels whose products are of whole tensors. Each of W warps has a row tile; warp lane 4 r + t has rows r
-and r + 8 of it. Written in Gluon.
+For kernels whose products are of whole tensors. Each of W warps has a row tile, of which lane 4 r + t has
+rows r and r + 8. Written in Gluon.
 """
 # mypy: ignore-errors
 

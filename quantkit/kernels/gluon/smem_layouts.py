@@ -12,15 +12,14 @@ from quantkit.kernels.gemm.decode.decode_config import DecodeConfig
 
 @gluon.constexpr_function
 def x_smem_layout(SIZES: tuple[int, ...], S: DecodeConfig) -> gl.SharedLinearLayout:
-    """Return the layout of words int32 of shape `SIZES`, whose last axes are those of `S.vec4_shape`: row
-    major.
+    """Return the row-major layout of words int32 of shape `SIZES`; its last axes are `S.vec4_shape`.
 
     Unless words are stored as `as_vec4`, the words of a column are XOR-swizzled. One word of eight columns,
     and all words of two columns, then lie in different banks.
     """
     bases = _bits(SIZES)
     for number, word in ((5, 1), (6, 2)) if not S.as_vec4 else ():
-        # Axes before those of `vec4_shape` are indexed apart, so only bits of `vec4_shape` are swizzled.
+        # Axes before those of `vec4_shape` are indexed separately, so only bits of `vec4_shape` are swizzled.
         if number < len(_bits(S.vec4_shape)):
             bases[number][-2] = word
     return gl.SharedLinearLayout(bases)

@@ -1,7 +1,7 @@
-"""x in shared memory as operand B of `mma`, for kernels in which each warp has columns of K of its own.
+"""Stage x in shared memory as operand B of `mma`, for kernels whose warps each have their own columns of K.
 
-A vec4 is the 16 bytes of a warp lane that hold operand B of two products. Warp lane 4 n + t has column n of
-eight: a row of x, or one digit of it. Two products with the same columns are an mma pair:
+A vec4 is the 16 bytes of a lane that hold operand B of two products. Lane 4 n + t has column n of eight: a
+row of x, or one digit of it. Two products with the same columns are an mma pair:
 
     floats     32 columns of x. As they lie in memory, [column n | word of a vec4 | lane t]: `ldmatrix` makes
                vec4s of them. Or, if registers are of two planes, as vec4s [column n | lane t | word], where a
@@ -103,9 +103,7 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
 
 @gluon.jit
 def load_b_fragment(x_smem, number, S: gl.constexpr):
-    """Load vec4s int32 [W, 32, 4] by their number. With fewer than eight columns, warp lanes hold the same
-    ones.
-    """
+    """Load vec4s int32 [W, 32, 4] by number; with fewer than eight columns, lanes share them."""
     COLUMN_DIGITS: gl.constexpr = 8 // S.columns_per_digit
     WORDS: gl.constexpr = 1 if S.as_vec4 else 4
     LANES: gl.constexpr = gl.BlockedLayout(
@@ -197,9 +195,7 @@ def _row_layout(S):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _row_of_x(m, M, order, S: gl.constexpr):
-    """Return the row of x of row number `m`, at most M - 1; with experts, the token of routed token
-    `order[m]`.
-    """
+    """Return the row of x of row number `m`, at most M - 1; with experts, the token of `order[m]`."""
     m = gl.minimum(m, M - 1)
     if order is not None:
         m = gl.load(order + m) // S.top_k
@@ -258,7 +254,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
             more_low, more_high = unpack2(others[number], S.dtype)
             sums = sums + (pack2(low + more_low, high + more_high, S.dtype),)
             at, inside = _x_pointers(total, M, None, number, S)
-            # Every program has all of `total`; the first one writes it.
+            # Every program computes all of `total`; the first one writes it.
             gl.store(at, sums[number], mask=inside & (gl.program_id(0) == 0))
         words = sums
     squares = gl.full([S.warps, 32, 4], 0.0, gl.float32, VEC4)

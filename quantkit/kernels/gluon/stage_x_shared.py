@@ -1,7 +1,7 @@
-"""x in shared memory for all warps of a program, and products of each warp's weights with it.
+"""Stage x in shared memory for all warps of a program, and multiply each warp's weights with it.
 
-Products are `mma` of one warp, which end at once, or `wgmma` of four warps, which run until they are waited
-for. For `small_m_gemm`. Written in Gluon.
+Products are `mma` of one warp, which are synchronous, or `wgmma` of four warps, which run until they are
+waited for. For `small_m_gemm`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quantkit.kernels.gluon.compat import async_load, in_flight
 
-#: Swizzles of x in shared memory: rows of 256 bytes of which `ldmatrix` reads 16 bytes of eight rows at once,
-#: and rows of 128 bytes as `wgmma` wants them.
+#: Swizzles of x in shared memory: rows of 256 bytes, of which `ldmatrix` reads 16 bytes of eight rows at
+#: once, and rows of 128 bytes as `wgmma` requires.
 ROWS_FOR_MMA = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
@@ -37,7 +37,7 @@ def stage_x_async(
     """Start copying x [M, K] from `column` on to shared memory, CHUNKS chunks of BLOCKS * WIDE columns.
 
     A chunk is [BLOCKS * BM, WIDE]: row b * BM + m has block b of row m of x. Rows from M on and columns from
-    K on are zeros. With experts, `order` names the routed tokens, of which a token has TOP_K.
+    K on are zeros. With experts, `order` names the routed tokens, TOP_K per token.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
@@ -54,10 +54,10 @@ def stage_x_async(
 
 @gluon.jit
 def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
-    """Wait until all chunks but the last LATER ones have been copied, and all that was copied before them."""
+    """Wait until all chunks but the last LATER have been copied, and everything copied before them."""
     async_copy.wait_group(LATER)
     if WGMMA:
-        # wgmma reads shared memory through another unit than the one that wrote it.
+        # wgmma reads shared memory through another proxy than the one that wrote it.
         fence_async_shared()
 
 
@@ -78,17 +78,16 @@ def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
 
 @gluon.constexpr_function
 def _in_place(count: int) -> str:
-    """Return constraints of PTX that takes `count` float32 registers and returns the same registers."""
+    """Return the constraints of PTX with `count` float32 registers as input and output."""
     return ",".join([*["=f"] * count, *map(str, range(count))])
 
 
 @gluon.jit
 def _wait(product, BM: gl.constexpr):
-    """Wait for the products that this warp group started; return the sums of `product`, float32 [16 * W, BM].
+    """Wait for the products of this warp group; return the sums of `product`, float32 [16 * W, BM].
 
-    Not `warpgroup_mma_wait`: from Triton 3.8 on it makes all W warps wait for each other. That took 1.07
-    times as long (H200, median of 48 products with 4 to 32 rows of x). x is not overwritten, so no barrier is
-    needed.
+    Not `warpgroup_mma_wait`: from Triton 3.8 on it synchronizes all W warps. That took 1.07 times as long
+    (H200, median of 48 products with 4 to 32 rows of x). x is not overwritten, so no barrier is needed.
     """
     # A thread has BM / 2 sums: 16 W * BM over 32 W threads.
     return gl.inline_asm_elementwise(
@@ -103,11 +102,10 @@ def _wait(product, BM: gl.constexpr):
 
 @gluon.jit
 def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Start the product of weights `q` [16 * W, 128] and block `at` of x [BM, 128]; `wait_mma` takes what it
-    returns.
+    """Start the product of weights `q` [16 * W, 128] and block `at` of x [BM, 128]; see `wait_mma`.
 
-    That is the product, float32 [16 * W, BM], and `row_scales` [16 * W]. The 128 columns are multiplied in
-    two halves: operand A of all columns would take twice the registers.
+    Returns the running product, float32 [16 * W, BM], and `row_scales` [16 * W]. The 128 columns are
+    multiplied in two halves: operand A of all columns would take twice the registers.
     """
     first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
     first = gl.convert_layout(first, A, assert_trivial=True)
@@ -124,7 +122,7 @@ def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.con
 
 @gluon.jit
 def wait_mma(total, pending, ON_SUMS: gl.constexpr):
-    """Wait for a product of `start_mma` and return the sums, float32 [16 * W, BM], with it."""
+    """Wait for a product of `start_mma`; return `total` plus the product, float32 [16 * W, BM]."""
     product, row_scales = pending
     found = _wait(product, total.shape[1])
     if ON_SUMS:

@@ -1,8 +1,7 @@
-"""Stream-K schedule of `wgmma_gemm`: which program does which k_steps of a tile, and how partial sums are
-added.
+"""Stream-K schedule of `wgmma_gemm`: which program computes which k_steps of a tile, and the fix-up.
 
-The first WHOLE_TILES tiles are done whole, one by one. k_steps of the other tiles, numbered TILE_STRIDE apart
-from tile to tile, are shared out, STEPS_PER_PROGRAM to each program (stream-K, arXiv 2301.03598):
+The first WHOLE_TILES tiles are computed whole, one by one. k_steps of the other tiles, numbered TILE_STRIDE
+apart from tile to tile, are divided, STEPS_PER_PROGRAM to each program (stream-K, arXiv 2301.03598):
 
     tiles      | A, k_steps 0..n    | B, k_steps 0..n    |
     programs   | 0      | 1      | 2      | 3      |          1 writes A, 3 writes B
@@ -21,12 +20,11 @@ from quantkit.kernels.gluon.compat import barrier
 
 @gluon.jit
 def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.constexpr, BM: gl.constexpr):
-    """Return the work of this program, int32 scalars: (whole tiles, all work items, first k_step, end k_step,
-    has_partial).
+    """Return the work of this program, as five int32 scalars.
 
-    k_steps count over all shared tiles. `has_partial` is 1 if the program's last k_steps are the beginning of
-    a tile that another program writes. That item is done first. The end of a tile that others began is done
-    last.
+    They are (whole tiles, all work items, first k_step, end k_step, has_partial); k_steps count over all
+    shared tiles. `has_partial` is 1 if the program's last k_steps are the beginning of a tile that another
+    program writes; that item is computed first. The end of a tile that others began is computed last.
     """
     program = gl.program_id(0)
     split_tiles = gl.cdiv(M, BM) * gl.cdiv(N, BN) - WHOLE_TILES
@@ -60,9 +58,7 @@ def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
 
 @gluon.jit
 def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr):
-    """Store the sums float32 [64, BM] of a warp group for the program that writes the tile, then set the
-    flag.
-    """
+    """Store the sums float32 [64, BM] of a warp group for the program that writes the tile; set the flag."""
     flat = _thread_order(total, BM)
     FLAT: gl.constexpr = flat.type.layout
     gl.store(_partial_pointers(gl.program_id(0), sums, group, FLAT, BN, BM), flat)
@@ -74,8 +70,7 @@ def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM
 def fixup(
     total, sums, before, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr, ACC: gl.constexpr
 ):
-    """Add the partial sums of programs `before` to this one, in their order, to `total` [64, BM]; clear the
-    flags.
+    """Add the partial sums of programs `before` to this one, in order, to `total` [64, BM]; clear the flags.
 
     Flags are cleared because a captured graph replays the same TOKEN. Programs start in the order of their
     numbers and wait only for smaller ones, so this cannot deadlock.
@@ -99,9 +94,7 @@ def fixup(
 
 @gluon.jit
 def _thread_order(total, BM: gl.constexpr):
-    """Return sums [64, BM] as [64 * BM], in the order in which threads hold them: four adjacent ones per
-    thread.
-    """
+    """Return sums [64, BM] as [64 * BM], in the order of threads: four adjacent sums per thread."""
     flat = gl.permute(gl.reshape(total, (4, 2, 8, BM // 8, 4, 2)), (3, 0, 2, 4, 1, 5))
     return gl.reshape(flat, (64 * BM,))
 
@@ -126,9 +119,9 @@ def _flag_pointers(program, sums, group: gl.constexpr, BN: gl.constexpr, BM: gl.
 
 @gluon.jit
 def _load_acquire(words):
-    """Load flags of other programs from pointers [...] to int64.
+    """Load flags of other programs from pointers [...] to int64, with acquire semantics.
 
-    Stores of those programs before the flag are visible after this.
+    Stores of those programs before the flag are visible afterwards.
     """
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [words], dtype=gl.int64, is_pure=False, pack=1

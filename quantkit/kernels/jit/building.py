@@ -1,7 +1,7 @@
 """Build layouts of weights without waiting for each: all are checked together at the end.
 
-A GPU works while the host prepares the next weight. Asking it whether a weight is sound, or finished, stalls
-both. So it is asked once, when the outermost `building` block ends.
+A GPU works while the host prepares the next weight. Asking it if a weight is valid, or finished, stalls both.
+So it is asked once, when the outermost `building` block ends.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from quantkit.kernels.jit.compile_pool import nothing_left_out
 
 @dataclass
 class _Pending:
-    """Checks that a block still owes: one-element flags with error texts, and devices to wait for."""
+    """Pending checks of a block: one-element flags with error texts, and devices to wait for."""
 
     faults: list[tuple[torch.Tensor, str]] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
@@ -39,12 +39,12 @@ _pending: ContextVar[_Pending | None] = ContextVar("pending", default=None)
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Open a block in which layouts are built; they may be used once the outermost one ends.
+    """Context manager: layouts built inside may be used once the outermost block ends.
 
-    Transforms of `torch.func` are off inside: tensors made within one have no memory for a kernel to write.
-    At the end it raises `FormatError` for the first weight that `refuse_if` flags.
+    Transforms of `torch.func` are off inside, because tensors made within one have no memory that a kernel
+    could write. At the end, `FormatError` is raised for the first weight that `refuse_if` flagged.
     """
-    # A layout outlives the run in which it is built, and that run may skip launches.
+    # A layout outlives the run that builds it, and that run may skip launches.
     with nothing_left_out():
         if _pending.get() is not None:
             yield
@@ -60,7 +60,7 @@ def building() -> Iterator[None]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Let the block end only after the work that `device` has been given in it.
+    """Make the block end only after all work of `device` in it.
 
     Kernels with PDL read weights before they wait for the kernel before them.
     """
@@ -69,12 +69,12 @@ def wait_for(device: torch.device) -> None:
 
 
 def refuse_if(flag: torch.Tensor, message: str) -> None:
-    """Let the block raise `FormatError(message)` if `flag`, bool or integer [1], is not zero."""
+    """Make the block raise `FormatError(message)` if `flag`, bool or integer [1], is not zero."""
     _ask(_Pending(faults=[(flag, message)]))
 
 
 def _ask(asked: _Pending) -> None:
-    """Add `asked` to the open block, or settle it at once where none is open."""
+    """Add `asked` to the open block, or settle it at once without one."""
     pending = _pending.get()
     if pending is None:
         asked.settle()

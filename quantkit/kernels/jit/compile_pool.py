@@ -1,4 +1,4 @@
-"""Compile all kernels of a run side by side, before they are launched.
+"""Compile all kernels of a run in parallel, before they are launched.
 
 Triton compiles a kernel at its first launch, and the launch waits. The kernels of a model take more than 10 s
 one after the other, on machines with cores for all of them.
@@ -35,9 +35,9 @@ class Compilers:
         self.leave_out = False
 
     def kernel(self, known: Any, compile_kernel: Callable[[], Any], needed: bool) -> Any:
-        """Return the kernel to launch: `known`, or what `compile_kernel` returns or promises.
+        """Return the kernel to launch: `known`, or the result or promise of `compile_kernel`.
 
-        Returns None where the launch is to be skipped. A kernel that is `needed` is waited for.
+        Returns None if the launch is to be skipped. A kernel that is `needed` is waited for.
         """
         found = compile_kernel() if known is None else known
         is_promise = hasattr(found, "result")
@@ -47,13 +47,13 @@ class Compilers:
         return None if self.leave_out else found
 
 
-#: State of the current run; None where launches wait for their kernel.
+#: State of the current run; None if launches wait for their kernel.
 COMPILERS: ContextVar[Compilers | None] = ContextVar("compilers", default=None)
 
 
 @contextmanager
 def nothing_left_out() -> Iterator[None]:
-    """Open a block in which no launch is skipped, because its results are kept after the run."""
+    """Context manager: skip no launch inside, because its results are kept after the run."""
     token = COMPILERS.set(None)
     try:
         yield
@@ -67,14 +67,14 @@ def compiled_first(
     rewind: Callable[[], None] | None = None,
     ahead: Callable[[_Result], object] | None = None,
 ) -> _Result:
-    """Call `run`, which launches kernels on `device`; missing kernels are compiled side by side first.
+    """Call `run`, which launches kernels on `device`; missing kernels are compiled in parallel first.
 
     With all kernels in memory or in Triton's cache on disk, `run` is called once. Otherwise it is called
     twice. Results of the first call are undefined, except for indices (`launcher.IndexLaunch`) and layouts of
     weights (`building`).
 
-    `rewind` undoes what the first call changed. `ahead` gets that call's result and launches what runs next,
-    so that its kernels are compiled too; its exceptions are logged.
+    `rewind` undoes the changes of the first call. `ahead` gets its result and launches what runs next, so
+    that those kernels are compiled too; its exceptions are logged.
     """
     if device.type != "cuda" or "triton" not in device_features(device) or COMPILERS.get() is not None:
         return run()
@@ -86,7 +86,7 @@ def compiled_first(
         return run()
     if knobs.runtime.interpret or active_mode.get() is not None:
         return run()
-    # In a context of its own, so that Triton's mode ends with it, whatever the reason.
+    # In a separate context, so that Triton's mode ends with it in any case.
     found = copy_context().run(_attempt, run, rewind, ahead)
     if found is not None:
         return found[0]
@@ -125,11 +125,11 @@ def _launched(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run`, and `ahead` if launches are skipped; return None if `run` raised because of those."""
+    """Call `run`, and `ahead` if launches are skipped; return None if skipped launches made `run` raise."""
     try:
         result = run()
     except Exception:
-        # It may have refused undefined results.
+        # `run` may have refused undefined results.
         if not compilers.leave_out:
             raise
         return None

@@ -1,7 +1,7 @@
 """Compile kernels in other processes, into Triton's cache.
 
-Much of Triton's compiler is Python, of which a process runs one thread at a time. These processes import
-neither torch nor, as `multiprocessing` would, the main program.
+Much of Triton's compiler is Python, so threads of one process would take turns. These processes import
+neither torch nor the main program, which `multiprocessing` would import.
 """
 
 import atexit
@@ -29,7 +29,7 @@ IDLE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel to compile: where its source is, and everything that Triton compiles it for."""
+    """Kernel to compile: the place of its source, and everything that Triton compiles it for."""
 
     module: str
     name: str
@@ -45,9 +45,9 @@ class Request:
 
 
 def compile_elsewhere(request: Request) -> bool:
-    """Compile a kernel in another process; return True if Triton's cache on disk has it now.
+    """Compile a kernel in another process; return True if Triton's cache on disk then has it.
 
-    On any failure the caller can still compile it. A warning then says that this is slower.
+    On any failure the caller can still compile it; a warning says that this is slower.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         _warn("sys.executable is no Python")
@@ -111,12 +111,12 @@ class _Worker:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, in which Python finds the same quantkit and Triton."""
+    """Return this process's environment, with paths to the same quantkit and Triton."""
     import triton
 
     found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = [str(Path(str(package.__file__)).parents[1]) for package in (quantkit, triton)]
-    # Without the usual places: put before the standard library, they could shadow its modules.
+    # Without the default paths: before the standard library they could shadow its modules.
     usual = {*site.getsitepackages(), site.getusersitepackages()}
     paths = [place for place in places if place not in usual] + [found.get("PYTHONPATH", "")]
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -12,20 +12,20 @@ from quantkit.kernels.problem import device_features
 
 
 class Launch:
-    """A kernel with its grid and constexprs; called with the remaining arguments.
+    """Kernel with its grid and constexprs; called with the remaining arguments.
 
-    At every call Triton looks a compiled kernel up by the text of everything it was compiled with. That takes
-    longer than most kernels run. Here the key is only what still varies: the device, dtypes of tensors,
+    At every call, Triton looks up a compiled kernel by the text of everything it was compiled with. That
+    takes longer than most kernels run. Here the key is only what still varies: the device, dtypes of tensors,
     16-byte alignment, and kinds of integers.
     """
 
-    #: True if it is launched also in runs that skip launches (`compile_pool.compiled_first`).
+    #: True to launch it even in runs that skip launches (`compile_pool.compiled_first`).
     is_needed = False
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
         self._kernel = kernel
         self._grid = (*grid, 1, 1)[:3]
-        # Explicit, because Triton 3.10 turns the default off: a * b + c rounds once.
+        # Set explicitly: Triton 3.10 changes the default. a * b + c rounds once.
         self._options = {"enable_fp_fusion": True} | options
         # Constexprs that follow the other arguments, in the order of the signature.
         self._known = tuple(options[name] for name in kernel.arg_names if name in options)
@@ -56,10 +56,10 @@ class Launch:
             self._compiled[key] = compiled
 
     def fixed(self, arguments: Sequence[Any], places: Sequence[tuple[int, int]]) -> "FixedLaunch | None":
-        """Return the launch of these arguments with some addresses left open, or None.
+        """Return the launch of these arguments with the addresses at `places` left open, or None.
 
         A place is (argument, number of its address). None means that the kernel was not launched yet, or that
-        Triton compiles it for more than addresses that are multiples of 16.
+        Triton specializes it for more than addresses that are multiples of 16.
         """
         if self._by_size or not all(isinstance(one, torch.Tensor | int) for one in arguments):
             return None
@@ -70,7 +70,7 @@ class Launch:
         return FixedLaunch(compiled, self._grid, every, places)
 
     def _key(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return everything that still varies in what Triton compiles the kernel for."""
+        """Return the key: everything that still varies in what Triton compiles the kernel for."""
         first, block = arguments[0], ()
         if not isinstance(first, torch.Tensor):
             first, block = first.base, tuple(first.block_shape)
@@ -92,7 +92,7 @@ class Launch:
 
 
 class _Recorded:
-    """A stand-in for a compiled kernel whose `run` records its arguments and launches nothing."""
+    """Stand-in for a compiled kernel whose `run` records its arguments and launches nothing."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -128,10 +128,10 @@ def is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[An
 
 
 class FixedLaunch:
-    """A compiled kernel with all arguments but some addresses: one call of Triton's launcher.
+    """Compiled kernel with all arguments fixed except some addresses: one call of Triton's launcher.
 
-    It leaves out what `CompiledKernel.__getitem__` does at each call: asking for device, stream and hooks,
-    recording for hooks, and looking up each tensor's address in the driver.
+    It skips the per-call work of `CompiledKernel.__getitem__`: querying device, stream and hooks, recording
+    for hooks, and looking up each tensor's address in the driver.
     """
 
     __slots__ = ("_arguments", "_before", "_compiled", "_grid", "_places", "_run")
@@ -161,7 +161,7 @@ class FixedLaunch:
 
 
 def is_watched() -> bool:
-    """Return True if launches cannot be fixed: some are skipped, or Triton's hooks want each."""
+    """Return True if launches cannot be fixed: some are skipped, or Triton's hooks observe each."""
     if COMPILERS.get() is not None:
         return True
     runtime = _knobs()
@@ -169,7 +169,7 @@ def is_watched() -> bool:
 
 
 def _has_calls(hook: Any) -> bool:
-    """Return True if a hook has anything to call; a chain of hooks may be empty."""
+    """Return True if a hook calls anything; a chain of hooks may be empty."""
     return bool(getattr(hook, "calls", hook))
 
 
@@ -189,23 +189,23 @@ def stream_getter() -> Callable[[int], int]:
 
 
 class IndexLaunch(Launch):
-    """A launch that is never skipped: its results are indices, from which others compute addresses."""
+    """Launch that is never skipped: its results are indices, from which others compute addresses."""
 
     is_needed = True
 
 
 def _kind(number: int) -> int:
-    """Return what a kernel is compiled for: 1 is a constant, multiples of 16 are marked, 64 bits a type."""
+    """Return what Triton specializes for: 1 is a constant, multiples of 16 are marked, 64 bits are a type."""
     return -1 if number == 1 else (number & 15 == 0) + 2 * (number >> 31 != 0)
 
 
 def launch_features(device: torch.device) -> frozenset[str]:
-    """Return the features that kernels may use on `device`; none where they are interpreted."""
+    """Return the features that kernels may use on `device`; none in interpreted mode."""
     return device_features(device) if device.type == "cuda" else frozenset()
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Open a block in which `device` is the current one, if it is a GPU."""
+    """Context manager: make `device` current, if it is a GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

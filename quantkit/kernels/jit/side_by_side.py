@@ -14,7 +14,7 @@ from quantkit.kernels.jit.compile_worker import Request, compile_elsewhere
 
 
 class SideBySide(AsyncCompileMode):  # type: ignore[misc]
-    """Compile mode: kernels in Triton's cache on disk are loaded at once, others compiled meanwhile."""
+    """Compile mode: kernels in Triton's cache on disk are loaded at once, others are compiled in parallel."""
 
     def submit(
         self,
@@ -23,7 +23,7 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
         finish: Callable[[Any], None],
         *clean_up: Callable[[Any], None],
     ) -> Any:
-        """Return the kernel if Triton's cache has it, else a promise of it.
+        """Return the kernel if Triton's cache has it, else a promise.
 
         `clean_up` forgets a promise that failed; Triton passes it from 3.9 on.
         """
@@ -36,10 +36,10 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
 
 
 def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any:
-    """Compile a kernel of quantkit elsewhere, then load it here, with its launcher (C code)."""
+    """Compile a quantkit kernel in another process, then load it here, with its launcher (C code)."""
     if request is not None and request.module.startswith("quantkit.kernels."):
         compile_elsewhere(request)
-    # Reads the compiled kernel from the cache, or compiles it.
+    # Loads the compiled kernel from the cache, or compiles it.
     kernel = compile_kernel()
     driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
@@ -48,7 +48,7 @@ def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any
 def _request(compile_kernel: Callable[[], Any]) -> Request | None:
     """Describe what Triton is about to compile, for another process.
 
-    Returns None where this Triton hides it, bypasses its cache, or has a hook that asks this process.
+    Returns None if this Triton hides it, bypasses its cache, or has a hook that asks this process.
     """
     known = getclosurevars(compile_kernel).nonlocals
     is_told = {"src", "target", "options"} <= set(known)

@@ -1,1 +1,1 @@
-"""The fragment layout of packed weights, its repacking, and how codes in registers become floats."""
+"""Fragment layout of packed weights: repacking, and dequantizing codes in registers."""

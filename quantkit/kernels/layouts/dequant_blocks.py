@@ -1,7 +1,7 @@
 """Device functions of the fused kernels: dequantize codes, load scales and zero-points, finish sums.
 
-Tensors have the axes of the fragment layout (`quantkit.kernels.layouts.fragment_layout`), so that reshaping
-and transposing only renames registers. Axis W is divided among the warps, axis L is looped over in a warp.
+Tensors have the axes of the fragment layout (`quantkit.kernels.layouts.fragment_layout`), so reshaping and
+transposing only renames registers. Axis W is divided among the warps; a warp loops over axis L.
 """
 # mypy: ignore-errors
 
@@ -11,8 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
-    """Load block `number` of `expert_blocks` int32 [P, 3]: expert, first routed token, number of routed
-    tokens.
+    """Load block `number` of `expert_blocks` int32 [P, 3]: expert, first routed token, number of tokens.
 
     `quantkit.kernels.moe.permute_kernels` writes them. With EARLY, before PDL's wait, the loads bypass L1.
     """
@@ -26,7 +25,7 @@ def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
 def output_rows(order, m, M):
     """Return the rows of y, int64 [m], for row numbers `m` of M of this program.
 
-    For experts, `order` points to the first routed token of the block, and names the rows.
+    For experts, `order` points to the first routed token of the block, and lists the rows.
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -88,7 +87,7 @@ def dequant_codes(
     else:
         operands = tiles
         if TABLE is not None:
-            # Each warp lane holds another value, although Triton takes this for a scalar.
+            # Each lane holds another value, although Triton sees a scalar.
             operands = operands + (tl.inline_asm_elementwise(TABLE, "=r,l", [lut], tl.int32, True, 1),)
         return _planes_last(_expression(operands, ASM, CONSTRAINTS, PLANES), PLANES).to(DTYPE, bitcast=True)
 
@@ -115,9 +114,7 @@ def _value(lanes, lut, FIELDS: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def _moved(lanes, FIELDS: tl.constexpr, PLANE: tl.constexpr, MOVE: tl.constexpr):
-    """Apply move number MOVE of plane PLANE to `lanes`: shift and mask the register that it names, uint32
-    [...].
-    """
+    """Apply move number MOVE of plane PLANE to `lanes`: shift and mask one of its registers, uint32 [...]."""
     move: tl.constexpr = FIELDS[PLANE].moves[MOVE]
     lane = lanes[move.register]
     if move.right > 0:
@@ -161,9 +158,7 @@ def _expression(operands, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PLANES: 
 
 @triton.jit
 def _planes_last(q, PLANES: tl.constexpr):
-    """Join PLANES tensors [...] to [..., 2, 2, ...]; the first new axis is the highest bit of the plane
-    number.
-    """
+    """Join PLANES tensors [...] to [..., 2, 2, ...]; the first new axis is the highest plane bit."""
     if PLANES == 2:
         return tl.join(q[0], q[1])
     elif PLANES == 4:
@@ -193,10 +188,9 @@ def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
 def load_by_lane(
     values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr, INLINE: tl.constexpr = False
 ):
-    """Load V values per row and block: [4, 8, W, L, V, 2], with axes t, r, warp, loop, group of the block,
-    row // 8.
+    """Load V values per row and block: [4, 8, W, L, V, 2], axes t, r, warp, loop, group, row // 8.
 
-    `row_tile` is [L], `block` [W, L]. The four warp lanes t of a row load the same values. With INLINE, which
+    `row_tile` is [L], `block` [W, L]. The four lanes t of a row load the same values. With INLINE, which
     allows PTX, 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1], for `scales_by_lane`.
     """
     if INLINE and values.dtype.element_ty.primitive_bitwidth == 8:
@@ -253,9 +247,9 @@ def _bfloat16(byte, KIND: tl.constexpr):
 def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
     """Return PTX from a register of scale bytes to two registers of two bfloat16 each.
 
-    KIND is an encoding that carries a factor. FIRST and SECOND are the selectors of `prmt`: bytes 0 to 3, and
-    4 for zero. With TWICE the lower bfloat16 is copied to both halves. That multiplies by 2^20 + 2^4 (e5m3),
-    on other units than those of shifts and selections.
+    KIND is an encoding that carries a factor. FIRST and SECOND are selectors of `prmt`: bytes 0 to 3, and 4
+    for zero. TWICE copies the lower bfloat16 to both halves by a multiplication by 2^20 + 2^4 (e5m3), which
+    runs on other units than shifts and selections.
     """
     times, more = {"e5m3": (16, "0x70107010"), "e8m0": (128, "0")}[KIND]
     times *= 0x10001 if TWICE else 1
@@ -266,8 +260,7 @@ def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
 
 @triton.jit
 def scale_value(stored, KIND: tl.constexpr):
-    """Convert scales [...] to float32; `KIND` is the encoding of an int8
-    (`kernels/layouts/fragment_scales.py`).
+    """Convert scales [...] to float32; `KIND` is the int8 encoding (`kernels/layouts/fragment_scales.py`).
 
     No scale is NaN: `build` refuses those. The e8m0 2^-127 becomes 0.
     """
@@ -286,7 +279,7 @@ def scale_value(stored, KIND: tl.constexpr):
 
 @triton.jit
 def begin_rms_norm(out, other, weight, OFFSET: tl.constexpr):
-    """Return `out` + `other`, rounded, and that times (`weight` + OFFSET): all of RMSNorm but the division.
+    """Return `out` + `other`, rounded, and that times (`weight` + OFFSET): RMSNorm without the division.
 
     All are [...] in the dtype of `out`.
     """

@@ -1,14 +1,14 @@
-"""Unpack expressions: how codes in the 16-bit lanes of registers become floats.
+"""Dequantization expressions: how codes in the 16-bit lanes of registers become floats.
 
-A 32-bit register has two 16-bit lanes. The same 16-bit lane of a few registers holds one code of each plane:
-as many whole codes as fit in each register, and the last codes in the bits left over. For 3 bits, three
-registers hold the codes of 16 planes:
+A 32-bit register has two 16-bit lanes. The same lane of a few registers holds one code of each plane: as many
+whole codes as fit in each register, and the last codes in the bits left over. For 3 bits, three registers
+hold the codes of 16 planes:
 
     register 0   p 4 4 4 3 3 3 2 2 2 1 1 1 0 0 0        p: lowest bit of the code of plane 15
     register 1   q 9 9 9 8 8 8 7 7 7 6 6 6 5 5 5        q: its next bit
 
-An expression takes the registers and returns a float for each plane. Codes of e2m1 are interleaved instead.
-One shift then brings more bits to their places in a bfloat16 (s sign, e exponent, m mantissa):
+An expression takes the registers and returns a float for each plane. Codes of e2m1 are interleaved instead:
+one shift then brings more bits to their places in a bfloat16 (s sign, e exponent, m mantissa):
 
     bit of lane   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     plane          0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
@@ -39,7 +39,7 @@ from quantkit.packing.formats import FloatFormat, NumberFormat
 
 @dataclass(frozen=True)
 class Lane:
-    """A kind of float that codes become: its bits, mantissa bits and exponent bias."""
+    """Kind of float that codes become: its bits, mantissa bits and exponent bias."""
 
     width: int
     mantissa_bits: int
@@ -112,7 +112,7 @@ def placement(number_format: NumberFormat) -> tuple[tuple[Field, ...], ...]:
 
 @dataclass(frozen=True)
 class Move:
-    """Bits of a register to be shifted right by `right`, left if negative, then masked."""
+    """Bits of a register to shift right by `right` (left if negative) and then mask."""
 
     register: int
     right: int
@@ -121,7 +121,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Plane:
-    """Recipe of the value of a plane: (moved bits | `base`) as a float, times `factor`, plus `addend`.
+    """Recipe for the value of a plane: (moved bits | `base`) as a float, times `factor`, plus `addend`.
 
     If `looked_up`, the moved bits are a code, whose value is looked up.
     """
@@ -169,7 +169,7 @@ def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
 
 
 def bias_factor(number_format: FloatFormat, lane: Lane) -> float:
-    """Return the value of a number of the format over the value of its bits moved to a `lane` float."""
+    """Return value / value of the bits moved to a `lane` float, the same for every number of the format."""
     return 2.0 ** (lane.bias - number_format.bias)
 
 
@@ -201,7 +201,7 @@ def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> tuple[Plan
     found = []
     for fields in placement(number_format):
         moves = {q: bit_moves(fields, q.__add__) for q in places}
-        # The shift that needs the fewest new shift instructions.
+        # Choose the shift that needs the fewest new shift instructions.
         q = min(places, key=lambda q: sum((m.register, m.right) not in shifted for m in moves[q]))
         shifted.update((move.register, move.right) for move in moves[q])
         found.append(Plane(moves[q], magic, *places[q]))

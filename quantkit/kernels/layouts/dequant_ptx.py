@@ -1,13 +1,13 @@
-"""Unpack expressions as inline PTX, for two 16-bit lanes of a register at a time.
+"""Dequantization expressions as inline PTX, for two 16-bit lanes of a register at a time.
 
 Each 16-bit lane becomes a 16-bit float, by the steps that `quantkit.kernels.layouts.dequant_expressions`
-describes. Two kinds of formats differ:
+describes. Two kinds of formats need other steps.
 
-- 8-bit integers, which do not fit the mantissa of a bfloat16; - tables of up to 32 values. Each warp lane
-holds one value, and a warp shuffle fetches it.
+8-bit integers do not fit the mantissa of a bfloat16. In tables of up to 32 values, each lane of a warp holds
+one value, and a warp shuffle fetches it.
 
-4-bit tables may also lie in shared memory, where there is room. The table then has both values of each byte
-of two codes, 32 times, so that no two warp lanes meet in a bank:
+4-bit tables may also lie in shared memory, if there is room. The table then has both values for each byte of
+two codes. There are 32 copies, so that no two lanes of a warp access the same bank:
 
     word    7 6 5 4 3 2 1 0      address = 128 * byte + 4 * warp lane      values of codes 2 i and 2 i + 1
             upper    lower       of byte i = codes 2 i + 1, 2 i            in the halves of what is loaded
@@ -74,9 +74,7 @@ class Writer:
         return f"t{self.temporaries - 1}"
 
     def shift(self, register: int, right: int) -> str:
-        """Return register `register` shifted right by `right` bits, left if negative; bits cross 16-bit
-        lanes.
-        """
+        """Return `register` shifted right by `right` bits, left if negative; bits cross 16-bit lanes."""
         operand = f"${self.outputs + register}"
         if right == 0:
             return operand
@@ -106,8 +104,7 @@ class Writer:
 def expression(
     number_format: NumberFormat, dtype: str, *, bare: bool = False, some: tuple[int, int] | None = None
 ) -> Expression | None:
-    """Return the expression of a format for activations of `dtype`; None if values must be looked up in
-    memory.
+    """Return the expression of a format for activations of `dtype`; None if it needs a table in memory.
 
     A `bare` expression of a float format omits the product with its `bias_factor`. `some` = (first, end)
     selects the planes that it has outputs for.
@@ -149,11 +146,10 @@ def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Exp
 
 
 def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: slice) -> Expression:
-    """Write the expression of integers with one bit more than the mantissa; the highest bit selects the
-    addend.
+    """Write the expression of integers with one bit more than the mantissa.
 
-    With P = 2^mantissa: the low bits give P + (code mod P). Then -2 P is added if the highest bit is 0, -P if
-    it is 1.
+    The highest bit selects the addend. With P = 2^mantissa, the low bits give P + (code mod P). Then -2 P is
+    added if the highest bit is 0, -P if it is 1.
     """
     fields = placement(number_format)[wanted]
     writer = Writer(number_format.bits, len(fields))
@@ -171,8 +167,7 @@ def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: s
 
 
 def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
-    """Write the expression of a table in warp lanes: lane i holds the value of code i modulo the number of
-    codes.
+    """Write the expression of a table in lanes: lane i holds the value of code i modulo the code count.
 
     A shuffle reads the low five bits of a lane number only, so bits above a code may stay.
     """
@@ -203,14 +198,13 @@ def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
 def shared_table(
     number_format: NumberFormat, dtype: str, warps: int, copies: int = COPIES, *, of_planes: bool = False
 ) -> Expression | None:
-    """Return the expression with a table in shared memory that `warps` warps fill; None if the format has
-    none.
+    """Return the expression with a table in shared memory; None if the format has none.
 
-    The table has 16 or 32 `copies` of each pair. Outputs are registers of two 16-bit lanes of one plane. With
-    `of_planes` they are registers of two planes of one 16-bit lane, as loaded: planes 0 and 1 of the lower
-    lane, the same of the upper lane, then planes 2 and 3.
+    `warps` warps fill the table, which has 16 or 32 `copies` of each pair. Outputs are registers of two
+    16-bit lanes of one plane. With `of_planes` they are registers of two planes of one 16-bit lane, as
+    loaded: planes 0 and 1 of the lower lane, the same of the upper lane, then planes 2 and 3.
 
-    `fill` runs once. It writes the whole table and waits until all of these warps have.
+    `fill` runs once. It writes the whole table and waits for all of these warps.
     """
     if not has_shared_table(number_format, dtype):
         return None
@@ -249,9 +243,7 @@ def _of_lane(copies: int) -> str:
 
 
 def _fill_table(name: str, warps: int, copies: int) -> str:
-    """Return PTX in which each thread of `warps` warps writes its share of a shared table, 16 bytes at a
-    time.
-    """
+    """Return PTX in which each thread of `warps` warps writes its share of a table, 16 bytes at a time."""
     threads, size = 32 * warps, shared_bytes(copies)
     # First bit of the byte of two codes in the number of a 16-byte store.
     byte = (copies // 4).bit_length() - 1

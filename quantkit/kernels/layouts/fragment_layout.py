@@ -75,7 +75,7 @@ class Geometry:
     dot: int
     #: Columns that share a scale; k for one scale per channel or tensor.
     group: int
-    #: True if scales multiply weights, not sums; the power of two that they then carry, or 1.
+    #: True if scales multiply weights, not sums; then the power of two that they carry, or 1.
     on_weights: bool
     carried: float
     #: Encoding of scales: a result of `fragment_scales.scale_kind`.
@@ -263,7 +263,7 @@ def _values(number_format: NumberFormat, carried: float, device: torch.device) -
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor | None:
-    """Return which codes are NaN, uint8 [2**bits]; None if none is, or for a fitted code book."""
+    """Return 1 for codes that are NaN, uint8 [2**bits]; None without such codes, or for a fitted book."""
     if isinstance(number_format, FittedFormat) or not any(map(math.isnan, number_format.values)):
         return None
     return torch.tensor([math.isnan(value) for value in number_format.values], device=device).byte()
@@ -287,7 +287,7 @@ def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
         for start in range(0, n, step):
             place(words, start // ROWS, weight.codes(start, start + step), number_format, shape, found)
     if found is not None:
-        # Unpack expressions would give such codes a value.
+        # Dequantization expressions would give such codes a value.
         refuse_if(found, f"a {weight.scheme} weight has codes that stand for no number. {_VERIFY}")
     if shape.scale_kind == "e5m3":
         # Codes take the signs of scales. To check first for negative scales, the host would have to wait.
@@ -307,10 +307,9 @@ def place_words(
     shape: Geometry,
     found: torch.Tensor | None = None,
 ) -> None:
-    """Repack words int32 [rows, W] of packing "bits" into `words` int16 [.., spans, tiles, 256], from row
-    tile `first`.
+    """Repack words int32 [rows, W] of packing "bits" into `words` int16 [.., spans, tiles, 256].
 
-    Padding gets code 0. `found` int32 [1] becomes 1 if a code is NaN.
+    Writes row tiles from `first` on. Padding gets code 0. `found` int32 [1] becomes 1 if a code is NaN.
     """
     _repack(words, first, stored, number_format.bits, number_format, shape, found)
 
@@ -384,9 +383,7 @@ def repack_constants(
 
 
 def _pieces(bits: int, field: Field) -> Iterator[tuple[int, ...]]:
-    """Yield a row of `FIELDS` of `repack_codes`, without the plane, for each stored part with bits of
-    `field`.
-    """
+    """Yield a row of `FIELDS` of `repack_codes`, without the plane, for each stored part of `field`."""
     before = 0
     for width in parts(bits):
         first = max(field.first, before)

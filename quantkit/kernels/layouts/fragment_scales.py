@@ -2,7 +2,7 @@
 
 Scales keep their dtype; 8-bit scales are stored as int8. 8-bit scales that multiply weights become bfloat16,
 unless they carry a factor (`Geometry.carried`). Those are multiplied by a power of two that moves them to the
-top of the range of bfloat16. A shift and an addition then make the bits of a bfloat16, or, 16 places to the
+top of the range of bfloat16. A shift and an addition then make the bits of a bfloat16 or, 16 places to the
 left, of a float32:
 
     e8m0            b << 7       0 bbbbbbbb 0000000    an exponent, as stored; 0 is zero
@@ -26,7 +26,7 @@ _CARRYING = {torch.float8_e4m3fn: "e5m3", torch.float8_e8m0fnu: "e8m0"}
 #: Least exponent of the largest e8m0 scale, so that products with weights are finite and normal. Scales more
 #: than 2^120 smaller than the largest give zero.
 _LARGEST = 252
-#: Of e5m3: the exponent of its factor, the bits of the bfloat16 of byte 0, and the byte for zero.
+#: Exponent of the factor of e5m3, bits of the bfloat16 of byte 0, and byte of zero.
 _UNIT, _BASE, _ZERO = 117, 0x7010, 255
 #: Dtypes with exponents of 8 bits.
 _WIDE = torch.bfloat16, torch.float32
@@ -50,9 +50,7 @@ class Carrying:
 
 
 def carrying(scale: torch.Tensor) -> Carrying:
-    """Encode scales [weights, rows, groups], e8m0 or e4m3 without NaN, as bytes that carry a factor, without
-    signs.
-    """
+    """Encode scales [weights, rows, groups], e8m0 or e4m3 without NaN, as unsigned bytes with a factor."""
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
         more = (_LARGEST - exponents.amax((1, 2), keepdim=True)).clamp(min=0)
@@ -75,9 +73,7 @@ def padding(kind: str) -> int:
 
 
 def lowered(scale: torch.Tensor, kind: str, binades: int) -> torch.Tensor | None:
-    """Return scales of the layout [...] times 2^-binades, same dtype; None if `kind` cannot represent
-    them.
-    """
+    """Return scales [...] times 2^-binades in their dtype; None if `kind` cannot represent them."""
     if kind == "e8m0":
         return _bytes((scale.view(torch.uint8).int() - binades).clamp(min=0))
     if kind == "e5m3" and binades <= _ROOM:

@@ -26,8 +26,9 @@ from quantkit.packing.formats import NumberFormat
 
 @dataclass(frozen=True)
 class Bytes:
-    """Recipe from codes to signed bytes: byte = ((code << `lift`) - `less`) ^ `flip`, worth `byte_scale`
-    each.
+    """Recipe from codes to signed bytes: byte = ((code << `lift`) - `less`) ^ `flip`.
+
+    A byte of 1 has the value `byte_scale`.
     """
 
     lift: int
@@ -44,7 +45,7 @@ class Bytes:
 
 @lru_cache(maxsize=256)
 def as_bytes(number_format: NumberFormat) -> Bytes | None:
-    """Return how codes become bytes in proportion to their values; None if they do not."""
+    """Return how codes become bytes proportional to their values; None if that is impossible."""
     values = number_format.numbers
     if not values or number_format.values[: len(values)] != values:
         return None
@@ -59,11 +60,11 @@ def as_bytes(number_format: NumberFormat) -> Bytes | None:
 
 
 def _ways(number_format: NumberFormat) -> Iterator[Bytes]:
-    """Yield ways to make bytes of codes, fewest instructions first, scaled so that code 0 has its value."""
+    """Yield ways to make bytes from codes, fewest instructions first, scaled so that code 0 has its value."""
     bits, lowest = number_format.bits, number_format.values[0]
     top = 8 - bits
     ways = [(top, 0x80, 0), (top, 0xC0, 0)]
-    # Below the highest bit, which is set meanwhile.
+    # Below the highest bit, which is set temporarily.
     ways += [(top - 1, 0x80, 1 << (top - 1))] if top else []
     for lift, flip, less in ways:
         first = Bytes(lift, flip, less, 1.0).of(0)

@@ -32,10 +32,10 @@ def repack_codes(
     BITS: tl.constexpr, TILES: tl.constexpr, PLANES: tl.constexpr, FIELDS: tl.constexpr,
     CHECK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write `words` int16 [N / 16, SPANS, TILES, 256], from row tile `first` on, from `stored` uint8 [N,
-    STRIDE].
+    """Write `words` int16 [N / 16, SPANS, TILES, 256] from `stored` uint8 [N, STRIDE].
 
-    `stored` has rows of K codes of `BITS` bits. Grid: (N / 16, SPANS / C); a program has 16 rows and C spans.
+    Writes row tiles from `first` on. `stored` has rows of K codes of `BITS` bits. Grid: (N / 16, SPANS / C);
+    a program has 16 rows and C spans.
 
     `FIELDS` has eight numbers per field: plane, register, position in the 16-bit lane, first bit of the code,
     mask; then, of the stored part with the field, bits before the part, its width, and first bit in it. With

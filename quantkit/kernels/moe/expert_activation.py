@@ -23,11 +23,11 @@ def activate_experts(
     alpha: float = 1.0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Return [P, N] from gate and up side by side, `y` [P, 2 N], in y's dtype.
+    """Add bias and apply the activation to gate and up side by side, `y` [P, 2 N]; return [P, N].
 
-    `bias` [E, 2 N] has that of each expert, gate and up in turns if `interleaved`, else one after the other;
-    `index` [T, top_k] says whose a row is. Rows of no expert are undefined. `limit` bounds gate from above
-    and up from both sides. Sums are float32.
+    The result has y's dtype. `bias` [E, 2 N] is per expert: gate and up alternate if `interleaved`, else gate
+    comes first; `index` [T, top_k] are the experts of rows. Rows without an expert are undefined. `limit`
+    bounds gate from above and up from both sides. Sums are float32.
     """
     out: torch.Tensor = torch.ops.quantkit.activate_experts(y, index, bias, kind, limit, alpha, interleaved)
     return out
@@ -68,7 +68,7 @@ def _launch(
     dtypes: tuple[torch.dtype | None, ...],
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch for `rows` rows. `dtypes` are those of its tensors, for which it is compiled."""
+    """Build the launch for `rows` rows, compiled for `dtypes` of its tensors."""
     from quantkit.kernels.moe.expert_activation_kernel import activate_experts as kernel
 
     without = {"bias": None} if dtypes[-1] is None else {}

@@ -1,8 +1,8 @@
-"""Grouped GEMM: the products of all routed tokens with their experts in one launch, and its torch operators.
+"""Grouped GEMM: the products of all routed tokens with their experts in one launch, as torch operators.
 
-A routed token p is number p % top_k of the experts of token p // top_k. `sort_tokens_by_expert` runs on the
-device, so that a forward pass does not wait and CUDA graphs can capture it. torch.compile sees three
-operators. They have no gradients.
+Routed token p is number p % top_k of the experts of token p // top_k. `sort_tokens_by_expert` runs on the
+device, so a forward pass does not wait, and CUDA graphs can capture it. torch.compile sees three operators.
+They have no gradients.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class ExpertsLayout:
     """Operands of the grouped GEMM: `matrices` packed matrices [n, k] per expert, stacked.
 
     For one activation dtype and one device. `tensors` have a first dimension, experts * matrices.
-    `single_row_ratio` is that of `permute.usual_block_rows`.
+    `single_row_ratio` is an argument of `permute.usual_block_rows`.
     """
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class ExpertsLayout:
 class SortedTokens(NamedTuple):
     """Routed tokens sorted by expert: `order` [P] int32 and `expert_blocks` [P, 3] int32.
 
-    `moe/permute_kernels.py` says what they hold. `single_row_ratio` is that of `permute.usual_block_rows`.
+    `moe/permute_kernels.py` defines them. `single_row_ratio` is an argument of `permute.usual_block_rows`.
     """
 
     order: torch.Tensor
@@ -61,9 +61,9 @@ class SortedTokens(NamedTuple):
 
 
 def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
-    """Return why experts with such weights run one after the other; None where they run grouped.
+    """Return why experts with such weights run one after the other; None if they run grouped.
 
-    `problem` is that of one matrix, of which an expert has `matrices`.
+    `problem` is one matrix; an expert has `matrices` of them.
     """
     forced = forced_kernel()
     if forced and kernel_named(forced).grouped is None:
@@ -85,7 +85,7 @@ def build_experts_layout(
 ) -> ExpertsLayout | None:
     """Build the layout of `weights`, expert by expert, all [N, K] in one scheme.
 
-    Returns None where they do not run grouped. On a GPU a warning then says why, once.
+    Returns None if they do not run grouped. On a GPU a warning then gives the reason, once.
     """
     weights = list(weights)
     if not weights:
@@ -178,9 +178,9 @@ torch.library.define(
 
 
 def _forced() -> str:
-    """Return the kernel that `QUANTKIT_KERNEL` forces, "" if it forces none.
+    """Return the kernel that `QUANTKIT_KERNEL` forces, "" if none.
 
-    Raises `KernelError` for a kernel that cannot run grouped experts.
+    Raises `KernelError` for a kernel without grouped experts.
     """
     forced = forced_kernel()
     if forced and kernel_named(forced).grouped is None:
@@ -192,7 +192,7 @@ def _forced() -> str:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
-    """Return the most routed tokens of an expert block, for the kernels that are to run."""
+    """Return the most routed tokens of an expert block, for the kernels that will run."""
     return fused_kernels.expert_block_rows(routed, experts, single_row_ratio, _forced())
 
 
@@ -249,8 +249,7 @@ torch.library.impl("quantkit::experts_linear", "default", run_experts)
 
 
 def gates_experts(device: torch.device, x: torch.Tensor, order: torch.Tensor, *of: Any) -> bool:
-    """Return True if the kernel that the operator runs on `device` can gate its output, as `run_experts`
-    does.
+    """Return True if the operator's kernel on `device` can gate its output, as in `run_experts`.
 
     `x` is [T or P, K], `order` [P] int32.
     """
@@ -271,8 +270,9 @@ def _grouped(
     single_row_ratio: int,
     chained: bool,
 ) -> tuple[Problem, str, Grouping, Any]:
-    """Return the problem of one matrix, the kernel's name, the grouping and the tile, for `x` [T, K] or [P,
-    K].
+    """Return the problem of one matrix, the kernel's name, the grouping and the tile.
+
+    `x` is [T, K] or [P, K].
     """
     routed, columns = order.shape[0], x.shape[1]
     problem = Problem.on(device, routed, out_features, columns, parse_token(scheme), x.dtype)
@@ -283,7 +283,7 @@ def _grouped(
 
 
 def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
-    """Return why no kernel whose warps share x runs these expert blocks, for the log; "" if one does."""
+    """Return why no kernel whose warps share x supports these expert blocks, for the log; "" if one does."""
     sharing = fused_kernels.grouped_kernels(shares_x=True)
     if row in {kernel.name for kernel in sharing}:
         return ""

@@ -10,16 +10,16 @@ from quantkit.kernels.layouts.shared_memory import power_of_two
 
 #: Most routed tokens of a small expert block, for kernels with few rows of x; and of any expert block.
 SMALL_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
-#: Routed tokens per expert from which blocks are larger. The first is for weights that kernels with a shared
-#: x do not take (H200, 16 tokens of Mixtral at int4: 215 us instead of 293). The second is for all others
-#: (H100, 8 per expert: 0.94 of the time of small blocks at int4, 0.95 at fp8, 1.05 at int3, 1.10 at nvfp4).
+#: Routed tokens per expert from which blocks are larger. The first is for weights unsupported by kernels with
+#: a shared x (H200, 16 tokens of Mixtral at int4: 215 us instead of 293). The second is for all others (H100,
+#: 8 per expert: 0.94 of the time of small blocks at int4, 0.95 at fp8, 1.05 at int3, 1.10 at nvfp4).
 TILED_TOKENS, MANY_TOKENS = 4, 8
-#: Most routed tokens that one program sorts by comparing all pairs; the second if counting them would take a
-#: launch of its own.
+#: Most routed tokens that one program sorts by comparing all pairs; the second number if counting would take
+#: a launch of its own.
 COMPARED, MOST_COMPARED = 64, 128
 #: Routed tokens per step of a program: of `count_tokens`, and of `sort_tokens_by_expert`.
 COUNTED, PLACED = 512, 2048
-#: Most buckets (experts, and one for no expert) for which each program counts all routed tokens itself.
+#: Most buckets (experts, and one for no expert) with which each program counts all routed tokens itself.
 FEW_BUCKETS = 256
 #: Columns per program of `combine_experts`.
 WEIGHED = 1024
@@ -28,9 +28,9 @@ WEIGHED = 1024
 def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
     """Return the most routed tokens of an expert block: 1, `SMALL_BLOCK_ROWS`, or up to `MAX_BLOCK_ROWS`.
 
-    It is 1 if there are at least `single_row_ratio` experts per routed token: few experts then have two
-    tokens. H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8. A
-    ratio of 0 means never, for weights that kernels with a shared x do not take.
+    It is 1 with at least `single_row_ratio` experts per routed token: few experts then have two tokens. H100,
+    as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8. A ratio of 0
+    means never, for weights unsupported by kernels with a shared x.
     """
     usual = -(-3 * routed // (2 * experts))
     if 0 < single_row_ratio * routed <= experts:
@@ -52,9 +52,7 @@ class _Order:
 
 @lru_cache(maxsize=4096)
 def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
-    """Build the launches for `routed` routed tokens. `dtype` is that of the index, for which kernels are
-    compiled.
-    """
+    """Build the launches for `routed` routed tokens; kernels are compiled for `dtype` of the index."""
     from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
 
@@ -81,9 +79,8 @@ def sort_tokens_by_expert(
     """Sort routed tokens by expert (moe_align_block_size), without waiting for the GPU.
 
     `index` [P] int64 or int32, contiguous, P >= 1, has the expert of each routed token. `rows` is the most
-    routed tokens of an expert block.
-
-    Returns `order` [P] int32 and `expert_blocks` [P, 3] int32, as the kernel of that name writes them.
+    routed tokens of an expert block. Returns `order` [P] int32 and `expert_blocks` [P, 3] int32, as the
+    kernel of the same name writes them.
     """
     routed = len(index)
     run = _order(routed, experts, rows, index.dtype, features)
@@ -110,7 +107,7 @@ def _weigh(
     dtypes: tuple[torch.dtype | None, ...],
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `combine_experts`. `dtypes` are those of its tensors, for which it is compiled."""
+    """Build the launch of `combine_experts`, compiled for `dtypes` of its tensors."""
     from quantkit.kernels.moe.permute_kernels import combine_experts as kernel
 
     grid = (tokens, -(-n // WEIGHED))

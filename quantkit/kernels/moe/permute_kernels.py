@@ -6,7 +6,7 @@ tokens of one expert, adjacent in the order. A program of the grouped GEMM multi
     order         [P]     int32   routed tokens, sorted by expert; those without an expert last
     expert_blocks [P, 3]  int32   (expert, first place in `order`, number of routed tokens)
 
-There are P blocks, so that the host need not know how many are used. Unused blocks have 0 routed tokens.
+There are always P blocks, so the host need not know how many are used. Unused blocks have 0 routed tokens.
 """
 # mypy: ignore-errors
 
@@ -32,10 +32,10 @@ def sort_few_tokens(
 
 @triton.jit
 def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Write `order` and `expert_blocks` of routed tokens `routed` [P], of `expert` [P] int32.
+    """Write `order` and `expert_blocks` of routed tokens `routed` [P] with experts `expert` [P] int32.
 
-    `valid` [P] is False for padding; where it is True, `routed` rises. `expert` is EXPERTS for routed tokens
-    that have none.
+    `valid` [P] is False for padding; among valid ones, `routed` ascends. `expert` is EXPERTS for routed
+    tokens without an expert.
     """
     expert = tl.where(valid, expert, EXPERTS + 1)
     # Sums over the other routed tokens go along axis 0, which lies within a thread.

@@ -1,6 +1,6 @@
 """MoE router in few launches: small dense GEMMs, and top-k of the logits.
 
-Beside each function are its references: what models of transformers compute in torch.
+Each function has references: what models of transformers compute in torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,8 @@ from quantkit.kernels.moe.grouped_gemm import expert_block_rows
 from quantkit.kernels.ops.norm import norm_options
 
 #: Limits within which `small_linear` is faster than torch: N, M * N, and M * N * K. The fourth is M * N * K
-#: if y is float32, as torch then converts the weight first. The last is the largest K that fits in registers.
+#: for a float32 y, for which torch converts the weight first. The last is the largest K that fits in
+#: registers.
 SMALL_ROWS, SMALL, SMALL_PRODUCTS, WIDE_PRODUCTS, MOST_COLUMNS = 1024, 4096, 8 << 20, 32 << 20, 16384
 #: Largest M of `norm_linear`: each program computes the norm of its rows again.
 NORMED_ROWS = 2
@@ -83,17 +84,16 @@ def norm_linear(
 
 
 def route_mixtral_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` with weights over the chosen logits, as Mixtral does: `logits` [T, E] -> [T, top_k]
-    twice.
-    """
+    """Compute `route` as Mixtral does, with weights over the chosen logits: [T, E] -> [T, top_k] twice."""
     weights, index = torch.topk(F.softmax(logits.float(), dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
     return weights, index
 
 
 def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` with rounded weights over the chosen logits, as Qwen3-MoE does: [T, E] -> [T, top_k]
-    twice.
+    """Compute `route` as Qwen3-MoE does, with rounded weights over the chosen logits.
+
+    `logits` are [T, E]; returns weights and experts, [T, top_k] each.
     """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     weights /= weights.sum(dim=-1, keepdim=True)
@@ -101,16 +101,18 @@ def route_qwen_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor
 
 
 def route_olmo_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` with rounded weights over all logits, as OLMoE and Qwen2-MoE do: [T, E] -> [T, top_k]
-    twice.
+    """Compute `route` as OLMoE and Qwen2-MoE do, with rounded weights over all logits.
+
+    `logits` are [T, E]; returns weights and experts, [T, top_k] each.
     """
     weights, index = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), top_k, dim=-1)
     return weights.to(logits.dtype), index
 
 
 def route_granite_reference(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `route` with rounded weights over the chosen logits, as Granite does: [T, E] -> [T, top_k]
-    twice.
+    """Compute `route` as Granite does, with rounded weights over the chosen logits.
+
+    `logits` are [T, E]; returns weights and experts, [T, top_k] each.
     """
     largest, index = logits.float().topk(top_k, dim=-1)
     return F.softmax(largest, dim=-1).type_as(logits), index
@@ -153,9 +155,9 @@ class Routing:
 
     Without a bias, weights are the softmax over all logits, or over the chosen ones if `of_chosen`.
 
-    With a bias, scores are sigmoid(logit) + bias. Only the `kept` of `groups` groups count whose two largest
-    scores have the largest sum (arXiv 2412.19437). Weights are `factor` times the chosen sigmoids over their
-    sum.
+    With a bias, scores are sigmoid(logit) + bias. Only `kept` of `groups` groups count: those with the
+    largest sums of their two largest scores (arXiv 2412.19437). Weights are `factor` times the chosen
+    sigmoids over their sum.
 
     Weights are float32, or have the dtype of the logits if `rounded`.
     """
@@ -189,20 +191,20 @@ def route(
 
 
 def can_route_and_sort(logits: torch.Tensor, top_k: int) -> bool:
-    """Return True if `route_and_sort` takes `logits` [T, E] with this `top_k`."""
+    """Return True if `route_and_sort` supports `logits` [T, E] with this `top_k`."""
     few = power_of_two(len(logits)) * power_of_two(top_k) <= ORDERED
     return few and (len(logits) == 1 or _has_warps(logits))
 
 
 def _has_warps(logits: torch.Tensor) -> bool:
-    """Return True if `logits` [T, E] has rows short enough that each token of a program has its own warp."""
+    """Return True if rows of `logits` [T, E] are so short that each token of a program has its own warp."""
     return power_of_two(logits.shape[1]) * logits.itemsize <= LOADED
 
 
 def route_and_sort(
     logits: torch.Tensor, bias: torch.Tensor | None = None, *, single_row_ratio: int, **routing: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `route` returns, and the fields of `SortedTokens`, in one launch.
+    """Return the results of `route` and the fields of `SortedTokens`, in one launch.
 
     `logits` [T, E], `bias` [E] -> weights and experts [T, top_k], `order` [T * top_k] int32, `expert_blocks`
     [T * top_k, 3] int32. `can_route_and_sort` must be true.
@@ -224,9 +226,7 @@ def route_and_sort(
 def _operands(
     logits: torch.Tensor, bias: torch.Tensor | None, how: Routing
 ) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    """Return the arguments of the kernel except sorted tokens, and the outputs: weights and experts [T,
-    top_k].
-    """
+    """Return the kernel's arguments except sorted tokens; and the outputs, weights and experts [T, top_k]."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     size = len(logits), how.top_k
     weights = torch.empty(size, dtype=logits.dtype if how.rounded else torch.float32, device=logits.device)

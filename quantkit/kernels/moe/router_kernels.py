@@ -54,10 +54,9 @@ def route(
     TOKENS: tl.constexpr, OF_CHOSEN: tl.constexpr, SIGMOID: tl.constexpr, FACTOR: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write `weights` and `index` int64 [T, TOP_K] of the top-k of `logits` [T, EXPERTS]. Grid: (T /
-    TOKENS,).
+    """Write `weights` and `index` int64 [T, TOP_K] of the top-k of `logits` [T, EXPERTS].
 
-    Weights are exp(logit) over the sum of all, or of the chosen ones if OF_CHOSEN.
+    Grid: (T / TOKENS,). Weights are exp(logit) over the sum of all, or of the chosen ones if OF_CHOSEN.
 
     With SIGMOID, top-k goes by sigmoid(logit) + `bias` [EXPERTS], within KEPT of GROUPS groups. Weights are
     FACTOR sigmoid(logit) over the sum of the chosen ones.
@@ -128,8 +127,9 @@ def _sigmoid(x):
 
 @triton.jit
 def _largest(orders, place, AXIS: tl.constexpr):
-    """Return the largest int32 of `orders` [..., N] along AXIS, its last, and its `place` [..., 1]; the first
-    of equals.
+    """Return the largest int32 of `orders` [..., N] along AXIS, the last, and its `place` [..., 1].
+
+    Of equal numbers, the first counts.
     """
     best = tl.max(orders, axis=AXIS, keep_dims=True)
     return best, tl.min(tl.where(orders == best, place, orders.shape[AXIS]), axis=AXIS, keep_dims=True)

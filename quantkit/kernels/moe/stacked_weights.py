@@ -1,7 +1,7 @@
-"""Fragment layouts of stacked weights, such as all matrices of the experts of a layer.
+"""Build fragment layouts of stacked weights, such as all matrices of the experts of a layer.
 
-Building one layout takes the host longer than the GPU, whatever its size. So weights of one scheme and shape
-are concatenated along N and built as one weight.
+Building one layout takes the host longer than the GPU, for any size. So weights of one scheme and shape are
+concatenated along N and built as one weight.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from quantkit.kernels.jit.building import wait_for
 from quantkit.kernels.layouts.fragment_layout import ROWS
 from quantkit.packing.tensor import PackedTensor
 
-#: Bytes of words that are repacked at a time, or one weight if that has more. Copies of words and scales take
-#: several times this memory.
+#: Bytes of words repacked at a time, or one weight if that has more. Copies of words and scales take several
+#: times this memory.
 BYTES_AT_ONCE = 1 << 26
 
 
@@ -37,9 +37,7 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
 
 
 def can_be_one(weight: PackedTensor) -> bool:
-    """Return True if the layouts of such weights [N, K] are adjacent parts of the layout of their
-    concatenation.
-    """
+    """Return True if layouts of such weights [N, K] are adjacent parts of their concatenation's layout."""
     scheme, rows = weight.scheme, weight.shape[0]
     return (
         # No row tile or word of zero-points has rows of two weights.
@@ -59,7 +57,7 @@ def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
     parts = {name: torch.cat(tensors) for name, tensors in zip(scheme.part_names, of_all, strict=True)}
     divisors = parts.get("global_scale")
     if divisors is not None:
-        # The layout is built with divisors of 1, and its factors are multiplied by the divisors after.
+        # Build the layout with divisors of 1, and multiply its factors by the divisors afterwards.
         parts["global_scale"] = torch.ones_like(divisors[:1])
     whole = PackedTensor.from_parts(parts, scheme, (n * count, k))
     codes, scale, zero, factor, values = build_fragments(whole, dtype, count)

@@ -19,8 +19,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 MOST_FEATURES = 256
 #: Most splits of the keys of a head that `combine_splits` adds up.
 MAX_SPLITS = 64
-#: Bytes of a key or value, and query heads per program, that `PLANS` are for. With more of either, a program
-#: takes fewer keys per step.
+#: Bytes of a key or value, and query heads per program, that `PLANS` were made for. With more of either, a
+#: program takes fewer keys per step.
 KEY_BYTES, FEW_HEADS = 256, 8
 #: Most query heads per program, and fewest keys of an `mma`.
 MOST_HEADS, LEAST_KEYS = 16, 16
@@ -28,10 +28,10 @@ MOST_HEADS, LEAST_KEYS = 16, 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Split of keys among programs, for up to `most` key heads per multiprocessor.
+    """Division of keys among programs, for up to `most` key heads per multiprocessor.
 
     A program has `warps` warps; each takes `keys` keys per step. There are up to `programs` programs per
-    multiprocessor, at least one per head, and no more than there are keys for.
+    multiprocessor, at least one per head, and at most as many as the keys suffice for.
     """
 
     most: float
@@ -57,7 +57,7 @@ PLANS = (
 def why_not(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> str | None:
-    """Return why `decode_attention` does not take these tensors; None if it does.
+    """Return why `decode_attention` does not support these tensors; None if it does.
 
     `query` [B, H, T, D], `key` [B, H', L, D], `value` [B, H', L, V], `mask` of any shape.
     """
@@ -206,9 +206,9 @@ def _attention(
     norms: HeadNorms | None = None,
     settled: bool = False,
 ) -> torch.Tensor:
-    """Launch `attend`, and `combine_splits` where several programs share a head: [B, 1, H, V].
+    """Launch `attend`, and `combine_splits` if several programs share a head: [B, 1, H, V].
 
-    `query`, `key`, `value` and `mask` are those of `decode_attention`. `new` has k, v, cos, sin and
+    `query`, `key`, `value` and `mask` are as for `decode_attention`. `new` has k, v, cos, sin and
     cache_length of a new token, and `strides` the strides of the first four.
     """
     batch, heads, _, _ = query.shape
@@ -291,7 +291,7 @@ class _Sizes:
 
 @lru_cache(maxsize=1024)
 def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
-    """Return the plan for `length` keys of such sizes, and the programs that share those of a head."""
+    """Return the plan for `length` keys of such sizes, and the number of programs per head."""
     heads = sizes.kv_heads * sizes.blocks
     plan = next(one for one in PLANS if heads <= one.most * multiprocessors)
     is_long = sizes.key_bytes > KEY_BYTES
@@ -301,7 +301,7 @@ def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
         plan = replace(plan, warps=max(2, plan.warps // 2))
     steps = -(-length // (plan.warps * plan.keys))
     most = max(1, min(plan.programs * multiprocessors // heads, MAX_SPLITS // plan.warps))
-    # The fewest programs with which the longest takes no more steps.
+    # Use the fewest programs that do not increase the steps of the longest one.
     longest = -(-steps // most)
     return plan, -(-steps // longest)
 

@@ -249,9 +249,7 @@ def _store(
     sums, stats, split, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Store `acc` [W, VP, G] to `sums`, and `largest` and `total` [W, G] to `stats`, for split `split` and
-    on.
-    """
+    """Store `acc` [W, VP, G] to `sums`, `largest` and `total` [W, G] to `stats`, from split `split` on."""
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
     m = tl.arange(0, 8)[:, None, None]
@@ -382,8 +380,9 @@ def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
 def _load_columns(
     at, stride, first, valid, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
 ):
-    """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8]; S is runs of 64
-    features.
+    """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8].
+
+    S is the number of runs of 64 features.
     """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None, None]

@@ -48,11 +48,11 @@ def fill_reference(caches: list[torch.Tensor], states: list[torch.Tensor], clear
 
 
 def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) -> None:
-    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D]; with `clear` the others
-    become 0.
+    """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D].
 
-    A pair has one dtype and device; T is the same for all. One launch serves all rooms of a shape. Pairs that
-    are not made of contiguous 8-byte words use `fill_reference`. The host does not wait for the GPU.
+    With `clear` the other tokens become 0. A pair has one dtype and device; T is the same for all. One launch
+    serves all rooms of a shape. Pairs that are not made of contiguous 8-byte words use `fill_reference`. The
+    host does not wait for the GPU.
     """
     launches: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     others: list[tuple[torch.Tensor, torch.Tensor]] = []

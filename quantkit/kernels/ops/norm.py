@@ -10,7 +10,7 @@ from quantkit.kernels.layouts.shared_memory import power_of_two
 
 #: Largest N: a program keeps a row in registers.
 MOST_COLUMNS = 32768
-#: By kind of norm: True if numbers are rounded before they are multiplied by weights, and the offset added to
+#: By kind of norm: True if values are rounded before they are multiplied by weights, and the offset added to
 #: weights.
 NORMS: dict[str, tuple[bool, float]] = {"llama": (True, 0.0), "olmo": (False, 0.0), "gemma": (False, 1.0)}
 

@@ -146,9 +146,7 @@ def empty_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def angles(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return `cos` and `sin` [B or 1, 1, T, D], same dtype and equal strides, and their strides of B (0 if 1)
-    and T.
-    """
+    """Return `cos` and `sin` [B or 1, 1, T, D] with equal strides, and these strides of B (0 if 1) and T."""
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2)

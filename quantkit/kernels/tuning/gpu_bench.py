@@ -23,16 +23,16 @@ from quantkit.kernels.tuning.timing import copies, graph_time, random_packed, re
 from quantkit.packing.tensor import PackedTensor
 from quantkit.signals import HeldSignals, kept_from_children
 
-#: M from which 3 copies of a weight suffice: a product then takes long compared to reading the L2 cache.
+#: Least M for which 3 copies of a weight suffice: a product then takes long compared to reading the L2 cache.
 MANY_ROWS, FEW_COPIES = 1024, 3
-#: Seconds until compiling a candidate is given up.
+#: Seconds before compiling a candidate is given up.
 COMPILE_SECONDS = 120
 #: Seconds between checks for signals meanwhile.
 CHECK_SECONDS = 0.5
 
 
 class GpuBench:
-    """A random packed weight on the GPU, in enough copies to exceed the L2 cache."""
+    """Random packed weight on the GPU, in enough copies to exceed the L2 cache."""
 
     def __init__(self, packed: PackedTensor, dtype: torch.dtype) -> None:
         """Build the layouts of `packed` [n, k] for activations of `dtype`."""
@@ -64,9 +64,9 @@ class GpuBench:
         return kernel_named(candidate.kernel).launch(x, self.packed, layout, None, **tile)
 
     def _expected(self, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return x [m, k], y = x W^T with W dequantized by torch, and the size of y's errors.
+        """Return x [m, k], y = x W^T with W dequantized by torch, and the expected size of y's errors.
 
-        Both results are float32 [m, n]. Rounding errors of a sum's terms are independent, so that their
+        Both results are float32 [m, n]. Rounding errors of the terms of a sum are independent, so their
         squares add up.
         """
         if m not in self.expected:
@@ -91,10 +91,9 @@ class GpuBench:
 
 @contextmanager
 def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[None]:
-    """Turn lack of registers or memory into `Unfit`, and other errors into `KernelError`: the GPU may be
-    lost.
+    """Raise lack of registers or memory as `Unfit`, and other errors as `KernelError`.
 
-    `packed` is a weight [N, K], `m` the rows of x.
+    After other errors the GPU may be unusable. `packed` is a weight [N, K], `m` the rows of x.
     """
     try:
         yield
@@ -109,7 +108,7 @@ def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[N
 
 @contextmanager
 def gpu_bench(weight: Weight) -> Iterator[GpuBench]:
-    """Open the bench of a weight on the current GPU; its memory is freed at the end."""
+    """Context manager: yield the bench of a weight on the current GPU; its memory is freed at the end."""
     device = torch.device("cuda", torch.cuda.current_device())
     bench = GpuBench(random_packed(weight.scheme, weight.n, weight.k, device), weight.dtype)
     try:
@@ -134,8 +133,8 @@ def gpu_target() -> Target:
 class CompilePool:
     """Compile candidates in `jobs` processes that share Triton's cache and use no GPU.
 
-    A compiler that crashes or hangs loses one candidate only. A signal ends the block at the next candidate
-    that is submitted or waited for.
+    A compiler that crashes or hangs loses one candidate only. A signal ends the block when the next candidate
+    is submitted or awaited.
     """
 
     def __init__(self, jobs: int, target: Target) -> None:
@@ -158,7 +157,7 @@ class CompilePool:
             self._threads.shutdown(wait=False, cancel_futures=True)
             for worker in self._workers:
                 worker.kill()
-            # No thread waits for a worker any more.
+            # No thread waits for a worker at this point.
             self._threads.shutdown()
         finally:
             self._signals.__exit__(kind, error, trace)
@@ -213,7 +212,7 @@ class _Worker:
         return reason
 
     def _has_answered(self, connection: Connection) -> bool:
-        """Return True if there is an answer in time; raises `Interrupted` once a signal is held."""
+        """Return True if an answer arrives in time; raise `Interrupted` once a signal is held."""
         left: float = COMPILE_SECONDS
         while not connection.poll(min(left, CHECK_SECONDS)):
             self._signals.check()
@@ -223,7 +222,7 @@ class _Worker:
         return True
 
     def kill(self) -> None:
-        """End the process, even while it compiles."""
+        """End the process, even during a compilation."""
         self._killed = True
         if self._process is not None:
             self._process.kill()
@@ -245,10 +244,10 @@ class _Worker:
 
 def _work(connection: Connection, target: Target) -> None:
     """Compile candidates from `connection` until it closes."""
-    # Before Triton is imported: its interpreter compiles nothing.
+    # Before Triton is imported: in interpreter mode it compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)
-    # The process that measures must not wait for a core.
+    # Lower priority, so that the measuring process never waits for a core.
     os.nice(10)
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -273,7 +272,7 @@ def _work(connection: Connection, target: Target) -> None:
 
 
 class CompileOnly:
-    """A Triton driver with only what compiling asks for, without a GPU."""
+    """Triton driver without a GPU, with only what compiling needs."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -288,4 +287,4 @@ class CompileOnly:
         return 0
 
     def launcher_cls(self, source: Any, metadata: Any) -> None:
-        """Build no launcher: nothing is launched."""
+        """Create no launcher: nothing is launched."""

@@ -25,7 +25,7 @@ COARSE, FINE = 3, 15
 FINALISTS = 3
 #: A kernel whose first tile is this many times slower than the best keeps that tile.
 HOPELESS = 3.0
-#: A winner must take less than this part of the time of the rules' choice: the rest is noise.
+#: Largest time of a winner relative to the rules' choice: smaller gains are noise.
 MARGIN = 0.98
 #: Largest error of an output y, a sum of terms t, relative to |y| + sqrt(sum t^2). Weights and y are rounded
 #: to the dtype of x, by at most 2^-9 or 2^-12. One sum in 10^9 errs by 6 standard deviations.
@@ -35,13 +35,15 @@ HALF_LIMIT = 2.0**-5
 
 
 class Unfit(Exception):
-    """Raised for a candidate that this GPU cannot run; the message says what it lacks."""
+    """This GPU cannot run a candidate; the message says what it lacks."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight [n, k] in `scheme`, for activations of `dtype`; sums may be float16 with
-    `fp16_accumulation`."""
+    """Weight [n, k] in `scheme`, for activations of `dtype`.
+
+    `fp16_accumulation` allows float16 sums.
+    """
 
     scheme: Scheme
     n: int
@@ -53,7 +55,7 @@ class Weight:
         return f"{self.scheme} {self.n}x{self.k}"
 
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
-        """Return its product with m rows of x, with the scheme as kernels see it."""
+        """Return its product with m rows of x; the scheme is as kernels see it."""
         problem = Problem(
             m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.fp16_accumulation
         )
@@ -62,7 +64,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel's name with a tile, None for a kernel without tiles."""
+    """Name of a kernel with a tile, None for a kernel without tiles."""
 
     kernel: str
     tile: Any = None
@@ -72,7 +74,7 @@ class Candidate:
 
 
 class Bench(Protocol):
-    """A weight under measurement."""
+    """Protocol of a weight under measurement."""
 
     def error(self, candidate: Candidate, m: int) -> float:
         """Return the largest error of its result, relative as in `LIMITS`; NaN for NaN. Raises `Unfit`."""
@@ -82,10 +84,10 @@ class Bench(Protocol):
 
 
 class Compiler(Protocol):
-    """Compiles candidates ahead, while others are measured."""
+    """Protocol for compiling candidates ahead, while others are measured."""
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
-        """Start compiling; the returned function waits, and returns why it failed, or None."""
+        """Start compiling; return a function that waits, and returns why it failed, or None."""
 
 
 @dataclass
@@ -95,13 +97,13 @@ class Search:
     problem: Problem
     #: The choice of the rules.
     rules: Candidate
-    #: The entry of a table so far.
+    #: Previous entry of a table.
     before: Entry | None = None
     #: Kernels that try more tiles than their first; None for all.
     searched: frozenset[str] | None = None
     coarse: dict[Candidate, float] = field(default_factory=dict)
     fine: dict[Candidate, float] = field(default_factory=dict)
-    #: Candidates that cannot win, and why: those that do not fit, and those whose results are wrong.
+    #: Candidates that cannot win, with the reason: they do not fit, or their results are wrong.
     rejected: dict[Candidate, str] = field(default_factory=dict)
     wrong: set[Candidate] = field(default_factory=set)
 
@@ -109,12 +111,12 @@ class Search:
     def of(
         cls, problem: Problem, before: Entry | None = None, searched: frozenset[str] | None = None
     ) -> "Search":
-        """Start the search of a problem from the choice of the rules, and the entry `before` of a table."""
+        """Start the search of a problem from the rules' choice, and a table's previous entry `before`."""
         chosen = choose_by_rules(problem)
         return cls(problem, Candidate(chosen.kernel.name, chosen.tile), before, searched)
 
     def candidates(self) -> list[Candidate]:
-        """Return the candidates of the next pass; none if the search is done."""
+        """Return the candidates of the next pass; none if the search is complete."""
         if not self.coarse and not self.rejected:
             found = [one for kernel in tunable_kernels(self.problem) for one in self._starts(kernel)]
         else:
@@ -126,7 +128,7 @@ class Search:
         return [one for one in dict.fromkeys(found) if one not in self.coarse and one not in self.rejected]
 
     def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
-        """Yield the tiles with which a kernel starts."""
+        """Yield the first tiles of a kernel."""
         yield Candidate(
             kernel.name, None if kernel.tile_space is None else kernel.tile_space.rule(self.problem)
         )
@@ -151,7 +153,7 @@ class Search:
         return min(mine, key=lambda one: self.fine.get(one, mine[one]))
 
     def measure(self, bench: Bench, candidate: Candidate, failure: str | None) -> None:
-        """Check and time a candidate, unless compiling it ended with `failure`."""
+        """Check and time a candidate, unless compiling it failed with `failure`."""
         try:
             if failure is not None:
                 raise Unfit(failure)
@@ -171,7 +173,7 @@ class Search:
                 self.fine[candidate] = bench.time(candidate, self.problem.m, FINE)
 
     def entry(self) -> Entry | None:
-        """Return the winner, for a tile table; None where nothing ran."""
+        """Return the winner as an entry of a tile table; None if nothing ran."""
         if not self.fine:
             return None
         best = min(self.fine, key=lambda one: self.fine[one])
@@ -193,7 +195,7 @@ class Search:
 
 
 def _limit(problem: Problem, candidate: Candidate) -> float:
-    """Return the largest error that a candidate may have."""
+    """Return the largest accepted error of a candidate."""
     return HALF_LIMIT if getattr(candidate.tile, "fp16_accumulation", False) else LIMITS[problem.dtype]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from quantkit.errors import UsageError
 
-#: [N, K] of linears: as transformers has them, and with q, k, v and gate, up fused, as engines have them.
+#: [N, K] of linears by model: as in transformers, and with q, k, v and gate, up fused, as in engines.
 MODEL_SHAPES: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "llama3-8b": {
         "q": (4096, 4096),
@@ -51,7 +51,7 @@ def shapes_named(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     for name in names:
         model, _, linear = name.partition(".")
         sides = _SIDES.fullmatch(name)
-        # `qwen2.5-7b` has a dot of its own.
+        # `qwen2.5-7b` itself has a dot.
         known = next(
             (known for known in MODEL_SHAPES if name == known or name.startswith(f"{known}.")), model
         )

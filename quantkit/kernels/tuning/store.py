@@ -1,4 +1,4 @@
-"""Files of tile tables: those that ship with quantkit, and the user's, which wins."""
+"""Read and write files of tile tables: the shipped ones, and the user's, which takes precedence."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from quantkit.kernels.tuning.tile_table import OtherTable, TileTable, from_json,
 
 #: Environment variable; `none` leaves tiles to the rules.
 TILES_VARIABLE = "QUANTKIT_TILES"
-#: Largest table. One with every format and 40 shapes has about 1 MB.
+#: Largest file in bytes. A table with every format and 40 shapes has about 1 MB.
 MAX_BYTES = 16 << 20
 _REMEDY = "Delete it, or run `quantkit tune`."
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("quantkit.kernels")
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A table and its `source`: a path or "shipped", and the GPU if it was measured on another one."""
+    """Table and its `source`: a path or "shipped", and the GPU if it was measured on another one."""
 
     table: TileTable
     source: str
@@ -34,7 +34,7 @@ class StoredTable:
 def stored_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
     """Return the tables for `gpu`, the user's first, then shipped ones; none if `QUANTKIT_TILES=none`.
 
-    Raises `KernelError` for a damaged table. Tables for another GPU or version, and unreadable ones, are
+    Raises `KernelError` for a damaged table. Unreadable tables, and those of another GPU or version, are
     skipped with a warning.
     """
     if os.environ.get(TILES_VARIABLE) == "none":
@@ -81,11 +81,11 @@ def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...
 
 
 def shipped_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[TileTable, ...]:
-    """Return the shipped tables for a GPU: its own, then by name those of GPUs like it.
+    """Return the shipped tables for a GPU: its own, then, by name, those of similar GPUs.
 
-    Alike means the same compute capability and number of multiprocessors. Such GPUs differ in memory
-    bandwidth, for which the same tiles are fast. H100 with the H200's table, 355 products of Llama-3 8B: 0.95
-    to 1.00 of the rules' time for M up to 16, 0.86 at M = 64.
+    Similar means the same compute capability and number of multiprocessors. Such GPUs differ in memory
+    bandwidth, which hardly affects the fastest tiles. H100 with the H200's table, 355 products of Llama-3 8B:
+    0.95 to 1.00 of the rules' time for M up to 16, 0.86 at M = 64.
     """
     kernels, own = tuple(kernels), file_name(gpu)
     found = []
@@ -98,7 +98,7 @@ def shipped_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[TileTable, ...]
             continue
         like = _gpu_in(data, str(file))
         if (like.capability, like.multiprocessors) == (gpu.capability, gpu.multiprocessors):
-            # Tiles too large for this GPU's shared memory are refused when they are chosen.
+            # Tiles too large for this GPU's shared memory are refused when they are selected.
             found.append(_parsed(data, str(file), None, kernels))
     return tuple(table for table in found if table is not None)
 
@@ -116,7 +116,7 @@ def _shipped() -> Traversable:
 def _parsed(
     data: bytes | None, source: str, gpu: Gpu | None, kernels: tuple[Kernel, ...]
 ) -> TileTable | None:
-    """Parse a file's table, for `gpu` or for the GPU it names; None where there is none."""
+    """Parse a file's table, for `gpu` or for the GPU it names; None if there is no file."""
     if data is None:
         return None
     gpu = gpu or _gpu_in(data, source)

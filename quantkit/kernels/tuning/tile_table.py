@@ -30,9 +30,9 @@ from quantkit.files import parse_json, shown
 from quantkit.kernels.problem import ACTIVATION_DTYPES, GPU_FEATURES, Gpu, Kernel, Problem, tile_text
 from quantkit.packing.schemes import Scheme
 
-#: Version of the format and of the kernels: a table of another version does not apply to these kernels.
+#: Version of the format and of the kernels: tables of another version are not used.
 VERSION = 14
-#: Kernel names in tables of version 12, and those of today.
+#: Current kernel names by their names in tables of version 12.
 _KERNELS_OF_12 = {
     "fused-stream": "fused-gemv",
     "fused-narrow": "fused-small-m",
@@ -40,7 +40,7 @@ _KERNELS_OF_12 = {
     "fused-tiled": "fused-portable",
     "fused-skinny": "fused-portable-gemv",
 }
-#: Largest M with a bucket.
+#: Largest M of a bucket.
 MAX_M = 1 << 16
 #: Largest N and K.
 MAX_SIDE = 1 << 24
@@ -106,7 +106,7 @@ class TileTable:
 
 
 class OtherTable(Exception):
-    """Raised for a sound table of another version or GPU than asked for."""
+    """A valid table of another version or GPU than requested."""
 
 
 def bucket(m: int) -> int:
@@ -115,10 +115,10 @@ def bucket(m: int) -> int:
 
 
 def as_computed(scheme: Scheme, k: int) -> Scheme:
-    """Return `scheme` without what no GPU kernel sees.
+    """Return `scheme` without properties that GPU kernels do not see.
 
-    Layouts hold codes with one scale per tensor as if it were per channel, and those of blocks as if each row
-    had its own. Column scales are multiplied into x.
+    In layouts, one scale per tensor is stored per channel, and scales of blocks are repeated for each row.
+    Column scales are multiplied into x.
     """
     scheme = replace(scheme.for_columns(k), packing="bits", column_scale=False, group_rows=1)
     return replace(scheme, group_size=None) if scheme.per_tensor else scheme
@@ -159,7 +159,7 @@ def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
 
 
 def _weight_to_json(key: Key) -> str:
-    """Return what the shapes of a scheme share, without braces."""
+    """Return the JSON that the shapes of a scheme share, without braces."""
     dtype = str(key.dtype).removeprefix("torch.")
     return json.dumps(
         {"scheme": key.scheme.to_dict(), "dtype": dtype, "fp16_accumulation": key.fp16_accumulation}
@@ -183,7 +183,7 @@ def _fields(kernel: Kernel) -> list[str]:
 
 
 def gpu_in(data: bytes) -> Gpu:
-    """Return the GPU that a table is for, with unlimited shared memory, which a table does not state.
+    """Return the GPU of a table, with unlimited shared memory, which a table does not state.
 
     Raises `KernelError` for a file that is no table of these kernels.
     """
@@ -200,10 +200,10 @@ def gpu_in(data: bytes) -> Gpu:
 
 
 def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
-    """Parse the table of `gpu` that `to_json` wrote.
+    """Parse a table for `gpu`, written by `to_json`.
 
-    Raises `OtherTable` for another version or GPU, and `KernelError` for any other fault. Both say what was
-    found and what was expected.
+    Raises `OtherTable` for another version or GPU, and `KernelError` for any other fault, with what was found
+    and expected.
     """
     try:
         return _table(parse_json(data, "the file"), gpu, {kernel.name: kernel for kernel in kernels})
@@ -227,7 +227,7 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
     if not all(type(version) is str and len(version) <= 100 for version in made_with.values()):
         raise ValueError(f"'made_with' is {shown(made_with)}; expected versions by name")
     tiles = _get(data, "tiles", dict, "the file")
-    # A table from before a kernel was added has no fields for it, and no entry of it.
+    # A table older than a kernel has neither fields nor entries for it.
     kernels = {name: one for name, one in kernels.items() if one.tile_space is None or name in tiles}
     expected = {name: names for name, names in fields_of.items() if name in tiles}
     if tiles != expected:
@@ -257,7 +257,7 @@ def _converted(data: Mapping[str, Any], tiles: Mapping[str, list[str]]) -> dict[
     """Return JSON of a table of version 13 with the fields `tiles` of today; other JSON stays as it is."""
     old, weights = data.get("tiles"), data.get("weights")
     if isinstance(old, dict):
-        # Fields got other names, but no other places.
+        # Fields were renamed, but kept their order.
         old = {
             name: tiles[name] if isinstance(one, list) and len(one) == len(tiles.get(name, ())) else one
             for name, one in old.items()

@@ -1,7 +1,7 @@
 """Time kernels on a GPU, for `quantkit tune` and `benchmarks/gpu_matmul.py`.
 
-A time is the median over replays of a CUDA graph, divided by its calls. The calls read different weights,
-several times the L2 cache: no launch is waited for, and no weight is cached.
+A time is the median over replays of a CUDA graph, divided by its number of calls. The calls read different
+weights, several times the L2 cache: no launch is waited for, and no weight is cached.
 """
 
 import math
@@ -18,13 +18,13 @@ from quantkit.packing.tensor import PackedTensor
 
 #: Bytes of weights that a round of calls reads: several times the L2 cache of any GPU.
 ROUND_BYTES = 320 << 20
-#: Replays that do not count, in which the clock rises, and fewest replays that count.
+#: Uncounted replays, during which the clock rises, and fewest counted replays.
 WARMUP, LEAST = 3, 5
-#: M from which a product may exceed a GPU's power limit (seen at M = 256). After about 40 ms the clock falls,
-#: so that a time depends on what ran before.
+#: Least M for which a product may exceed a GPU's power limit (seen at M = 256). After about 40 ms the clock
+#: falls, so that times depend on the load before.
 POWER_ROWS = 128
-#: Seconds of rest before such a product, and about the time of the replays that count. If the fewest replays
-#: take more than 40 ms, the clock falls in them.
+#: Seconds of rest before such a product, and seconds of counted replays. If the fewest replays take more than
+#: 40 ms, the clock falls during them.
 REST, SPELL = 0.12, 0.02
 #: Codes drawn per block.
 _DRAWN = 1 << 24
@@ -129,7 +129,7 @@ def random_packed(scheme: Scheme, n: int, k: int, device: torch.device) -> Packe
             codes[start : start + step] = (block << scheme.format.bits) | draw(block.shape[0], k)
     _, scales = scheme.storage_shapes((n, k))["scale"]
     scale = torch.rand(scales, generator=generator, device=device) + 0.5
-    # Sums of thousands of weights stay far below 65504, the largest float16.
+    # Keeps sums of thousands of weights far below 65504, the largest float16.
     unit = min(0.01, 1 / scheme.format.max)
     zeros = draw(n, groups) if scheme.has_zero_point else None
     if zeros is not None and scheme.zero_point_type.is_continuous:

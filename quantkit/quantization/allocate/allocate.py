@@ -16,6 +16,7 @@ import torch
 
 from quantkit.calibrate.data.samples import Samples, token_digest
 from quantkit.calibrate.methods import method_named
+from quantkit.checkpoint.engines import Engine
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.blocks import Decoder
@@ -24,10 +25,11 @@ from quantkit.packing.schemes import Scheme
 from quantkit.progress import Progress
 from quantkit.quantization.allocate.allocation import Allocation, Share
 from quantkit.quantization.allocate.budget import Budget, Limit, Price, stored_bytes
+from quantkit.quantization.allocate.readable import readable
 from quantkit.quantization.allocate.sensitivity import TOKENS, Losses, Sensitivities, measure
 from quantkit.quantization.allocate.sensitivity_cache import SensitivityCache, cache_key
 from quantkit.quantization.plan_warnings import fused_sets
-from quantkit.recipes.candidates import candidates
+from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, candidates
 from quantkit.recipes.knapsack import Option, allocate
 from quantkit.recipes.recipe import Choice, Recipe, Rule
 from quantkit.workers import cpu_workers
@@ -86,16 +88,18 @@ def allocate_formats(
     device: torch.device,
     read: Callable[[int], Samples],
     report: Progress | None = None,
+    engine: Engine | None = None,
 ) -> Allocated:
     """Choose a format for each linear of the decoder, with the least expected divergence within `budget`.
 
     Returns a recipe. Linears with a rule in `recipe` keep it. Every other linear gets the default method, and
-    formats that minimize the sum of expected divergences. `read` gives calibration samples for an embedding
-    with a number of rows. Raises `UsageError` for a budget out of reach, and for formats of unknown cost or
-    unsupported by the method. Also raised for models whose sensitivity cannot be measured.
+    formats that minimize the sum of expected divergences, with an `engine` of those that it reads. `read`
+    gives calibration samples for an embedding with a number of rows. Raises `UsageError` for a budget out of
+    reach, and for formats of unknown cost or unsupported by the method. Also raised for models whose
+    sensitivity cannot be measured.
     """
     method, limit = method_named(recipe.default.method), budget.limit
-    choices = candidates(method.name, budget.formats)
+    choices = candidates(method.name, budget.formats, MENU if engine is None else MENU_OF_ENGINES)
     groups = groups_of(structure, recipe)
     if not groups:
         raise UsageError(
@@ -103,7 +107,11 @@ def allocate_formats(
             f"{limit.option} out."
         )
     schemes = {linear.module: _schemes(checkpoint, linear, choices) for group in groups for linear in group}
-    costs, unpriced = _costs(limit, limit.price(checkpoint), groups, schemes)
+    if engine is None:
+        allowed_of = [frozenset(range(len(choices)))] * len(groups)
+    else:
+        allowed_of = readable(engine, groups, schemes)
+    costs, unpriced = _costs(limit, limit.price(checkpoint), groups, schemes, allowed_of)
     weights = sum(math.prod(linear.shape) * len(linear.stored) for group in groups for linear in group)
     allowed = math.floor(limit.amount * limit.in_one(weights))
     _check_reachable(limit, costs, allowed, limit.in_one(weights))
@@ -134,16 +142,18 @@ def _costs(
     price: Price,
     groups: Sequence[Sequence[Linear]],
     schemes: Mapping[str, Sequence[Scheme]],
+    allowed: Sequence[Collection[int]],
 ) -> tuple[list[dict[int, int]], tuple[str, ...]]:
     """Return the cost of each group by index of its scheme, and a note on schemes of unknown cost.
 
-    Schemes of unknown cost are left out. Raises `UsageError` for a group without any other scheme.
+    Schemes of unknown cost, or not in `allowed`, are left out. Raises `UsageError` for a group without any
+    other scheme.
     """
     rows = []
     unknown: dict[tuple[int, int], dict[str, None]] = {}
-    for group in groups:
+    for group, numbers in zip(groups, allowed, strict=True):
         row: dict[int, int] = {}
-        for i in range(len(schemes[group[0].module])):
+        for i in sorted(numbers):
             prices = [price(linear, schemes[linear.module][i]) for linear in group]
             known = [one for one in prices if one is not None]
             if len(known) == len(group):

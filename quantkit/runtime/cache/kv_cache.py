@@ -123,7 +123,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(part.nbytes for parts in (self.keys, self.values) for part in parts.values())
 
     def reset(self) -> None:
@@ -178,7 +178,7 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def note(self) -> str | None:
-        """Note about layers that are not quantized; None if all are."""
+        """Return a note on layers that are not quantized; None if all are."""
         if not self.dense_layers:
             return None
         return (
@@ -188,7 +188,7 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed layers."""
+        """Return the bytes of the packed layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, PackedLayer))
 
 

@@ -26,7 +26,7 @@ class FlatForward(GraphedForward):
     """
 
     refusal = "decoding steps run module by module, which takes longer: %s"
-    # A CPU would finish a surplus step before it returns the text.
+    # False, because a CPU would finish a surplus step before it returns the text.
     defers = False
 
     def __init__(self, model: Any) -> None:
@@ -63,7 +63,7 @@ class FlatForward(GraphedForward):
         with self._steps(False):
             run = rewritten_forward("decoding steps", flat, step, inputs, rewind)
         if run is step:
-            # That would call this forward again and wait for its own lock.
+            # Tracing would call this forward again and wait for its own lock.
             raise NotCaptured(refusals.UNSEEN.because())
         return None, run, []
 

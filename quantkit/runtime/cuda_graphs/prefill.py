@@ -136,7 +136,7 @@ def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
     missing = [name for name in (*_PER_TOKEN, CACHE, "logits_to_keep") if name not in parameters]
     if missing:
         return refusals.NO_PARAMETER.because(name=missing[0])
-    # An annotation of int only means that the model would take a tensor for its number.
+    # If the annotation is just int, the model would mistake a tensor for its number.
     if "Tensor" not in str(parameters["logits_to_keep"].annotation):
         return refusals.NUMBER_ONLY.because()
     return None
@@ -271,7 +271,7 @@ def _forward(forward: Callable[..., Any], padded: Inputs) -> Any:
 
     Raises `NotCaptured` unless it returns the logits of exactly one token.
     """
-    # Without a config, no sliding-window layers, which would keep padding instead of tokens.
+    # Without a config there are no sliding-window layers, which would keep padding instead of tokens.
     cache = DynamicCache()
     cache.layer_class_to_replicate = _PromptLayer
     output = forward(**padded, **{CACHE: cache})
@@ -403,7 +403,7 @@ def _capture(forward: Callable[..., Any], padded: Inputs, pool: capture.Pool) ->
     try:
         captured = fused_forward("prompts", step, static)
     except NotCaptured as error:
-        # For example, transformers reads if a mask is all True, except during capture.
+        # For example, transformers checks if a mask is all True, except during capture.
         warn_unchanged("prompts", str(error))
     output, run = capture.capture(captured, None, static["input_ids"].device, pool)
     return _PromptGraph(static, output, run, constants_of(captured))

@@ -10,7 +10,8 @@ from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cuda_graphs.capture import Inputs, used_layers
 from quantkit.runtime.passes.fused_forward import warm_up_fused
 
-#: Tokens in the cache of the warm-up step, and its largest length: longer caches rarely select other kernels.
+#: Tokens in the cache of the warm-up step, and the largest length of that cache: longer caches rarely select
+#: other kernels.
 TOKENS, MOST_TOKENS = 3, 4096
 
 

@@ -53,7 +53,7 @@ def fold_constants(module: GraphModule, memory: Memory) -> None:
         module.register_buffer(name, values[node], persistent=False)
         with graph.inserting_before(node):
             constant = graph.get_attr(name)
-        # Views of the constant that stay refer to its memory.
+        # Remaining views of the constant refer to its memory.
         memory.replace(node, constant, lambda user: user not in values)
     for node in reversed(folded):
         graph.erase_node(node)

@@ -78,7 +78,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _keep_result(self, result: Any, node: Node, arguments: Sequence[tuple[int, Node]]) -> None:
-        """Enter what `node` returned; `arguments` are its argument nodes, each with its storage."""
+        """Record the result of `node`; `arguments` are its argument nodes, each with its storage."""
         tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
         storages = {_storage(one) for one in tensors}
         # With several results only if all are parts of arguments, because readers treat the node as a view.

@@ -31,7 +31,7 @@ def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
 
 
 def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) -> None:
-    """`check_headers` of tensors that are in files, or will be."""
+    """Check tensors as `check_headers` does; they may be in files or planned."""
     if not quantizer.is_for_another_class:
         _check_elsewhere(model, quantizer.quantization_config.parsed, stored)
     by_target = stored_by_entry(model, quantizer, stored)

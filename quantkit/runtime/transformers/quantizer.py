@@ -29,7 +29,7 @@ from quantkit.runtime.replace import packed_modules, schemes_in, swap_modules, u
 from quantkit.runtime.transformers.headers import check_headers
 from quantkit.runtime.transformers.patches import adapters, generation, loading, parallel, quantizers, table
 
-#: Dtypes of models by the names that config.json has.
+#: Dtypes of models by their name in config.json.
 DTYPES = {str(one).removeprefix("torch."): one for one in (*ACTIVATION_DTYPES, torch.float64)}
 
 
@@ -99,26 +99,26 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         loading.keep_expert_shapes(model)
         loading.keep_offloaded_dtypes(model)
         loading.cast_renamed(model, self._dtypes)
-        # Saved under the names of its own class.
+        # Save under the names of the model's own class.
         loading.forget_renamed_base(model)
         return model
 
     @property
     def _names(self) -> Mapping[str, str] | None:
-        """Names in `quantization_config` of the modules, if the model is of another class than the files."""
+        """Return the names in `quantization_config` by module, if the model's class is not the files'."""
         return None if self._own_names is None else self._own_names.modules
 
     @property
     def is_for_another_class(self) -> bool:
-        """True if the model is of another class than the files, whose names then differ."""
+        """Return True if the model is of another class than the files, so that names differ."""
         return self._own_names is not None
 
     def note_experts(self, model: nn.Module) -> None:
-        """Take note of the packed experts of `model`, before transformers asks how tensors are merged."""
+        """Record the packed experts of `model`, before transformers asks how tensors are merged."""
         self._experts = loading.parameters_of_experts(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
-        """Add the merging of experts to which quantkit gave names, before what transformers has.
+        """Add conversions for experts with quantkit's names, before those of transformers.
 
         transformers passes the model from some version between 5.17 and 5.24 on.
         """
@@ -159,7 +159,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         return QuantkitConfig(**changed_config(config.to_dict(), schemes, names))
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        # Saving a model leaves the name of its dtype in the config, from where transformers has it.
+        # Saving a model stores the name of its dtype in the config, from which transformers reads it.
         named = DTYPES[dtype] if isinstance(dtype, str) else dtype
         unpack_modules(model, named or model.dtype)
         # They split experts by name as packed ones are. 5.17 keeps them; 5.24 drops them too.

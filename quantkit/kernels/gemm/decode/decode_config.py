@@ -1,4 +1,4 @@
-"""Compile-time configuration of `fused-gemv`. Free of torch, as processes that only compile import it.
+"""Compile-time configuration of `fused-gemv`. Imports no torch, because compile-only processes import it.
 
 Units of K in the kernel, from small to large, and x in shared memory:
 
@@ -25,10 +25,10 @@ COLUMNS = 8
 
 @dataclass(frozen=True)
 class Norm:
-    """The part of a norm that is done (`quantkit.kernels.problem.Normed`).
+    """Part of a norm that the kernel computes (`quantkit.kernels.problem.Normed`).
 
-    `adds`: the norm is of a sum. `rounded`: numbers are rounded before they are multiplied by weights.
-    `offset` is added to weights.
+    `adds`: the input is a sum. `rounded`: values are rounded before they are multiplied by weights. `offset`
+    is added to weights.
     """
 
     part: str
@@ -40,9 +40,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """All that the kernel knows at compile time: the weight, how codes become operands, how work is divided.
+    """Everything that the kernel knows at compile time: the weight, its dequantization, the division of work.
 
-    An mma has `mma_k` columns. Two of them are an mma pair and share a vec4 of x (16 bytes of a warp lane).
+    An mma has `mma_k` columns. Two mmas are an mma pair and share a vec4 of x (16 bytes per lane).
     """
 
     k: int
@@ -60,15 +60,16 @@ class DecodeConfig:
     has_factor: bool
     has_bias: bool
     norm: Norm | None
-    #: Kind of `quantkit.kernels.ops.activation.gate` by which the first half of rows gates the second, or "".
+    #: Kind of gate (`quantkit.kernels.ops.activation.gate`): the first half of rows gates the second; "" for
+    #: none.
     gate: str
-    #: Matrices of an expert, and routed tokens of a token.
+    #: Matrices per expert, and experts per token (top-k).
     matrices: int
     top_k: int
     chained: bool
     dtype_name: str
     int8_mma: bool
-    #: Worth of a signed byte, for integer products.
+    #: Value of a signed byte of 1, for integer products.
     byte_scale: float
     asm: str
     constraints: str
@@ -112,11 +113,11 @@ class DecodeConfig:
 
     @property
     def shared_table(self) -> bool:
-        """Return True if values are looked up in shared memory (`dequant_ptx.shared_table`)."""
+        """Return True if values are looked up in a table in shared memory (`dequant_ptx.shared_table`)."""
         return self.fill is not None
 
     def _does(self, part: str) -> bool:
-        """Return True if this part of a norm is done."""
+        """Return True if the kernel computes this part of a norm."""
         return self.norm is not None and self.norm.part == part
 
     @property
@@ -128,7 +129,7 @@ class DecodeConfig:
 
     @property
     def row_tiles_per_output(self) -> int:
-        """Return the row tiles that a program has together: gate and up, or one."""
+        """Return the row tiles per output: 2 for gate and up, else 1."""
         return 2 if self.gate else 1
 
     @property
@@ -138,7 +139,7 @@ class DecodeConfig:
 
     @property
     def vec4s_per_step(self) -> int:
-        """Return the 16-byte words of codes that a warp lane has of a k_step."""
+        """Return the 16-byte words of codes per lane and k_step."""
         return self.k_step // (16 * self.planes) * self.tiles
 
     @property
@@ -194,7 +195,7 @@ class DecodeConfig:
 
     @property
     def has_column_weights(self) -> bool:
-        """Return True if columns of operand B are weighted: digits by their place, copies of a row by 0."""
+        """Return True if columns of operand B are weighted: digits by place value, copies of a row by 0."""
         return self.int8_mma or self.rows <= COLUMNS
 
     @property
@@ -240,16 +241,14 @@ class DecodeConfig:
 
     @property
     def padding_rows(self) -> int:
-        """Return dummy rows, so that Triton requests the shared memory of the table that inline PTX
-        allocates.
-        """
+        """Return padding rows, so that Triton requests the shared memory of the table in inline PTX."""
         return -(
             -undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.smem_row_words)
         )
 
     @property
     def _needed(self) -> int:
-        """Return the bytes of shared memory for x, sums of warps per row tile, and roots of rows of x."""
+        """Return the bytes of shared memory for x, sums of warps per row tile, and RMS of rows of x."""
         x = 4 * self.smem_rows * self.smem_row_words
         return (
             x + self.warps * self.padded_row_tiles * self.rows * 64 + (4 * self.rows if self.ends_norm else 0)
@@ -307,10 +306,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Mma:
-    """Location of operand A of an mma of a k_step, and of its scale.
+    """Place of operand A of an mma in a k_step, and of its scale.
 
     `span` and `register` name the dequantized register, `subtile` the 128 columns of the k_step, `value` the
-    group of their block.
+    group in their block.
     """
 
     span: int

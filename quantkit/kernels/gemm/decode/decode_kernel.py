@@ -88,7 +88,7 @@ def decode_gemm(
             pdl_wait()
         expert, its_first, M = load_expert_block(expert_blocks, program, S.chained)
         if S.overlap and S.chained:
-            # If no block has routed tokens, one program must wait before all end.
+            # If no block has routed tokens, one program must still wait before all programs end.
             if (M == 0) & (program == 0):
                 pdl_wait()
         if M == 0:
@@ -109,7 +109,7 @@ def decode_gemm(
         ring = ring + (_load_iteration(pointers, first * 0, number, S),)
     table = lut
     if S.table is not None:
-        # Each warp lane holds another value, although Triton takes this for a scalar.
+        # Each lane holds another value, although Triton sees a scalar.
         table = gl.inline_asm_elementwise(S.table, "=r,l", [fill_table(lut, FILL)], gl.int32, True, 1)
     of_norm = norm_weights(norm, S)
     multiplier = ()
@@ -151,7 +151,7 @@ def decode_gemm(
         partials, first, count, scale, factor, bias, y, rms, added, multiplier, total, squares, M, N, order, S
     )
     if S.padding_rows:
-        # Unused, but Triton would free it before the end.
+        # Otherwise Triton frees this unused memory before the end.
         spare._keep_alive()
 
 
@@ -257,7 +257,7 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return operand A minus zero-points v, times scales v if scales multiply weights: int32 [W, 32, 4]."""
+    """Return operand A minus zero-point v, times scale v if scales multiply weights: int32 [W, 32, 4]."""
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
     )
@@ -390,7 +390,8 @@ def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
 def _column_weights(x_scale, S: gl.constexpr):
     """Return the weight in y, float32, of each sum [W, 32, 4], for each group of columns.
 
-    Digits weigh 65536, 256 and 1 units. Of columns with copies of the same row, only the first weighs 1.
+    Digits have place values of 65536, 256 and 1 units. Among columns with copies of a row, only the first has
+    weight 1.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     GROUPS: gl.constexpr = S.column_groups

@@ -37,7 +37,7 @@ from quantkit.kernels.problem import Problem, TileSpace
 
 #: Most rows of x, whose sums fit in registers, and most rows of x with integer products.
 MOST_ROWS, MOST_DIGITS = 16, 4
-#: Warps of a multiprocessor as a rule, and at most; their threads share its registers.
+#: Warps per multiprocessor by the rules, and at most; their threads share its registers.
 RESIDENT_WARPS, MOST_WARPS = 16, 32
 #: Registers of a multiprocessor, and most registers of a thread.
 ALL_REGISTERS, MOST_REGISTERS = 1 << 16, 128
@@ -49,20 +49,20 @@ MOST_GATED = 2
 #: Most rows of x for which it ends a norm. With four a layer of Llama-3 8B takes 60.0 to 60.6 us on an H200
 #: instead of 59.2 to 60.0.
 MOST_ENDED = 2
-#: A norm that is ended, for sizes of shared memory.
+#: End of a norm, to compute sizes of shared memory.
 _ENDED = Norm("end", adds=False, eps=0.0, rounded=True, offset=0.0)
 #: k_steps of an expert up to which four programs of four warps are faster than two of eight.
 SHORT_STEPS = 16
-#: Registers of a thread for sums and addresses; with fewer they spill.
+#: Registers of a thread for sums and addresses; with fewer, the kernel spills.
 OTHER_REGISTERS = 40
 #: Most rows of x for which more warps with fewer registers are faster. H200, 28672 x 4096: nvfp4 20.6 us
 #: instead of 22.0 with one row, within 5 % of each other with four, slower with eight.
 MOST_WITH_WARPS = 4
-#: With more rows of x than the first, a multiprocessor has two programs only under two conditions. x, which
-#: both copy, has at most `COPIED_TWICE` numbers. Their `imbalance` is at most `AS_EVEN` times that of one
-#: program (H100, 10 weights with 4 rows: the rules take 1.03 times the best tile timed).
+#: Conditions for two programs per multiprocessor with more rows of x than the first number. x, which both
+#: copy, has at most `COPIED_TWICE` numbers. Their `imbalance` is at most `AS_EVEN` times that of one program
+#: (H100, 10 weights with 4 rows: the rules take 1.03 times the best tile timed).
 FEW_OF_X, COPIED_TWICE, AS_EVEN = 2, (1 << 15) - 1, 1.12
-#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
+#: Tested values of each tile field. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
     "occupancy": (1, 2, 3, 4),
@@ -105,7 +105,7 @@ def shared_memory(
 
 
 def why_no_int8(problem: Problem) -> str | None:
-    """Return why products cannot be of 8-bit integers; None if they can."""
+    """Return why int8 products are impossible; None if they are possible."""
     if as_bytes(problem.scheme.format) is None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
@@ -116,11 +116,11 @@ def why_no_int8(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
-    """Return the tile for a problem where none was measured."""
+    """Return the tile by the rules, for problems without a measured one."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None
-    # Codes that fit bytes leave registers for more k_steps, whether products are of integers or not.
+    # Codes that fit in bytes leave registers for more k_steps, with or without integer products.
     wide = int8_mma or (not few and as_bytes(problem.scheme.format) is not None)
     one, two = DecodeTile(RESIDENT_WARPS, 1, prefetch=2), DecodeTile(prefetch=4 if wide else 2)
     many = DecodeTile(RESIDENT_WARPS, MOST_WARPS // RESIDENT_WARPS, prefetch=1)
@@ -146,14 +146,14 @@ def _rule(problem: Problem) -> DecodeTile:
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return the least number of experts per routed token for which expert blocks have one routed token."""
+    """Return the fewest experts per routed token with which expert blocks have one routed token each."""
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
 
 def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
     """Return the tile for expert blocks, `problem` being one expert; None if no tile fits.
 
-    It is for blocks of one routed token; larger blocks have the tile of a single weight. H100: 0.895 of the
+    It is for blocks of one routed token; larger blocks use the tile of a single weight. H100: 0.895 of the
     time of `fused-small-m`, geometric mean of 70 products.
     """
     int8_mma, steps = why_no_int8(problem) is None, shape_of(problem).k_steps
@@ -165,7 +165,7 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
         tile = DecodeTile(4, 4, tiles_per_iter=2, prefetch=1, int8_mma=int8_mma)
     else:
         tile = DecodeTile(8, 2, tiles_per_iter=2, prefetch=1, int8_mma=int8_mma)
-    # Reserve memory for a gate, which is decided later.
+    # Reserve memory for a gate, which is chosen later.
     gate = "silu" if grouping.matrices == 2 else ""
     for changes in ({}, {"int8_mma": False}, {"int8_mma": False, "occupancy": 1}):
         other = replace(tile, **changes)
@@ -179,7 +179,7 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
 
 
 def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
-    """Return True if a multiprocessor has two programs, each with a copy of x, instead of one."""
+    """Return True to run two programs per multiprocessor, each with a copy of x, instead of one."""
     even = imbalance(problem, two) <= AS_EVEN * imbalance(problem, one)
     return problem.m * problem.k <= COPIED_TWICE and even
 
@@ -203,15 +203,16 @@ def imbalance(problem: Problem, tile: DecodeTile) -> float:
 
 
 def _is_straight(problem: Problem) -> bool:
-    """Return True if one sum runs over all columns and dequantizing takes few registers."""
+    """Return True if one sum runs over all columns, and dequantizing takes few registers."""
     shape, scheme = shape_of(problem), problem.scheme
     straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
     return straight and not scheme.has_zero_point and shape.span <= 128
 
 
 def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
-    """Return why a part of a norm cannot be done; None if it can. Each program computes a whole norm for
-    itself.
+    """Return why a part of a norm cannot be computed; None if it can.
+
+    Each program computes a whole norm itself.
     """
     if part == "begin":
         return None
@@ -219,7 +220,7 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
         return _why_no_end(problem, tile)
     if problem.m > COLUMNS:
         return f"norms are computed for up to {COLUMNS} rows of x, not for {problem.m}"
-    # A thread also has as many numbers of the addend and of the weights.
+    # A thread also holds the same number of addends and of weights.
     numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), thread_registers(tile) // 4
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
@@ -227,7 +228,7 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
 
 
 def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why a norm of x cannot be ended; None if it can."""
+    """Return why the norm of x cannot be ended; None if it can."""
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
     # y may be gated as well.
@@ -240,7 +241,10 @@ def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def why_no_gate(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why y cannot be gated; None if it can. Gate and up then are pairs of row tiles of a program."""
+    """Return why y cannot be gated; None if it can.
+
+    Gate and up are then pairs of row tiles of a program.
+    """
     if (reason := why_no_gate_up_tiles(problem)) is not None:
         return reason
     if problem.m > MOST_GATED:
@@ -331,7 +335,7 @@ def _launch(
 
 
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs from compute capability 8.0 on."""
+    """Bind the product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs from compute capability 8.0."""
     spec, norm = op.spec, None
     if (normed := op.normed) is not None:
         norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])

@@ -62,11 +62,10 @@ def schedule_row_tiles(
     gated: bool = False,
     grouping: Grouping | None = None,
 ) -> RowTileSchedule:
-    """Divide row tiles among as many programs as run at once; in pairs if they are `gated`.
+    """Divide row tiles among as many programs as run at once; in pairs if `gated`.
 
-    Programs i and i + `multiprocessors` share a multiprocessor, so the first programs have the remainder.
-    With a `grouping` this is for one expert block, with enough programs that the sums of each fit in
-    registers.
+    Programs i and i + `multiprocessors` share a multiprocessor, so the first programs get the remainder. With
+    a `grouping` this is for one expert block, with enough programs that the sums of each fit in registers.
     """
     row_tiles_per_output = 2 if gated else 1
     count, least = shape.row_tiles // row_tiles_per_output, 1
@@ -79,19 +78,19 @@ def schedule_row_tiles(
 
 
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
-    """Return the row tiles of an iteration, no more than a program has."""
+    """Return the row tiles of an iteration, at most those of a program."""
     return min(tile.tiles_per_iter, found.row_tiles)
 
 
 def is_single_iter(tile: DecodeTile, found: RowTileSchedule) -> bool:
-    """Return True if a program has the row tiles of one iteration only."""
+    """Return True if a program's row tiles are a single iteration."""
     return found.row_tiles <= tile.tiles_per_iter
 
 
 def prefetch(tile: DecodeTile, shape: Geometry, found: RowTileSchedule) -> int:
-    """Return the k_steps that codes are loaded ahead.
+    """Return how many k_steps ahead codes are loaded.
 
-    With several iterations it divides the k_steps of each, so that each k_step has registers of its own.
+    With several iterations it divides the k_steps of each, so that each k_step has its own registers.
     """
     count = k_steps_per_warp(tile, shape)
     most = min(tile.prefetch, count)
@@ -127,7 +126,7 @@ def decode_config(
     assert found is not None
     constraints = found.constraints
     if found.table is not None:
-        # The expression works on one register here, so it takes the value of the warp lane once, not twice.
+        # The expression runs on one register here, so its lane value is passed once, not twice.
         constraints = constraints.removesuffix(",r")
     return DecodeConfig(
         k=spec.k,

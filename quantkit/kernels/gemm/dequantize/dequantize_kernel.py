@@ -16,10 +16,10 @@ def dequantize(
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
     PLANES: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write rows 16 * `first` to N of W to `out` [rows, K], in the dtype of `out`. Grid: (row tiles / W,
-    spans / C).
+    """Write rows 16 * `first` to N of W to `out` [rows, K], in the dtype of `out`.
 
-    A program has W row tiles of 16 rows, one per warp, and C spans of columns.
+    Grid: (row tiles / W, spans / C). A program has W row tiles of 16 rows, one per warp, and C spans of
+    columns.
 
         codes, scale, zero, lut   the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
         factor [1] float32        divisor of the whole tensor, with HAS_FACTOR

@@ -12,7 +12,7 @@ from quantkit.packing.schemes import Scheme
 
 #: Row tiles per program, one per warp.
 WARPS = 4
-#: Weights dequantized at a time, 256 MiB in 16 bits.
+#: Most weights dequantized at a time: 256 MiB in 16 bits.
 AT_ONCE = 1 << 27
 
 
@@ -45,7 +45,7 @@ def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = f
 
 
 def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for any m. There are no tiles."""
+    """Return y [m, n] for any m. This kernel has no tiles."""
     x, bias, n = op.x, op.bias, op.n
     step = max(1, AT_ONCE // x.shape[1] // ROWS) * ROWS
     if step >= n:

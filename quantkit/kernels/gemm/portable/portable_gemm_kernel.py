@@ -146,8 +146,8 @@ def portable_gemm(
         at = next_at
         xs += COLUMNS
     if PDL:
-        # Let the next kernel start. This kernel itself is launched without PDL: its programs would fill the
-        # multiprocessors that happen to be free, three on one and one on another.
+        # Let the next kernel start. This kernel is launched without PDL, because its programs would occupy
+        # whichever multiprocessors are free, three on one and one on another.
         tl.extra.cuda.gdc_launch_dependents()
     to_rows = output_rows(order, m, M)
     for number in tl.static_range(ACCUMULATORS):
@@ -215,9 +215,9 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _one(WAIT_PTX: tl.constexpr):
-    """Return 1; with WAIT_PTX only once earlier products have ended, which still read older weights.
+    """Return 1; with WAIT_PTX only after earlier products, which still read older weights, have ended.
 
-    New weights are multiplied with it, so they are not computed before. Without it Triton 3.6 writes them to
+    New weights are multiplied by it, so they are not computed before. Without it Triton 3.6 writes them to
     registers that running products still read.
     """
     one = tl.full((), 1.0, tl.float32)
@@ -252,10 +252,9 @@ def reduce_splits(
     BM: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
     REDUCE_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of y [M, N] from UNSPLIT on, from `sums` [SPLIT_K, tiles, BM, ROWS], in the order of
-    splits.
+    """Write the tiles of y [M, N] from UNSPLIT on, from float32 `sums` [SPLIT_K, tiles, BM, ROWS].
 
-    Grid: (tiles, BM / REDUCE_M).
+    Sums are added in the order of splits. Grid: (tiles, BM / REDUCE_M).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

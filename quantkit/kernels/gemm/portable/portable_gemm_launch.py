@@ -36,10 +36,10 @@ from quantkit.packing.schemes import Scheme
 
 #: Outputs per program of `reduce_splits`.
 REDUCED_OUTPUTS = 512
-#: PTX that waits until at most seven products run. The other accumulator has eight or more, and seven is the
-#: largest number that PTX can wait for.
+#: PTX that waits until at most seven products run. The other accumulator has eight or more running, and seven
+#: is the largest number that PTX can wait for.
 WAIT_PTX = "{wgmma.wait_group.sync.aligned 7;\nmov.b32 $0, $1;}"
-#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
+#: Tested values of each tile field. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "row_tiles": (4, 8),
     "block_m": (16, 32, 64, 128, 256),
@@ -109,9 +109,7 @@ def portable_gemm_tile(
 def _two_accumulators(
     shape: Geometry, m: int, shared: int, multiprocessors: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """Return the larger of two tiles, with the fewest splits, that gives 3/4 of the multiprocessors a
-    program.
-    """
+    """Return the larger of two tiles with the fewest splits that occupy 3/4 of the multiprocessors."""
     tiles = [PortableGemmTile(warps, 128, 1, warps, 3, accumulators=2) for warps in (8, 4)]
     tiles = [_fit_memory(tile, shape, shared, features) for tile in tiles]
     splits = [splits for splits in (1, 2, 4) if shape.k_steps % splits == 0]
@@ -123,9 +121,7 @@ def _two_accumulators(
 def _fit_memory(
     tile: PortableGemmTile, shape: Geometry, shared: int, features: frozenset[str]
 ) -> PortableGemmTile:
-    """Return `tile` with fewer stages, then fewer rows of x, until it fits; with 4 row tiles if that is not
-    enough.
-    """
+    """Reduce stages, then rows of x, until `tile` fits; with 4 row tiles if that is not enough."""
     if shared_memory(replace(tile, stages=2, block_m=16), shape, features) > shared:
         tile = replace(tile, row_tiles=4)
     while shared_memory(tile, shape, features) > shared and tile.stages > 2:
@@ -200,7 +196,7 @@ def _why_pruned(problem: Problem, tile: PortableGemmTile) -> str | None:
 
 
 def _rule(problem: Problem) -> PortableGemmTile:
-    """Return the tile for a problem where none was measured."""
+    """Return the tile by the rules, for problems without a measured one."""
     tile = portable_gemm_tile(
         shape_of(problem), problem.m, program_memory(problem), processors(problem), problem.features
     )
@@ -214,7 +210,7 @@ TILE_SPACE = TileSpace(PortableGemmTile, VALUES, _rule, _why_invalid, _why_prune
 
 @dataclass(frozen=True)
 class _Launches:
-    """Launches of `portable_gemm`, with M as the kernel gets it and the number of tiles that are not split.
+    """Launches of `portable_gemm`, M as the kernel gets it, and the number of unsplit tiles.
 
     `reduce_splits` adds the sums of `rest` split tiles; None if no tile is split.
     """
@@ -228,9 +224,9 @@ class _Launches:
 
 @lru_cache(maxsize=1024)
 def fp16_weight_scale(n: int, k: int, scheme: Scheme) -> float:
-    """Return the factor of weights that are summed in float16.
+    """Return the factor of weights whose products are summed in float16.
 
-    Weights of one scale per channel are up to 57344 without it; a power of two makes them at most 1.
+    With one scale per channel, weights are up to 57344 without it; a power of two makes them at most 1.
     """
     if geometry(n, k, scheme, torch.float16).groups > 1:
         return 1.0
@@ -312,7 +308,7 @@ def _launches(
 
 
 def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the product y [m, n] for any m; with experts y [P, matrices * n]."""
+    """Bind the product y [m, n] for any m; with experts y [P, matrices * n]."""
     m, k = op.x.shape
     launches = _launches(
         m,

@@ -113,7 +113,7 @@ def portable_gemv(
     for outer in tl.range(0, STEPS // UNROLL):
         for inner in tl.static_range(UNROLL):
             step = outer * UNROLL + inner
-            # The last step of the loop loads its own codes again, which are not used.
+            # The last step of the loop loads its own codes again, unused.
             following = step + 1 if inner + 1 < UNROLL else tl.minimum(step + 1, STEPS - 1)
             if PREFETCH and (inner + 1 < UNROLL or UNROLL < STEPS):
                 next_tiles, next_s, next_z = _load_step(
@@ -167,8 +167,9 @@ def _load_step(
     EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load code words [W, L, 256] int16 per register of a step, and scales and zero-points [4, 8, W, L, V,
-    2]; 0 where there are none.
+    """Load code words int16 [W, L, 256] per register of a step, with scales and zero-points.
+
+    Those are [4, 8, W, L, V, 2], or 0 for a weight without them.
     """
     tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
     s = 0
@@ -240,7 +241,7 @@ def _activations(
     else:
         row = tl.minimum(i % MH * 8 + m, M - 1)
     if WHERE:
-        # Rows that are not loaded may have any values.
+        # Masked rows may have any values.
         v = tl.load(x + row * K + k, mask=row < M)
     elif EVEN_K:
         v = tl.load(x + row * K + k)

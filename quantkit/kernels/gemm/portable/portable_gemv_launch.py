@@ -33,7 +33,7 @@ from quantkit.packing.schemes import Scheme
 LONG_ROWS = 8192
 #: From more columns than this on, unrolled steps do not fit in the instruction cache.
 VERY_LONG_ROWS = 16384
-#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
+#: Tested values of each tile field. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (2, 4, 8),
     "columns": (128, 256, 512, 1024),
@@ -101,7 +101,7 @@ def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
 
 
 def rows_of_x(m: int, features: frozenset[str]) -> int:
-    """Return m rounded up to the rows of x of a product: 8 on NVIDIA's tensor cores, 16 on others, and 32."""
+    """Return m rounded up to the rows of x of an MMA: 8 on NVIDIA's tensor cores, 16 on others, and 32."""
     return next(size for size in (8 if "ptx" in features else 16, 16, 32) if size >= m)
 
 
@@ -185,7 +185,7 @@ def _launch(
 
 
 def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the product y [m, n] for m up to 32; for experts y [P, matrices * n], in blocks of up to 32."""
+    """Bind the product y [m, n] for m up to 32; with experts y [P, matrices * n], in blocks of up to 32."""
     m, k = op.x.shape
     m = m if op.grouping is None else op.grouping.rows
     launch = _launch(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, op.grouping)

@@ -7,10 +7,10 @@ Each warp of a program owns a row tile, 16 rows of W, and all columns of the pro
     warp 1          row tile 1: ...
     SPLIT_K > 1     float32 sums go to `sums`, which `gluon/split_k_reduce.py` adds up in a second launch
 
-Warps add nothing up among each other. After x has arrived none waits for another, except that the four warps
-of a `wgmma` start it together.
+No sums are added across warps. Once x has arrived, no warp waits for another, except that the four warps of a
+`wgmma` start it together.
 
-Written in Gluon, as plain Triton cannot let warps share operand B and keep an operand A of their own.
+Written in Gluon: in plain Triton, warps cannot share operand B while each has its own operand A.
 """
 # mypy: ignore-errors
 
@@ -135,7 +135,7 @@ def small_m_gemm(
     words_at += (tile * SPANS + begin * C + span) * (TILES * 128)
     # Warps without a row tile load nothing.
     mask = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
-    # No split loads k_steps of another one.
+    # A split loads no k_steps of another split.
     end = K_STEPS - 1 if ALIGNED_SPLITS else gl.minimum(K_STEPS - 1, LAST_K_STEP - begin)
     tile = gl.arange(0, W, gl.SliceLayout(1, scale_words_layout(W, 1)))
     tile = row_tile_of_warp(tile, first, last, ROW_TILES, N, GATE != "")
@@ -287,9 +287,7 @@ def _load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Load words [W, 8, ...] of scales and zero-points for each 128 columns of COUNT k_steps; 0 where there
-    are none.
-    """
+    """Load words [W, 8, ...] of scales and zero-points for each 128 columns of COUNT k_steps; 0 if absent."""
     scales_at, scales, zeros, begin, first_block = (
         pointers[2],
         pointers[3],
@@ -303,7 +301,7 @@ def _load_scales(
         if ALIGNED_SPLITS:
             block = (k_step * SUBTILES + subtile) * 128 // PER_BLOCK
         else:
-            # Beyond the last column x is zero, so any weights do.
+            # Beyond the last column x is zero, so weights may have any value.
             block = gl.minimum(((begin + k_step) * SUBTILES + subtile) * 128 // PER_BLOCK, BLOCKS - 1)
             if STAGED_BLOCKS:
                 block -= first_block
@@ -319,8 +317,9 @@ def _load_scale_words(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Load the scale words int32 [W, 8] of block `block`, from shared memory if STAGED_BLOCKS, else from
-    `values`.
+    """Load the scale words int32 [W, 8] of block `block`, from shared memory or from `values`.
+
+    STAGED_BLOCKS selects shared memory.
     """
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
@@ -399,7 +398,7 @@ def _multiply(
             q = gl.reshape(q, (16 * W, 128))
             at = (number + k_step) * SUBTILES + subtile
             if WGMMA:
-                # While these weights were decoded, those before them were multiplied.
+                # The previous weights were multiplied while these were dequantized.
                 if k_step + subtile > 0:
                     total = wait_mma(total, pending, ON_SUMS)  # noqa: F821
                 pending = start_mma(total, q, row_scales, x_smem, at, A, ON_SUMS)

@@ -37,17 +37,17 @@ LEAST_GATED = 9
 RESIDENT_WARPS = 16
 #: Rows of x per program of the split-K reduction, for one row tile.
 REDUCED_ROWS = 8
-#: For experts: most columns of a split, and waves up to which large programs are faster.
+#: For experts: most columns of a split, and most waves for which large programs are faster.
 SPLIT_COLUMNS, FEW_WAVES = 4096, 2
-#: Columns of a split up to which code is unrolled; loading more code takes longer than a loop. Twice as many
-#: if a k_step has more than `LOOP_BITS` bits per row: a loop has no registers for two such k_steps.
+#: Most columns of a split with unrolled code; loading more code takes longer than a loop. Twice as many if a
+#: k_step has more than `LOOP_BITS` bits per row: a loop has no registers for two such k_steps.
 UNROLLED, LOOP_BITS = 1024, 1024
-#: Time of a program's prologue, and of the launch of a split-K reduction, in k_steps of a warp.
+#: Cost of a program's prologue, and of launching a split-K reduction, in k_steps of a warp.
 PROLOGUE_STEPS, REDUCE_STEPS = 4, 3
-#: Time of a program that is alone on a multiprocessor with room for two, relative to two. H100, 37888 x 3584,
-#: 8 rows of x: int3 takes 24.8 us in programs of 8 warps, of which some are alone, 29.9 in programs of 16.
+#: Time of a program alone on a multiprocessor with room for two, relative to sharing it. H100, 37888 x 3584,
+#: 8 rows of x: int3 takes 24.8 us in programs of 8 warps, some of them alone, 29.9 in programs of 16.
 ALONE = 2 / 3
-#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
+#: Tested values of each tile field. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "warps": (4, 8, 16),
     "split_k": (1, 2, 4, 7, 8),
@@ -79,17 +79,17 @@ LEAST_WGMMA = 9
 
 
 def rows_of_x(m: int) -> int:
-    """Return m rounded up to the rows of x of a product: 8, 16 or 32."""
+    """Return m rounded up to the rows of x of an MMA: 8, 16 or 32."""
     return next(size for size in (8, 16, MOST_ROWS) if size >= m)
 
 
 def rms_bytes(m: int) -> int:
-    """Return the bytes of shared memory for roots of rows of x, if a norm is ended."""
+    """Return the bytes of shared memory for the RMS of rows of x, if a norm is ended."""
     return 4 * rows_of_x(m)
 
 
 def has_wide_codes(shape: Geometry) -> bool:
-    """Return True if a loop has no registers for the codes of two k_steps: int5 and int7."""
+    """Return True for int5 and int7, for which a loop has no registers for the codes of two k_steps."""
     return shape.k_step * shape.bits > LOOP_BITS
 
 
@@ -110,11 +110,11 @@ def spills(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
-    """Return the k_steps of a split, and those of a chunk of x: 512 columns, or 256 if that makes splits
-    shorter.
+    """Return the k_steps of a split and of a chunk of x.
 
-    Loops of `wgmma` with prefetch 2 have chunks of 256 columns, two k_steps. Codes are then loaded into the
-    registers that they are used from. Otherwise 32 rows of x spill registers.
+    A chunk is 512 columns, or 256 if that makes splits shorter. Loops of `wgmma` with prefetch 2 have chunks
+    of 256 columns, two k_steps: codes are then used from the registers they are loaded into. Otherwise 32
+    rows of x spill registers.
     """
     found, k_step = -(-shape.k_steps // tile.split_k), shape.k_step
     is_short = tile.wgmma and tile.prefetch == 2 and k_step == 128 and is_rolled(tile, shape)
@@ -134,7 +134,7 @@ def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def staged_scale_blocks(tile: SmallMTile, shape: Geometry) -> int:
-    """Return the most blocks of scales that a split has columns of."""
+    """Return the most blocks of scales that the columns of a split touch."""
     columns = k_steps(tile, shape)[0] * shape.k_step
     return -(-columns // shape.per_block) + (1 if tile.split_k > 1 and columns % shape.per_block else 0)
 
@@ -152,7 +152,7 @@ def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int
 
 @dataclass(frozen=True)
 class SharedMemoryPlan:
-    """Shared memory of a program: padding chunks, whether scales are staged there, and its bytes.
+    """Shared memory of a program: padding chunks, True if scales are staged there, and its bytes.
 
     Padding chunks make Triton request the bytes of a table, which it does not count.
     """
@@ -195,9 +195,9 @@ def _memory_budget(tile: SmallMTile, memory: int) -> int:
 def row_tiles(
     tile: SmallMTile, shape: Geometry, multiprocessors: int, gated: bool = False, weights: int = 1
 ) -> int:
-    """Return the row tiles of a program: the fewest with which all programs of `weights` weights run at once.
+    """Return the fewest row tiles per program with which all programs of `weights` weights run at once.
 
-    At most one per warp; pairs if they are `gated`.
+    At most one per warp; pairs if `gated`.
     """
     resident, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
 
@@ -209,7 +209,7 @@ def row_tiles(
 
 
 def waves(tile: SmallMTile, shape: Geometry, multiprocessors: int) -> float:
-    """Return the programs over those that run at once."""
+    """Return the number of programs over the number that runs at once."""
     programs = -(-shape.row_tiles // row_tiles(tile, shape, multiprocessors)) * tile.split_k
     return programs * tile.warps / (multiprocessors * RESIDENT_WARPS)
 
@@ -219,10 +219,10 @@ def _predicted_time(
 ) -> tuple[float, float]:
     """Return the predicted time in k_steps of a warp, and a tie-break between tiles.
 
-    A program takes `alone` of the time of two if it has its multiprocessor for itself in the last wave.
+    A program that has its multiprocessor alone in the last wave takes `alone` of the time of two.
 
-    The tie-break is the number of idle warps. But for e2m1 with 8-bit scales two programs with idle warps
-    take up to 1.3 times as long as one (H100), for an unknown reason.
+    The tie-break is the number of idle warps. An exception is e2m1 with 8-bit scales: two programs with idle
+    warps take up to 1.3 times as long as one (H100), for an unknown reason.
     """
     program_tiles = row_tiles(tile, shape, multiprocessors)
     done, last = divmod(waves(tile, shape, multiprocessors), 1.0)
@@ -234,7 +234,7 @@ def _predicted_time(
 
 
 def _rule(problem: Problem) -> SmallMTile:
-    """Return the tile for a problem where none was measured."""
+    """Return the tile by the rules, for problems without a measured one."""
     shape, count = shape_of(problem), processors(problem)
     return min(
         _valid_tiles(problem) or _CANDIDATES[-1:], key=lambda tile: _predicted_time(tile, shape, count)
@@ -242,7 +242,7 @@ def _rule(problem: Problem) -> SmallMTile:
 
 
 def _valid_tiles(problem: Problem) -> list[SmallMTile]:
-    """Return the tiles of the rules that can run a problem."""
+    """Return the tiles of the rules that support a problem."""
     wgmma = problem.m >= LEAST_WGMMA and "wgmma" in problem.features
     candidates = [replace(tile, wgmma=wgmma) for tile in _CANDIDATES]
     valid = [tile for tile in candidates if _why_invalid(problem, tile) is None]
@@ -252,9 +252,9 @@ def _valid_tiles(problem: Problem) -> list[SmallMTile]:
 def experts_tile(problem: Problem, weights: int) -> SmallMTile:
     """Return the tile for `weights` weights at once, each like `problem`; some tile must fit.
 
-    With several waves, programs start while others end. Splits then only cost, and from a third wave on so do
-    large programs. H100, int4: two splits of gate and up take 1.02 to 1.27 of the time of one. From a third
-    wave on, 8 warps take 0.93 to 0.99 of the time of 16.
+    With several waves, programs start while others end. Splits then only add cost, and from a third wave on
+    so do large programs. H100, int4: two splits of gate and up take 1.02 to 1.27 of the time of one. From a
+    third wave on, 8 warps take 0.93 to 0.99 of the time of 16.
     """
     every, count = replace(problem, n=problem.n * weights), processors(problem)
     shape, valid = shape_of(every), _valid_tiles(every)
@@ -267,7 +267,10 @@ def experts_tile(problem: Problem, weights: int) -> SmallMTile:
 
 
 def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
-    """Return why y cannot be gated; None if it can. A program then has whole sums of gate and up."""
+    """Return why y cannot be gated; None if it can.
+
+    A program must have whole sums of gate and up.
+    """
     if tile.split_k > 1:
         return "split-K adds sums up in a launch of its own"
     if problem.m < LEAST_GATED:
@@ -276,7 +279,10 @@ def why_no_gate(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def why_no_norm(problem: Problem, tile: SmallMTile, part: str) -> str | None:
-    """Return why a part of a norm cannot be done; None if it can. The split-K reduction begins norms."""
+    """Return why a part of a norm cannot be computed; None if it can.
+
+    The split-K reduction begins norms.
+    """
     if part == "whole":
         return "it copies x as it is"
     if part == "begin":
@@ -304,7 +310,7 @@ def _why_invalid(problem: Problem, tile: SmallMTile) -> str | None:
 
 
 def _why_too_large(problem: Problem, tile: SmallMTile, rms: int = 0) -> str | None:
-    """Return why x does not fit in shared memory beside `rms` bytes of roots; None if it does."""
+    """Return why x does not fit in shared memory beside `rms` bytes of RMS values; None if it does."""
     table, memory = table_bytes(problem.scheme, problem.dtype), program_memory(problem)
     x = plan_shared_memory(tile, shape_of(problem), problem.m, problem.scheme, memory, table, rms).nbytes
     needed, most = x + table + rms, _memory_budget(tile, memory)
@@ -341,7 +347,7 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """Build the launch of the kernel, that of the split-K reduction, and the row tiles of a program."""
+    """Build the launches of the kernel and the split-K reduction; return them and a program's row tiles."""
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
 
@@ -349,7 +355,7 @@ def _launches(
     known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = k_steps(tile, shape)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
-    # With several splits, the split-K reduction gates.
+    # With several splits, the split-K reduction applies the gate.
     gates = gate if tile.split_k == 1 else ""
     program_tiles = row_tiles(
         tile, shape, multiprocessors, bool(gates), 1 if grouping is None else grouping.usual
@@ -384,7 +390,7 @@ def _launches(
     )
     if tile.split_k == 1:
         return main, None, program_tiles
-    # Sums of expert blocks were scaled before they were stored.
+    # Sums of expert blocks are scaled before they are stored.
     after = known if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
     last = Launch(
         split_k_reduce,
@@ -404,7 +410,7 @@ def _launches(
 
 
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Return the product y [m, n] for m up to 32, on NVIDIA GPUs from compute capability 8.0 on."""
+    """Bind the product y [m, n] for m up to 32, on NVIDIA GPUs of compute capability 8.0 or higher."""
     spec, grouping = op.spec, op.grouping
     m, n = spec.m, spec.n
     expert_blocks = 1 if grouping is None else grouping.expert_blocks

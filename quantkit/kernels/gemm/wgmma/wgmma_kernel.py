@@ -1,4 +1,4 @@
-"""Warp-specialized WGMMA GEMM for Hopper, any M: y^T = W x^T, persistent over tiles, with optional stream-K.
+"""Warp-specialized WGMMA GEMM for Hopper, any M: y^T = W x^T, persistent over tiles, optional stream-K.
 
     producer, 1 warp         TMA: x [BM, 128] global -> ring of STAGES buffers in shared memory
     consumer 0, 4 warps      rows 0 to 63 of W: codes -> registers -> dequantize -> A of wgmma
@@ -8,10 +8,10 @@
     full[stage]              the producer's copy has arrived
     empty[stage]             all consumers have multiplied with it
 
-While one consumer dequantizes, the tensor cores run the products of another. A program takes one output tile
-after the other. The tiles of the last wave may be shared by columns: stream-K, `gluon/stream_k.py`.
+While one consumer dequantizes, the tensor cores run the products of another. A program computes one output
+tile after the other. The tiles of the last wave may be shared by columns: stream-K, `gluon/stream_k.py`.
 
-Written in Gluon, as plain Triton cannot assign roles to warps. `portable_gemm` computes the same without.
+Written in Gluon: plain Triton cannot assign roles to warps. `portable_gemm` computes the same without roles.
 """
 # mypy: ignore-errors
 
@@ -185,7 +185,7 @@ def _consumer(
     # Layout of weights [64 rows, V groups, columns of a group] in the registers of operand A.
     like = gl.reshape(gl.full([64, 128], 0.0, DTYPE, OPERAND), (64, V, 128 // V))
     WEIGHTS: gl.constexpr = like.type.layout
-    # The second half of the last step may be padding: x is zero there, so any weights do.
+    # The second half of the last step may be padding: x is zero there, so weights may have any value.
     last_k_step = SPANS // C - 1
     steps = gl.cdiv(SPANS, 2 * C)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
@@ -203,7 +203,8 @@ def _consumer(
     for number in range(work_items):
         total = gl.zeros([64, BM], gl.float32, ACC)
         for step in range(first, last):
-            # Two k_steps, so that loaded codes stay in their registers: copying them would wait for them.
+            # Two k_steps, so that loaded codes stay in their registers: copying them would wait for the
+            # loads.
             for half in gl.static_range(2):
                 for block_k in gl.static_range(BLOCKS_PER_STEP):
                     weights = _dequant(
@@ -337,8 +338,9 @@ def _prologue(
 def _pointers(
     first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS,
 ):  # fmt: skip
-    """Return pointers to codes int32 [4, C, 128] of four row tiles from `first` on, and offsets [4, 8] of
-    scales.
+    """Return pointers to codes int32 [4, C, 128] of four row tiles, and offsets [4, 8] of their scales.
+
+    The row tiles begin with `first`.
     """
     CODES: gl.constexpr = codes_layout(4, C)
     last = (N + 15) // 16 - 1
@@ -362,8 +364,9 @@ def _load_k_step(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load a k_step: its code words, int32 [4, C, 128], and for each 128 columns the words of scales and of
-    zero-points. These are 0 for a weight without them.
+    """Load a k_step: code words int32 [4, C, 128], and the words of scales and zero-points.
+
+    There are such words for each 128 columns; they are 0 for a weight without them.
     """
     words = ()
     for t in gl.static_range(TILES):
@@ -388,7 +391,7 @@ def _store(
     # A thread writes STORE_VECTOR adjacent outputs, adjacent threads write adjacent vectors.
     THREADS_N: gl.constexpr = min(64 // STORE_VECTOR, 32)
     STORED: gl.constexpr = gl.BlockedLayout([STORE_VECTOR, 1], [THREADS_N, 32 // THREADS_N], [1, 4], [0, 1])
-    # Tell Triton that N is a multiple of STORE_VECTOR: it only specializes for multiples of 16.
+    # Tell Triton that N is a multiple of STORE_VECTOR; it only detects multiples of 16.
     N = N // STORE_VECTOR * STORE_VECTOR
     out = gl.convert_layout(out.to(y.dtype.element_ty), STORED)
     n = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, STORED)), 1)

@@ -52,12 +52,11 @@ WARPS = 4
 TMA_ROWS = 64
 #: Most 16-bit numbers of a vector store, if rows of y are multiples of them.
 MAX_STORE_VECTOR = 8
-#: A tile measured for another problem gives way to one with less than this part of its predicted time.
+#: A tile measured for another problem is replaced by one with less than this part of its predicted time.
 FITS = 0.9
-#: Bytes of x that stay in L2. Programs that share the last tiles evenly are at different steps, and read x
-#: from L2.
+#: Bytes of x that stay in L2. Programs that share the last tiles are at different steps, and read x from L2.
 CACHED = 32 << 20
-#: Values of each field of a tile with which the kernel was tried. To add a candidate, add a number.
+#: Tested values of each tile field. To add a candidate, add a number.
 VALUES: Mapping[str, tuple[int, ...]] = {
     "block_m": (16, 32, 64, 128, 256),
     "block_n": (128, 192),
@@ -88,9 +87,7 @@ def wgmma_tile(
 
 
 def _tile_of_size(shape: Geometry, m: int, rows: int, zeros: bool) -> WgmmaTile:
-    """Return the tile of a size with the prefetch and `block_k` that were measured fastest, if registers
-    suffice.
-    """
+    """Return the tile of a size with the prefetch and `block_k` measured fastest, if registers suffice."""
     prefetch_two, prefetch_one, least = (
         WgmmaTile(m, rows, 2, block_k=TWO_BLOCKS),
         WgmmaTile(m, rows, 1, block_k=TWO_BLOCKS),
@@ -145,7 +142,7 @@ def _why_pruned(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _rule(problem: Problem) -> WgmmaTile:
-    """Return the tile for a problem where none was measured."""
+    """Return the tile by the rules, for problems without a measured one."""
     return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 
@@ -157,8 +154,8 @@ def _has_zeros(problem: Problem) -> bool:
 def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
     """Return the tile of the rules if it is predicted to be faster than `tile`, else `tile`.
 
-    Predictions are relative to `measured`, for which `tile` was the fastest. There the tile of the rules is
-    taken to be no faster, whatever `tile_time` says: it predicts sizes better than tiles.
+    Predictions are relative to `measured`, for which `tile` was fastest. There the tile of the rules counts
+    as no faster, whatever `tile_time` predicts: it predicts sizes better than tiles.
     """
 
     def time(asked: Problem, one: WgmmaTile) -> float:
@@ -179,9 +176,9 @@ TILE_SPACE = TileSpace(WgmmaTile, VALUES, _rule, _why_invalid, _why_pruned, _ada
 
 @dataclass(frozen=True)
 class _Launches:
-    """Launch of `wgmma_gemm`, layout of its shared memory, and its stream-K schedule.
+    """Launch of `wgmma_gemm`, its shared memory layout, and its stream-K schedule.
 
-    `sums` is the float32 numbers of partial sums and flags. A weight has `spans` spans and `blocks` blocks.
+    `sums` is the number of float32 partial sums and flags. A weight has `spans` spans and `blocks` blocks.
     """
 
     kernel: Launch
@@ -276,7 +273,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
     m, k = op.x.shape
     has_bias, programs = op.bias is not None, op.multiprocessors
     launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
-    # TMA wants x to have at least the columns of a block.
+    # TMA requires x to have at least the columns of a block.
     y, x = empty(op, *output_size(op)), whole_rows(op.x, COLUMNS)
     blocks = TensorDescriptor(
         x, list(x.shape), list(x.stride()), [min(tile.block_m, TMA_ROWS), COLUMNS], launches.layout
@@ -298,7 +295,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
 
 
 def launch_token() -> int:
-    """Return a number that no other launch of this process has, and memory only by chance.
+    """Return a number unique among launches of this process; memory holds it only by chance.
 
     Programs of a launch signal each other with it in memory that was never cleared. It is odd, because
     `Launch` distinguishes integers that are multiples of 16.

@@ -7,7 +7,7 @@ from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.layouts.fragment_layout import Geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, undeclared_bytes
 
-#: Bytes of shared memory beside blocks of x: barriers, and outputs that threads exchange.
+#: Bytes of shared memory besides blocks of x: barriers, and outputs exchanged between threads.
 SCRATCH = 8 << 10
 #: Columns of a block of x, and the two values of `block_k`.
 COLUMNS, TWO_BLOCKS = 128, 256
@@ -15,10 +15,10 @@ COLUMNS, TWO_BLOCKS = 128, 256
 STAGES = 8
 #: Bytes of shared memory that a multiprocessor keeps for each program.
 RESERVED = 1 << 10
-#: Most rows of x with registers for two programs on a multiprocessor (128 rows of the weight, 128 columns),
-#: or for codes that are loaded two steps ahead.
+#: Most rows of x with registers for two programs per multiprocessor (128 rows of the weight, 128 columns), or
+#: for codes loaded two steps ahead.
 FEW_OF_X = 32
-#: Rows of x and of the weight of the tiles of the rules; microseconds for 256 columns on an H100.
+#: Microseconds for 256 columns on an H100, by rows of x and of the weight of the rules' tiles.
 STEP_US: Mapping[tuple[int, int], float] = {
     (32, 128): 1.1,
     (64, 128): 1.1,
@@ -29,7 +29,7 @@ STEP_US: Mapping[tuple[int, int], float] = {
 #: Microseconds to add the partial sums of another program (fix-up), by tile. With these, tiles of the rules
 #: take 1.010 of the time of the best of eight (H100, 81 problems).
 FIXUP_US = dict(zip(STEP_US, (0.2, 0.3, 1.5, 3.5, 4.0), strict=True))
-#: Microseconds of a launch beside its steps.
+#: Microseconds of a launch besides its steps.
 OVERHEAD_US = 3.0
 #: Registers of a thread that `registers` does not count. 14 suffice for Triton 3.6. Triton 3.9 then spills up
 #: to 514 in a loop: int7 with 1024 rows of x takes 1.47 times as long as with 24 (H100).
@@ -56,10 +56,10 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class LaunchBounds:
-    """Programs of a multiprocessor at once, and registers of their threads.
+    """Programs per multiprocessor at once, and registers of their threads.
 
-    Threads start with up to `max_registers`, None for no limit. Threads that multiply then get
-    `mma_registers`, and threads that copy keep 24.
+    Threads start with up to `max_registers`, None for no limit. Consumer threads then get `mma_registers`,
+    and producer threads keep 24.
     """
 
     occupancy: int
@@ -75,10 +75,9 @@ def launch_bounds(tile: WgmmaTile) -> LaunchBounds:
 
 
 def stages(tile: WgmmaTile, table: int = 0) -> int:
-    """Return the blocks of x in shared memory: as many as fit beside a `table` of these bytes, up to
-    `STAGES`.
+    """Return the number of blocks of x in shared memory: all that fit beside `table` bytes, up to `STAGES`.
 
-    With a table there are enough blocks that Triton requests memory for it too.
+    With a table there are enough blocks that Triton requests memory for the table too.
     """
     mine = (HOPPER_SHARED + RESERVED) // launch_bounds(tile).occupancy - RESERVED
     block = 2 * tile.block_m * COLUMNS
@@ -87,7 +86,7 @@ def stages(tile: WgmmaTile, table: int = 0) -> int:
 
 
 def copies(tile: WgmmaTile) -> int:
-    """Return the copies of a table in shared memory: as many as leave room for a third block of x.
+    """Return the copies of a table in shared memory: all that leave room for a third block of x.
 
     None for two programs, whose threads lack the registers for lookups.
     """
@@ -100,11 +99,11 @@ def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
 
 
 def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float) -> tuple[int, int, int]:
-    """Return the tiles done whole, and for the others the steps per program, and the steps from tile to tile.
+    """Return the number of whole tiles, the steps per program of the others, and the steps between tiles.
 
     Each shared tile is divided among the same number of programs, or all programs get the same number of
     steps, whichever is faster. In the second case some programs have parts of two tiles. A fix-up takes as
-    long as `fixup_steps` steps, so that fewer programs may share a tile than could.
+    long as `fixup_steps` steps, so fewer programs may share a tile than could.
     """
     others = tiles % programs
     if others == 0:
@@ -148,7 +147,7 @@ def fixup_us(tile: WgmmaTile) -> float:
 
 
 def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
-    """Look a tile up in `us`; sizes that are missing scale from 128 rows of the weight, or 32 rows of x."""
+    """Look a tile up in `us`; missing sizes scale from 128 rows of the weight, or 32 rows of x."""
     found = us.get((tile.block_m, tile.block_n))
     return us[max(tile.block_m, FEW_OF_X), 128] * tile.block_n / 128 if found is None else found
 
@@ -158,8 +157,8 @@ def tile_schedule(
 ) -> tuple[int, int, int, int]:
     """Return the steps of a tile, then the three numbers of `stream_k_schedule` for m rows of x.
 
-    These are the tiles done whole, the steps per program, and the steps from tile to tile. Without
-    `tile.stream_k` all tiles are done whole.
+    These are the whole tiles, the steps per program, and the steps between tiles. Without `tile.stream_k` all
+    tiles are whole.
     """
     columns = shape.spans * shape.span
     tiles = -(-shape.n // tile.block_n) * -(-m // tile.block_m)
@@ -180,8 +179,7 @@ def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H
 
 
 def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
-    """Return the estimated registers of a thread that multiplies, for sums, weights, codes, scales and
-    zero-points.
+    """Return the estimated registers of a consumer thread: sums, weights, codes, scales and zero-points.
 
     Scales and zero-points in use take two registers each, for two rows.
     """
@@ -192,5 +190,5 @@ def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
 
 
 def has_registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> bool:
-    """Return True if a thread has that many registers."""
+    """Return True if a thread has enough registers."""
     return registers(shape, tile, zeros) + REGISTER_MARGIN <= launch_bounds(tile).mma_registers

@@ -1,4 +1,4 @@
-"""Tile tables: which row and tile was measured fastest on a GPU, as JSON, one file per GPU.
+"""Tile tables: the kernel and tile measured fastest on a GPU, as JSON, one file per GPU.
 
-A table only ever makes things faster: without one, rules choose. It is safe to delete.
+Tables only make things faster: without one, rules choose. They are safe to delete.
 """

@@ -46,7 +46,7 @@ def skip_initializing(model: nn.Module) -> None:
 
 
 def _setup_of(model: nn.Module, name: str) -> Any:
-    """Return the function that initializes module `name`: that of the innermost model which has it."""
+    """Return the function that initializes module `name`: that of the innermost submodel around it."""
     parts = name.split(".")
     inside = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts), 0, -1))
     owner: Any = next((one for one in inside if hasattr(one, "_init_weights")), model)
@@ -75,10 +75,10 @@ def parameters_of_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[Any]) -> list[Any]:
-    """Return conversions for matrices of packed experts that transformers reads from one tensor for all.
+    """Return conversions for packed experts that transformers reads from one fused tensor.
 
-    quantkit stores them by expert (`model/split_experts.py`). `experts` are the fused parameters of each
-    module, `conversions` those of the model's class.
+    quantkit stores their matrices by expert (`model/split_experts.py`). `experts` are the fused parameters of
+    each module, `conversions` those of the model's class.
     """
     merged = [
         pattern
@@ -88,7 +88,7 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
     ]
     found: dict[str, Any] = {}
     for name, parameters in experts.items():
-        # As the name ends in many layers.
+        # As the end of the name in many layers.
         owner = rf"\.{name.rpartition('.')[2]}"
         for parameter in parameters:
             if any(re.search(f"{pattern}$", f"{name}.{parameter}") for pattern in merged):
@@ -102,7 +102,7 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
 
 
 class RenamedBase(WeightRenaming):  # type: ignore[misc]
-    """Renaming of the base model, in the files of another class than the model's."""
+    """Renaming of the base model, for files of another class than the model's."""
 
     @classmethod
     def of(cls, own: str, here: str) -> "RenamedBase":

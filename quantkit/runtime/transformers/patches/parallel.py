@@ -65,7 +65,7 @@ def divide_packed(model: Any) -> None:
             parameter = wildcard(f"{name}.{entry.removesuffix(spec.suffix)}")
             candidates = (model._tp_plan.get(one) for one in (key, parameter, wildcard(name)))
             style = next((one for one in candidates if one is not None), None)
-            # The codes of 8-bit floats are called `weight`: the style of their scale is quantkit's already.
+            # Words of 8-bit floats are called `weight`: the style of their scale is quantkit's already.
             if style is not None and model._tp_plan.get(key) != (own := _own_style(style)):
                 originals.setdefault(key, model._tp_plan.get(key))
                 model._tp_plan[key] = own
@@ -168,7 +168,8 @@ class PackedStyle:
         TensorParallelPlan("", (cut,)).check(ranks)
         share = (rows // ranks, columns) if axis == "rows" else (rows, columns // ranks)
         whole, part = (scheme.storage_shapes(shape)[spec.part][1] for shape in ((rows, columns), share))
-        # A part of equal length in a share is whole on all ranks, such as the one scale of a row cut along K.
+        # A part of equal length in a share is whole on all ranks, such as the one scale of a row divided
+        # along K.
         for dim, (length, of_share) in enumerate(zip(whole, part, strict=True), len(spec.shape) - len(whole)):
             if length != of_share:
                 _distribute(module, param, mesh, dim, pieces)
@@ -194,7 +195,7 @@ def _distribute(module: nn.Module, param: str, mesh: Any, dim: int, pieces: int)
 
 @dataclass(frozen=True, eq=False)
 class ShareForward:
-    """Forward of a divided module, in place of `original` by transformers, which wraps tensors in DTensors.
+    """Forward of a divided module; replaces `original` by transformers, which wraps tensors in DTensors.
 
     Without gradients, `of_share` computes on the local share and combines the results of `group` in one
     operation.
@@ -210,7 +211,7 @@ class ShareForward:
         return self.of_share(arguments[0])
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `original` returns, for the local x."""
+        """Return the output of `original` for the local x."""
         raise NotImplementedError
 
 
@@ -218,7 +219,7 @@ class RowsForward(ShareForward):
     """Linear divided along N: each rank computes its columns of y."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """From [..., K] to [..., N / ranks]."""
+        """Map x [..., K] to [..., N / ranks]."""
         # Not through the module call, whose hooks are running.
         y: torch.Tensor = type(self.module).forward(self.module, x)
         return y
@@ -228,7 +229,7 @@ class ColumnsForward(ShareForward):
     """Packed linear divided along K: all-reduce the products, add the bias once."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """From [..., K / ranks] to [..., N]."""
+        """Map x [..., K / ranks] to [..., N]."""
         parameters = self.module._parameters
         bias = parameters["bias"]
         if bias is None:
@@ -251,7 +252,7 @@ class GatherForward(ShareForward):
     """Linear divided along N, packed or dense: all-gather the columns of y."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """From [..., K] to [..., N]."""
+        """Map x [..., K] to [..., N]."""
         if isinstance(self.module, PackedLinear):
             y = type(self.module).forward(self.module, x)
         else:
@@ -265,7 +266,7 @@ class LookupForward(ShareForward):
     """Dense embedding [V, H] divided along V: each row comes from one rank, the others add zeros."""
 
     def of_share(self, x: torch.Tensor) -> torch.Tensor:
-        """From ids [...] int64 to [..., H]."""
+        """Map ids [...] int64 to [..., H]."""
         weight = local(self.module.weight)
         ids = x - self.group.rank() * weight.shape[0]
         foreign = (ids < 0) | (ids >= weight.shape[0])
@@ -276,7 +277,7 @@ class LookupForward(ShareForward):
 
 
 def divide_forwards(model: Any) -> None:
-    """Replace forwards in `model`, divided and loaded, by `ShareForward`s, which cost the host less time.
+    """Replace forwards of a divided and loaded `model` by `ShareForward`s, which take less host time.
 
     Modules whose style splits x or y, or whose shares differ in length, keep the forward of transformers.
     """

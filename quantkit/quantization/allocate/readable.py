@@ -1,0 +1,66 @@
+"""The formats that an engine reads, of those that an allocation chooses from."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quantkit.checkpoint.compressed_tensors import compressed_tensors_format, why_not_compressed_tensors
+from quantkit.checkpoint.engines import Engine, LayerKind, strategy_of, support
+from quantkit.errors import UsageError
+from quantkit.model.structure import Linear
+from quantkit.packing.schemes import Scheme
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The storage of a linear: format and arguments of compressed-tensors.
+
+    `alone` if the engine reads it only in a checkpoint that has no other format.
+    """
+
+    format: str
+    arguments: str
+    alone: bool
+
+
+def readable(
+    engine: Engine, groups: Sequence[Sequence[Linear]], schemes: Mapping[str, Sequence[Scheme]]
+) -> list[frozenset[int]]:
+    """Return for each group the numbers of the schemes that `engine` reads.
+
+    `schemes` are those to choose from, by module. Raises `UsageError` if none is left for a group.
+    """
+    found: list[dict[int, _Stored]] = []
+    for group in groups:
+        row = {}
+        for number in range(len(schemes[group[0].module])):
+            stored = {_stored(engine, linear, schemes[linear.module][number]) for linear in group}
+            # An engine has one class for a group, which takes its matrices to be stored in one way.
+            if len(stored) == 1 and (one := stored.pop()) is not None:
+                row[number] = one
+        found.append(row)
+    # Experts that are read alone decide for all.
+    formats = {one.format for row in found for one in row.values() if one.alone}
+    left = [
+        frozenset(number for number, one in row.items() if not formats or one.format in formats)
+        for row in found
+    ]
+    for group, numbers in zip(groups, left, strict=True):
+        if not numbers:
+            raise UsageError(
+                f"{engine.name} reads none of the formats to choose from for {group[0].module}. Name others "
+                f"with --formats, or decide on it with a rule, such as --rule '{group[0].module}=int8'."
+            )
+    return left
+
+
+def _stored(engine: Engine, linear: Linear, scheme: Scheme) -> _Stored | None:
+    """Return how a linear is stored in `scheme`, None if `engine` does not read that."""
+    (rows, columns), experts = linear.shape, linear.kind == "experts"
+    kind: LayerKind = "experts" if experts else "linear"
+    if why_not_compressed_tensors(scheme, columns, experts=experts) is not None:
+        return None
+    row = compressed_tensors_format(scheme, columns)
+    arguments = row.arguments(scheme, columns)
+    read = support(engine, kind, row.stored.name, strategy_of(arguments, rows))
+    return _Stored(row.stored.name, json.dumps(arguments), read.alone) if read.classes else None

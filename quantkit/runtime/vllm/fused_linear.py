@@ -1,0 +1,147 @@
+"""Linear of several stored matrices along N, such as q, k and v, each dense or in a scheme of its own.
+
+Neighbours of one scheme become one packed matrix, so that one launch computes them. Parts of a matrix that
+its rows share, such as a code book, keep it apart.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quantkit.checkpoint.compressed_tensors import stored_format
+from quantkit.errors import CheckpointError
+from quantkit.packing.names import Container
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.vllm.shares import WHOLE, Share, stored_rows
+
+
+class DenseLinear(nn.Linear):
+    """Dense rows beside packed ones: y [..., N] = x [..., K] W^T + b."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, self.weight, bias)
+
+
+class FusedLinear(nn.Module):
+    """Linear of the matrices `shares`, one below the other: y [..., sum of N] = x [..., K] W^T + b.
+
+    `load` fills it from tensors of a checkpoint, and `finish` builds the kernel layouts.
+    """
+
+    def __init__(self, shares: Sequence[Share], container: Container, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shares = tuple(shares)
+        self._container: Container = container
+        self.blocks = nn.ModuleList()
+        #: Block of each share, and its first row there.
+        self._places: list[tuple[int, int]] = []
+        for run in _runs(self.shares):
+            rows, columns = sum(share.local_shape[0] for share in run), run[0].local_shape[1]
+            scheme, first = run[0].local_scheme, 0
+            for share in run:
+                self._places.append((len(self.blocks), first))
+                first += share.local_shape[0]
+            self.blocks.append(
+                DenseLinear(columns, rows, bias=False, dtype=dtype)
+                if scheme is None
+                else PackedLinear(columns, rows, scheme, container)
+            )
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        self._missing = {
+            (index, entry) for index in range(len(self.shares)) for entry, _ in self._entries(index)
+        }
+
+    def entries(self) -> dict[str, torch.dtype]:
+        """Return the names of tensors of the checkpoint below that of the module, with a dtype each."""
+        return {name: dtype for index in range(len(self.shares)) for name, dtype in self._entries(index)}
+
+    def _entries(self, index: int) -> Iterator[tuple[str, torch.dtype]]:
+        block = self._block(index)
+        if isinstance(block, PackedLinear):
+            yield from ((name, spec.dtype) for name, spec in block.part_specs().items())
+        else:
+            yield "weight", block.weight.dtype
+
+    def _block(self, index: int) -> Any:
+        return self.blocks[self._places[index][0]]
+
+    def load(self, index: int, entry: str, loaded: torch.Tensor) -> None:
+        """Copy what this rank has of tensor `entry` of share `index` into place.
+
+        Raises `CheckpointError` for a tensor that a matrix of its scheme has not, or not of this shape.
+        """
+        share, (number, first) = self.shares[index], self._places[index]
+        block: Any = self.blocks[number]
+        if entry not in dict(self._entries(index)):
+            raise CheckpointError(
+                f"{share.name}.{entry} is in the file, and config.json says that the matrix is "
+                f"{'dense' if share.scheme is None else share.scheme}. Quantize the model again."
+            )
+        self._missing.discard((index, entry))
+        if not isinstance(block, PackedLinear):
+            taken = share.take("weight", loaded)
+            block.weight.data[first : first + len(taken)].copy_(taken)
+            return
+        spec = block.part_specs()[entry]
+        if spec.part == "shape":
+            share.check_shape(loaded)
+            return
+        scheme = share.local_scheme
+        assert share.scheme is not None and scheme is not None
+        stored = stored_format(share.scheme, share.shape[1], self._container)
+        dtype = scheme.storage_shapes(share.local_shape)[spec.part][0]
+        taken = share.take(spec.part, stored.from_file(spec.part, loaded, dtype))
+        target = stored.from_file(spec.part, getattr(block, entry).data, dtype)
+        at = 0 if spec.part in WHOLE else stored_rows(scheme, spec.part, first)
+        target[at : at + len(taken)].copy_(taken)
+
+    def finish(self, dtype: torch.dtype, *, layouts: bool = True) -> None:
+        """Build the kernel layouts for activations of `dtype`.
+
+        Raises `CheckpointError` if the checkpoint lacked tensors.
+        """
+        if self._missing:
+            index, entry = min(self._missing)
+            others = f" and {len(self._missing) - 1} more" if len(self._missing) > 1 else ""
+            raise CheckpointError(
+                f"{self.shares[index].name}.{entry}{others} is not in the checkpoint. Verify it: "
+                "quantkit verify DIRECTORY."
+            )
+        for block in self.blocks:
+            if layouts and isinstance(block, PackedLinear):
+                block.build_kernel_layouts(dtype)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return y [..., sum of N] in the dtype of x [..., K]; `bias` is [sum of N]."""
+        if len(self.blocks) == 1:
+            return self.blocks[0](x, bias)  # type: ignore[no-any-return]
+        rows: list[int] = [block.out_features for block in self.blocks]  # type: ignore[misc]
+        biases = [None] * len(rows) if bias is None else torch.split(bias, rows)
+        return torch.cat([block(x, one) for block, one in zip(self.blocks, biases, strict=True)], -1)
+
+
+def _runs(shares: Sequence[Share]) -> Iterator[list[Share]]:
+    """Yield neighbours that one matrix can hold."""
+    run = [shares[0]]
+    for above, share in pairwise(shares):
+        if share.scheme == above.scheme and _ends_between_units(run):
+            run.append(share)
+        else:
+            yield run
+            run = [share]
+    yield run
+
+
+def _ends_between_units(run: Sequence[Share]) -> bool:
+    """Return True if rows of another matrix of the same scheme can follow."""
+    scheme = run[0].scheme
+    rows = sum(share.local_shape[0] for share in run)
+    if scheme is None:
+        return True
+    shared = scheme.per_tensor or scheme.global_scale or scheme.column_scale or scheme.is_fitted
+    return not shared and all(rows % unit == 0 for unit in scheme.row_units().values())

@@ -1,0 +1,114 @@
+"""Cut stored matrices for tensor parallelism: which rows and columns of a matrix a rank of a server loads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.packing.schemes import Scheme
+
+#: Start and stop of rows or columns.
+Range = tuple[int, int]
+#: Parts that all rows and columns of a matrix share.
+WHOLE = frozenset({"global_scale", "codebook"})
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows and columns that a rank loads of the stored matrix [N, K] of module `name`; `shape` is (N, K).
+
+    `rows` are several ranges where the file holds as one matrix what the engine divides as several. `scheme`
+    is that of the whole matrix, None for a dense one. Raises `UsageError` for a cut inside a word, group or
+    block.
+    """
+
+    name: str
+    scheme: Scheme | None
+    shape: tuple[int, int]
+    rows: tuple[Range, ...]
+    columns: Range
+
+    def __post_init__(self) -> None:
+        if self.scheme is not None:
+            rows, columns = self.shape
+            for cut in self.rows:
+                self._check("rows", cut, rows, self.scheme.row_units())
+            self._check("columns", self.columns, columns, self.scheme.column_units(columns))
+
+    def _check(self, axis: str, cut: Range, length: int, units: Mapping[str, int]) -> None:
+        for what, size in units.items():
+            if cut[0] % size or (cut[1] % size and cut[1] != length):
+                raise UsageError(
+                    f"a rank has {axis} {cut[0]} to {cut[1]} of the {length} of {self.name!r}, which are no "
+                    f"whole {what}. Use a smaller tensor parallel size, or quantize the model with another "
+                    "format or group size."
+                )
+
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        """Return [N, K] of what the rank has."""
+        return sum(stop - start for start, stop in self.rows), self.columns[1] - self.columns[0]
+
+    @property
+    def local_scheme(self) -> Scheme | None:
+        """Return the scheme of what the rank has: a group as long as a row is the row."""
+        return None if self.scheme is None else self.scheme.for_columns(self.local_shape[1])
+
+    def take(self, part: str, loaded: torch.Tensor) -> torch.Tensor:
+        """Return what the rank has of `loaded`, a part of the stored matrix, or the dense matrix itself.
+
+        Raises `CheckpointError` if its dtype or shape is another than that of the part.
+        """
+        if self.scheme is None:
+            self._expect("weight", loaded, None, self.shape)
+            return torch.cat([loaded[slice(*cut), slice(*self.columns)] for cut in self.rows])
+        self._expect(part, loaded, *self.scheme.storage_shapes(self.shape)[part])
+        if part in WHOLE or (part == "scale" and self.scheme.per_tensor):
+            return loaded
+        columns = _stored_columns(self.scheme, part, self.columns, self.shape[1])
+        if part == "column_scale":
+            return loaded[columns]
+        taken = [
+            loaded[stored_rows(self.scheme, part, start) : stored_rows(self.scheme, part, stop), columns]
+            for start, stop in self.rows
+        ]
+        return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def check_shape(self, loaded: torch.Tensor) -> None:
+        """Raise `CheckpointError` unless `loaded`, the stored logical shape [2], is `shape`."""
+        if loaded.tolist() != list(self.shape):
+            raise CheckpointError(
+                f"{self.name!r} is {loaded.tolist()} in the file and {list(self.shape)} in vLLM's model. "
+                "Check that config.json is that of the quantized model."
+            )
+
+    def _expect(
+        self, part: str, loaded: torch.Tensor, dtype: torch.dtype | None, shape: tuple[int, ...]
+    ) -> None:
+        if tuple(loaded.shape) != shape or loaded.dtype != (dtype or loaded.dtype):
+            packed = "dense" if self.scheme is None else str(self.scheme)
+            raise CheckpointError(
+                f"part {part!r} of {self.name!r} is {loaded.dtype} {tuple(loaded.shape)} in the file; "
+                f"expected {dtype or 'floats'} {shape} for a {packed} matrix of {self.shape}. "
+                "Verify the checkpoint: quantkit verify DIRECTORY."
+            )
+
+
+def stored_rows(scheme: Scheme, part: str, row: int) -> int:
+    """Return how many rows of a stored part hold the first `row` rows of the matrix."""
+    storage = scheme.zero_point_type.storage
+    if part == "zero_point" and storage is not None:
+        return storage.rows(row, scheme.format.bits)
+    return -(-row // scheme.group_rows) if part == "scale" else row
+
+
+def _stored_columns(scheme: Scheme, part: str, cut: Range, length: int) -> slice:
+    """Return the columns of a stored part that hold columns `cut` of the matrix, which has `length`."""
+    if part == "column_scale":
+        return slice(*cut)
+    if part == "packed":
+        return slice(scheme.words_per_row(cut[0]) if cut[0] else 0, scheme.words_per_row(cut[1]))
+    # A row that is one group has the same scale on all ranks.
+    group, planes = scheme.group_columns(length), scheme.planes if part == "scale" else 1
+    return slice(cut[0] // group * planes, -(-cut[1] // group) * planes)

@@ -1,0 +1,17 @@
+"""The versions of vLLM that the plug-in fits."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from quantkit.checkpoint.engines import VLLM
+
+
+def moved(error: Exception) -> str:
+    """Return what to tell a user whose vLLM lacks a class or function that the plug-in needs."""
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        found = "of an unknown version"
+    return (
+        f"quantkit's plug-in is for {VLLM} and does not fit vLLM {found}: {error}. Install one of these "
+        "versions, or load the model with quantkit.load."
+    )

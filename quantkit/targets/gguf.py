@@ -1,0 +1,313 @@
+"""GGUF: one file with blocks of 32 or 256 weights, metadata and tokenizer, as llama.cpp reads it.
+
+Names, permuted rows and block types are those of the tables that GGUF files are read by.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
+from quantkit.checkpoint.gguf.block_types import BLOCK_TYPES, BlockType
+from quantkit.checkpoint.gguf.gguf_names import ARCHITECTURES, Architecture, Place, exported_as, place
+from quantkit.checkpoint.gguf.header import ALIGNMENT, read_gguf_header
+from quantkit.checkpoint.gguf.open_gguf import NO_TOKENIZER, gguf_tensors
+from quantkit.checkpoint.gguf.rotary import HIGH, LOW, llama3_factors
+from quantkit.checkpoint.gguf.rows import gguf_package, pairs_of_halves
+from quantkit.checkpoint.output.directory import GGUF_FILE_NAME
+from quantkit.checkpoint.output.shard_file import OtherHeader
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.stamp import FileStamp
+from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
+from quantkit.errors import CheckpointError
+from quantkit.files import temporary
+from quantkit.model.model_class import model_config
+from quantkit.model.structure import Structure
+from quantkit.targets.gguf_tokenizer import tokenizer_metadata
+from quantkit.targets.packed_source import PIECE, PackedMatrix
+from quantkit.targets.target import (
+    Chunk,
+    ExportPlan,
+    Held,
+    Job,
+    Layout,
+    OutputFile,
+    Target,
+    inexact,
+    layout_rows,
+    why_not_held,
+)
+
+#: Block types that a matrix may become, the smallest first, as layouts.
+_LAYOUTS: Mapping[Layout, BlockType] = {
+    Layout(
+        row.name,
+        row.grid.format,
+        (row.elements,),
+        (row.grid.scale_dtype,),
+        frozenset({"minimum" if row.grid.affine == "biases" else "none"}),
+    ): row
+    for row in sorted(BLOCK_TYPES.values(), key=lambda row: row.nbytes / row.elements)
+    if row.grid is not None
+}
+_HELD = Held(
+    "gguf",
+    tuple(_LAYOUTS),
+    ", ".join(f"{one.name} ({one.format.name}, groups of {one.groups[0]})" for one in _LAYOUTS),
+    "Quantize with --format int4 or int8, --group-size 32 and --scale-dtype float16, or --format mxfp4, "
+    "without zero-points",
+)
+_NUMBERS = {row.dtype: row for row in BLOCK_TYPES.values() if row.dtype is not None}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the source in its place, and the type that its weights get."""
+
+    place: Place
+    source: StoredTensor
+    block_type: BlockType
+    layout: Layout | None
+
+
+def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
+    """The plan of one GGUF file; see `Target`. Reads scales, to see if float16 has them."""
+    config = model_config(checkpoint.config, checkpoint.directory)
+    name, arch = _architecture(checkpoint, config)
+    parts = _parts(checkpoint, arch)
+    metadata, factors = _metadata(checkpoint, config, name, arch)
+    tokens = tokenizer_metadata(checkpoint.directory, config.vocab_size)
+    metadata |= {"tokenizer.ggml.model": NO_TOKENIZER} if tokens is None else tokens
+    kinds = [part.block_type.name for part in parts]
+    by_tensor: dict[str, list[_Part]] = {}
+    for part in parts:
+        by_tensor.setdefault(part.place.name, []).append(part)
+    jobs = [_job(of_one, metadata, name) for of_one in by_tensor.values()]
+    shapes = {of[0].place.name: _shape(of) for of in by_tensor.values()}
+    types = {of[0].place.name: of[0].block_type for of in by_tensor.values()}
+    if factors is not None:
+        spec = TensorSpec("rope_freqs.weight", "F32", (len(factors),))
+        jobs.insert(0, Job((spec,), (), lambda checkpoint: iter([(spec.name, torch.tensor(factors), 0)])))
+        shapes, types = {spec.name: spec.shape, **shapes}, {spec.name: _NUMBERS[torch.float32], **types}
+    header = _header(name, metadata, shapes, types)
+    notes = [] if tokens is not None else ["the directory has no tokenizer, and so has the file none"]
+    if tokens is not None and tokens.get("tokenizer.ggml.remove_extra_whitespaces"):
+        notes.append(
+            "the tokenizer makes one space of several, and llama.cpp keeps them: tokens differ there"
+        )
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        notes.append(f"llama.cpp knows no sliding window of {name}: texts longer than that differ")
+    return ExportPlan(
+        (OutputFile(GGUF_FILE_NAME, tuple(jobs), header),),
+        checkpoint.config,
+        {part.source.name: kind for part, kind in zip(parts, kinds, strict=True)},
+        _read,
+        tuple(notes),
+    )
+
+
+def _read(paths: Sequence[Path]) -> Checkpoint:
+    (path,) = paths
+    tensors = dict(gguf_tensors(read_gguf_header(path)))
+    return Checkpoint(path.parent, {}, dict(tensors), (path,), (), (), {path: FileStamp.of(path)})
+
+
+def _architecture(checkpoint: Checkpoint, config: Any) -> tuple[str, Architecture]:
+    found = exported_as(config.model_type)
+    act = getattr(config, "hidden_act", "silu")
+    known = sorted(one for row in ARCHITECTURES.values() for one in row.exported)
+    if found is None or act != "silu":
+        what = f"model_type is {config.model_type!r}" if found is None else f"hidden_act is {act!r}"
+        raise CheckpointError(
+            f"{checkpoint.directory}: {what}; quantkit exports {', '.join(known)} with hidden_act 'silu' to "
+            "GGUF. Export to another target, or use llama.cpp's converter on the original model."
+        )
+    return found
+
+
+def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
+    """Every tensor with its place and type; `CheckpointError` names the first that has none."""
+    refused: dict[str, str] = {}
+    parts = []
+    for name, tensor in checkpoint.tensors.items():
+        found = place(arch, name)
+        if found is None:
+            raise CheckpointError(
+                f"{checkpoint.directory}: llama.cpp has no tensor for {name!r} of shape "
+                f"{list(tensor.shape)}. Export to another target."
+            )
+        if isinstance(tensor, PackedMatrix):
+            layout = _layout(checkpoint, tensor)
+            if isinstance(layout, str):
+                refused[tensor.module] = layout
+                continue
+            parts.append(_Part(found, tensor, _LAYOUTS[layout], layout))
+        else:
+            # llama.cpp multiplies by vectors in float32 only, which has the same numbers.
+            wanted = torch.float32 if len(tensor.shape) == 1 or found.is_row else tensor.torch_dtype
+            parts.append(_Part(found, tensor, _NUMBERS[wanted], None))
+    _HELD.refuse(refused)
+    return parts
+
+
+def _layout(checkpoint: Checkpoint, matrix: PackedMatrix) -> Layout | str:
+    """The smallest layout that holds a matrix, or why none does: the reason of the closest."""
+    reasons = {layout: why_not_held(matrix, layout) for layout in _LAYOUTS}
+    fitting = [layout for layout, reason in reasons.items() if reason is None]
+    if not fitting:
+        of_format = [reasons[one] for one in _LAYOUTS if one.recoded(matrix.scheme.format) is not None]
+        why = (of_format or list(reasons.values()))[0]
+        return f"it is {matrix.scheme}, and {why}"
+    for layout in fitting:
+        wrong = _why_inexact(checkpoint, matrix, layout)
+        if wrong is None:
+            return layout
+    return f"it is {matrix.scheme}, and {wrong}"
+
+
+def _why_inexact(checkpoint: Checkpoint, matrix: PackedMatrix, layout: Layout) -> str | None:
+    """Return which scale or minimum of a matrix the dtype of a layout does not have; None if it has all."""
+    dtype = layout.scale_dtypes[0]
+    for rows in layout_rows(checkpoint, matrix, layout, layout.groups[0]):
+        for what, values in (("scale", rows.scales), ("minimum", rows.minimums)):
+            wrong = None if values is None else inexact(values, dtype)
+            if wrong is not None:
+                return f"its {what} {wrong:.6g} is no {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _shape(parts: Sequence[_Part]) -> tuple[int, ...]:
+    """The shape of a tensor of the file, of all experts or of the one part that there is."""
+    shape = parts[0].source.shape[1:] if parts[0].place.is_row else parts[0].source.shape
+    return shape if parts[0].place.part is None else (len(parts), *shape)
+
+
+def _job(parts: Sequence[_Part], metadata: Mapping[str, Any], arch: str) -> Job:
+    first = parts[0]
+    shape, row = _shape(parts), first.block_type
+    if row.dtype is not None:
+        spec = TensorSpec(first.place.name, SAFETENSORS_DTYPES[row.dtype], shape)
+    else:
+        row_bytes = shape[-1] // row.elements * row.nbytes
+        spec = TensorSpec(first.place.name, "U8", (*shape[:-1], row_bytes))
+    if any(part.block_type != row or part.source.shape != first.source.shape for part in parts):
+        kinds = sorted({part.block_type.name for part in parts})
+        raise CheckpointError(
+            f"{first.source.name!r} and the other experts of its layer are {' and '.join(kinds)}; one tensor "
+            "of a GGUF file has all. Quantize the experts of a layer alike."
+        )
+    heads = None if first.place.heads is None else int(metadata[f"{arch}.{first.place.heads}"])
+    ordered = sorted(parts, key=lambda part: part.place.part or 0)
+
+    def chunks(checkpoint: Checkpoint) -> Iterator[Chunk]:
+        offset = 0
+        for part in ordered:
+            pieces = _pieces(checkpoint, part)
+            if heads is not None:
+                rows = torch.cat(list(pieces))
+                flat = rows.view(len(rows), -1)
+                pieces = iter([pairs_of_halves(flat, len(rows) // heads)])
+            for piece in pieces:
+                yield spec.name, piece, offset
+                offset += piece.numel()
+
+    return Job((spec,), tuple(part.source for part in ordered), chunks)
+
+
+def _pieces(checkpoint: Checkpoint, part: _Part) -> Iterator[torch.Tensor]:
+    """All rows of a part in their order, as they are stored: bytes of blocks, or numbers."""
+    source, row = part.source, part.block_type
+    if part.layout is None or not isinstance(source, PackedMatrix):
+        step = max(1, PIECE * source.shape[0] // source.elements)
+        for start in range(0, source.shape[0], step):
+            rows = checkpoint.read(source.name, start, min(start + step, source.shape[0]))
+            yield rows.to(row.dtype)
+        return
+    assert row.grid is not None
+    dtype = row.grid.scale_dtype
+    for piece in layout_rows(checkpoint, source, part.layout, row.elements):
+        minimums = None if piece.minimums is None else piece.minimums.to(dtype).flatten()
+        codes, scales = piece.codes.reshape(-1, row.elements), piece.scales.to(dtype).flatten()
+        yield row.grid.join((codes, scales, minimums)).view(len(piece.codes), -1)
+
+
+def _metadata(
+    checkpoint: Checkpoint, config: Any, name: str, arch: Architecture
+) -> tuple[dict[str, Any], list[float] | None]:
+    """Metadata of the model, and the factors of its rotary frequencies where it has some."""
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    known = {**GGUF_CONFIG_MAPPING[config.model_type], **arch.config}
+    found: dict[str, Any] = {"general.name": checkpoint.directory.name}
+    for key, attribute in known.items():
+        value = rope.get(attribute, getattr(config, attribute, None)) if attribute else None
+        if value is not None:
+            found[f"{name}.{key}"] = value
+    found |= {
+        f"{name}.{key}": head_size
+        for key in ("rope.dimension_count", "attention.key_length", "attention.value_length")
+    }
+    found["general.quantization_version"] = 2
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return found, None
+    if kind != "llama3" or (rope.get("low_freq_factor"), rope.get("high_freq_factor")) != (LOW, HIGH):
+        raise CheckpointError(
+            f"{checkpoint.directory}: rope_type is {kind!r}; quantkit exports 'default' and 'llama3' to "
+            "GGUF. Export to another target, or use llama.cpp's converter on the original model."
+        )
+    context = rope["original_max_position_embeddings"]
+    return found, llama3_factors(head_size // 2, rope["rope_theta"], rope["factor"], context)
+
+
+def _header(
+    arch: str,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    types: Mapping[str, BlockType],
+) -> OtherHeader:
+    """All of the file but its data, by the package gguf."""
+    gguf = gguf_package()
+    with temporary("the header of a GGUF file"), tempfile.TemporaryDirectory(prefix="quantkit-gguf-") as view:
+        path = Path(view, "header.gguf")
+        writer = gguf.GGUFWriter(path, arch)
+        for key, value in metadata.items():
+            _add(writer, key, value)
+        for name, shape in shapes.items():
+            row = types[name]
+            width = shape[-1] // row.elements * row.nbytes
+            nbytes = math.prod(shape[:-1]) * width
+            number = gguf.GGMLQuantizationType(row.number)
+            writer.add_tensor_info(name, (*shape[:-1], width), np.dtype(np.uint8), nbytes, number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        data = path.read_bytes()
+    return OtherHeader(data + bytes(-len(data) % ALIGNMENT), ALIGNMENT)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
+
+
+GGUF = Target("gguf", "llama.cpp, and transformers without packing", plan)

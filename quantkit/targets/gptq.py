@@ -1,0 +1,125 @@
+"""GPTQ: integers of 2, 4 or 8 bits in int32 words down columns, of one width and group size for all."""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.model.structure import Structure
+from quantkit.packing import bitpack
+from quantkit.packing.formats import number_format
+from quantkit.targets.packed_source import PackedMatrix
+from quantkit.targets.shards import Fit, dense_linears, linears_alike, sharded
+from quantkit.targets.target import Chunk, ExportPlan, Held, Job, Layout, Target, layout_rows
+
+_GROUPS = (1024, 512, 256, 128, 64, 32, 16)
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def _why_not(matrix: PackedMatrix, bits: int) -> str | None:
+    rows, columns = matrix.shape
+    unit = 32 // bits
+    if rows % unit or columns % unit:
+        return f"its {rows} rows or {columns} columns do not fill words of {unit} codes"
+    return None
+
+
+_LAYOUTS = tuple(
+    Layout(
+        f"{bits} bits",
+        number_format(f"int{bits}"),
+        _GROUPS,
+        _DTYPES,
+        frozenset({"none", "integer"}),
+        partial(_why_not, bits=bits),
+    )
+    for bits in (2, 4, 8)
+)
+_HELD = Held(
+    "gptq",
+    _LAYOUTS,
+    "integers of 2, 4 or 8 bits, of one width and group size for all, symmetric or with integer zero-points, "
+    "with float16 or bfloat16 scales",
+    "Quantize with --format int4 or int8, --group-size 128 and --scale-dtype float16, all layers alike, "
+    "without --lm-head and --embeddings",
+)
+
+
+def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
+    """The plan of a GPTQ checkpoint; see `Target`. Reads scales and zero-points."""
+    matrices, fits, dtype = linears_alike(checkpoint, structure, _HELD)
+    first = next(iter(fits.values()))
+    bits = first.layout.format.bits
+    # Version 1 stores zero-points less 1, and its readers disagree on what that is of a zero.
+    added = 0 if any(_has_zero(checkpoint, matrices[name], one) for name, one in fits.items()) else 1
+    section: dict[str, Any] = {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq" if added else "gptq_v2",
+        "bits": bits,
+        "group_size": -1 if first.channel else first.size,
+        "desc_act": False,
+        "sym": all(matrices[name].scheme.zero_point == "none" for name in fits),
+        "lm_head": False,
+        "pack_dtype": "int32",
+    }
+    dense = dense_linears(checkpoint, structure.embedding, "lm_head.weight")
+    if dense:
+        # A minus leaves out the modules that the pattern fits.
+        section["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in dense}
+    jobs = {name: _job(matrices[name], one, dtype, added) for name, one in fits.items()}
+    notes = () if added else ("a zero-point is 0, which GPTQ of version 1 has not: the format is gptq_v2",)
+    stored = dict.fromkeys(fits, f"GPTQ {bits} bits, groups of {section['group_size']}")
+    return sharded(
+        checkpoint,
+        jobs,
+        stored,
+        {**checkpoint.config, "quantization_config": section},
+        max_shard_bytes,
+        notes,
+    )
+
+
+def _has_zero(checkpoint: Checkpoint, matrix: PackedMatrix, one: Fit) -> bool:
+    if matrix.scheme.zero_point == "none":
+        return False
+    rows = layout_rows(checkpoint, matrix, one.layout, one.size)
+    return any(found.zeros is not None and bool((found.zeros == 0).any()) for found in rows)
+
+
+def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype, added: int) -> Job:
+    base, (rows, columns) = matrix.name.removesuffix("weight"), matrix.shape
+    bits, groups = one.layout.format.bits, columns // one.size
+    specs = (
+        TensorSpec(f"{base}qweight", "I32", (columns * bits // 32, rows)),
+        TensorSpec(f"{base}qzeros", "I32", (groups, rows * bits // 32)),
+        TensorSpec(f"{base}g_idx", "I32", (columns,)),
+        TensorSpec(f"{base}scales", SAFETENSORS_DTYPES[dtype], (groups, rows)),
+    )
+
+    def chunks(checkpoint: Checkpoint) -> Iterator[Chunk]:
+        words, zeros, numbers, scales = (torch.empty(spec.shape, dtype=spec.torch_dtype) for spec in specs)
+        numbers.copy_(torch.arange(columns) // one.size)
+        middle = 1 << (bits - 1)
+        start = 0
+        for found in layout_rows(checkpoint, matrix, one.layout, one.size):
+            stop = start + len(found.codes)
+            words[:, start:stop] = bitpack.pack(found.codes, bits).T
+            scales[:, start:stop] = found.scales.to(dtype).T
+            codes = torch.full_like(found.scales, middle) if found.zeros is None else found.zeros
+            stored = (codes.to(torch.int32) - added) & ((1 << bits) - 1)
+            zeros[:, start * bits // 32 : stop * bits // 32] = bitpack.pack(
+                stored.to(torch.uint8).T.contiguous(), bits
+            )
+            start = stop
+        for spec, part in zip(specs, (words, zeros, numbers, scales), strict=True):
+            yield spec.name, part, 0
+
+    return Job(specs, (matrix,), chunks)
+
+
+GPTQ = Target("gptq", "transformers with gptqmodel, vLLM and SGLang", plan)

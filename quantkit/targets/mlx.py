@@ -1,0 +1,109 @@
+"""MLX, mode `affine`: integers in uint32 words along rows, with a scale and a bias for each group."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
+from quantkit.checkpoint.low_bit.bit_stream import pack_stream, words_of
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.model.structure import Structure
+from quantkit.packing.formats import number_format
+from quantkit.targets.packed_source import PackedMatrix
+from quantkit.targets.shards import Fit, fit, scale_dtype, sharded
+from quantkit.targets.target import Chunk, ExportPlan, Held, Job, Layout, Rows, Target, layout_rows
+
+_HELD = Held(
+    "mlx",
+    tuple(
+        Layout(
+            f"{bits} bits",
+            number_format(f"int{bits}"),
+            (128, 64, 32),
+            (torch.float16, torch.bfloat16, torch.float32),
+            frozenset({"none", "integer", "minimum"}),
+        )
+        for bits in (2, 3, 4, 5, 6, 8)
+    ),
+    "integers of 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, symmetric, with integer zero-points or "
+    "with minimums",
+    "Quantize with --format int4 or int8, --group-size 64 and --scale-dtype float16",
+)
+
+
+def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
+    """The plan of an MLX checkpoint; see `Target`. Reads scales and zero-points."""
+    matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, PackedMatrix)}
+    found = {name: fit(matrix, _HELD.layouts, channels=False) for name, matrix in matrices.items()}
+    _HELD.refuse({matrices[name].module: one for name, one in found.items() if isinstance(one, str)})
+    fits = {name: one for name, one in found.items() if isinstance(one, Fit)}
+
+    def values(matrix: PackedMatrix, one: Fit) -> Iterator[torch.Tensor]:
+        for rows in layout_rows(checkpoint, matrix, one.layout, one.size):
+            yield rows.scales
+            yield _biases(rows, one.layout)
+
+    def scales(matrix: PackedMatrix, one: Fit) -> Iterator[torch.Tensor]:
+        for rows in layout_rows(checkpoint, matrix, one.layout, one.size):
+            if rows.minimums is None:
+                yield rows.scales
+
+    # Products with codes, and sums, are exact of scales with 16 bits.
+    for dtypes in (torch.float16,), (torch.bfloat16,):
+        _, inexact = scale_dtype(matrices, fits, scales, dtypes)
+        if not inexact:
+            break
+    _HELD.refuse(inexact)
+    dtype, inexact = scale_dtype(matrices, fits, values, _HELD.layouts[0].scale_dtypes)
+    _HELD.refuse(inexact)
+    assert dtype is not None
+    jobs = {name: _job(matrices[name], one, dtype) for name, one in fits.items()}
+    common, _ = Counter((one.layout.format.bits, one.size) for one in fits.values()).most_common(1)[0]
+    section: dict[str, Any] = {"bits": common[0], "group_size": common[1], "mode": "affine"}
+    for name, one in fits.items():
+        own = {"bits": one.layout.format.bits, "group_size": one.size}
+        if any(section[key] != value for key, value in own.items()):
+            section[name.removesuffix(".weight")] = own
+    stored = {
+        name: f"MLX {one.layout.format.bits} bits, groups of {one.size}, {SAFETENSORS_DTYPES[dtype]} scales"
+        for name, one in fits.items()
+    }
+    note = "biases are float32, as no 16-bit dtype has them: MLX computes in float32 then"
+    notes = (note,) if dtype == torch.float32 else ()
+    config = {**checkpoint.config, "quantization": section}
+    return sharded(checkpoint, jobs, stored, config, max_shard_bytes, notes)
+
+
+def _biases(rows: Rows, layout: Layout) -> torch.Tensor:
+    """Return the minimum of each group, which code 0 stands for, float32 [R, G]."""
+    if rows.minimums is not None:
+        return rows.minimums
+    zeros = 2 ** (layout.format.bits - 1) if rows.zeros is None else rows.zeros.float()
+    return -rows.scales * zeros
+
+
+def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype) -> Job:
+    base, (rows, columns) = matrix.name.removesuffix(".weight"), matrix.shape
+    bits, groups = one.layout.format.bits, columns // one.size
+    specs = (
+        TensorSpec(f"{base}.weight", "U32", (rows, words_of(columns, bits))),
+        TensorSpec(f"{base}.scales", SAFETENSORS_DTYPES[dtype], (rows, groups)),
+        TensorSpec(f"{base}.biases", SAFETENSORS_DTYPES[dtype], (rows, groups)),
+    )
+
+    def chunks(checkpoint: Checkpoint) -> Iterator[Chunk]:
+        start = 0
+        for found in layout_rows(checkpoint, matrix, one.layout, one.size):
+            words = pack_stream(found.codes, bits).view(torch.uint32)
+            parts = words, found.scales.to(dtype), _biases(found, one.layout).to(dtype)
+            for spec, part in zip(specs, parts, strict=True):
+                yield spec.name, part, start * spec.shape[1]
+            start += len(found.codes)
+
+    return Job(specs, (matrix,), chunks)
+
+
+MLX = Target("mlx", "mlx-lm", plan)

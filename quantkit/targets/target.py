@@ -1,0 +1,201 @@
+"""Records of a target of an export, and layouts of codes that hold a packed matrix.
+
+A layout holds a matrix if each weight is a weight of the layout, bit by bit in float32: the same product of
+a scale and a value. A layout may have other codes for the values, and smaller groups, whose scales repeat.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.output.shard_file import OtherHeader
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
+from quantkit.errors import CheckpointError
+from quantkit.model.structure import Structure
+from quantkit.packing.formats import NumberFormat
+from quantkit.packing.tensor import PackedTensor
+from quantkit.packing.zero_points import ZeroPoint
+from quantkit.targets.packed_source import PackedMatrix
+
+#: Elements of a tensor, the first of which is number `offset` of the tensor called `name`.
+Chunk = tuple[str, torch.Tensor, int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tensors of a file, and what writes them: all of some tensors of the source, a chunk at a time."""
+
+    specs: tuple[TensorSpec, ...]
+    sources: tuple[StoredTensor, ...]
+    chunks: Callable[[Checkpoint], Iterator[Chunk]]
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file and its tensors in order: a safetensors file, unless it has another `header`."""
+
+    name: str
+    jobs: tuple[Job, ...]
+    header: OtherHeader | None = None
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(spec for job in self.jobs for spec in job.specs)
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """All of an export that is known before a weight is written: files, and what config.json gets.
+
+    `stored` says by source tensor what it becomes, in words. `read(paths)` opens the written files.
+    """
+
+    files: tuple[OutputFile, ...]
+    config: Mapping[str, Any]
+    stored: Mapping[str, str]
+    read: Callable[[Sequence[Path]], Checkpoint]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A row of `TARGETS`: `plan(checkpoint, structure, max_shard_bytes)` decides all, or refuses by name.
+
+    `readers` are tools that read the result.
+    """
+
+    name: str
+    readers: str
+    plan: Callable[[Checkpoint, Structure, int], ExportPlan]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Codes of a format in groups of columns, each with a scale, and perhaps a zero-point or a minimum.
+
+    `groups` are the sizes that groups may have, the largest first. `scale_dtypes` are those of scales, and of
+    minimums, the preferred first; `zero_points` the kinds of what a matrix has beside its scales.
+    """
+
+    name: str
+    format: NumberFormat
+    groups: tuple[int, ...]
+    scale_dtypes: tuple[torch.dtype, ...]
+    zero_points: frozenset[ZeroPoint] = frozenset({"none"})
+    why_not: Callable[[PackedMatrix], str | None] = lambda matrix: None
+
+    def recoded(self, source: NumberFormat) -> torch.Tensor | None:
+        """The code of this format for each code of `source`, uint8 [2**bits]; None if it lacks a value."""
+        if source == self.format:
+            return torch.arange(2**source.bits, dtype=torch.uint8)
+        # A zero has a sign in some formats, and 0.0 == -0.0.
+        codes = {(value, str(value)): code for code, value in enumerate(self.format.values)}
+        found = [0 if math.isnan(value) else codes.get((value, str(value))) for value in source.values]
+        return None if None in found else torch.tensor(found, dtype=torch.uint8)
+
+    def fits_group(self, matrix: PackedMatrix, size: int) -> bool:
+        """Return True if groups of `size` columns are whole in those of the matrix and in its rows."""
+        columns = matrix.shape[1]
+        return columns % size == 0 and (matrix.scheme.group_columns(columns) % size == 0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """All that a target holds: its `layouts`, in `words` and what to do about a matrix that is in none."""
+
+    target: str
+    layouts: tuple[Layout, ...]
+    words: str
+    remedy: str
+
+    def refuse(self, refused: Mapping[str, str]) -> None:
+        """`CheckpointError` for the matrices `refused`, by module with the reason, if there are any."""
+        if not refused:
+            return
+        name, reason = next(iter(refused.items()))
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise CheckpointError(
+            f"{name!r}{more} cannot be exported to {self.target} with the same values: {reason}; "
+            f"{self.target} holds {self.words}. {self.remedy}."
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R rows in a layout, with G groups: codes uint8 [R, K], scales float32 [R, G], and what is beside them.
+
+    `zeros` are zero-points [R, G] as codes, `minimums` float32 [R, G]; a symmetric matrix has neither.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    minimums: torch.Tensor | None = None
+
+
+#: What a matrix must be for any layout, and why it is in none where it is not.
+_CHECKS: tuple[tuple[Callable[[PackedMatrix], bool], str], ...] = (
+    (lambda one: one.scheme.planes == 1, "its weights are sums of several values"),
+    (lambda one: not one.scheme.column_scale, "it has scales of columns"),
+    (lambda one: not one.scheme.is_fitted, "its code book is fitted to it"),
+)
+
+
+def why_not_held(matrix: PackedMatrix, layout: Layout) -> str | None:
+    """Return why a layout does not hold a matrix, as far as its scheme tells; None if it does."""
+    scheme = matrix.scheme
+    for fits, reason in _CHECKS:
+        if not fits(matrix):
+            return reason
+    if layout.recoded(scheme.format) is None:
+        return f"its values are those of {scheme.format.name}"
+    if scheme.zero_point not in layout.zero_points:
+        kind = "no" if scheme.zero_point == "none" else scheme.zero_point
+        return f"it has {kind} zero-points" if kind != "minimum" else "it has minimums"
+    if not any(layout.fits_group(matrix, size) for size in layout.groups):
+        sizes = ", ".join(map(str, layout.groups))
+        return (
+            f"its groups of {scheme.group_columns(matrix.shape[1])} in rows of {matrix.shape[1]} are of no "
+            f"whole groups of {sizes}"
+        )
+    return layout.why_not(matrix)
+
+
+def in_layout(packed: PackedTensor, layout: Layout, size: int) -> Rows:
+    """Rows of a packed tensor that `layout` holds, in groups of `size`."""
+    scheme, columns = packed.scheme, packed.shape[1]
+    table = layout.recoded(scheme.format)
+    assert table is not None
+    codes = packed.codes()
+    if scheme.format != layout.format:
+        codes = table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+    def of_groups(values: torch.Tensor) -> torch.Tensor:
+        repeats = scheme.group_columns(columns) // size
+        return values.repeat_interleave(repeats, dim=1)[:, : columns // size]
+
+    scales, zeros = packed.group_scale(), packed.zero_points()
+    if zeros is None:
+        return Rows(codes, of_groups(scales))
+    if scheme.zero_point == "minimum":
+        # A scale of zero stands for zeros, whatever the minimum.
+        minimums = torch.where(scales == 0, 0.0, zeros.float())
+        return Rows(codes, of_groups(scales), minimums=of_groups(minimums))
+    return Rows(codes, of_groups(scales), zeros=of_groups(zeros))
+
+
+def layout_rows(checkpoint: Checkpoint, matrix: PackedMatrix, layout: Layout, size: int) -> Iterator[Rows]:
+    """All rows of a matrix in a layout, some at a time."""
+    for start, stop in matrix.pieces():
+        yield in_layout(matrix.packed(checkpoint.read_stored, start, stop), layout, size)
+
+
+def inexact(values: torch.Tensor, dtype: torch.dtype) -> float | None:
+    """Return the first of `values` (float32) that `dtype` does not have; None if it has all."""
+    wrong = values.to(dtype).to(torch.float32) != values
+    return float(values[wrong][0]) if bool(wrong.any()) else None

@@ -1,0 +1,266 @@
+"""Say what an inference engine makes of a packed checkpoint, from config.json and headers alone."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
+from quantkit.checkpoint.engines import Engine, Support, asked_engine, installed_beside, strategy_of, support
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import UsageError
+from quantkit.model.model_class import why_no_class
+from quantkit.quantization.plan import Plan
+from quantkit.quantization.plan_warnings import reader_notes
+from quantkit.runtime.parallel_plan import Cut, TensorParallelPlan
+from quantkit.runtime.saved_model import read_record, record_of
+from quantkit.runtime.tensor_parallel import plan_of_checkpoint
+from quantkit.verification.readers import stored_assignments
+
+#: Numbers of GPUs among which engines are asked to divide a model.
+RANKS = (1, 2, 4, 8)
+#: Columns of a group that Marlin takes, the kernel of engines for integers.
+MARLIN_GROUPS = (32, 64, 128)
+#: Linears of whose heads an engine gives every rank one, the same to several if there are fewer.
+_REPLICATED = ("k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class EngineLayer:
+    """A linear in an engine.
+
+    `shape` is [N, K] of each of its `matrices`. `scheme` is None for a dense one. `reads` is the class of the
+    engine that reads it, None if it is dense or none does.
+    """
+
+    kind: str
+    shape: tuple[int, int]
+    matrices: int
+    scheme: str | None
+    reads: str | None
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """The answer of an engine for a packed checkpoint.
+
+    `layers` are its linears by module. `refusals` are the reasons why the engine stops or would misread it,
+    with remedies; it loads if there is none. `tensor_parallel` has for each of `RANKS` the reason why that
+    many GPUs cannot divide it, None if they can; it is empty if that is not known.
+    """
+
+    engine: str
+    version: str
+    layers: Mapping[str, EngineLayer]
+    refusals: tuple[str, ...]
+    tensor_parallel: Mapping[int, str | None]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {"ok": not self.refusals, **asdict(self)}
+
+
+def engine_report(directory: Path, engine: Engine, version: str) -> EngineReport:
+    """Return what `version` of `engine` makes of a packed checkpoint. Reads headers, no weights.
+
+    Raises `CheckpointError` if `directory` is not a packed checkpoint, or if a part of it is missing or has
+    another dtype or shape.
+    """
+    record = read_record(directory)
+    checkpoint = Checkpoint.open(directory, strict=True)
+    section = checkpoint.config["quantization_config"]
+    layers, unknown = dict(record.layers), why_no_class(checkpoint.config, directory)
+    if unknown is None:
+        layers |= record_of(checkpoint).layers
+    assignments = stored_assignments(section, layers)
+    refusals = why_refused(engine, version, section, assignments, record.needs_quantkit)
+    portable = QuantizationConfig.from_dict(section).container == "compressed-tensors"
+    notes, ranks = [installed_beside(engine, version)], {}
+    if portable:
+        notes += _cautions(engine, assignments)
+        ranks = {} if unknown else _ranks(plan_of_checkpoint(checkpoint), assignments)
+        if not ranks:
+            reason = unknown or "transformers has no tensor-parallel plan for this class"
+            notes.append(f"among how many GPUs {engine.name} divides it is not known: {reason}.")
+    return EngineReport(
+        engine.name,
+        version,
+        {
+            a.module: EngineLayer(
+                a.kind,
+                a.shape,
+                len(a.stored),
+                None if a.scheme is None else str(a.scheme.for_columns(a.shape[1])),
+                next(iter(row.classes), None) if portable and (row := _row(engine, a)) else None,
+            )
+            for a in assignments
+        },
+        refusals,
+        ranks,
+        tuple(filter(None, notes)),
+    )
+
+
+def for_engine(planned: Plan, asked: str) -> Plan:
+    """Return `planned` with a note on the engine and version that `--engine` asked for, which loads it.
+
+    Raises `UsageError` if it would not.
+    """
+    engine, version = asked_engine(asked)
+    section = planned.model_config["quantization_config"]
+    refused = why_refused(engine, version, section, planned.assignments, planned.not_portable)
+    if refused:
+        raise UsageError(f"--engine {asked}: {' '.join(refused)}")
+    notes = (f"{engine.name} {version} loads the result.", installed_beside(engine, version))
+    return replace(planned, notes=(*planned.notes, *filter(None, notes)))
+
+
+def why_refused(
+    engine: Engine,
+    version: str,
+    section: Mapping[str, Any],
+    assignments: Sequence[Assignment],
+    needs_quantkit: Sequence[str],
+) -> tuple[str, ...]:
+    """Return the reasons why `version` of `engine` stops at linears or misreads them, with remedies.
+
+    `section` is the `quantization_config` that describes `assignments`; `needs_quantkit` says why other tools
+    cannot read it, if so.
+    """
+    if QuantizationConfig.from_dict(section).container != "compressed-tensors":
+        return (_not_portable(engine, needs_quantkit),)
+    names = {engine.name, f"{engine.name} {version}"}
+    refused = (note.text for note in reader_notes(assignments) if names & set(note.cannot))
+    return (*refused, *_misread(engine, section, assignments))
+
+
+def _row(engine: Engine, a: Assignment) -> Support | None:
+    """Return the row of `engine` for a packed linear, None for a dense one."""
+    if a.scheme is None:
+        return None
+    row = compressed_tensors_format(a.scheme, a.shape[1])
+    strategy = strategy_of(row.arguments(a.scheme, a.shape[1]), a.shape[0])
+    return support(engine, a.kind, row.stored.name, strategy)
+
+
+def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str]:
+    """Yield what may surprise a user of linears that `engine` reads."""
+    found: dict[str, list[str]] = {}
+    for a in assignments:
+        row = _row(engine, a)
+        if row is not None and row.caution:
+            found.setdefault(f"{row.classes[0]} of {engine.name} {row.caution}", []).append(a.module)
+        size = None if a.scheme is None else a.scheme.for_columns(a.shape[1]).group_size
+        integers = row is not None and row.format == "pack-quantized"
+        if integers and isinstance(size, int) and size not in MARLIN_GROUPS:
+            text = (
+                f"Marlin takes groups of {', '.join(map(str, MARLIN_GROUPS))} or whole rows, not of {size}: "
+                f"whether {engine.name} has another kernel for them depends on the GPU, and was not tried"
+            )
+            found.setdefault(text, []).append(a.module)
+    for text, names in found.items():
+        yield f"{text}: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}."
+
+
+def _misread(engine: Engine, section: Mapping[str, Any], assignments: Sequence[Assignment]) -> Iterator[str]:
+    """Yield which linears `engine` would take for something else, by what config.json tells it."""
+    groups: Any = section.get("config_groups")
+    ignored: Any = section.get("ignore")
+    if not (
+        isinstance(groups, dict)
+        and isinstance(ignored, list)
+        and all(isinstance(one, dict) and isinstance(one.get("targets"), list) for one in groups.values())
+    ):
+        yield "config.json has no config_groups and ignore as in compressed-tensors. Restore config.json."
+        return
+    wrong = []
+    for a in assignments:
+        # What engines call experts depends on the model.
+        if a.experts:
+            continue
+        seen = None if _matches(a.module, ignored) else _group_of(a, groups.values())
+        found = None if seen is None else (seen.get("format"), seen.get("weights"))
+        expected = None
+        if a.scheme is not None:
+            row = compressed_tensors_format(a.scheme, a.shape[1])
+            expected = (row.stored.name, row.arguments(a.scheme, a.shape[1]))
+        if found != expected:
+            wrong.append(
+                (a.module, "dense" if found is None else found[0], "packed" if expected else "dense")
+            )
+    if wrong:
+        module, seen_as, stored_as = wrong[0]
+        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        yield (
+            f"{engine.name} would take {module}{more} to be {seen_as}, by config_groups and ignore of "
+            f"config.json, and the file has it {stored_as}, or in another scheme. Restore config.json, or "
+            "quantize the model again."
+        )
+
+
+def _group_of(a: Assignment, groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the group of a linear: by its name or by its class, which a head is not of; None if dense."""
+    by_class = None
+    for group in groups:
+        if _matches(a.module, group["targets"]):
+            return group
+        if "Linear" in group["targets"] and not a.head:
+            by_class = group
+    return by_class
+
+
+def _matches(name: str, patterns: Iterable[object]) -> bool:
+    """Return True if a name is one of `patterns`, or matches one that starts with `re:`."""
+    return any(
+        one == name or (isinstance(one, str) and one.startswith("re:") and re.match(one[3:], name))
+        for one in patterns
+    )
+
+
+def _not_portable(engine: Engine, reasons: Sequence[str]) -> str:
+    more = f" (one of {len(reasons)} linears)" if len(reasons) > 1 else ""
+    why = f": {reasons[0]}{more}" if reasons else ""
+    package = engine.name.lower()
+    return (
+        f"{engine.name} alone has no quant_method 'quantkit', and compressed-tensors cannot express "
+        f"this{why}. Choose formats and group sizes that it has: --bits-per-weight with --engine {package} "
+        "does."
+    )
+
+
+def _ranks(plan: TensorParallelPlan, assignments: Sequence[Assignment]) -> dict[int, str | None]:
+    """Return why each of `RANKS` GPUs cannot divide the model, by the cuts of transformers' plan for it."""
+    if not plan.cuts:
+        return {}
+    by_module = {a.module: a for a in assignments}
+    cuts = [_in_engine(cut, by_module.get(cut.name)) for cut in plan.cuts]
+    return {
+        ranks: next((reason for cut in cuts if (reason := _why_not(cut, ranks)) is not None), None)
+        for ranks in RANKS
+    }
+
+
+def _in_engine(cut: Cut, a: Assignment | None) -> Cut:
+    """Return `cut` of a packed linear with the units of its file: groups that it names, and its words."""
+    if a is None or a.scheme is None or cut.axis == "rows":
+        return cut
+    row = compressed_tensors_format(a.scheme, a.shape[1])
+    arguments = row.arguments(a.scheme, a.shape[1])
+    # A row of one group is a group too: engines look for a scale for every so many columns of a share.
+    group = arguments["group_size"] or arguments.get("block_structure", (1, 1))[1]
+    word = row.stored.codes_per_element or 32 // arguments["num_bits"]
+    units = {f"groups of {group}": group, f"words of {word} codes": word}
+    return replace(cut, units={name: unit for name, unit in units.items() if unit > 1})
+
+
+def _why_not(cut: Cut, ranks: int) -> str | None:
+    """Return None if `ranks` GPUs can divide a matrix, else the reason."""
+    head = next((size for unit, size in cut.units.items() if unit.startswith("heads")), None)
+    if head is not None and cut.name.rpartition(".")[2] in _REPLICATED:
+        heads = cut.length // head
+        if ranks % heads == 0:
+            ranks = min(ranks, heads)
+    return cut.why_not(ranks)

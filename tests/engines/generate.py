@@ -1,0 +1,54 @@
+"""Generate with vLLM from each directory, in one process: `python generate.py OPTIONS DIRECTORY...`.
+
+OPTIONS are JSON arguments of `vllm.LLM`. Writes ids and log-probabilities of three prompts, or the error, to
+`DIRECTORY.json`. `run.py` calls it in an environment with vLLM.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+PROMPTS = ("The history of the", "She opened the door and", "import numpy as np\n")
+TOKENS = 32
+
+
+def generate(directory: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the greedy continuation of each prompt."""
+    from vllm import LLM, SamplingParams
+
+    model = LLM(model=directory, max_model_len=128, max_num_seqs=4, disable_log_stats=True, **options)
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True)
+    rows = []
+    for answer in model.generate(list(PROMPTS), sampling, use_tqdm=False):
+        found = answer.outputs[0]
+        chosen = [of[token].logprob for of, token in zip(found.logprobs, found.token_ids, strict=True)]
+        rows.append(
+            {
+                "prompt": list(answer.prompt_token_ids),
+                "tokens": list(found.token_ids),
+                "logprobs": chosen,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Run each directory; go on after one that fails."""
+    options = json.loads(sys.argv[1])
+    for directory in sys.argv[2:]:
+        try:
+            answer: Any = generate(directory, options)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        Path(f"{directory}.json").write_text(json.dumps(answer), encoding="utf-8")
+        gc.collect()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

@@ -1,0 +1,96 @@
+"""What an allocation may choose from for an engine is what the table says that it reads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.checkpoint.engines import SGLANG, VLLM, Engine
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import UsageError
+from quantkit.model.structure import read_structure
+from quantkit.quantization.allocate.allocate import groups_of
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+from quantkit.quantization.allocate.readable import readable
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.quantizing import plan, quantize_checkpoint
+from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, candidates
+from quantkit.recipes.recipe import Choice, Recipe
+from quantkit.recipes.recipe_options import RecipeOptions
+from quantkit.verification.engine import engine_report
+
+from ...tiny.calibrated import write
+from .test_allocate import DATA, STORIES, cache
+
+__all__ = ["cache"]
+
+
+def chosen_from(source: Path, engine: Engine, choices: tuple[Choice, ...]) -> dict[str, set[str]]:
+    """For the experts of layer 0 and its gate or o_proj, the formats left."""
+    structure = read_structure(Checkpoint.open(source))
+    groups = groups_of(structure, Recipe())
+    schemes: dict[str, Any] = {}
+    for linear in (linear for group in groups for linear in group):
+        made = [choice.scheme(torch.bfloat16) for choice in choices]
+        schemes[linear.module] = [one.for_columns(linear.shape[1]) for one in made if one is not None]
+    return {
+        group[0].module: {f"{choices[i].format}:{choices[i].group_size}" for i in numbers}
+        for group, numbers in zip(groups, readable(engine, groups, schemes), strict=True)
+    }
+
+
+def test_a_group_gets_what_the_engine_reads_for_all_of_it(tmp_path: Path) -> None:
+    source = write(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=96)
+    experts, output = "model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.o_proj"
+    found = chosen_from(source, VLLM, MENU_OF_ENGINES)
+    # Rows of 64 and 96 have one group of 128. 64 does not divide 96, and fp8 of experts has no class.
+    ints = {"int4:channel", "int4:128", "int4:32", "int8:None"}
+    assert found[experts] == {*ints, "mxfp4:None", "nvfp4:None", "mxfp8:None"}
+    assert found[output] == {*found[experts], "int4:64", "fp8:None"}
+    # SGLang reads integer experts only beside integers.
+    found = chosen_from(source, SGLANG, MENU_OF_ENGINES)
+    assert found[experts] == ints and found[output] == {*ints, "int4:64"}
+
+
+def test_formats_of_quantkit_alone_are_no_choice(tmp_path: Path) -> None:
+    source = write(tmp_path, "llama")
+    for rows in chosen_from(source, VLLM, MENU).values():
+        assert rows and not any(row.startswith(("int2", "int3", "int5", "fp6", "book4")) for row in rows)
+    with pytest.raises(
+        UsageError, match=r"SGLang reads none of the formats to choose from for model.layers.0"
+    ):
+        chosen_from(source, SGLANG, (Choice("int5"), Choice("mxfp8")))
+
+
+def test_names_of_formats_are_rows_of_the_menu_of_engines() -> None:
+    assert len(candidates("rtn", ("int4",), MENU_OF_ENGINES)) == 4
+    assert candidates("rtn", ("int5",), MENU_OF_ENGINES) == (Choice("int5", method="rtn"),)
+
+
+def test_what_a_budget_chooses_for_an_engine_is_loaded_by_it(tmp_path: Path) -> None:
+    options = QuantizeOptions(
+        RecipeOptions(method="rtn"), Budget(BitsPerWeight(5.0)), DATA, device="cpu", engine="vllm"
+    )
+    result = quantize_checkpoint(STORIES, tmp_path / "out", options)
+    report = engine_report(tmp_path / "out", VLLM, "0.33.0")
+    assert report.refusals == ()
+    assert len({layer.reads for layer in report.layers.values() if layer.scheme}) > 1
+    assert "vLLM 0.33.0 loads the result." in result.plan.notes
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"format": "int4"}, "cannot express this: model.layers.0.mlp.down_proj: compressed-tensors needs"),
+        ({"format": "int8", "rules": ("*.q_proj=fp8",)}, "they fuse these linears"),
+        ({"format": "int8", "embeddings": "int8"}, "model.embed_tokens"),
+    ],
+    ids=["groups", "fused", "embedding"],
+)
+def test_a_plan_that_the_engine_would_not_load_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=r"^--engine vllm==0.32.0: ") as raised:
+        plan(STORIES, QuantizeOptions(RecipeOptions(**options), engine="vllm==0.32.0"))
+    assert says in str(raised.value)
+    assert plan(STORIES, QuantizeOptions(RecipeOptions(format="int8"), engine="vllm"))[1].readers

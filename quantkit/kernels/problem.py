@@ -85,7 +85,7 @@ Verdict = Callable[[Problem], str | None]
 
 
 def always(_: Problem) -> str | None:
-    """Support check of a kernel without limits."""
+    """Support check of a kernel without limits: return None."""
     return None
 
 

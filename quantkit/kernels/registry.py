@@ -142,7 +142,7 @@ def choose(problem: Problem) -> Chosen:
 
 
 def choose_unforced(problem: Problem) -> Chosen:
-    """Select as `choose` does if `QUANTKIT_KERNEL` is not set."""
+    """Select as `choose` does, but ignore `QUANTKIT_KERNEL`."""
     return _choose(problem, "")
 
 

@@ -202,9 +202,10 @@ class StackedMatrix:
 def cuts_alike(
     sets: Iterable[Sequence[StackedMatrix]], others: Iterable[StoredTensor]
 ) -> dict[str, CutTensor]:
-    """Return the cuts of experts among `others` whose tensors have the names and shapes of one of `sets`.
+    """Return the matrices of fused experts among `others`, by new name.
 
-    Such are the experts of extra prediction heads, which the model class lacks.
+    They must have the tensor names and shapes of one of `sets`. Such are the experts of extra prediction
+    heads, which the model class lacks.
     """
     stored: dict[str, dict[str, StoredTensor]] = {}
     for tensor in others:

@@ -13,7 +13,7 @@ SCALES_OF_SCALES = "its scales have scales of their own"
 
 
 def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
-    """Return the fate of every linear, by module: the scheme with the values of its grid, and no method.
+    """Return by module the decision for every linear: the scheme with the values of its grid, no method.
 
     Unquantized linears stay dense, and so does a head whose grid fits no scheme. Raises `CheckpointError` for
     any other linear whose grid fits no scheme, and for a source without any grid.

@@ -102,7 +102,8 @@ class PackedLinear(PackedMatrix):
         #: The group of linears that share this input, and the index of this one in it.
         self._shared: tuple[SharesInput, int] | None = None
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
-        # First: model code, such as that of Swin V2, takes the dtype of the first parameter for its own.
+        # First in order, because model code, such as Swin V2's, takes the dtype of the first parameter as its
+        # own.
         parts = dict(self._parameters)
         self._parameters.clear()
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))

@@ -238,7 +238,7 @@ def _refused_by_class(error: Exception) -> bool:
 
 
 def _why_not_text(model: Any, ids: torch.Tensor, error: Exception) -> str | None:
-    """Return why the class of `model` does not run on tokens; None if its dense model does."""
+    """Return why the class of `model` does not run on tokens; None if an unpacked model of it does."""
     cls = getattr(type(model), "class_before", type(model))
     try:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The hub's cache on this machine: where it has what, and blobs that are compared with their hashes."""
+"""Use the hub's cache on this machine: its folders, and the check of downloaded blobs by their hashes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from quantkit.checkpoint.hub.deadline import BadAnswer
 from quantkit.errors import EnvironmentProblem
 from quantkit.files import os_error_text
 
-#: The ending of the name of an empty file beside a blob of the cache that was not yet compared with its hash.
+#: Suffix of an empty file that marks a blob not yet compared with its hash.
 _UNCHECKED = ".unchecked"
 _PIECE_BYTES = 8 << 20
 
@@ -34,7 +34,7 @@ def cached_snapshot(
     patterns: Sequence[str] = ("*",),
     without: Sequence[str] = (),
 ) -> Path:
-    """Return the folder of what the hub's cache has at a revision; an error of huggingface_hub if nothing."""
+    """Return the cached folder of a revision; raises an error of huggingface_hub if nothing is cached."""
     import huggingface_hub
 
     folder = Path(
@@ -53,10 +53,10 @@ def cached_snapshot(
 
 @contextmanager
 def checking(blob: Path, url: str, path: Path) -> Iterator[None]:
-    """Compare with the hash in its name the `blob` of the hub's cache that the block downloads.
+    """Context manager: download `blob` of the hub's cache, then compare it with the hash in its name.
 
-    `path` is its place in a snapshot: a link to the blob, or the file where there are no links. A process
-    that is killed before the comparison leaves a mark, so that the next one makes it.
+    `path` is its place in a snapshot: a link to the blob, or the file itself on systems without links. A
+    process killed before the comparison leaves a mark, so that the next process compares.
     """
     mark = blob.with_name(f"{blob.name}{_UNCHECKED}")
     if not path.exists() and not blob.exists():
@@ -67,9 +67,9 @@ def checking(blob: Path, url: str, path: Path) -> Iterator[None]:
 
 
 def check_snapshot(folder: Path, url: str) -> None:
-    """Compare the files in `folder` whose comparison a killed process left to the next; `BadAnswer` as above.
+    """Compare the files in `folder` that a killed process left unchecked; raise `BadAnswer` as `checking`.
 
-    Only links of a snapshot say which blob a file is. Without links the next download compares the file.
+    Only links of a snapshot tell which blob a file is. Without links, the next download compares the file.
     """
     for path in folder.rglob("*"):
         blob = path.resolve()

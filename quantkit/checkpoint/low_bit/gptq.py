@@ -29,7 +29,7 @@ Unpack = Callable[[torch.Tensor, int, int], torch.Tensor]
 _ELSEWHERE = "Convert the checkpoint to the format gptq_v2 with its own tools, or use the original model"
 
 #: By format name: the number added to stored zero-points, and the layout of codes in words. Version 1 stores
-#: the zero-point less 1, modulo 2**bits. The planes of gptq_p are parts of `bitpack`.
+#: the zero-point minus 1, modulo 2**bits. gptq_p stores a code in parts, as `bitpack` does.
 _GPTQ: dict[str, tuple[int, Unpack]] = {
     "gptq": (1, unpack_stream),
     "gptq_v2": (0, unpack_stream),

@@ -44,7 +44,7 @@ def building() -> Iterator[None]:
     Transforms of `torch.func` are off inside, because tensors made within one have no memory that a kernel
     could write. At the end, `FormatError` is raised for the first weight that `refuse_if` flagged.
     """
-    # A layout outlives the run that builds it, and that run may skip launches.
+    # A layout is kept after the run that builds it, so its launches must not be skipped.
     with nothing_left_out():
         if _pending.get() is not None:
             yield

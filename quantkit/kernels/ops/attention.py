@@ -256,7 +256,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a problem: `kv_heads` key heads of all sequences, and `group` query heads per key head.
+    """Sizes of an attention problem: `kv_heads` is batch x key heads, `group` query heads share a key head.
 
     `size` and `width` are the features of keys and of values, `itemsize` the bytes of a feature.
     """

@@ -92,8 +92,8 @@ def why_no_static_cache(model: Any) -> str | None:
     if others := layers_without_keys(model):
         return refusals.MIXED_LAYERS.because(kind=others[0])
     two_caches = any(getattr(one, "is_encoder_decoder", False) for one in (model.config, config))
-    # transformers marks models that run with a static cache as compilable.
-    # A class for CTC generates without a decoder, and its config counts no layers.
+    # transformers marks models that run with a static cache as compilable. A CTC class generates without a
+    # decoder, and its config has no number of layers.
     counted = hasattr(config, "num_hidden_layers")
     if two_caches or not counted or not getattr(model, "_can_compile_fullgraph", False):
         return refusals.NO_STATIC_CACHE.because()

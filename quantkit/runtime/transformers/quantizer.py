@@ -162,7 +162,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         # Saving a model stores the name of its dtype in the config, from which transformers reads it.
         named = DTYPES[dtype] if isinstance(dtype, str) else dtype
         unpack_modules(model, named or model.dtype)
-        # They split experts by name as packed ones are. 5.17 keeps them; 5.24 drops them too.
+        # These conversions split experts by name, as packed ones already are. 5.17 keeps them; 5.24 drops
+        # them too.
         vars(model).pop("_weight_conversions", None)
         return model
 

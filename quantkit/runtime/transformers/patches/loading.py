@@ -96,7 +96,7 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
             parts = range(len(MATRICES[parameter]))
             sources = [f"{owner}.{own_name('', '*', parameter, part).lstrip('.')}" for part in parts]
             stack = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(parts) > 1 else [])]
-            # In 5.17 a pattern also matches names that go on after it.
+            # In 5.17 a pattern also matches longer names that begin with it.
             found[f"{owner}.{parameter}"] = WeightConverter(sources, f"{owner}.{parameter}(?!_bias)", stack)
     return list(found.values())
 

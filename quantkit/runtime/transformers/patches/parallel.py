@@ -75,7 +75,7 @@ def divide_packed(model: Any) -> None:
 def check_joinable(model: nn.Module) -> None:
     """Raise `EnvironmentProblem` if torch cannot join the shares of a parameter of `model`, as saving does.
 
-    torch 2.11 cannot where gate and up are one matrix, packed or dense.
+    torch 2.11 cannot if gate and up are one matrix, packed or dense.
     """
     in_pieces = any(
         type(placement).__name__ == "_StridedShard"

@@ -80,7 +80,11 @@ class QuantizationConfig:
 
     @classmethod
     def from_assignments(cls, assignments: Sequence[Assignment]) -> "QuantizationConfig":
-        """Return the shortest description of `assignments`: the most frequent scheme becomes the default."""
+        """Choose the container and return the shortest description of `assignments`.
+
+        The container is compressed-tensors if it can express every assignment. The most frequent scheme
+        becomes the default.
+        """
         counts = Counter(a.scheme for a in assignments if a.scheme is not None)
         default = counts.most_common(1)[0][0] if counts else None
         expressible = all(

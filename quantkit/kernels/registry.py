@@ -29,7 +29,7 @@ SAME_KERNEL_UP_TO = 16
 
 logger = logging.getLogger("quantkit.kernels")
 
-#: All kernels, fastest first per device. To add a kernel, add it here.
+#: All kernels, fastest first per device. To add one, add a row to `CPU_KERNELS` or `FUSED_KERNELS`.
 KERNELS: tuple[Kernel, ...] = (*CPU_KERNELS, *FUSED_KERNELS, UNPACK_KERNEL)
 
 

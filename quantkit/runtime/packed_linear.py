@@ -1,4 +1,8 @@
-"""Packed matrices as modules, and the packed replacement for linear layers."""
+"""Packed matrices as modules, and the packed replacement for linear layers.
+
+`replace.swap_modules` puts them into a model. `PackedLinear.forward` takes the first that applies: the joined
+product of `shared_input.py`, the launch plan of `kernels/eager.py`, the operator of `kernels/linear.py`.
+"""
 
 from dataclasses import replace
 from typing import Any, Protocol
@@ -194,7 +198,7 @@ class PackedLinear(PackedMatrix):
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return y [..., N] of x [..., K]; `bias` [N] is added in place of the layer's own."""
         check_features(x, self._columns["weight"])
-        if self._shared is not None and not torch.is_grad_enabled():
+        if self._shared is not None and bias is None and not torch.is_grad_enabled():
             shared, index = self._shared
             y = shared.product(index, x)
             if y is not None:

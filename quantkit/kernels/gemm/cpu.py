@@ -1,7 +1,7 @@
 """CPU kernels faster than `unpack`: torch's weight-only GEMMs and an exact integer GEMM.
 
 Limits and crossovers were measured with torch 2.13 on 2 cores of an AVX512 machine.
-`benchmarks/cpu_decode.py` measures them again.
+`benchmarks/cpu_decode.py` measures them again. All are torch operators; nothing is compiled here.
 """
 
 from collections.abc import Sequence

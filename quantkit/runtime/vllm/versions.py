@@ -1,4 +1,4 @@
-"""Versions of vLLM that the plug-in supports."""
+"""Say what to do if vLLM lacks a class of the plug-in. The versions are in `checkpoint/engines.py`."""
 
 from importlib.metadata import PackageNotFoundError, version
 

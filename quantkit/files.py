@@ -48,7 +48,10 @@ def os_error_text(error: OSError) -> str:
 
 @contextmanager
 def temporary(what: str) -> Iterator[None]:
-    """Context manager: raise an `OSError` as `EnvironmentProblem` about temporary files that hold `what`."""
+    """Context manager: turn an `OSError` of the block into an `EnvironmentProblem`.
+
+    Its message says that `what` cannot be written to the temporary directory.
+    """
     try:
         yield
     except OSError as error:
@@ -201,7 +204,7 @@ _KINDS = (
 
 
 class NoFileError(OSError):
-    """The name of a file to write is taken by no regular file. The text has path, kind and remedy."""
+    """The path of a file to write is a folder, pipe, socket or device. The text has path, kind and remedy."""
 
     def __init__(self, path: Path, kind: str) -> None:
         text = f"{path} is {kind}; expected a file or nothing there. Move it elsewhere or remove it"
@@ -226,7 +229,7 @@ def check_places(directory: Path, names: Iterable[str]) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` at byte `offset`; `OSError` if the file takes no more bytes."""
+    """Write all of `data` at byte `offset`; raise `OSError` if the file takes no more bytes."""
     rest = memoryview(data)
     while rest:
         # One call may write less than asked: Linux stops at 2 GiB, a full disk at its end.
@@ -250,9 +253,9 @@ class TempFile:
     """`.tmp-<name>` beside its final place, open for reading and writing until published."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        """Create the file with mode 0644 less the umask; `OSError` as from `open`.
+        """Create the file with mode 0644 less the umask; raise `OSError` as `open` does.
 
-        `NoFileError` if a folder, a pipe, a socket or a device has one of the two names.
+        Raises `NoFileError` if a folder, a pipe, a socket or a device has one of the two names.
         """
         check_places(directory, [name])
         self.path = directory / name
@@ -266,7 +269,10 @@ class TempFile:
         os.fsync(self.fd)
 
     def publish(self, *, durable: bool = True) -> None:
-        """Give the synced file its final name, durably or not; `OSError` if another file has its place."""
+        """Rename the synced file to its final name; if `durable`, sync the directory too.
+
+        Raises `OSError` if another process removed or replaced the temporary file.
+        """
         if not self._is_there():
             raise OSError(errno.ESTALE, "another process removed or replaced the temporary file")
         self._temp.replace(self.path)
@@ -275,7 +281,7 @@ class TempFile:
             sync_directory(self.path.parent)
 
     def remove(self) -> None:
-        """Remove the temporary file; `OSError` if that fails."""
+        """Remove the temporary file; raise `OSError` if that fails."""
         try:
             self._temp.unlink()
         finally:
@@ -291,7 +297,7 @@ class TempFile:
             self.close()
 
     def close(self) -> None:
-        """Let go of the file under the name that it has; does nothing the second time."""
+        """Close the file and leave it under its current name; does nothing if it is closed."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -92,10 +92,10 @@ def summarize(rate: float, answers: Sequence[Answer]) -> Load:
 
 
 def measure_serving(source: str, options: ServeOptions, *, progress: Progress | None = None) -> Serving:
-    """Load the model of a directory or hub id in this process and replay the trace at each rate.
+    """Load the model of a directory or hub id in this process and replay a trace at each rate.
 
-    Raises `UsageError` for options, `CheckpointError` for unusable checkpoints, `EnvironmentProblem` if
-    continuous batching stops.
+    Raises `UsageError` for options that are invalid or do not fit the model, `CheckpointError` for an
+    unusable checkpoint, and `EnvironmentProblem` if continuous batching stops.
     """
     device = pick_device(options.device)
     rates, prompt_tokens, new_tokens = SERVE_DEFAULTS[device.type]
@@ -141,7 +141,10 @@ def measure_serving(source: str, options: ServeOptions, *, progress: Progress | 
 
 
 def _running(model: Any, trace: Sequence[Request], device: torch.device) -> AbstractContextManager[Any]:
-    """Start continuous batching, warm, greedy, without an end token, so that answers have full length."""
+    """Return a context manager that runs greedy continuous batching of `model`.
+
+    Generation has no end token, so answers have full length.
+    """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     sizes: dict[str, int] = {}

@@ -68,8 +68,8 @@ def measure_speed(
     """Load the model of a directory or hub id in this process and time it.
 
     With `profile`, a trace of one generation by torch's profiler is written there. Memory is of the whole
-    process: run it in a fresh one (`worker.py`). Raises `UsageError` for options, `CheckpointError` for
-    unusable checkpoints.
+    process: run it in a fresh one (`worker.py`). Raises `UsageError` for options that are invalid or do not
+    fit the model or device, and `CheckpointError` for unusable checkpoints.
     """
     device = pick_device(options.device)
     checkpoint = Checkpoint.open(resolve(source))
@@ -127,9 +127,10 @@ def measure_speed(
 
 
 def prompts_of(options: BenchOptions, directory: Path, vocabulary: int) -> Callable[[int, int], torch.Tensor]:
-    """Return `draw(batch, length)`, which gives prompts int64 [batch, length], the same in every run.
+    """Return `draw(batch, length)`, a function that returns prompts int64 [batch, length].
 
-    They are random tokens, or successive parts of a text, which is repeated at its end.
+    Prompts are the same in every run: random tokens, or successive parts of the text in `options.text`. After
+    its last token, the text starts over. Raises `UsageError` if it has no tokens.
     """
     if options.text is None:
 
@@ -151,7 +152,7 @@ def prompts_of(options: BenchOptions, directory: Path, vocabulary: int) -> Calla
 def weight_bytes(model: Any) -> int | None:
     """Return the bytes of weights that a decoding step reads: all stored parameters except an embedding.
 
-    None for mixtures of experts, whose routing decides.
+    Returns None for mixtures of experts, where the routing decides which weights are read.
     """
     if any("experts" in name.split(".") for name, _ in model.named_modules()):
         return None
@@ -232,7 +233,7 @@ def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds to the first token, and between successive tokens; joules of the latter."""
+    """Seconds to the first token and between successive tokens, and joules used after the first token."""
 
     first: float
     between: list[float]

@@ -69,17 +69,17 @@ class Method:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Return what the steps need of calibration data."""
+        """Return the statistics of calibration data that the steps need."""
         return frozenset(need for step in self.steps for need in step.needs)
 
     @property
     def summary(self) -> str:
-        """Return one line on how it chooses scales and codes."""
+        """Return one line on how the method chooses scales and codes."""
         return SUMMARIES[self.name].line
 
     @property
     def needs_data(self) -> bool:
-        """Return True if it can only quantize a linear whose inputs are known."""
+        """Return True if the method can only quantize a linear whose inputs are known."""
         return bool(self.needs)
 
     @property
@@ -98,7 +98,7 @@ class Method:
         return rows
 
     def note(self, stats: LinearStats) -> str | None:
-        """Return what a step left undone, and why, for the last such step; None if all did everything."""
+        """Return the `note` of the last step that has one: skipped work, and why. None if no step has one."""
         notes = (step.note(stats) for step in reversed(self.steps))
         return next((note for note in notes if note is not None), None)
 
@@ -178,7 +178,7 @@ METHODS: dict[str, Method] = {
 
 
 def method_named(name: str) -> Method:
-    """Return the method called `name`; raise `UsageError` with the known names."""
+    """Return the method called `name`; raise `UsageError` with a list of all names if unknown."""
     try:
         return METHODS[name]
     except KeyError:
@@ -367,8 +367,9 @@ def quantize_tensor(
     packing       "bits", or "radix", which stores ternary codes in 1.6 bits
 
     Runs on the weight's device and returns a tensor there. Raises `FormatError` for a weight that is not a
-    non-empty floating-point matrix, holds NaN or infinity, or whose scales overflow `scale_dtype`. Also
-    raised for a scheme that the method cannot fit; `UsageError` for an unknown method.
+    non-empty floating-point matrix, holds NaN or infinity, or whose scales overflow `scale_dtype`. It is
+    also raised for a scheme that the method cannot fit. Raises `UsageError` for a method that is unknown or
+    needs data, and for other options of the grid beside a `Scheme`.
     """
     if not isinstance(weight, torch.Tensor):
         raise FormatError(f"the weight is a {type(weight).__name__}; expected a torch.Tensor [N, K].")

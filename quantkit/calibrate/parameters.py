@@ -107,7 +107,7 @@ def fit_parameters(
 
 
 def _survey(chunks: Iterable[torch.Tensor], step: int) -> tuple[float, torch.Tensor]:
-    """Return the largest magnitude (NaN if one is), and every `step`-th row."""
+    """Return the largest magnitude (NaN if any value is NaN), and every `step`-th row, float32 [n, K]."""
     largest, sample = [], list[torch.Tensor]()
     for chunk, start in _numbered(chunks):
         largest.append(float(chunk.abs().max()))

@@ -57,7 +57,7 @@ class Step:
                 yield "column scales"
 
     def note(self, stats: LinearStats) -> str | None:
-        """Return what it left undone with these statistics, and why; None if nothing."""
+        """Return a note on work that the step skipped with these statistics, and why; None if none was."""
         return None
 
 

@@ -30,7 +30,7 @@ class CompressedTensorsFormat:
     global_scale   True if all scales of a matrix are divided by one float32
     zero_points    kinds of zero-points
     group_size     its only group size, None for any that divides a row
-    columns        rows are a multiple of this, so that their bytes are whole words
+    columns        number that divides the length of a row, so that its bytes are whole words
     type, strategy, scale_dtype   in its weight arguments; strategy None follows the group size
     fused          True if engines fuse its matrices and give all of them the largest global or single scale
     blocks         True if blocks of rows and columns may share a scale
@@ -52,7 +52,7 @@ class CompressedTensorsFormat:
     blocks: bool = False
 
     def arguments(self, scheme: Scheme, columns: int) -> dict[str, Any]:
-        """Return the `weights` arguments of a config group: `scheme` for rows of `columns`.
+        """Return the `weights` arguments of a config group: `scheme` for rows of `columns` weights.
 
         A row of exactly one group has the same bytes per group and per channel. It is described as a group,
         because some readers need one scheme for a whole model or for all experts of a layer.
@@ -130,7 +130,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
 
 @dataclass(frozen=True)
 class _Case:
-    """Scheme for rows of `columns`, of a linear or of experts."""
+    """Scheme for rows of `columns` weights, of a linear or of experts."""
 
     scheme: Scheme
     columns: int
@@ -219,16 +219,16 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
 
 
 def why_not_compressed_tensors(scheme: Scheme, columns: int, *, experts: bool = False) -> str | None:
-    """Return why compressed-tensors cannot express `scheme` for rows of `columns`; None if it can.
+    """Return why compressed-tensors cannot express `scheme` for rows of `columns` weights; None if it can.
 
-    With `experts`, it must also be readable by an engine as part of fused experts.
+    With `experts`, an engine must also be able to read it as part of fused experts.
     """
     found = _match(_Case(scheme, columns, experts))
     return f"compressed-tensors {found}" if isinstance(found, str) else None
 
 
 def compressed_tensors_format(scheme: Scheme, columns: int) -> CompressedTensorsFormat:
-    """Return the format that expresses `scheme` for rows of `columns`; raise `FormatError` if none does."""
+    """Return the format of `scheme` for rows of `columns` weights; raise `FormatError` if none fits."""
     found = _match(_Case(scheme, columns, experts=False))
     if isinstance(found, str):
         raise FormatError(
@@ -248,7 +248,7 @@ def _match(case: _Case) -> CompressedTensorsFormat | str:
 
 
 def stored_format(scheme: Scheme, columns: int, container: Container) -> StoredFormat:
-    """Return how a matrix with rows of `columns` is stored in `container`.
+    """Return how a matrix with rows of `columns` weights is stored in `container`.
 
     Raises `FormatError` if the container cannot express the scheme.
     """

@@ -22,7 +22,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the torch dtype called `name`; raise `UsageError` with the known names."""
+    """Return the torch dtype called `name`; raise `UsageError` with a list of all names if unknown."""
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; use one of {', '.join(DTYPES)}.")
     return DTYPES[name]
@@ -79,7 +79,7 @@ def open_tokenizer(path: Path) -> Any:
 
 
 def release(device: str) -> None:
-    """Free the memory of dropped models: modules are reference cycles, which wait for a collection."""
+    """Free the memory of dropped models: modules are reference cycles, which only a collection frees."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()

@@ -74,7 +74,7 @@ def measure(checkpoint: Checkpoint) -> Sizes:
 
 
 def _logical_tensors(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
-    """Return the tensors of a checkpoint of another tool, low-bit ones in their logical shapes."""
+    """Return the tensors of another tool's checkpoint with logical shapes, or as stored if unsupported."""
     try:
         return dequantized(checkpoint).tensors
     except CheckpointError:
@@ -93,7 +93,7 @@ def _manifest(directory: Path) -> Mapping[str, Any]:
 
 
 def _recorded_bits(manifest: Mapping[str, Any]) -> float | None:
-    """Return the bits per weight of the whole model in a manifest of quantizing; else None."""
+    """Return the bits per weight of the whole model that a manifest records; None if it records none."""
     bits = manifest.get("bits_per_weight")
     found = bits.get("model") if isinstance(bits, dict) else None
     return found if isinstance(found, float) else None

@@ -34,7 +34,7 @@ KERNELS: tuple[Kernel, ...] = (*CPU_KERNELS, *FUSED_KERNELS, UNPACK_KERNEL)
 
 
 def kernel_named(name: str) -> Kernel:
-    """Return the kernel called `name`; raises `KernelError` with the known names."""
+    """Return the kernel called `name`; raise `KernelError` with a list of all names if unknown."""
     for kernel in KERNELS:
         if kernel.name == name:
             return kernel

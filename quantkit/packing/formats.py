@@ -407,7 +407,7 @@ ALIASES: dict[str, str] = {"fp8": "fp8-e4m3", "fp6": "fp6-e2m3", "fp4": "fp4-e2m
 
 
 def number_format(name: str) -> NumberFormat:
-    """Return the format called `name`, or by an alias; raise `FormatError` with the known names."""
+    """Return the format for a name or alias; raise `FormatError` with a list of all names if unknown."""
     try:
         return FORMATS[ALIASES.get(name, name)]
     except KeyError:

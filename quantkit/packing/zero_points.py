@@ -198,5 +198,5 @@ ZERO_POINTS: dict[str, ZeroPointType] = {
 
 
 def searched() -> tuple[ZeroPoint, ...]:
-    """Return the kinds that methods search."""
+    """Return the kinds of zero-points that methods support, "none" included."""
     return tuple(kind.name for kind in ZERO_POINTS.values() if kind.why_not_searched is None)

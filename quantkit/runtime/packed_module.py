@@ -83,7 +83,7 @@ class Matrix:
 
     @property
     def stored(self) -> tuple[torch.Tensor, ...]:
-        """Return the parts other than the words, which remain after the words are freed."""
+        """Return all parts except the words; these parts remain when the words are freed."""
         return self.parts[1:]
 
 
@@ -195,7 +195,7 @@ class PackedModule(nn.Module):
     def drop_kernel_layouts(self) -> None:
         """Drop the kernel layouts and restore freed words.
 
-        The next forward builds each layout again, not joined.
+        The next forward builds the layout of each module again; no layout is joined with others.
         """
         for parameter in tuple(self._freed):
             if self.is_freed(parameter):
@@ -288,7 +288,7 @@ class PackedModule(nn.Module):
         self._layout_owners[parameter] = weakref.ref(placeholder)
 
     def _packed(self, parameter: str, index: int, matrix: Matrix) -> PackedTensor:
-        """Return `matrix`, number `index` of `parameter`, with words, restored if they were freed."""
+        """Return `matrix`, number `index` of `parameter`; its words are restored if they were freed."""
         if not self.is_freed(parameter):
             return matrix.packed
         words = self._freed[parameter].words_of(index)

@@ -31,8 +31,8 @@ _REPLICATED = ("k_proj", "v_proj")
 class EngineLayer:
     """A linear in an engine.
 
-    `shape` is [N, K] of each of its `matrices`. `scheme` is None for a dense one. `reads` is the class of the
-    engine that reads it, None if it is dense or none does.
+    `shape` is [N, K] of each of its `matrices`. `scheme` is None for a dense linear. `reads` is the class of
+    the engine that reads the linear; None if it is dense or no class reads it.
     """
 
     kind: str
@@ -46,9 +46,10 @@ class EngineLayer:
 class EngineReport:
     """The answer of an engine for a packed checkpoint.
 
-    `layers` are its linears by module. `refusals` are the reasons why the engine stops or would misread it,
-    with remedies; it loads if there is none. `tensor_parallel` has for each of `RANKS` the reason why that
-    many GPUs cannot divide it, None if they can; it is empty if that is not known.
+    `layers` are its linears by module. `refusals` are the reasons, with remedies, why the engine cannot load
+    the checkpoint or would misread it; without any, the engine loads it. `tensor_parallel` maps each of
+    `RANKS` to the reason why that many GPUs cannot divide the model, or to None if they can. It is empty if
+    this is unknown.
     """
 
     engine: str
@@ -105,9 +106,9 @@ def engine_report(directory: Path, engine: Engine, version: str) -> EngineReport
 
 
 def for_engine(planned: Plan, asked: str) -> Plan:
-    """Return `planned` with a note on the engine and version that `--engine` asked for, which loads it.
+    """Return `planned` with a note that the engine and version of `--engine` load the result.
 
-    Raises `UsageError` if it would not.
+    Raises `UsageError` if they do not.
     """
     engine, version = asked_engine(asked)
     section = planned.model_config["quantization_config"]
@@ -125,10 +126,10 @@ def why_refused(
     assignments: Sequence[Assignment],
     needs_quantkit: Sequence[str],
 ) -> tuple[str, ...]:
-    """Return the reasons why `version` of `engine` stops at linears or misreads them, with remedies.
+    """Return the reasons, with remedies, why `version` of `engine` cannot load linears or misreads them.
 
-    `section` is the `quantization_config` that describes `assignments`; `needs_quantkit` says why other tools
-    cannot read it, if so.
+    `section` is the `quantization_config` that describes `assignments`. `needs_quantkit` lists the reasons
+    why only quantkit can read the checkpoint, if any.
     """
     if QuantizationConfig.from_dict(section).container != "compressed-tensors":
         return (_not_portable(engine, needs_quantkit),)
@@ -147,7 +148,7 @@ def _row(engine: Engine, a: Assignment) -> Support | None:
 
 
 def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Yield what may surprise a user of linears that `engine` reads."""
+    """Yield cautions on linears that `engine` reads."""
     found: dict[str, list[str]] = {}
     for a in assignments:
         row = _row(engine, a)
@@ -166,7 +167,7 @@ def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str
 
 
 def _misread(engine: Engine, section: Mapping[str, Any], assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Yield which linears `engine` would take for something else, by what config.json tells it."""
+    """Yield a message if config.json makes `engine` take linears for something other than they are."""
     groups: Any = section.get("config_groups")
     ignored: Any = section.get("ignore")
     if not (
@@ -202,7 +203,7 @@ def _misread(engine: Engine, section: Mapping[str, Any], assignments: Sequence[A
 
 
 def _group_of(a: Assignment, groups: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the group of a linear: by its name or by its class, which a head is not of; None if dense."""
+    """Return the group that matches a linear by name or else (except heads) by class; None if none does."""
     by_class = None
     for group in groups:
         if _matches(a.module, group["targets"]):
@@ -244,7 +245,7 @@ def _ranks(plan: TensorParallelPlan, assignments: Sequence[Assignment]) -> dict[
 
 
 def _in_engine(cut: Cut, a: Assignment | None) -> Cut:
-    """Return `cut` of a packed linear with the units of its file: groups that it names, and its words."""
+    """Return `cut` with the units that divide a packed linear by columns in its file: groups and words."""
     if a is None or a.scheme is None or cut.axis == "rows":
         return cut
     row = compressed_tensors_format(a.scheme, a.shape[1])

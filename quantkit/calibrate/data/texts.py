@@ -80,7 +80,7 @@ def parse_sources(text: str | None) -> tuple[Source, ...]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the texts between commas, except for commas in names of files that exist."""
+    """Split `text` at its commas, but not at commas in the name of an existing file."""
     pieces = text.split(",")
     while pieces:
         joined = (",".join(pieces[:size]) for size in range(len(pieces), 1, -1))
@@ -119,9 +119,9 @@ def _where(name: str, text: str) -> Path | DataSetName:
 
 
 def shares(sources: Sequence[Source], samples: int | None, default: int) -> tuple[int, ...]:
-    """Return the samples of each source: `samples` divided in proportion to their own numbers.
+    """Return the number of samples of each source: `samples`, divided in proportion to the sources' numbers.
 
-    Without `samples`, their own numbers count; `default` is the total if there are none.
+    Without `samples`, the sources' numbers are returned; if they have none, `default` is divided equally.
     """
     weights = [source.share or 1 for source in sources]
     total = samples
@@ -142,8 +142,8 @@ def shares(sources: Sequence[Source], samples: int | None, default: int) -> tupl
 def read_source(source: Source, tokens: int) -> Texts:
     """Read the documents of a source: all of a file within `MAX_WORK`, or the first of a data set.
 
-    It is enough to draw `tokens` tokens from. Raises `QuantkitError` naming the source if there is nothing to
-    read.
+    Reads enough text to draw `tokens` tokens, if the source has it. Raises `QuantkitError` naming
+    the source if there is nothing to read.
     """
     if source.where == BUNDLED:
         note = f"calibrated on {BUNDLED_NAME}; give --calibration for text like yours"

@@ -14,13 +14,13 @@ ARCHITECTURE_KEY = "general.architecture"
 class Architecture:
     """Tensor names of one `general.architecture` in llama.cpp, and how it transforms tensors.
 
-    layer      names within a layer, in llama.cpp and within `model.layers.N` of transformers
-    experts    the same for tensors [E, N, K] of all experts; `{}` is the expert's number
-    permuted   names within a layer whose rows are permuted per head to interleaved rotary halves, and the
-               metadata key with the number of heads
-    added      constant added to weights whose name ends in `norm`
-    column     names of one-row matrices, which files store as vectors
-    config     metadata that transformers' own conversion omits, and their keys in config.json
+    layer      names within a layer: from llama.cpp's to transformers' within `model.layers.N`
+    experts    names of tensors [E, N, K] with all experts, mapped likewise; `{}` is the expert's number
+    permuted   llama.cpp's names of tensors whose rows are permuted per head, to interleave rotary halves;
+               each is mapped to the metadata key of the number of heads
+    added      constant that llama.cpp adds to weights whose name ends in `norm`
+    column     llama.cpp's names of vectors that are one-row matrices in transformers
+    config     metadata keys that transformers' own conversion omits, mapped to keys of config.json
     exported   model types of transformers that `export` writes as this architecture
     """
 
@@ -126,9 +126,10 @@ class Named:
 
 @dataclass(frozen=True)
 class Place:
-    """The tensor `name` of llama.cpp that a tensor of transformers is, or has the expert `part` of.
+    """Place of a transformers tensor in llama.cpp: the whole tensor `name`, or only its expert `part`.
 
-    `heads` is the metadata that counts its heads, where their rows are permuted; `is_row` as of `Named`.
+    `heads` is the metadata key of the number of heads; None if rows are not permuted. `is_row` is as in
+    `Named`.
     """
 
     name: str
@@ -138,7 +139,7 @@ class Place:
 
 
 def place(arch: Architecture, name: str) -> Place | None:
-    """Return the place of the tensor `name` of transformers, the inverse of `named`; None if it has none."""
+    """Return the place of the transformers tensor `name`, the inverse of `named`; None if `arch` has none."""
     stem, _, leaf = name.rpartition(".")
     for theirs, ours in _TOP.items():
         if ours == stem:
@@ -159,7 +160,7 @@ def place(arch: Architecture, name: str) -> Place | None:
 
 
 def exported_as(model_type: str) -> tuple[str, Architecture] | None:
-    """Return llama.cpp's name of a model type's architecture, and its row; None if it has none."""
+    """Return the name and row of the architecture that `export` writes for `model_type`; None if none."""
     rows = ARCHITECTURES.items()
     return next(((name, row) for name, row in rows if model_type in row.exported), None)
 
@@ -214,7 +215,7 @@ def _named(header: GgufHeader, arch: Architecture, tensor: GgufTensor) -> Iterat
 
 
 def _heads(header: GgufHeader, tensor: GgufTensor, key: str) -> int:
-    """Return the number of heads in the rows of a tensor; raise `CheckpointError` if they do not divide."""
+    """Return the number of heads of a tensor; raise `CheckpointError` unless each has pairs of rows."""
     prefix = header.get(ARCHITECTURE_KEY, str)
     count = header.get(f"{prefix}.{key}", int, header.get(f"{prefix}.attention.head_count", int, 0))
     if count < 1 or tensor.shape[0] % (2 * count):

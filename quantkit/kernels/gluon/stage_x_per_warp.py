@@ -13,6 +13,9 @@ row of x, or one digit of it. Two products with the same columns are an mma pair
                rounded to 2**-23 of the largest of its row among the columns of a warp. Column n is
                (digit, row of x), so one product has all digits of up to two rows.
 
+Letters with a number are digits of a column in its run, as in `quantkit.kernels.layouts.fragment_layout`:
+p0, e1 and e0.
+
 `S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
 """
 # mypy: ignore-errors
@@ -70,7 +73,7 @@ def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def norm_weights(norm, S: gl.constexpr):
-    """Load the weights [K] of the norm of x at the columns of each warp, as `_load_x` does; () without."""
+    """Load the norm's weights [K] at the columns of each warp, as `_load_x` does; () if x is not normed."""
     weights = ()
     if S.norms_x:
         weights = _load_x(norm, 1, None, S)
@@ -239,9 +242,10 @@ def _load_x(x, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
-    """Return RMSNorm of x [M, K], or of x + `other`, written to `total`, as words int32 [W, 32, 4].
+    """Return RMSNorm of x [M, K] as words int32 [W, 32, 4].
 
-    Numbers are rounded where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
+    With `S.norm.adds`, it is RMSNorm of x + `other`, and the sum is written to `total`. Numbers are rounded
+    where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     ROW_LAYOUT: gl.constexpr = _row_layout(S)
@@ -280,7 +284,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
 @gluon.jit
 def _per_lane(of_rows, S: gl.constexpr):
-    """Broadcast values of rows of x, [W or 1, rows], to the warp lanes that hold their words: [W, 32, 1]."""
+    """Broadcast a value per row of x, [W or 1, rows], to [W, 32, 1]: each lane gets the value of its row."""
     ROW_LAYOUT: gl.constexpr = _row_layout(S)
     of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
     of_rows, _ = gl.broadcast(
@@ -374,7 +378,7 @@ def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
 
 @gluon.jit
 def _x_scales(words, S: gl.constexpr):
-    """Return the unit of each row of x, float32 [W, rows], NaN unless x is finite, and 1/unit [W, 32, 1]."""
+    """Return units of rows of x, float32 [W, rows] (NaN unless finite), and 1 / units, float32 [W, 32, 1]."""
     ROW_LAYOUT: gl.constexpr = _row_layout(S)
     largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
     for number in gl.static_range(len(words)):

@@ -35,9 +35,10 @@ class Compilers:
         self.leave_out = False
 
     def kernel(self, known: Any, compile_kernel: Callable[[], Any], needed: bool) -> Any:
-        """Return the kernel to launch: `known`, or the result or promise of `compile_kernel`.
+        """Return the kernel to launch, `known` or that of `compile_kernel`; None to skip the launch.
 
-        Returns None if the launch is to be skipped. A kernel that is `needed` is waited for.
+        Waits for a kernel that is `needed`. Otherwise, once a kernel is still to be compiled, its launch and
+        all later ones are skipped.
         """
         found = compile_kernel() if known is None else known
         is_promise = hasattr(found, "result")
@@ -67,14 +68,16 @@ def compiled_first(
     rewind: Callable[[], None] | None = None,
     ahead: Callable[[_Result], object] | None = None,
 ) -> _Result:
-    """Call `run`, which launches kernels on `device`; missing kernels are compiled in parallel first.
+    """Call `run`, which launches kernels on `device`, and compile its missing kernels in parallel.
 
-    With all kernels in memory or in Triton's cache on disk, `run` is called once. Otherwise it is called
-    twice. Results of the first call are undefined, except for indices (`launcher.IndexLaunch`) and layouts of
-    weights (`building`).
+    If all kernels are in memory or in Triton's cache on disk, `run` is called once. Otherwise it is called
+    twice: the first call finds the kernels to compile, the second one computes the result.
 
-    `rewind` undoes the changes of the first call. `ahead` gets its result and launches what runs next, so
-    that those kernels are compiled too; its exceptions are logged.
+    The first call skips launches from the first missing kernel on, so its tensors have undefined values.
+    Exceptions are indices (`launcher.IndexLaunch`) and kernel layouts of weights (`building.building`).
+
+    `rewind` undoes the changes of the first call. `ahead` takes the result of the first call and launches the
+    kernels that follow `run`, so that they are compiled too. Exceptions of `ahead` are logged.
     """
     if device.type != "cuda" or "triton" not in device_features(device) or COMPILERS.get() is not None:
         return run()
@@ -100,7 +103,7 @@ def _attempt(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run` once: return its result, or None if launches were skipped; then compile their kernels."""
+    """Call `run` once and compile its kernels; return (result,), or None if launches were skipped."""
     from quantkit.kernels.jit.side_by_side import SideBySide
 
     compilers = Compilers()
@@ -125,7 +128,7 @@ def _launched(
     rewind: Callable[[], None] | None,
     ahead: Callable[[_Result], object] | None,
 ) -> tuple[_Result] | None:
-    """Call `run`, and `ahead` if launches are skipped; return None if skipped launches made `run` raise."""
+    """Call `run`, and `ahead` if launches are skipped; return (result,), or None if `run` then raised."""
     try:
         result = run()
     except Exception:

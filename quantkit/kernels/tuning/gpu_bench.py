@@ -91,9 +91,9 @@ class GpuBench:
 
 @contextmanager
 def _explained(candidate: Candidate, packed: PackedTensor, m: int) -> Iterator[None]:
-    """Raise lack of registers or memory as `Unfit`, and other errors as `KernelError`.
+    """Context manager: turn lack of registers or memory into `Unfit`, and other errors into `KernelError`.
 
-    After other errors the GPU may be unusable. `packed` is a weight [N, K], `m` the rows of x.
+    After a `KernelError` the GPU may be unusable. `packed` is a weight [N, K], `m` the rows of x.
     """
     try:
         yield
@@ -212,7 +212,10 @@ class _Worker:
         return reason
 
     def _has_answered(self, connection: Connection) -> bool:
-        """Return True if an answer arrives in time; raise `Interrupted` once a signal is held."""
+        """Return True if an answer comes in `COMPILE_SECONDS`.
+
+        Raises `Interrupted` if a signal is held back (`HeldSignals`) meanwhile.
+        """
         left: float = COMPILE_SECONDS
         while not connection.poll(min(left, CHECK_SECONDS)):
             self._signals.check()

@@ -24,7 +24,7 @@ Price = Callable[[Linear, Scheme], int | None]
 
 @dataclass(frozen=True)
 class Limit(ABC):
-    """Largest total cost of all linears in an allocation: `amount` of the unit of its kind."""
+    """Largest total cost of all linears in an allocation: `amount`, in the `unit` of the subclass."""
 
     amount: float
 
@@ -52,7 +52,7 @@ class Limit(ABC):
 
     @abstractmethod
     def in_one(self, weights: int) -> float:
-        """Return the number of `counts` in one unit, for `weights` weights."""
+        """Return how many `counts`, such as bytes, make one `unit`, for a model of `weights` weights."""
 
     @abstractmethod
     def price(self, checkpoint: Checkpoint) -> Price:
@@ -153,9 +153,9 @@ class Budget:
 
 
 def stored_bytes(linear: Linear, scheme: Scheme) -> int:
-    """Return the bytes of a linear in a scheme, all parts of all its matrices.
+    """Return the bytes of a linear in a scheme, with all parts of all its matrices.
 
-    Other containers need no more.
+    No container needs more bytes.
     """
     parts = scheme.storage_shapes(linear.shape).values()
     return len(linear.stored) * sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
@@ -164,7 +164,7 @@ def stored_bytes(linear: Linear, scheme: Scheme) -> int:
 def launches(checkpoint: Checkpoint, linear: Linear) -> int:
     """Return the number of GEMMs that one token launches for a linear.
 
-    It is 1, or for experts the number that a token chooses, and twice that for gate and up.
+    This is 1. For experts, it is the number of experts that a token chooses, and twice that for gate and up.
     """
     if linear.kind != "experts":
         return 1

@@ -54,7 +54,7 @@ class States:
         return all(one.plain for one in (*self.passes, *(self.exact or ())))
 
     def write(self, output: WorkFiles, filename: str, count: int, ranks: Ranks) -> None:
-        """Write the states of all ranks, `count` micro-batches, to a work file; they must be plain."""
+        """Write the states of all ranks to a work file, `count` micro-batches; requires `are_plain`."""
         named = {"hidden": self.passes, **({} if self.exact is None else {"exact": self.exact})}
         dtypes = {torch.float32: "F32", torch.bfloat16: "BF16"}
         # A rank without samples is not rank 0 and writes nothing.
@@ -74,7 +74,7 @@ class States:
                     file.write(name, tensor, offset=at * tensor.numel())
 
     def read(self, output: WorkFiles, filename: str, share: Sequence[int]) -> None:
-        """Advance passes from the first block to the states in a work file; `share` are their numbers."""
+        """Advance passes from the first block to the states in a work file: micro-batches `share`."""
         files = Checkpoint.of_files([output.path / filename])
         lengths = files.read(LENGTHS).tolist()
         for name, passes in (("hidden", self.passes), ("exact", self.exact or ())):

@@ -105,7 +105,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def _names(self) -> Mapping[str, str] | None:
-        """Return the names in `quantization_config` by module, if the model's class is not the files'."""
+        """Return names in `quantization_config` by module; None if the model has the class of the files."""
         return None if self._own_names is None else self._own_names.modules
 
     @property
@@ -118,9 +118,10 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._experts = loading.parameters_of_experts(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
-        """Add conversions for experts with quantkit's names, before those of transformers.
+        """Put quantkit's conversions before those of transformers.
 
-        transformers passes the model from some version between 5.17 and 5.24 on.
+        They merge packed experts, and rename the base model where its class uses another prefix. transformers
+        5.17 does not pass the model, but 5.24 does.
         """
         own = loading.merge_experts(self._experts, weight_conversions)
         if self._own_names is not None and self._own_names.prefix is not None:
@@ -136,7 +137,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """Return the state dict for `save_pretrained`; None if no weight is offloaded to disk.
 
-        `quantization_config` then says what the model has: other names as another class, new heads, linears
+        Updates `quantization_config` to the model as it is: the names of its class, new heads, and linears
         that were replaced.
 
         Offloaded weights are memory maps of their files. transformers would read them shard by shard, after
@@ -180,7 +181,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _own_names(model: nn.Module, files: list[Path]) -> OwnNames | None:
-    """Return `names_in_own_class` of the checkpoint in `files`; None if it is not a finished one."""
+    """Return `names_in_own_class` of the checkpoint in `files`; None if no config.json is beside them."""
     if not files or not (files[0].parent / CONFIG_NAME).is_file():
         return None
     directory = files[0].parent

@@ -8,7 +8,8 @@ from quantkit.runtime.vllm.versions import moved
 def register() -> None:
     """Add the quantization method `quantkit` to vLLM.
 
-    Warns if vLLM moved what that takes, as the process may run another model. vLLM then refuses quantkit's.
+    Warns if vLLM has moved the classes or functions that this needs. It does not raise, because the process
+    may run a model without quantkit. vLLM then refuses quantkit's models.
     """
     try:
         from vllm.model_executor.layers.quantization import (

@@ -129,7 +129,7 @@ class DecodeConfig:
 
     @property
     def row_tiles_per_output(self) -> int:
-        """Return the row tiles per output: 2 for gate and up, else 1."""
+        """Return the row tiles of the weight per row tile of y: 2 with a gate (gate and up), else 1."""
         return 2 if self.gate else 1
 
     @property
@@ -195,7 +195,7 @@ class DecodeConfig:
 
     @property
     def has_column_weights(self) -> bool:
-        """Return True if columns of operand B are weighted: digits by place value, copies of a row by 0."""
+        """Return True if columns of operand B have weights: place values of digits, 0 for copies of a row."""
         return self.int8_mma or self.rows <= COLUMNS
 
     @property
@@ -276,7 +276,7 @@ class DecodeConfig:
 
     @property
     def dequant_types(self) -> tuple[Any, ...]:
-        """Return the types of these registers."""
+        """Return Triton's types of the registers that `dequant_registers` counts."""
         import triton.language as tl
 
         return (tl.int32,) * self.dequant_registers

@@ -152,9 +152,12 @@ def staged_scale_bytes(tile: SmallMTile, shape: Geometry, scheme: Scheme) -> int
 
 @dataclass(frozen=True)
 class SharedMemoryPlan:
-    """Shared memory of a program: padding chunks, True if scales are staged there, and its bytes.
+    """Shared memory of a program.
 
-    Padding chunks make Triton request the bytes of a table, which it does not count.
+    padding_chunks   unused chunks; they make Triton request enough bytes for the table, which it does not
+                     count because inline PTX allocates it
+    stages_scales    True if scales are staged in shared memory
+    nbytes           bytes of x, padding chunks and scales; table and RMS are not included
     """
 
     padding_chunks: int
@@ -173,7 +176,8 @@ def plan_shared_memory(
 ) -> SharedMemoryPlan:
     """Plan the shared memory of a program, within `memory` bytes of its GPU, beside `table` and `rms` bytes.
 
-    Scales are staged if products are a loop: a wait for loads of scales would wait for codes too.
+    Scales are staged if products are a loop and the scales fit. Without staging, a wait for loads of scales
+    would wait for codes too.
     """
     count, chunk = k_steps(tile, shape)
     size, program_tiles = 2 * chunk * shape.k_step * rows_of_x(m), count // chunk
@@ -197,7 +201,7 @@ def row_tiles(
 ) -> int:
     """Return the fewest row tiles per program with which all programs of `weights` weights run at once.
 
-    At most one per warp; pairs if `gated`.
+    This is at most one per warp, and an even number if `gated`.
     """
     resident, step = multiprocessors * (RESIDENT_WARPS // tile.warps), 2 if gated else 1
 

@@ -117,7 +117,7 @@ def _own_style(name: str) -> str:
 
 
 def undo_styles() -> None:
-    """Remove the styles from the registry of transformers."""
+    """Remove quantkit's styles from the registry of transformers."""
     for registry in _registries():
         for name in [one for one in registry if one.startswith(PREFIX)]:
             del registry._global_mapping[name]
@@ -195,7 +195,7 @@ def _distribute(module: nn.Module, param: str, mesh: Any, dim: int, pieces: int)
 
 @dataclass(frozen=True, eq=False)
 class ShareForward:
-    """Forward of a divided module; replaces `original` by transformers, which wraps tensors in DTensors.
+    """Forward of a divided module. Replaces transformers' `original`, which wraps tensors in DTensors.
 
     Without gradients, `of_share` computes on the local share and combines the results of `group` in one
     operation.

@@ -93,9 +93,11 @@ class ZeroPointType:
     """Kind of zero-point: a row of `ZERO_POINTS`. z is None if `storage` is None.
 
     suffix                     part of the name of a scheme
+    plural                     what a matrix of this kind has, in messages
     storage                    how z is stored; None without a zero-point
     weights(codes, scale, z)   float32 weights of codes, which are float32 and overwritten
     in_codes(z, scale)         the number subtracted from codes, for scales float32 [N, G]
+    is_minimum                 True if z is stored as a minimum: a weight is scale * code + minimum
 
     Rounding of z and weights, with units = weight / scale, float32:
 
@@ -118,6 +120,7 @@ class ZeroPointType:
 
     name: ZeroPoint
     suffix: str
+    plural: str
     storage: ZeroPointStorage | None
     round: Callable[[NumberFormat, torch.Tensor, torch.dtype], torch.Tensor]
     # `Any` is a format that `why_not` accepts, and z, a tensor or None.
@@ -125,6 +128,7 @@ class ZeroPointType:
     quantize: Callable[[Any, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
     weights: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = _shifted
     in_codes: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, scale: z
+    is_minimum: bool = False
     why_not_searched: str | None = None
     step: float = 1.0
     refits: int = 1
@@ -152,6 +156,7 @@ ZERO_POINTS: dict[str, ZeroPointType] = {
         ZeroPointType(
             "none",
             "",
+            "no zero-points",
             storage=None,
             round=lambda number_format, z, scale_dtype: z.float(),
             nearest=lambda number_format, units, z: number_format.round(units),
@@ -160,6 +165,7 @@ ZERO_POINTS: dict[str, ZeroPointType] = {
         ZeroPointType(
             "integer",
             " asym",
+            "integer zero-points",
             PACKED_CODES,
             round=round_to_code,
             nearest=IntFormat.round_affine,
@@ -170,6 +176,7 @@ ZERO_POINTS: dict[str, ZeroPointType] = {
         ZeroPointType(
             "float",
             " asym-float",
+            "float zero-points",
             plain_storage(at_least_16_bits),
             round=lambda number_format, z, scale_dtype: z.to(at_least_16_bits(scale_dtype)).float(),
             nearest=IntFormat.round_offset,
@@ -183,12 +190,14 @@ ZERO_POINTS: dict[str, ZeroPointType] = {
         ZeroPointType(
             "minimum",
             " asym-min",
+            "minimums",
             plain_storage(at_least_16_bits),
             round=lambda number_format, z, scale_dtype: z.float(),
             nearest=IntFormat.round_offset,
             quantize=IntFormat.quantize_offset,
             weights=_with_minimum,
             in_codes=_minimum_in_codes,
+            is_minimum=True,
             why_not_searched="a minimum is the grid of files that have one, which `convert` keeps; use float",
             is_continuous=True,
             why_not_int8="its weights are integers, and a minimum makes them fractions; use an integer one",

@@ -19,7 +19,7 @@ from quantkit.errors import CheckpointError
 from quantkit.model.structure import Structure
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.tensor import PackedTensor
-from quantkit.packing.zero_points import ZeroPoint
+from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint
 from quantkit.targets.packed_source import PackedMatrix
 
 #: Elements of a tensor, the first of which is number `offset` of the tensor called `name`.
@@ -155,8 +155,7 @@ def why_not_held(matrix: PackedMatrix, layout: Layout) -> str | None:
     if layout.recoded(scheme.format) is None:
         return f"its values are those of {scheme.format.name}"
     if scheme.zero_point not in layout.zero_points:
-        kind = "no" if scheme.zero_point == "none" else scheme.zero_point
-        return f"it has {kind} zero-points" if kind != "minimum" else "it has minimums"
+        return f"it has {ZERO_POINTS[scheme.zero_point].plural}"
     if not any(layout.fits_group(matrix, size) for size in layout.groups):
         sizes = ", ".join(map(str, layout.groups))
         return (
@@ -182,7 +181,7 @@ def in_layout(packed: PackedTensor, layout: Layout, size: int) -> Rows:
     scales, zeros = packed.group_scale(), packed.zero_points()
     if zeros is None:
         return Rows(codes, of_groups(scales))
-    if scheme.zero_point == "minimum":
+    if ZERO_POINTS[scheme.zero_point].is_minimum:
         # A scale of zero stands for zeros, whatever the minimum.
         minimums = torch.where(scales == 0, 0.0, zeros.float())
         return Rows(codes, of_groups(scales), minimums=of_groups(minimums))

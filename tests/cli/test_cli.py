@@ -22,6 +22,7 @@ from .conftest import SOURCE, STORIES, Run
 COMMANDS = (
     "quantize",
     "convert",
+    "export",
     "plan",
     "inspect",
     "verify",

@@ -211,6 +211,7 @@ OPENERS = {
     "about.py": "how pip says that quantkit was installed",
     "calibrate/data/documents.py": "texts, read line by line",
     "checkpoint/gguf/open_gguf.py": "the configs that stand for its header, in a temporary directory",
+    "checkpoint/hub/cache.py": "downloaded files, to hash them",
     "checkpoint/hub/repository.py": "the headers of a repository, in a temporary directory",
     "checkpoint/output/journal.py": "appends to the journal, and reads it",
     "checkpoint/output/lock.py": "the lock",

@@ -29,7 +29,7 @@ def export(
     max_shard_size: options.ShardSize = options.SHARD_SIZE,
     json: options.Json = False,
 ) -> None:
-    """Write a packed checkpoint in the layout of another tool and keep every value.
+    """Write a packed checkpoint in another tool's layout.
 
     Codes and scales of PACKED become those of TARGET. The written files are read back, and every weight is
     compared with that of PACKED, bit by bit. A linear whose values TARGET does not have is refused by name

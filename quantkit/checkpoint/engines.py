@@ -22,17 +22,18 @@ _ALL = (*_LINEARS, *_EXPERTS)
 
 @dataclass(frozen=True)
 class Engine:
-    """Engine and its tested versions, oldest first."""
+    """Engine and its tested versions, oldest first; `has_plugin` if quantkit has a plug-in for it."""
 
     name: str
     tried: tuple[str, ...]
+    has_plugin: bool = False
 
     def __str__(self) -> str:
         ends = dict.fromkeys((self.tried[0], self.tried[-1]))
         return f"{self.name} {' to '.join(ends)}"
 
 
-VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"))
+VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"), has_plugin=True)
 SGLANG = Engine("SGLang", ("0.5.23",))
 TRANSFORMERS = Engine("transformers", ("5.23.0", "5.24.0"))
 ENGINES = (VLLM, SGLANG, TRANSFORMERS)

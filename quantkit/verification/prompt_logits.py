@@ -229,12 +229,16 @@ def _first_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _refused_by_class(error: Exception) -> bool:
-    """Return True if a module of one of transformers' models raised a ValueError."""
+    """Return True if a module of one of transformers' models raised an error that weights cannot cause.
+
+    That is a ValueError, or an attribute that an output of the model lacks. Modules raise in code of torch.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return isinstance(error, ValueError) and name.startswith("transformers.models.")
+    own = isinstance(error, AttributeError) and not isinstance(error.obj, torch.Tensor)
+    return (own or isinstance(error, ValueError)) and name.startswith("transformers.models.")
 
 
 def _why_not_text(model: Any, ids: torch.Tensor, error: Exception) -> str | None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from quantkit.verification.prompt_logits import (
     TOLERANCE,
     TOP,
     PromptLogits,
+    _refused_by_class,
     bytes_to_run,
     compare,
     differences,
@@ -138,3 +140,21 @@ def test_a_stored_prompt_of_another_model(packed: Path, stored: PromptLogits, tm
 def test_the_memory_it_takes(packed: Path) -> None:
     tensors = sum(file.stat().st_size for file in packed.glob("*.safetensors"))
     assert tensors < bytes_to_run(packed) < 4 * tensors
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "refused"),
+    [
+        ("SimpleNamespace().image_outputs", "transformers.models.made_up", True),
+        ("nn.Linear(1, 1).qweight", "transformers.models.made_up", False),
+        ("torch.zeros(1).qweight", "transformers.models.made_up", False),
+        ("SimpleNamespace().image_outputs", "quantkit.made_up", False),
+        ("int('x')", "transformers.models.made_up", True),
+        ("torch.zeros(2) @ torch.zeros(3)", "transformers.models.made_up", False),
+    ],
+)
+def test_errors_of_a_class_are_told_from_those_of_weights(source, module, refused):
+    names = {"__name__": module, "SimpleNamespace": SimpleNamespace, "nn": torch.nn, "torch": torch}
+    with pytest.raises((AttributeError, ValueError, RuntimeError)) as caught:
+        exec(compile(source, "made_up.py", "exec"), names)
+    assert _refused_by_class(caught.value) is refused

@@ -115,6 +115,8 @@ def _rows(data: bytes, random: Random) -> bytes:
 
 def _header(data: bytes, random: Random) -> bytes:
     """Numbers of the first bytes changed where they stand, with the checksum of a PNG's header made right."""
+    if len(data) < 8:
+        return mutate_bytes(data, random)
     found = bytearray(data)
     size, form = random.choice(((1, "B"), (2, ">H"), (2, "<H"), (4, ">I"), (4, "<I")))
     at = random.randrange(2, min(len(found), 200) - 4)

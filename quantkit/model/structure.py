@@ -287,9 +287,11 @@ def _table(
         (packs_head is False, "the head has the same weights, and cannot be packed"),
         (packs_head and stored_head, f"config.json ties {stored_head} to it, and the files have both"),
     )
+    for applies, why in reasons:
+        if applies:
+            return why
     rows, columns = checkpoint.tensors[embedding].shape
-    table = Linear(name, "embedding", (embedding.removesuffix(".weight"),), (rows, columns))
-    return next((reason for applies, reason in reasons if applies), table)
+    return Linear(name, "embedding", (embedding.removesuffix(".weight"),), (rows, columns))
 
 
 def _unpackable(

@@ -186,6 +186,11 @@ class Decoder:
         """Return the size d of a hidden state."""
         return int(self._embedding.embedding_dim)
 
+    @property
+    def _last(self) -> str | None:
+        """Return the name of the last block that is no linear; the head of a classifier comes after it."""
+        return next((name for name, one in reversed(self._blocks.items()) if not one.is_linear), None)
+
     @contextmanager
     def passes(self, read: Callable[[str], torch.Tensor] | None = None) -> Iterator[StartPass]:
         """Context manager: yield a function that starts a pass and runs it up to the first block.
@@ -199,7 +204,9 @@ class Decoder:
             tokens: torch.Tensor, home: Home, grad: bool = False, beside: Beside | None = None
         ) -> ModelPass:
             forward = partial(self._forward, beside=beside)
-            found = ModelPass(forward, tokens, home, self.device, grad=grad, plain=not beside)
+            found = ModelPass(
+                forward, tokens, home, self.device, grad=grad, plain=not beside, last=self._last
+            )
             started.append(found)
             return found
 

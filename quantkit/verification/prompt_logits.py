@@ -9,7 +9,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -229,16 +231,16 @@ def _first_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _refused_by_class(error: Exception) -> bool:
-    """Return True if a module of one of transformers' models raised an error that weights cannot cause.
+    """Return True if one of transformers' models raised an error that weights cannot cause.
 
-    That is a ValueError, or an attribute that an output of the model lacks. Modules raise in code of torch.
+    That is a ValueError, or an attribute that an output of the model lacks. Checks of transformers count as
+    the model's. Modules raise in code of torch.
     """
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    frames = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    below = list(takewhile(lambda name: not name.startswith("transformers.models."), reversed(frames)))
+    raised = len(below) < len(frames) and (not below or below[-1].startswith("transformers."))
     own = isinstance(error, AttributeError) and not isinstance(error.obj, torch.Tensor)
-    return (own or isinstance(error, ValueError)) and name.startswith("transformers.models.")
+    return raised and (own or isinstance(error, ValueError))
 
 
 def _why_not_text(model: Any, ids: torch.Tensor, error: Exception) -> str | None:

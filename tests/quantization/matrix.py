@@ -183,7 +183,9 @@ def _gain(cls: Any, directory: Path, options: CalibrationOptions) -> float | Non
     tokens = read_samples(Checkpoint.open(directory / "source"), options, VOCAB).tokens
     takes = inspect.signature(source.forward).parameters
     inputs = {name: tokens for name in ("input_ids", "decoder_input_ids") if name in takes}
-    source(**inputs, **({"use_cache": False} if "use_cache" in takes else {}))
+    # The head of a classifier may ask for more than a text has, after all that is measured.
+    with contextlib.suppress(ValueError):
+        source(**inputs, **({"use_cache": False} if "use_cache" in takes else {}))
     return sums[1] / sums[0] if sums[0] else None
 
 

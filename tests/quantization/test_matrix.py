@@ -28,9 +28,9 @@ SAMPLE = (
     *("GptOssForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"),
     *("ViTForImageClassification", "Qwen3_5MoeForConditionalGeneration", "CLIPModel", "Qwen3Model"),
     # A cache without layers, a config without their number, needed boxes, a class for decoders beside it,
-    # and a table in the dtype of a linear.
+    # a table in the dtype of a linear, a convolution for a table, and a head that asks for an end of text.
     *("xLSTMForCausalLM", "ParakeetForCTC", "UdopForConditionalGeneration", "ReformerForMaskedLM"),
-    "Swinv2ForImageClassification",
+    *("Swinv2ForImageClassification", "SiglipForImageClassification", "BartForSequenceClassification"),
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantkit.errors import BlocksError
 from quantkit.model.forward.suspended import Suspended
 from quantkit.model.forward.trees import hidden_in, tensors_in
 from quantkit.model.hidden_states import Home
@@ -62,6 +63,7 @@ class ModelPass:
     forward   runs the model; `waiting_at` makes it wait at blocks
     home      where hidden states are stored while the pass waits
     grad      True if computations between blocks have gradients
+    last      name of the last block; an error after it is raised by `take_output` only
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class ModelPass:
         *,
         grad: bool = False,
         plain: bool = True,
+        last: str | None = None,
     ) -> None:
         self.tokens = tokens
         self.block: str | None = None
@@ -81,7 +84,8 @@ class ModelPass:
         self.plain = plain
         #: For each block so far, the length of the tuple it returned; 0 for a tensor.
         self.lengths: list[int] = []
-        self._home, self._device, self._grad = home, device, grad
+        self._home, self._device, self._grad, self._last = home, device, grad, last
+        self._failed: BlocksError | None = None
         self._call: Call | None = None
         #: Tensors stored at `home`, with their stored form.
         self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -122,6 +126,8 @@ class ModelPass:
 
     def take_output(self) -> Any:
         """Return the output of the model and free it here."""
+        if self._failed is not None:
+            raise self._failed
         output, self.output, self._suspended.output = self.output, None, None
         return output
 
@@ -150,7 +156,13 @@ class ModelPass:
 
     def _proceed(self, value: Any) -> None:
         self._call = None
-        found = self._suspended.resume(value)
+        try:
+            found = self._suspended.resume(value)
+        except BlocksError as error:
+            if self.block is None or self.block != self._last:
+                raise
+            self.block, self._failed = None, error
+            return
         if self._suspended.ended:
             self.block, self.output = None, self._suspended.output
             return

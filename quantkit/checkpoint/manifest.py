@@ -183,7 +183,13 @@ def check_beside(files: Sequence[Path]) -> None:
     weights = {name for name in listed if name.endswith(_OF_WEIGHTS)}
     # The loader reports missing indexes.
     here = [*files, *(directory / name for name in weights if name.endswith(".json"))]
-    found = {path.name: path.stat().st_size for path in here if path.exists()}
+    try:
+        found = {path.name: path.stat().st_size for path in here if path.exists()}
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or directory}: cannot be examined: {os_error_text(error)}. Check the disk and "
+            "the permissions."
+        ) from error
     for name in sorted(weights | found.keys()):
         size = listed.get(name, {}).get("size")
         if found.get(name) != size:

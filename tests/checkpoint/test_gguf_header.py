@@ -92,7 +92,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "alignment text": (
         file(pair("general.alignment", 8, text("32")), keys=1),
-        "general.alignment is '32'; expected a power of two",
+        "general.alignment has type 8; expected 4, an unsigned integer",
     ),
     "name": (file(tensor("../a", (1,)), tensors=1), r"tensor name '\.\./a' \(4 characters\) is not allowed"),
     "long name": (file(tensor("a" * 65, (1,)), tensors=1), r"\(65 characters\) is not allowed"),

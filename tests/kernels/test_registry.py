@@ -64,6 +64,7 @@ def test_the_first_kernel_that_runs_and_is_not_slower_is_chosen(asked, row):
         ("torch-int4", problem(group_size="tensor"), "groups of 32, 64, 128 or 256, this is tensor"),
         ("torch-int4", problem(group_size=16), "groups of 32, 64, 128 or 256, this is 16; quantize with"),
         ("torch-int4", problem(k=2000), "K=2000 is not a multiple of 128"),
+        ("torch-int4", problem(k=64), "K=64 is not a multiple of 128"),
         ("torch-int4", problem(n=40), "N in multiples of 16, this is 40"),
         (
             "torch-int4",

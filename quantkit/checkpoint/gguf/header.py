@@ -36,7 +36,7 @@ MAX_ELEMENTS = 2**40
 
 _NAME = re.compile(r"[\w.\-]+", re.ASCII)
 _DOWNLOAD_AGAIN = "Download the file again."
-_STRING, _ARRAY = 8, 9
+_UINT32, _STRING, _ARRAY = 4, 8, 9
 #: Metadata types of fixed size, by number: their `struct` formats.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -122,7 +122,10 @@ class _Reader:
             key = self._string("a metadata key")
             if key in metadata:
                 _fail(f"the metadata key {shown(key)} is there twice; expected it once", _DOWNLOAD_AGAIN)
-            metadata[key] = self._value(key, self._number("I"))
+            kind = self._number("I")
+            if key == ALIGNMENT_KEY and kind != _UINT32:
+                _fail(f"{key} has type {kind}; expected {_UINT32}, an unsigned integer", _DOWNLOAD_AGAIN)
+            metadata[key] = self._value(key, kind)
         alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= 2**16 or alignment & (alignment - 1):
             _fail(

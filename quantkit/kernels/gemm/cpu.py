@@ -52,7 +52,9 @@ def _why_no_int4(problem: Problem) -> str | None:
         return (
             f"torch's operator takes groups of 32, 64, 128 or 256, this is {size}; quantize with one of them"
         )
-    if problem.k % scheme.group_columns(problem.k):
+    columns = scheme.group_columns(problem.k)
+    # A group longer than a row has the columns of the row; the operator takes no other size than its own.
+    if columns != scheme.group_size or problem.k % columns:
         return f"torch's operator takes whole groups, K={problem.k} is not a multiple of {scheme.group_size}"
     if problem.n % 16:
         return f"torch's operator takes N in multiples of 16, this is {problem.n}"

@@ -186,11 +186,6 @@ class Decoder:
         """Return the size d of a hidden state."""
         return int(self._embedding.embedding_dim)
 
-    @property
-    def _last(self) -> str | None:
-        """Return the name of the last block that is no linear; the head of a classifier comes after it."""
-        return next((name for name, one in reversed(self._blocks.items()) if not one.is_linear), None)
-
     @contextmanager
     def passes(self, read: Callable[[str], torch.Tensor] | None = None) -> Iterator[StartPass]:
         """Context manager: yield a function that starts a pass and runs it up to the first block.
@@ -199,14 +194,14 @@ class Decoder:
         `BlocksError` if the model does not run on tokens alone.
         """
         started: list[ModelPass] = []
+        # The head of a classifier comes after it, as a linear.
+        last = next((name for name, one in reversed(self._blocks.items()) if not one.is_linear), None)
 
         def start(
             tokens: torch.Tensor, home: Home, grad: bool = False, beside: Beside | None = None
         ) -> ModelPass:
             forward = partial(self._forward, beside=beside)
-            found = ModelPass(
-                forward, tokens, home, self.device, grad=grad, plain=not beside, last=self._last
-            )
+            found = ModelPass(forward, tokens, home, self.device, grad=grad, plain=not beside, last=last)
             started.append(found)
             return found
 

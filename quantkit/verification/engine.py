@@ -225,7 +225,7 @@ def _not_portable(engine: Engine, reasons: Sequence[str]) -> str:
     more = f" (one of {len(reasons)} linears)" if len(reasons) > 1 else ""
     why = f": {reasons[0]}{more}" if reasons else ""
     package = engine.name.lower()
-    plugin = f" Or install quantkit beside {engine.name}: its plug-in runs this." if engine.has_plugin else ""
+    plugin = f" With quantkit beside {engine.name}, its plug-in runs this." if engine.has_plugin else ""
     return (
         f"{engine.name} alone has no quant_method 'quantkit', and compressed-tensors cannot express "
         f"this{why}. Choose formats and group sizes that it has: --bits-per-weight with --engine {package} "

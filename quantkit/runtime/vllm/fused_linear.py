@@ -95,7 +95,7 @@ class FusedLinear(nn.Module):
         assert share.scheme is not None and scheme is not None
         stored = stored_format(share.scheme, share.shape[1], self._container)
         dtype = scheme.storage_shapes(share.local_shape)[spec.part][0]
-        taken = share.take(spec.part, stored.from_file(spec.part, loaded, dtype))
+        taken = share.read(spec.part, loaded, self._container)
         target = stored.from_file(spec.part, getattr(block, entry).data, dtype)
         at = 0 if spec.part in WHOLE else stored_rows(scheme, spec.part, first)
         target[at : at + len(taken)].copy_(taken)

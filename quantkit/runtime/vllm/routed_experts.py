@@ -27,7 +27,8 @@ class LoadedExperts(nn.Module):
     those of this rank: experts, H and I. `rank` is its number, and that of ranks which divide each expert.
     """
 
-    ACTIVATIONS: ClassVar[Mapping[str, str]] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+    #: vLLM and `Activation` have the same names.
+    ACTIVATIONS: ClassVar[frozenset[str]] = frozenset({"silu", "gelu", "gelu_tanh"})
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class LoadedExperts(nn.Module):
         of_first = Share(name, first.for_columns(hidden), (whole, hidden), (rows,), (0, hidden))
         of_down = Share(down_name, down.for_columns(whole), (hidden, whole), ((0, hidden),), rows)
         self._shares = {GATE_UP: of_first, DOWN: of_down}
-        spec = ExpertsSpec(activation=Activation(act=self.ACTIVATIONS[activation]))
+        spec = ExpertsSpec(activation=Activation(act=activation))
         local_first, local_down = of_first.local_scheme, of_down.local_scheme
         assert local_first is not None and local_down is not None
         self.experts = PackedExperts(sizes, spec, None, local_first, local_down, container)
@@ -90,7 +91,7 @@ class LoadedExperts(nn.Module):
         assert share.scheme is not None
         stored = stored_format(share.scheme, share.shape[1], self._container)
         dtype = share.scheme.storage_shapes(share.shape)[part][0]
-        taken = share.take(part, stored.from_file(part, loaded, dtype))
+        taken = share.read(part, loaded, self._container)
         halves = sum(name == parameter for name, _ in MATRICES.values())
         of_experts = getattr(self.experts, stored.part_name(parameter, part)).data
         stored.from_file(part, of_experts[expert].chunk(halves)[half], dtype).copy_(taken)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 
 #: Start and stop of rows or columns.
@@ -74,6 +76,13 @@ class Share:
             for start, stop in self.rows
         ]
         return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+    def read(self, part: str, loaded: torch.Tensor, container: Container) -> torch.Tensor:
+        """Return what the rank has of tensor `loaded`, as `take`, from the form that `container` stores."""
+        assert self.scheme is not None
+        stored = stored_format(self.scheme, self.shape[1], container)
+        dtype = self.scheme.storage_shapes(self.shape)[part][0]
+        return self.take(part, stored.from_file(part, loaded, dtype))
 
     def check_shape(self, loaded: torch.Tensor) -> None:
         """Raise `CheckpointError` unless `loaded`, the stored logical shape [2], is `shape`."""

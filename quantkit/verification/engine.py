@@ -106,7 +106,7 @@ def engine_report(directory: Path, engine: Engine, version: str) -> EngineReport
 
 
 def for_engine(planned: Plan, asked: str) -> Plan:
-    """Return `planned` with a note that the engine and version of `--engine` load the result.
+    """Return `planned` with a note that the engine and version of `--engine` have a class for each linear.
 
     Raises `UsageError` if they do not.
     """
@@ -115,7 +115,10 @@ def for_engine(planned: Plan, asked: str) -> Plan:
     refused = why_refused(engine, version, section, planned.assignments, planned.not_portable)
     if refused:
         raise UsageError(f"--engine {asked}: {' '.join(refused)}")
-    notes = (f"{engine.name} {version} loads the result.", installed_beside(engine, version))
+    notes = (
+        f"{engine.name} {version} has a class for each linear of the result.",
+        installed_beside(engine, version),
+    )
     return replace(planned, notes=(*planned.notes, *filter(None, notes)))
 
 

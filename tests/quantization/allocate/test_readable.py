@@ -76,7 +76,7 @@ def test_what_a_budget_chooses_for_an_engine_is_loaded_by_it(tmp_path: Path) -> 
     report = engine_report(tmp_path / "out", VLLM, "0.33.0")
     assert report.refusals == ()
     assert len({layer.reads for layer in report.layers.values() if layer.scheme}) > 1
-    assert "vLLM 0.33.0 loads the result." in result.plan.notes
+    assert "vLLM 0.33.0 has a class for each linear of the result." in result.plan.notes
 
 
 @pytest.mark.fault(36)

@@ -47,12 +47,12 @@ class ExportOptions:
 class ExportResult:
     """Finished export: its directory, files and bytes, and the result for each tensor of the source.
 
-    `readers` are tools that read it, and `notes` are for the user.
+    `readers` are tools, with their version, that were tried with such files; `notes` are for the user.
     """
 
     directory: Path
     to: str
-    readers: str
+    readers: tuple[str, ...]
     files: tuple[str, ...]
     output_bytes: int
     stored: Mapping[str, str]
@@ -106,8 +106,7 @@ def export(
                 {"export": {"to": to, "source": str(checkpoint.directory), "versions": versions()}},
                 lambda: _prove(checkpoint, planned, output, report),
             )
-    readers = TARGETS[to].readers
-    return ExportResult(Path(out), to, readers, tuple(names), size, planned.stored, planned.notes)
+    return ExportResult(Path(out), to, planned.readers, tuple(names), size, planned.stored, planned.notes)
 
 
 def _write(checkpoint: Checkpoint, planned: ExportPlan, output: OutputDirectory, report: Advance) -> None:

@@ -12,23 +12,39 @@ from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.structure import Structure
 from quantkit.packing import bitpack
 from quantkit.packing.formats import number_format
-from quantkit.targets.packed_source import PackedMatrix
-from quantkit.targets.shards import Fit, dense_linears, linears_alike, sharded
-from quantkit.targets.target import Chunk, ExportPlan, Held, Job, Layout, Target, layout_rows
+from quantkit.targets.packed_source import StoredMatrix
+from quantkit.targets.shards import (
+    GPTQMODEL,
+    VLLM,
+    Fit,
+    dense_linears,
+    has_experts,
+    linears_alike,
+    sharded,
+)
+from quantkit.targets.target import (
+    Chunk,
+    ExportPlan,
+    Job,
+    SupportedScheme,
+    SupportedSchemes,
+    Target,
+    recoded_rows,
+)
 
 _BITS = 4
 _MIDDLE = 1 << (_BITS - 1)
 
 
-def _why_not(matrix: PackedMatrix) -> str | None:
+def _why_not(matrix: StoredMatrix) -> str | None:
     rows = matrix.shape[0]
     return f"its {rows} rows are not a multiple of {len(AWQ_ROWS)}" if rows % len(AWQ_ROWS) else None
 
 
-_HELD = Held(
+_SUPPORTED = SupportedSchemes(
     "awq",
     (
-        Layout(
+        SupportedScheme(
             f"{_BITS} bits",
             number_format(f"int{_BITS}"),
             (128, 64, 32, 16),
@@ -46,7 +62,7 @@ _HELD = Held(
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
     """Plan an AWQ checkpoint; see `Target`. Reads scales."""
-    matrices, fits, dtype = linears_alike(checkpoint, structure, _HELD)
+    matrices, fits, dtype = linears_alike(checkpoint, structure, _SUPPORTED)
     first = next(iter(fits.values()))
     dense = dense_linears(checkpoint, structure.embedding, "lm_head.weight")
     section: dict[str, Any] = {
@@ -60,7 +76,8 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
     jobs = {name: _job(matrices[name], one, dtype) for name, one in fits.items()}
     stored = dict.fromkeys(fits, f"AWQ {_BITS} bits, groups of {section['group_size']}")
     config = {**checkpoint.config, "quantization_config": section}
-    return sharded(checkpoint, jobs, stored, config, max_shard_bytes)
+    readers = () if has_experts(structure) else (GPTQMODEL, VLLM)
+    return sharded(checkpoint, jobs, stored, config, max_shard_bytes, readers)
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
@@ -69,7 +86,7 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
     return bitpack.pack(ordered.flatten(1), _BITS)
 
 
-def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype) -> Job:
+def _job(matrix: StoredMatrix, one: Fit, dtype: torch.dtype) -> Job:
     base, (rows, columns) = matrix.name.removesuffix("weight"), matrix.shape
     groups, in_word = columns // one.size, len(AWQ_ROWS)
     specs = (
@@ -81,7 +98,7 @@ def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype) -> Job:
     def chunks(checkpoint: Checkpoint) -> Iterator[Chunk]:
         words, zeros, scales = (torch.empty(spec.shape, dtype=spec.torch_dtype) for spec in specs)
         start = 0
-        for found in layout_rows(checkpoint, matrix, one.layout, one.size):
+        for found in recoded_rows(checkpoint, matrix, one.supported, one.size):
             stop = start + len(found.codes)
             of_words = slice(start // in_word, stop // in_word)
             middle = torch.full_like(found.scales, _MIDDLE, dtype=torch.uint8)
@@ -95,4 +112,4 @@ def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype) -> Job:
     return Job(specs, (matrix,), chunks)
 
 
-AWQ = Target("awq", "transformers with gptqmodel, vLLM and SGLang", plan)
+AWQ = Target("awq", plan)

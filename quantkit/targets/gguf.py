@@ -30,23 +30,23 @@ from quantkit.files import temporary
 from quantkit.model.model_class import model_config
 from quantkit.model.structure import Structure
 from quantkit.targets.gguf_tokenizer import tokenizer_metadata
-from quantkit.targets.packed_source import PIECE, PackedMatrix
+from quantkit.targets.packed_source import PIECE, StoredMatrix
 from quantkit.targets.target import (
     Chunk,
     ExportPlan,
-    Held,
     Job,
-    Layout,
     OutputFile,
+    SupportedScheme,
+    SupportedSchemes,
     Target,
     inexact,
-    layout_rows,
-    why_not_held,
+    recoded_rows,
+    why_unsupported,
 )
 
-#: Block types that a matrix may become, the smallest first, as layouts.
-_LAYOUTS: Mapping[Layout, BlockType] = {
-    Layout(
+#: Schemes of block types with a grid, the smallest first.
+_SCHEMES: Mapping[SupportedScheme, BlockType] = {
+    SupportedScheme(
         row.name,
         row.grid.format,
         (row.elements,),
@@ -56,10 +56,10 @@ _LAYOUTS: Mapping[Layout, BlockType] = {
     for row in sorted(BLOCK_TYPES.values(), key=lambda row: row.nbytes / row.elements)
     if row.grid is not None
 }
-_HELD = Held(
+_SUPPORTED = SupportedSchemes(
     "gguf",
-    tuple(_LAYOUTS),
-    ", ".join(f"{one.name} ({one.format.name}, groups of {one.groups[0]})" for one in _LAYOUTS),
+    tuple(_SCHEMES),
+    ", ".join(f"{one.name} ({one.format.name}, groups of {one.groups[0]})" for one in _SCHEMES),
     "Quantize with --format int4 or int8, --group-size 32 and --scale-dtype float16, or --format mxfp4, "
     "without zero-points",
 )
@@ -73,7 +73,7 @@ class _Part:
     place: Place
     source: StoredTensor
     block_type: BlockType
-    layout: Layout | None
+    supported: SupportedScheme | None
 
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
@@ -108,6 +108,7 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
         checkpoint.config,
         {part.source.name: kind for part, kind in zip(parts, kinds, strict=True)},
         _read,
+        ("llama.cpp (llama-cpp-python 0.3.36)", "transformers 5.24.0, which dequantizes them"),
         tuple(notes),
     )
 
@@ -128,11 +129,17 @@ def _architecture(checkpoint: Checkpoint, config: Any) -> tuple[str, Architectur
             f"{checkpoint.directory}: {what}; quantkit exports {', '.join(known)} with hidden_act 'silu' to "
             "GGUF. Export to another target, or use llama.cpp's converter on the original model."
         )
+    wrong = [key for key, value in found[1].fixed.items() if getattr(config, key, None) != value]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.directory}: {wrong[0]} is {getattr(config, wrong[0], None)}; llama.cpp computes "
+            f"{found[0]} with {found[1].fixed[wrong[0]]}, whatever a file says. Export to another target."
+        )
     return found
 
 
 def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
-    """Every tensor with its place and type; `CheckpointError` names the first that has none."""
+    """Return every tensor with its place and type; raise `CheckpointError` for the first without one."""
     refused: dict[str, str] = {}
     parts = []
     for name, tensor in checkpoint.tensors.items():
@@ -142,39 +149,39 @@ def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
                 f"{checkpoint.directory}: llama.cpp has no tensor for {name!r} of shape "
                 f"{list(tensor.shape)}. Export to another target."
             )
-        if isinstance(tensor, PackedMatrix):
-            layout = _layout(checkpoint, tensor)
-            if isinstance(layout, str):
-                refused[tensor.module] = layout
+        if isinstance(tensor, StoredMatrix):
+            supported = _smallest(checkpoint, tensor)
+            if isinstance(supported, str):
+                refused[tensor.module] = supported
                 continue
-            parts.append(_Part(found, tensor, _LAYOUTS[layout], layout))
+            parts.append(_Part(found, tensor, _SCHEMES[supported], supported))
         else:
             # llama.cpp multiplies by vectors in float32 only, which has the same numbers.
             wanted = torch.float32 if len(tensor.shape) == 1 or found.is_row else tensor.torch_dtype
             parts.append(_Part(found, tensor, _NUMBERS[wanted], None))
-    _HELD.refuse(refused)
+    _SUPPORTED.refuse(refused)
     return parts
 
 
-def _layout(checkpoint: Checkpoint, matrix: PackedMatrix) -> Layout | str:
-    """Return the smallest layout that holds a matrix, or why none does: the reason of the closest one."""
-    reasons = {layout: why_not_held(matrix, layout) for layout in _LAYOUTS}
-    fitting = [layout for layout, reason in reasons.items() if reason is None]
+def _smallest(checkpoint: Checkpoint, matrix: StoredMatrix) -> SupportedScheme | str:
+    """Return the smallest scheme that has the weights of a matrix, or why none has."""
+    reasons = {supported: why_unsupported(matrix, supported) for supported in _SCHEMES}
+    fitting = [supported for supported, reason in reasons.items() if reason is None]
     if not fitting:
-        of_format = [reasons[one] for one in _LAYOUTS if one.recoded(matrix.scheme.format) is not None]
+        of_format = [reasons[one] for one in _SCHEMES if one.code_table(matrix.scheme.format) is not None]
         why = (of_format or list(reasons.values()))[0]
         return f"it is {matrix.scheme}, and {why}"
-    for layout in fitting:
-        wrong = _why_inexact(checkpoint, matrix, layout)
+    for supported in fitting:
+        wrong = _why_inexact(checkpoint, matrix, supported)
         if wrong is None:
-            return layout
+            return supported
     return f"it is {matrix.scheme}, and {wrong}"
 
 
-def _why_inexact(checkpoint: Checkpoint, matrix: PackedMatrix, layout: Layout) -> str | None:
-    """Return which scale or minimum of a matrix the dtype of a layout does not have; None if it has all."""
-    dtype = layout.scale_dtypes[0]
-    for rows in layout_rows(checkpoint, matrix, layout, layout.groups[0]):
+def _why_inexact(checkpoint: Checkpoint, matrix: StoredMatrix, supported: SupportedScheme) -> str | None:
+    """Return a scale or minimum of a matrix that the dtype of `supported` lacks; None if it has all."""
+    dtype = supported.scale_dtypes[0]
+    for rows in recoded_rows(checkpoint, matrix, supported, supported.groups[0]):
         for what, values in (("scale", rows.scales), ("minimum", rows.minimums)):
             wrong = None if values is None else inexact(values, dtype)
             if wrong is not None:
@@ -223,7 +230,7 @@ def _job(parts: Sequence[_Part], metadata: Mapping[str, Any], arch: str) -> Job:
 def _pieces(checkpoint: Checkpoint, part: _Part) -> Iterator[torch.Tensor]:
     """Yield all rows of a part in order, as stored: bytes of blocks, or numbers."""
     source, row = part.source, part.block_type
-    if part.layout is None or not isinstance(source, PackedMatrix):
+    if part.supported is None or not isinstance(source, StoredMatrix):
         step = max(1, PIECE * source.shape[0] // source.elements)
         for start in range(0, source.shape[0], step):
             rows = checkpoint.read(source.name, start, min(start + step, source.shape[0]))
@@ -231,7 +238,7 @@ def _pieces(checkpoint: Checkpoint, part: _Part) -> Iterator[torch.Tensor]:
         return
     assert row.grid is not None
     dtype = row.grid.scale_dtype
-    for piece in layout_rows(checkpoint, source, part.layout, row.elements):
+    for piece in recoded_rows(checkpoint, source, part.supported, row.elements):
         minimums = None if piece.minimums is None else piece.minimums.to(dtype).flatten()
         codes, scales = piece.codes.reshape(-1, row.elements), piece.scales.to(dtype).flatten()
         yield row.grid.join((codes, scales, minimums)).view(len(piece.codes), -1)
@@ -240,7 +247,7 @@ def _pieces(checkpoint: Checkpoint, part: _Part) -> Iterator[torch.Tensor]:
 def _metadata(
     checkpoint: Checkpoint, config: Any, name: str, arch: Architecture
 ) -> tuple[dict[str, Any], list[float] | None]:
-    """Metadata of the model, and the factors of its rotary frequencies where it has some."""
+    """Return metadata of the model, and the factors of its rotary frequencies, if any."""
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
     rope = dict(getattr(config, "rope_parameters", None) or {})
@@ -310,4 +317,4 @@ def _add(writer: Any, key: str, value: Any) -> None:
             writer.add_array(key, value)
 
 
-GGUF = Target("gguf", "llama.cpp, and transformers without packing", plan)
+GGUF = Target("gguf", plan)

@@ -13,15 +13,31 @@ from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.structure import Structure
 from quantkit.packing import bitpack
 from quantkit.packing.formats import number_format
-from quantkit.targets.packed_source import PackedMatrix
-from quantkit.targets.shards import Fit, dense_linears, linears_alike, sharded
-from quantkit.targets.target import Chunk, ExportPlan, Held, Job, Layout, Target, layout_rows
+from quantkit.targets.packed_source import StoredMatrix
+from quantkit.targets.shards import (
+    GPTQMODEL,
+    VLLM,
+    Fit,
+    dense_linears,
+    has_experts,
+    linears_alike,
+    sharded,
+)
+from quantkit.targets.target import (
+    Chunk,
+    ExportPlan,
+    Job,
+    SupportedScheme,
+    SupportedSchemes,
+    Target,
+    recoded_rows,
+)
 
 _GROUPS = (1024, 512, 256, 128, 64, 32, 16)
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
-def _why_not(matrix: PackedMatrix, bits: int) -> str | None:
+def _why_not(matrix: StoredMatrix, bits: int) -> str | None:
     rows, columns = matrix.shape
     unit = 32 // bits
     if rows % unit or columns % unit:
@@ -29,8 +45,8 @@ def _why_not(matrix: PackedMatrix, bits: int) -> str | None:
     return None
 
 
-_LAYOUTS = tuple(
-    Layout(
+_SCHEMES = tuple(
+    SupportedScheme(
         f"{bits} bits",
         number_format(f"int{bits}"),
         _GROUPS,
@@ -40,9 +56,9 @@ _LAYOUTS = tuple(
     )
     for bits in (2, 4, 8)
 )
-_HELD = Held(
+_SUPPORTED = SupportedSchemes(
     "gptq",
-    _LAYOUTS,
+    _SCHEMES,
     "integers of 2, 4 or 8 bits, of one width and group size for all, symmetric or with integer zero-points, "
     "with float16 or bfloat16 scales",
     "Quantize with --format int4 or int8, --group-size 128 and --scale-dtype float16, all layers alike, "
@@ -50,20 +66,25 @@ _HELD = Held(
 )
 
 
+#: Tools tried with dense models of version 1, by bits, and True without zero-points, which vLLM refuses.
+_READERS = {(4, True): (GPTQMODEL, VLLM), (4, False): (GPTQMODEL,), (8, True): (GPTQMODEL,)}
+
+
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
     """Plan a GPTQ checkpoint; see `Target`. Reads scales and zero-points."""
-    matrices, fits, dtype = linears_alike(checkpoint, structure, _HELD)
+    matrices, fits, dtype = linears_alike(checkpoint, structure, _SUPPORTED)
     first = next(iter(fits.values()))
-    bits = first.layout.format.bits
+    bits = first.supported.format.bits
     # Version 1 stores zero-points less 1, and its readers disagree on what that is of a zero.
     added = 0 if any(_has_zero(checkpoint, matrices[name], one) for name, one in fits.items()) else 1
+    symmetric = not any(matrices[name].scheme.has_zero_point for name in fits)
     section: dict[str, Any] = {
         "quant_method": "gptq",
         "checkpoint_format": "gptq" if added else "gptq_v2",
         "bits": bits,
         "group_size": -1 if first.channel else first.size,
         "desc_act": False,
-        "sym": all(matrices[name].scheme.zero_point == "none" for name in fits),
+        "sym": symmetric,
         "lm_head": False,
         "pack_dtype": "int32",
     }
@@ -80,20 +101,21 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
         stored,
         {**checkpoint.config, "quantization_config": section},
         max_shard_bytes,
+        () if has_experts(structure) or not added else _READERS.get((bits, symmetric), ()),
         notes,
     )
 
 
-def _has_zero(checkpoint: Checkpoint, matrix: PackedMatrix, one: Fit) -> bool:
-    if matrix.scheme.zero_point == "none":
+def _has_zero(checkpoint: Checkpoint, matrix: StoredMatrix, one: Fit) -> bool:
+    if not matrix.scheme.has_zero_point:
         return False
-    rows = layout_rows(checkpoint, matrix, one.layout, one.size)
+    rows = recoded_rows(checkpoint, matrix, one.supported, one.size)
     return any(found.zeros is not None and bool((found.zeros == 0).any()) for found in rows)
 
 
-def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype, added: int) -> Job:
+def _job(matrix: StoredMatrix, one: Fit, dtype: torch.dtype, added: int) -> Job:
     base, (rows, columns) = matrix.name.removesuffix("weight"), matrix.shape
-    bits, groups = one.layout.format.bits, columns // one.size
+    bits, groups = one.supported.format.bits, columns // one.size
     specs = (
         TensorSpec(f"{base}qweight", "I32", (columns * bits // 32, rows)),
         TensorSpec(f"{base}qzeros", "I32", (groups, rows * bits // 32)),
@@ -106,7 +128,7 @@ def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype, added: int) -> Job:
         numbers.copy_(torch.arange(columns) // one.size)
         middle = 1 << (bits - 1)
         start = 0
-        for found in layout_rows(checkpoint, matrix, one.layout, one.size):
+        for found in recoded_rows(checkpoint, matrix, one.supported, one.size):
             stop = start + len(found.codes)
             words[:, start:stop] = bitpack.pack(found.codes, bits).T
             scales[:, start:stop] = found.scales.to(dtype).T
@@ -122,4 +144,4 @@ def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype, added: int) -> Job:
     return Job(specs, (matrix,), chunks)
 
 
-GPTQ = Target("gptq", "transformers with gptqmodel, vLLM and SGLang", plan)
+GPTQ = Target("gptq", plan)

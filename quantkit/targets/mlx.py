@@ -12,14 +12,23 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.structure import Structure
 from quantkit.packing.formats import number_format
-from quantkit.targets.packed_source import PackedMatrix
+from quantkit.targets.packed_source import StoredMatrix
 from quantkit.targets.shards import Fit, fit, scale_dtype, sharded
-from quantkit.targets.target import Chunk, ExportPlan, Held, Job, Layout, Rows, Target, layout_rows
+from quantkit.targets.target import (
+    Chunk,
+    ExportPlan,
+    Job,
+    Rows,
+    SupportedScheme,
+    SupportedSchemes,
+    Target,
+    recoded_rows,
+)
 
-_HELD = Held(
+_SUPPORTED = SupportedSchemes(
     "mlx",
     tuple(
-        Layout(
+        SupportedScheme(
             f"{bits} bits",
             number_format(f"int{bits}"),
             (128, 64, 32),
@@ -36,18 +45,18 @@ _HELD = Held(
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
     """Plan an MLX checkpoint; see `Target`. Reads scales and zero-points."""
-    matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, PackedMatrix)}
-    found = {name: fit(matrix, _HELD.layouts, channels=False) for name, matrix in matrices.items()}
-    _HELD.refuse({matrices[name].module: one for name, one in found.items() if isinstance(one, str)})
+    matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
+    found = {name: fit(matrix, _SUPPORTED.schemes, channels=False) for name, matrix in matrices.items()}
+    _SUPPORTED.refuse({matrices[name].module: one for name, one in found.items() if isinstance(one, str)})
     fits = {name: one for name, one in found.items() if isinstance(one, Fit)}
 
-    def values(matrix: PackedMatrix, one: Fit) -> Iterator[torch.Tensor]:
-        for rows in layout_rows(checkpoint, matrix, one.layout, one.size):
+    def values(matrix: StoredMatrix, one: Fit) -> Iterator[torch.Tensor]:
+        for rows in recoded_rows(checkpoint, matrix, one.supported, one.size):
             yield rows.scales
-            yield _biases(rows, one.layout)
+            yield _biases(rows, one.supported)
 
-    def scales(matrix: PackedMatrix, one: Fit) -> Iterator[torch.Tensor]:
-        for rows in layout_rows(checkpoint, matrix, one.layout, one.size):
+    def scales(matrix: StoredMatrix, one: Fit) -> Iterator[torch.Tensor]:
+        for rows in recoded_rows(checkpoint, matrix, one.supported, one.size):
             if rows.minimums is None:
                 yield rows.scales
 
@@ -56,38 +65,38 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
         _, inexact = scale_dtype(matrices, fits, scales, dtypes)
         if not inexact:
             break
-    _HELD.refuse(inexact)
-    dtype, inexact = scale_dtype(matrices, fits, values, _HELD.layouts[0].scale_dtypes)
-    _HELD.refuse(inexact)
+    _SUPPORTED.refuse(inexact)
+    dtype, inexact = scale_dtype(matrices, fits, values, _SUPPORTED.schemes[0].scale_dtypes)
+    _SUPPORTED.refuse(inexact)
     assert dtype is not None
     jobs = {name: _job(matrices[name], one, dtype) for name, one in fits.items()}
-    common, _ = Counter((one.layout.format.bits, one.size) for one in fits.values()).most_common(1)[0]
+    common, _ = Counter((one.supported.format.bits, one.size) for one in fits.values()).most_common(1)[0]
     section: dict[str, Any] = {"bits": common[0], "group_size": common[1], "mode": "affine"}
     for name, one in fits.items():
-        own = {"bits": one.layout.format.bits, "group_size": one.size}
+        own = {"bits": one.supported.format.bits, "group_size": one.size}
         if any(section[key] != value for key, value in own.items()):
             section[name.removesuffix(".weight")] = own
     stored = {
-        name: f"MLX {one.layout.format.bits} bits, groups of {one.size}, {SAFETENSORS_DTYPES[dtype]} scales"
+        name: f"MLX {one.supported.format.name}, groups of {one.size}, {SAFETENSORS_DTYPES[dtype]} scales"
         for name, one in fits.items()
     }
     note = "biases are float32, as no 16-bit dtype has them: MLX computes in float32 then"
     notes = (note,) if dtype == torch.float32 else ()
     config = {**checkpoint.config, "quantization": section}
-    return sharded(checkpoint, jobs, stored, config, max_shard_bytes, notes)
+    return sharded(checkpoint, jobs, stored, config, max_shard_bytes, ("mlx-lm 0.32.2",), notes)
 
 
-def _biases(rows: Rows, layout: Layout) -> torch.Tensor:
+def _biases(rows: Rows, supported: SupportedScheme) -> torch.Tensor:
     """Return the minimum of each group, which code 0 stands for, float32 [R, G]."""
     if rows.minimums is not None:
         return rows.minimums
-    zeros = 2 ** (layout.format.bits - 1) if rows.zeros is None else rows.zeros.float()
+    zeros = 2 ** (supported.format.bits - 1) if rows.zeros is None else rows.zeros.float()
     return -rows.scales * zeros
 
 
-def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype) -> Job:
+def _job(matrix: StoredMatrix, one: Fit, dtype: torch.dtype) -> Job:
     base, (rows, columns) = matrix.name.removesuffix(".weight"), matrix.shape
-    bits, groups = one.layout.format.bits, columns // one.size
+    bits, groups = one.supported.format.bits, columns // one.size
     specs = (
         TensorSpec(f"{base}.weight", "U32", (rows, words_of(columns, bits))),
         TensorSpec(f"{base}.scales", SAFETENSORS_DTYPES[dtype], (rows, groups)),
@@ -96,9 +105,9 @@ def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype) -> Job:
 
     def chunks(checkpoint: Checkpoint) -> Iterator[Chunk]:
         start = 0
-        for found in layout_rows(checkpoint, matrix, one.layout, one.size):
+        for found in recoded_rows(checkpoint, matrix, one.supported, one.size):
             words = pack_stream(found.codes, bits).view(torch.uint32)
-            parts = words, found.scales.to(dtype), _biases(found, one.layout).to(dtype)
+            parts = words, found.scales.to(dtype), _biases(found, one.supported).to(dtype)
             for spec, part in zip(specs, parts, strict=True):
                 yield spec.name, part, start * spec.shape[1]
             start += len(found.codes)
@@ -106,4 +115,4 @@ def _job(matrix: PackedMatrix, one: Fit, dtype: torch.dtype) -> Job:
     return Job(specs, (matrix,), chunks)
 
 
-MLX = Target("mlx", "mlx-lm", plan)
+MLX = Target("mlx", plan)

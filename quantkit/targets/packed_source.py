@@ -27,7 +27,7 @@ _WHOLE = ("global_scale", "column_scale", "codebook")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedMatrix(StoredTensor):
+class StoredMatrix(StoredTensor):
     """A packed matrix [N, K] of a directory; its values are float32."""
 
     scheme: Scheme
@@ -37,7 +37,7 @@ class PackedMatrix(StoredTensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(part.nbytes for part in self.parts.values())
 
     @property
@@ -46,7 +46,7 @@ class PackedMatrix(StoredTensor):
         return str(self.scheme)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Ranges of rows of about `PIECE` weights, cut where every stored part can be."""
+        """Yield ranges of rows of about `PIECE` weights, cut where every stored part can be."""
         rows, columns = self.shape
         step = max(1, PIECE // columns // self._unit) * self._unit
         yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
@@ -74,7 +74,7 @@ class PackedMatrix(StoredTensor):
 
 
 def open_packed(directory: Path) -> tuple[Checkpoint, Structure]:
-    """Open the model in a packed directory: packed matrices as `PackedMatrix`, other tensors as stored.
+    """Open the model in a packed directory: packed matrices as `StoredMatrix`, other tensors as stored.
 
     Reads headers and logical shapes. Raises `CheckpointError` for a directory that quantkit did not pack or
     that has changed since, and for names that the model class lacks.
@@ -117,7 +117,7 @@ def open_packed(directory: Path) -> tuple[Checkpoint, Structure]:
                 "checkpoint again, or quantize the model again."
             )
         tensor = view.tensors[name]
-        packed[name] = PackedMatrix(
+        packed[name] = StoredMatrix(
             *(name, tensor.dtype, tensor.shape, tensor.file, tensor.offset),
             scheme=scheme.for_columns(tensor.shape[1]),
             module=module,

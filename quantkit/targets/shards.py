@@ -14,72 +14,75 @@ from quantkit.checkpoint.output.directory import SINGLE_FILE_NAME
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.model.structure import Structure
-from quantkit.targets.packed_source import PIECE, PackedMatrix
+from quantkit.targets.packed_source import PIECE, StoredMatrix
 from quantkit.targets.target import (
     Chunk,
     ExportPlan,
-    Held,
     Job,
-    Layout,
     OutputFile,
-    layout_rows,
-    why_not_held,
+    SupportedScheme,
+    SupportedSchemes,
+    recoded_rows,
+    why_unsupported,
 )
+
+#: Tools that read GPTQ and AWQ, as tried: dense models only.
+GPTQMODEL, VLLM = "transformers with gptqmodel 7.7.0", "vLLM 0.32.0"
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A layout that holds a matrix, and the columns of its groups; `channel` if a group is a row."""
+    """Scheme for a matrix, and the columns of its groups; `channel` if a group is a row."""
 
-    layout: Layout
+    supported: SupportedScheme
     size: int
     channel: bool
 
 
-def fit(matrix: PackedMatrix, layouts: Sequence[Layout], *, channels: bool) -> Fit | str:
-    """Return the first of `layouts` that holds a matrix, with the largest groups, or why none does.
+def fit(matrix: StoredMatrix, schemes: Sequence[SupportedScheme], *, channels: bool) -> Fit | str:
+    """Return the first of `schemes` that holds a matrix, with the largest groups, or why none does.
 
     With `channels` a group may be a row of any length.
     """
     reasons = []
     columns = matrix.shape[1]
-    for layout in layouts:
+    for supported in schemes:
         whole = channels and matrix.scheme.group_columns(columns) == columns
-        sized = replace(layout, groups=(columns, *layout.groups)) if whole else layout
-        if (reason := why_not_held(matrix, sized)) is None:
+        sized = replace(supported, groups=(columns, *supported.groups)) if whole else supported
+        if (reason := why_unsupported(matrix, sized)) is None:
             size = next(size for size in sized.groups if sized.fits_group(matrix, size))
-            return Fit(layout, size, whole)
-        known = layout.recoded(matrix.scheme.format) is not None
+            return Fit(supported, size, whole)
+        known = supported.code_table(matrix.scheme.format) is not None
         reasons.append((not known, reason))
     return f"it is {matrix.scheme}, and {min(reasons, key=lambda one: one[0])[1]}"
 
 
 def why_not_alike(
-    matrices: Mapping[str, PackedMatrix], fits: Mapping[str, Fit]
+    matrices: Mapping[str, StoredMatrix], fits: Mapping[str, Fit]
 ) -> tuple[dict[str, str], dict[str, Fit]]:
     """Return which matrices differ from most, with the reason, and fits with groups of one size for all."""
-    layout, _ = Counter(fit.layout.name for fit in fits.values()).most_common(1)[0]
+    supported, _ = Counter(fit.supported.name for fit in fits.values()).most_common(1)[0]
     refused: dict[str, str] = {}
     for name, one in fits.items():
         matrix = matrices[name]
-        if one.layout.name != layout:
+        if one.supported.name != supported:
             refused[matrix.module] = (
-                f"it is {matrix.scheme}, most others are {layout}, and all have one width"
+                f"it is {matrix.scheme}, most others are {supported}, and all have one width"
             )
     if all(fit.channel for fit in fits.values()):
         return refused, dict(fits)
     size = min(fit.size for fit in fits.values() if not fit.channel)
     for name, one in fits.items():
         matrix = matrices[name]
-        if not one.layout.fits_group(matrix, size):
+        if not one.supported.fits_group(matrix, size):
             refused[matrix.module] = f"its rows of {matrix.shape[1]} are no whole groups of {size}"
     return refused, {name: replace(one, size=size, channel=False) for name, one in fits.items()}
 
 
 def scale_dtype(
-    matrices: Mapping[str, PackedMatrix],
+    matrices: Mapping[str, StoredMatrix],
     fits: Mapping[str, Fit],
-    values: Callable[[PackedMatrix, Fit], Iterator[torch.Tensor]],
+    values: Callable[[StoredMatrix, Fit], Iterator[torch.Tensor]],
     dtypes: Sequence[torch.dtype],
 ) -> tuple[torch.dtype | None, dict[str, str]]:
     """Return the first of `dtypes` that holds all `values` (float32) of each matrix, or why none does."""
@@ -95,40 +98,40 @@ def scale_dtype(
     return left[0], {}
 
 
-def scales_of(checkpoint: Checkpoint) -> Callable[[PackedMatrix, Fit], Iterator[torch.Tensor]]:
-    """Return what gives the scales of a matrix, float32 [R, G], some rows at a time."""
+def scales_of(checkpoint: Checkpoint) -> Callable[[StoredMatrix, Fit], Iterator[torch.Tensor]]:
+    """Return a function that yields the scales of a matrix, float32 [R, G], some rows at a time."""
 
-    def scales(matrix: PackedMatrix, one: Fit) -> Iterator[torch.Tensor]:
-        return (rows.scales for rows in layout_rows(checkpoint, matrix, one.layout, one.size))
+    def scales(matrix: StoredMatrix, one: Fit) -> Iterator[torch.Tensor]:
+        return (rows.scales for rows in recoded_rows(checkpoint, matrix, one.supported, one.size))
 
     return scales
 
 
 def linears_alike(
-    checkpoint: Checkpoint, structure: Structure, held: Held
-) -> tuple[dict[str, PackedMatrix], dict[str, Fit], torch.dtype]:
-    """Return all packed matrices, how each is held, and the dtype of scales, if all have one layout.
+    checkpoint: Checkpoint, structure: Structure, supported: SupportedSchemes
+) -> tuple[dict[str, StoredMatrix], dict[str, Fit], torch.dtype]:
+    """Return all packed matrices, the scheme for each, and the dtype of scales; all have one scheme.
 
-    Raises `CheckpointError` for a matrix that no layout holds, or whose layout differs from that of most.
+    Raises `CheckpointError` for a matrix without a supported scheme, or with another than most.
     """
-    matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, PackedMatrix)}
+    matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
     kinds = {one: linear.kind for linear in structure.linears.values() for one in linear.stored}
     refused: dict[str, str] = {}
     fits: dict[str, Fit] = {}
     for name, matrix in matrices.items():
         kind = kinds.get(name.removesuffix(".weight"), "embedding")
-        found = fit(matrix, held.layouts, channels=True)
+        found = fit(matrix, supported.schemes, channels=True)
         if kind in ("lm_head", "embedding"):
             refused[matrix.module] = "it is the head or the token embedding"
         elif isinstance(found, str):
             refused[matrix.module] = found
         else:
             fits[name] = found
-    held.refuse(refused)
+    supported.refuse(refused)
     differing, fits = why_not_alike(matrices, fits)
-    held.refuse(differing)
-    dtype, inexact = scale_dtype(matrices, fits, scales_of(checkpoint), held.layouts[0].scale_dtypes)
-    held.refuse(inexact)
+    supported.refuse(differing)
+    dtype, inexact = scale_dtype(matrices, fits, scales_of(checkpoint), supported.schemes[0].scale_dtypes)
+    supported.refuse(inexact)
     assert dtype is not None
     return matrices, fits, dtype
 
@@ -147,13 +150,18 @@ def dense_job(tensor: StoredTensor) -> Job:
     return Job((spec,), (tensor,), chunks)
 
 
+def has_experts(structure: Structure) -> bool:
+    """Return True if linears of the model are experts of a mixture."""
+    return any(linear.kind == "experts" for linear in structure.linears.values())
+
+
 def dense_linears(checkpoint: Checkpoint, *without: str | None) -> list[str]:
-    """Names of modules with a matrix of numbers, but for those of the tensors `without`."""
+    """Return the names of modules with an unpacked matrix, except for the tensors `without`."""
     return [
         name.removesuffix(".weight")
         for name, tensor in checkpoint.tensors.items()
         if name.endswith(".weight") and len(tensor.shape) == 2 and name not in without
-        if not isinstance(tensor, PackedMatrix)
+        if not isinstance(tensor, StoredMatrix)
     ]
 
 
@@ -163,6 +171,7 @@ def sharded(
     stored: Mapping[str, str],
     config: Mapping[str, Any],
     max_shard_bytes: int,
+    readers: tuple[str, ...],
     notes: tuple[str, ...] = (),
 ) -> ExportPlan:
     """Plan files of about `max_shard_bytes`, with the `jobs` by tensor; tensors without a job are copied."""
@@ -188,5 +197,6 @@ def sharded(
         config,
         {name: stored.get(name, tensor.dtype) for name, tensor in checkpoint.tensors.items()},
         read,
+        readers,
         notes,
     )

@@ -1,7 +1,7 @@
-"""Records of a target of an export, and layouts of codes that hold a packed matrix.
+"""Records of a target of `export`, and the schemes that its file format supports.
 
-A layout holds a matrix if each weight is a weight of the layout, bit by bit in float32: the same product of
-a scale and a value. A layout may have other codes for the values, and smaller groups, whose scales repeat.
+A scheme supports a matrix if it has every weight, bit by bit in float32: the same product of a scale and a
+value. Codes of the values may differ, and groups may be smaller; their scales repeat.
 """
 
 import math
@@ -20,7 +20,7 @@ from quantkit.model.structure import Structure
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint
-from quantkit.targets.packed_source import PackedMatrix
+from quantkit.targets.packed_source import StoredMatrix
 
 #: Elements of a tensor, the first of which is number `offset` of the tensor called `name`.
 Chunk = tuple[str, torch.Tensor, int]
@@ -52,30 +52,28 @@ class OutputFile:
 class ExportPlan:
     """All of an export that is known before a weight is written: files, and what config.json gets.
 
-    `stored` says by source tensor what it becomes, in words. `read(paths)` opens the written files.
+    `stored` describes by source tensor what it becomes. `read(paths)` opens the written files. `readers` are
+    tools, with their version, that were tried with such files.
     """
 
     files: tuple[OutputFile, ...]
     config: Mapping[str, Any]
     stored: Mapping[str, str]
     read: Callable[[Sequence[Path]], Checkpoint]
+    readers: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Target:
-    """A row of `TARGETS`: `plan(checkpoint, structure, max_shard_bytes)` decides all, or refuses by name.
-
-    `readers` are tools that read the result.
-    """
+    """A row of `TARGETS`: `plan(checkpoint, structure, max_shard_bytes)` decides all, or refuses by name."""
 
     name: str
-    readers: str
     plan: Callable[[Checkpoint, Structure, int], ExportPlan]
 
 
 @dataclass(frozen=True)
-class Layout:
+class SupportedScheme:
     """Codes of a format in groups of columns, each with a scale, and perhaps a zero-point or a minimum.
 
     `groups` are the sizes that groups may have, the largest first. `scale_dtypes` are those of scales, and of
@@ -87,9 +85,9 @@ class Layout:
     groups: tuple[int, ...]
     scale_dtypes: tuple[torch.dtype, ...]
     zero_points: frozenset[ZeroPoint] = frozenset({"none"})
-    why_not: Callable[[PackedMatrix], str | None] = lambda matrix: None
+    why_not: Callable[[StoredMatrix], str | None] = lambda matrix: None
 
-    def recoded(self, source: NumberFormat) -> torch.Tensor | None:
+    def code_table(self, source: NumberFormat) -> torch.Tensor | None:
         """Return this format's code for each code of `source`, uint8 [2**bits]; None if one is missing."""
         if source == self.format:
             return torch.arange(2**source.bits, dtype=torch.uint8)
@@ -98,38 +96,38 @@ class Layout:
         found = [0 if math.isnan(value) else codes.get((value, str(value))) for value in source.values]
         return None if None in found else torch.tensor(found, dtype=torch.uint8)
 
-    def fits_group(self, matrix: PackedMatrix, size: int) -> bool:
+    def fits_group(self, matrix: StoredMatrix, size: int) -> bool:
         """Return True if groups of `size` columns are whole in those of the matrix and in its rows."""
         columns = matrix.shape[1]
         return columns % size == 0 and (matrix.scheme.group_columns(columns) % size == 0)
 
 
 @dataclass(frozen=True)
-class Held:
-    """All that a target holds: its `layouts`, in `words` and what to do about a matrix that is in none."""
+class SupportedSchemes:
+    """The `schemes` of a target, described by `text`, and the `remedy` for a matrix that none supports."""
 
     target: str
-    layouts: tuple[Layout, ...]
-    words: str
+    schemes: tuple[SupportedScheme, ...]
+    text: str
     remedy: str
 
     def refuse(self, refused: Mapping[str, str]) -> None:
-        """`CheckpointError` for the matrices `refused`, by module with the reason, if there are any."""
+        """Raise `CheckpointError` if a matrix is `refused`; the reasons are by module."""
         if not refused:
             return
         name, reason = next(iter(refused.items()))
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise CheckpointError(
             f"{name!r}{more} cannot be exported to {self.target} with the same values: {reason}; "
-            f"{self.target} holds {self.words}. {self.remedy}."
+            f"{self.target} holds {self.text}. {self.remedy}."
         )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """R rows in a layout, with G groups: codes uint8 [R, K], scales float32 [R, G], and what is beside them.
+    """R rows of K columns in G groups: codes uint8 [R, K], scales float32 [R, G].
 
-    `zeros` are zero-points [R, G] as codes, `minimums` float32 [R, G]; a symmetric matrix has neither.
+    `zeros` are zero-points [R, G] as codes, and `minimums` float32 [R, G]; a symmetric matrix has neither.
     """
 
     codes: torch.Tensor
@@ -138,40 +136,40 @@ class Rows:
     minimums: torch.Tensor | None = None
 
 
-#: What a matrix must be for any layout, and why it is in none where it is not.
-_CHECKS: tuple[tuple[Callable[[PackedMatrix], bool], str], ...] = (
+#: Conditions on a matrix for any supported scheme, and the reason if one is not met.
+_CHECKS: tuple[tuple[Callable[[StoredMatrix], bool], str], ...] = (
     (lambda one: one.scheme.planes == 1, "its weights are sums of several values"),
     (lambda one: not one.scheme.column_scale, "it has scales of columns"),
     (lambda one: not one.scheme.is_fitted, "its code book is fitted to it"),
 )
 
 
-def why_not_held(matrix: PackedMatrix, layout: Layout) -> str | None:
-    """Return why a layout does not hold a matrix, as far as its scheme tells; None if it does."""
+def why_unsupported(matrix: StoredMatrix, supported: SupportedScheme) -> str | None:
+    """Return why `supported` does not have the weights of a matrix, by its scheme; None if it does."""
     scheme = matrix.scheme
     for fits, reason in _CHECKS:
         if not fits(matrix):
             return reason
-    if layout.recoded(scheme.format) is None:
+    if supported.code_table(scheme.format) is None:
         return f"its values are those of {scheme.format.name}"
-    if scheme.zero_point not in layout.zero_points:
+    if scheme.zero_point not in supported.zero_points:
         return f"it has {ZERO_POINTS[scheme.zero_point].plural}"
-    if not any(layout.fits_group(matrix, size) for size in layout.groups):
-        sizes = ", ".join(map(str, layout.groups))
+    if not any(supported.fits_group(matrix, size) for size in supported.groups):
+        sizes = ", ".join(map(str, supported.groups))
         return (
             f"its groups of {scheme.group_columns(matrix.shape[1])} in rows of {matrix.shape[1]} are of no "
             f"whole groups of {sizes}"
         )
-    return layout.why_not(matrix)
+    return supported.why_not(matrix)
 
 
-def in_layout(packed: PackedTensor, layout: Layout, size: int) -> Rows:
-    """Convert a packed tensor to rows of `layout`, which holds it, in groups of `size`."""
+def recoded(packed: PackedTensor, supported: SupportedScheme, size: int) -> Rows:
+    """Convert a packed tensor to `supported`, with groups of `size` columns."""
     scheme, columns = packed.scheme, packed.shape[1]
-    table = layout.recoded(scheme.format)
+    table = supported.code_table(scheme.format)
     assert table is not None
     codes = packed.codes()
-    if scheme.format != layout.format:
+    if scheme.format != supported.format:
         codes = table.index_select(0, codes.flatten().int()).view(codes.shape)
 
     def of_groups(values: torch.Tensor) -> torch.Tensor:
@@ -188,10 +186,12 @@ def in_layout(packed: PackedTensor, layout: Layout, size: int) -> Rows:
     return Rows(codes, of_groups(scales), zeros=of_groups(zeros))
 
 
-def layout_rows(checkpoint: Checkpoint, matrix: PackedMatrix, layout: Layout, size: int) -> Iterator[Rows]:
-    """Yield all rows of a matrix in a layout, some at a time."""
+def recoded_rows(
+    checkpoint: Checkpoint, matrix: StoredMatrix, supported: SupportedScheme, size: int
+) -> Iterator[Rows]:
+    """Yield all rows of a matrix in `supported`, about `PIECE` weights at a time."""
     for start, stop in matrix.pieces():
-        yield in_layout(matrix.packed(checkpoint.read_stored, start, stop), layout, size)
+        yield recoded(matrix.packed(checkpoint.read_stored, start, stop), supported, size)
 
 
 def inexact(values: torch.Tensor, dtype: torch.dtype) -> float | None:

@@ -193,7 +193,9 @@ def test_no_module_asks_which_kind_it_is() -> None:
     planted = 'a.zero_point != "none"; {"none": 0, "integer": 2}[b.zero_point]; c.zero_point is None'
     assert len(comparisons(planted)) == 2
     package = Path(quantkit.__file__).parent
-    found = {path.name: comparisons(path.read_text("utf-8")) for path in package.rglob("*.py")}
+    found = {
+        str(path.relative_to(package)): comparisons(path.read_text("utf-8")) for path in package.rglob("*.py")
+    }
     assert {name: all_ for name, all_ in found.items() if all_} == {}
 
 

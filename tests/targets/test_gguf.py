@@ -95,7 +95,7 @@ def test_what_no_type_holds_is_refused_before_anything_is_written(
         ("qwen2", {}, {}),
         ("qwen3", {}, {}),
         ("qwen2moe", {}, {"format": "int8"}),
-        ("qwen3moe", {}, {"format": "int8"}),
+        ("qwen3moe", {"norm_topk_prob": True}, {"format": "int8"}),
     ],
 )
 def test_transformers_reads_the_same_weights(
@@ -119,6 +119,17 @@ def test_transformers_reads_the_same_weights(
     with torch.inference_mode():
         expected, found = own(ids).logits, dense(ids).logits
     assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("arch, found", [("qwen2moe", True), ("qwen3moe", False)])
+def test_what_llama_cpp_computes_otherwise_is_refused(
+    pack: Pack, tmp_path: Path, arch: str, found: bool
+) -> None:
+    """llama.cpp normalizes the weights of experts by the architecture; its logits were another model's."""
+    packed = pack(arch, {"norm_topk_prob": found}, format="int8")
+    with pytest.raises(CheckpointError, match=rf"norm_topk_prob is {found}; .* {arch} with {not found}"):
+        quantkit.export(packed, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_was_converted_is_written_again(tmp_path: Path, run: Run) -> None:

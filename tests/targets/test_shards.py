@@ -15,6 +15,7 @@ from quantkit.errors import CheckpointError
 from quantkit.exporting import ExportOptions
 from quantkit.verification.against_source import compare_with_source
 
+from ..conftest import Run
 from ..support.compare import assert_equal
 from .conftest import Pack
 
@@ -82,6 +83,28 @@ def test_what_a_target_does_not_hold_is_refused_first(pack: Pack, tmp_path: Path
     with pytest.raises(CheckpointError, match=rf"^'\S+'.* cannot be exported to {target} .*{reason}"):
         quantkit.export(packed, tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options, target, readers",
+    [
+        ({"format": "int4"}, "gptq", ["gptqmodel", "vLLM"]),
+        ({"format": "int4", "zero_point": "integer"}, "gptq", ["gptqmodel"]),
+        ({"format": "int4", "zero_point": "integer"}, "awq", ["gptqmodel", "vLLM"]),
+        ({"format": "int8"}, "gptq", ["gptqmodel"]),
+        ({"format": "int2"}, "gptq", []),
+        ({"format": "int4"}, "mlx", ["mlx-lm"]),
+        ({"arch": "qwen2moe", "format": "int4"}, "awq", []),
+    ],
+)
+def test_only_tools_that_were_tried_are_named(
+    pack: Pack, tmp_path: Path, run: Run, options: dict[str, Any], target: str, readers: list[str]
+) -> None:
+    done = run("export", pack(**options), tmp_path / "out", "--to", target)
+    assert done.code == 0, done.err
+    told = [name for name in ("gptqmodel", "vLLM", "SGLang", "mlx-lm") if name in done.out]
+    assert told == readers
+    assert ("no other tool was tried" in done.err) == (not readers)
 
 
 def test_zero_points_of_0_take_version_2_of_gptq(sources: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from quantkit.checkpoint.gguf.header import GgufHeader, GgufTensor
 from quantkit.errors import CheckpointError
@@ -22,6 +23,7 @@ class Architecture:
     column     llama.cpp's names of vectors that are one-row matrices in transformers
     config     metadata keys that transformers' own conversion omits, mapped to keys of config.json
     exported   model types of transformers that `export` writes as this architecture
+    fixed      fields of config.json with the value that llama.cpp computes with; files do not have them
     """
 
     layer: Mapping[str, str]
@@ -31,6 +33,7 @@ class Architecture:
     column: frozenset[str] = frozenset()
     config: Mapping[str, str] = field(default_factory=dict)
     exported: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 _ATTENTION = {
@@ -73,12 +76,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         column=frozenset({"ffn_gate_inp_shexp"}),
         config={**_EXPERT_SIZE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         exported=("qwen2_moe",),
+        fixed={"norm_topk_prob": False},
     ),
     "qwen3moe": Architecture(
         {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"},
         _EXPERTS,
         config=_EXPERT_SIZE,
         exported=("qwen3_moe",),
+        fixed={"norm_topk_prob": True},
     ),
     "gemma2": Architecture(_GEMMA, added=1.0),
     "gemma3": Architecture({**_GEMMA, **_HEAD_NORMS}, added=1.0),

@@ -49,6 +49,8 @@ def export(
         result = exporting.export(packed, out_directory, to, asked, progress=report)
     for text in result.notes:
         note(text)
+    if not result.readers:
+        note(f"no other tool was tried with such files of {to}: try yours before you publish them")
     if json:
         print_json(
             {
@@ -57,6 +59,7 @@ def export(
                 "files": list(result.files),
                 "bytes": result.output_bytes,
                 "stored": dict(result.stored),
+                "readers": list(result.readers),
             }
         )
         return
@@ -65,4 +68,6 @@ def export(
         names = [name for name, of_one in result.stored.items() if of_one == kind]
         say(f"{len(names)} {kind} ({names[0]}{', ...' if len(names) > 1 else ''})")
     say(f"{len(result.stored)} tensors have the values of {packed}, bit by bit")
-    say(f"wrote {result.directory} ({size_text(result.output_bytes)}), for {result.readers}")
+    if result.readers:
+        say(f"tried with such files: {', '.join(result.readers)}")
+    say(f"wrote {result.directory} ({size_text(result.output_bytes)})")

@@ -22,18 +22,18 @@ _ALL = (*_LINEARS, *_EXPERTS)
 
 @dataclass(frozen=True)
 class Engine:
-    """Engine and its tested versions, oldest first; `has_plugin` if quantkit has a plug-in for it."""
+    """Engine and its tested versions, oldest first; `plugin_tried` is where quantkit's plug-in ran."""
 
     name: str
     tried: tuple[str, ...]
-    has_plugin: bool = False
+    plugin_tried: str | None = None
 
     def __str__(self) -> str:
         ends = dict.fromkeys((self.tried[0], self.tried[-1]))
         return f"{self.name} {' to '.join(ends)}"
 
 
-VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"), has_plugin=True)
+VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"), plugin_tried="vLLM 0.32.0 on a CPU")
 SGLANG = Engine("SGLang", ("0.5.23",))
 TRANSFORMERS = Engine("transformers", ("5.23.0", "5.24.0"))
 ENGINES = (VLLM, SGLANG, TRANSFORMERS)

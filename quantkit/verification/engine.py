@@ -47,9 +47,8 @@ class EngineReport:
     """The answer of an engine for a packed checkpoint.
 
     `layers` are its linears by module. `refusals` are the reasons, with remedies, why the engine cannot load
-    the checkpoint or would misread it; without any, the engine loads it. `tensor_parallel` maps each of
-    `RANKS` to the reason why that many GPUs cannot divide the model, or to None if they can. It is empty if
-    this is unknown.
+    the checkpoint or would misread it. `tensor_parallel` maps each of `RANKS` to the reason why that many
+    GPUs cannot divide the model, or to None if they can. It is empty if this is unknown.
     """
 
     engine: str
@@ -228,7 +227,10 @@ def _not_portable(engine: Engine, reasons: Sequence[str]) -> str:
     more = f" (one of {len(reasons)} linears)" if len(reasons) > 1 else ""
     why = f": {reasons[0]}{more}" if reasons else ""
     package = engine.name.lower()
-    plugin = f" With quantkit beside {engine.name}, its plug-in runs this." if engine.has_plugin else ""
+    tried = engine.plugin_tried
+    plugin = (
+        f" With quantkit beside {engine.name}, its plug-in runs this: tried with {tried}." if tried else ""
+    )
     return (
         f"{engine.name} alone has no quant_method 'quantkit', and compressed-tensors cannot express "
         f"this{why}. Choose formats and group sizes that it has: --bits-per-weight with --engine {package} "

@@ -209,7 +209,7 @@ def test_verify_says_what_an_engine_makes_of_it(run: Run, tmp_path: Path) -> Non
     out = tmp_path / "out"
     assert run("quantize", SOURCE, out, "-g", "4", "-m", "rtn", "--no-check").code == 0
     done = run("verify", out, "--engine", "vllm")
-    assert done.code == 0 and done.out.endswith("\nvLLM 0.33.0 loads it\n")
+    assert done.code == 0 and done.out.endswith("\nvLLM 0.33.0 has a class for each linear\n")
     first, *rest = done.out.splitlines()
     assert first.rstrip().endswith("stored as class of vLLM 0.33.0")
     assert rest[0].split() == ["model.layers.*.mlp.down_proj", "5", "64x172", "int4", "g4", VLLM_INTS]

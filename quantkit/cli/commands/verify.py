@@ -100,4 +100,4 @@ def print_engine(directory: Path, asked: str, *, as_json: bool) -> None:
         fail(f"{engine.name} {version} cannot load {directory}, for the reasons printed.")
         raise typer.Exit(CheckpointError.exit_code)
     if not as_json:
-        say(f"{engine.name} {version} loads it")
+        say(f"{engine.name} {version} has a class for each linear")

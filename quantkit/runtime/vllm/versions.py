@@ -12,6 +12,6 @@ def moved(error: Exception) -> str:
     except PackageNotFoundError:
         found = "of an unknown version"
     return (
-        f"quantkit's plug-in is for {VLLM} and does not fit vLLM {found}: {error}. Install one of these "
-        "versions, or load the model with quantkit.load."
+        f"quantkit's plug-in was tried with {VLLM.plugin_tried} and does not fit vLLM {found}: {error}. "
+        "Install that version, or load the model with quantkit.load."
     )

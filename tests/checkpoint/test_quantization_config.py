@@ -87,7 +87,18 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (INT4, 200, "compressed-tensors needs groups that divide 200, not 128"),
         (FP6, 256, "compressed-tensors has no fp6-e2m3"),
         (scheme("binary"), 256, "compressed-tensors has no binary"),
-        (scheme("int5"), 256, "compressed-tensors has no int5"),
+        (
+            scheme("int5"),
+            256,
+            "compressed-tensors has int5 only in the packing 'stream', this is 'bits'",
+        ),
+        *[(scheme(f"int{bits}", packing="stream"), 256, None) for bits in (3, 5, 6, 7)],
+        (scheme("int2"), 256, None),
+        (
+            scheme("int2", zero_point="integer"),
+            256,
+            "compressed-tensors has no integer zero-points of int2 that vLLM 0.26.0 reads",
+        ),
         (scheme("nvfp4"), 256, None),
         (scheme("nvfp4"), 16, None),  # one group is the row
         (
@@ -137,7 +148,7 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
             102,
             "compressed-tensors stores 102 codes of fp8-e4m3 a row without padding to whole words",
         ),
-        (scheme("int5", group_size="tensor"), 256, "compressed-tensors has no int5"),
+        (scheme("int5", group_size="tensor", packing="stream"), 256, None),
         (
             scheme("fp8"),
             250,

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+from quantkit.packing.packings import PACKINGS
 from quantkit.packing.schemes import Scheme, scheme
 
 ANSWERS = Path(__file__).with_name("engine_answers.json")
@@ -46,6 +47,7 @@ SCHEMES = (
     ("int8", "channel", "none"),
     ("int8", "channel", "integer"),
     ("int8", "tensor", "none"),
+    *((f"int{bits}", size, "none") for bits in (2, 3, 5, 6, 7) for size in (128, "channel")),
     ("fp8", 128, "none"),
     ("fp8", "128x128", "none"),
     ("fp8", "64x64", "none"),
@@ -226,14 +228,22 @@ def answers_of(engine: Engine) -> dict[str, dict[str, str]]:
     """By scheme, what reads each kind of layer, and experts beside linears of another format."""
     found: dict[str, dict[str, str]] = {}
     other = {"pack-quantized": "fp8"}
-    for name, size, zero in SCHEMES:
-        made = scheme(name, group_size=size, zero_point=zero, weight_dtype=torch.bfloat16)
+    for case in SCHEMES:
+        made = scheme_of(case)
         section = section_of(dict.fromkeys(KINDS, made))
         beside = scheme(other.get(section["format"], "int8"), weight_dtype=torch.bfloat16)
         mixed = section_of({**dict.fromkeys(KINDS, beside), "experts": made})
         asked = {**{kind: (section, kind) for kind in KINDS}, "mixed experts": (mixed, "experts")}
-        found[key_of((name, size, zero))] = {where: tried(engine, *what) for where, what in asked.items()}
+        found[key_of(case)] = {where: tried(engine, *what) for where, what in asked.items()}
     return found
+
+
+def scheme_of(case: tuple[str, Any, Any]) -> Scheme:
+    """One of `SCHEMES`, in the packing of compressed-tensors."""
+    name, size, zero = case
+    made = scheme(name, group_size=size, zero_point=zero, weight_dtype=torch.bfloat16)
+    straddles = PACKINGS["stream"].why_not(made.format, made.planes) is None
+    return replace(made, packing="stream") if straddles else made
 
 
 def key_of(case: tuple[object, ...]) -> str:

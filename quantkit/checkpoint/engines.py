@@ -34,7 +34,7 @@ class Engine:
 
 
 VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"), plugin_tried="vLLM 0.32.0 on a CPU")
-SGLANG = Engine("SGLang", ("0.5.23",))
+SGLANG = Engine("SGLang", ("0.5.23",), plugin_tried="SGLang 0.5.23 on a CPU")
 TRANSFORMERS = Engine("transformers", ("5.23.0", "5.24.0"))
 ENGINES = (VLLM, SGLANG, TRANSFORMERS)
 #: Engines that serve, by the name of their package.

@@ -62,6 +62,9 @@ def test_the_table_says_what_the_engine_answered(version, case):
         row = support(engine, one)
         unread = (engine, kind, one.format, one.strategy, one.bits) in TAKEN_BUT_NOT_LOADED
         assert row.classes == (() if answers[kind][0] == "!" or unread else (answers[kind],))
+        if kind == "linear":
+            # A linear fused of parts that are listed by name is not taken for one by its class.
+            assert answers["mixed linear"] == answers[kind]
         if kind == "experts":
             assert (row.classes != () and not row.alone) == (
                 answers["mixed experts"][0] != "!" and not unread

@@ -1,7 +1,7 @@
-"""Generate with vLLM from each directory, in one process: `python generate.py OPTIONS DIRECTORY...`.
+"""Generate with vLLM from each directory, in one process: `python generate.py OPTIONS ANSWERS DIRECTORY...`.
 
 OPTIONS are JSON arguments of `vllm.LLM`. Writes ids and log-probabilities of three prompts, or the error, to
-`DIRECTORY.json`. `run.py` calls it in an environment with vLLM.
+a file of the folder ANSWERS for each directory. `run.py` calls it in an environment with vLLM.
 """
 
 import gc
@@ -37,13 +37,13 @@ def generate(directory: str, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run each directory; go on after one that fails."""
-    options = json.loads(sys.argv[1])
-    for directory in sys.argv[2:]:
+    options, answers = json.loads(sys.argv[1]), Path(sys.argv[2])
+    for directory in map(Path, sys.argv[3:]):
         try:
-            answer: Any = generate(directory, options)
+            answer: Any = generate(str(directory), options)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        Path(f"{directory}.json").write_text(json.dumps(answer), encoding="utf-8")
+        (answers / f"{directory.name}.json").write_text(json.dumps(answer), encoding="utf-8")
         gc.collect()
 
 

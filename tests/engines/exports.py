@@ -79,34 +79,37 @@ def exported(work: Path, model: str, source: Path, case: Case) -> tuple[Path, Pa
     return packed, out
 
 
-def differences(python: Path, packed: Path, out: Path, target: str) -> dict[str, Any]:
-    """Return the relative differences of logits, and how many tokens have quantkit's argmax."""
+def tokens_of(vocabulary: int) -> torch.Tensor:
+    """Return ids [T], without the first ids of a vocabulary, which are special tokens."""
+    return torch.randint(10, vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0))
+
+
+def differences(packed: Path, logits: Path) -> dict[str, Any]:
+    """Return the relative differences of logits in a file, and how many tokens have quantkit's argmax."""
+    if not logits.exists():
+        reason = logits.with_suffix(".txt")
+        return {"error": reason.read_text() if reason.exists() else "the tool ended without an answer"}
     model = quantkit.load(packed, device="cpu", dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    # The first ids of a vocabulary are special tokens.
-    ids = torch.randint(10, model.config.vocab_size, (TOKENS,), generator=generator)
     with torch.inference_mode():
-        own = model(ids[None]).logits[0].numpy()
-    script = Path(__file__).with_name("read_logits.py")
-    with TemporaryDirectory() as folder:
-        answers = Path(folder) / "logits.npz"
-        command = [str(python), str(script), target, str(out.resolve()), json.dumps(ids.tolist())]
-        done = subprocess.run(
-            [*command, str(answers)],
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-        found = dict(np.load(answers))
+        own = model(tokens_of(model.config.vocab_size)[None]).logits[0].numpy()
     result: dict[str, Any] = {}
-    for name, logits in found.items():
-        result[name] = float(f"{np.abs(logits - own).max() / np.abs(own).max():.2g}")
-        result[f"{name} argmax"] = int((logits.argmax(-1) == own.argmax(-1)).sum())
+    for name, found in np.load(logits).items():
+        result[name] = float(f"{np.abs(found - own).max() / np.abs(own).max():.2g}")
+        result[f"{name} argmax"] = int((found.argmax(-1) == own.argmax(-1)).sum())
     return result
+
+
+def compare(python: Path, pairs: Mapping[str, tuple[Path, Path]], vocabulary: int) -> dict[str, Any]:
+    """Read all exports of `pairs` of packed and exported directories in one process; return `differences`."""
+    script = Path(__file__).with_name("read_logits.py")
+    ids = json.dumps(tokens_of(vocabulary).tolist())
+    with TemporaryDirectory() as answers:
+        places = [str(out.resolve()) for _, out in pairs.values()]
+        inside = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        command = [str(python), str(script), answers, ids, *places]
+        subprocess.run(command, env=inside, cwd=answers, check=False)
+        files = {name: Path(answers) / f"{out.name}.npz" for name, (_, out) in pairs.items()}
+        return {name: differences(pairs[name][0], file) for name, file in files.items()}
 
 
 def is_within(found: Mapping[str, Any]) -> bool:
@@ -132,11 +135,16 @@ def main() -> int:
     }
     found: dict[str, Any] = {}
     for model, source in sources(arguments.work, arguments.models, arguments.model).items():
-        for name, case in cases.items():
-            packed, out = exported(arguments.work, model, source, case)
-            row = differences(pythons[case.packages], packed, out, case.target)
-            found[f"{model}: {name}"] = row
-            print(f"{model:10} {name:24} {row}", flush=True)
+        vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
+        for packages, python in pythons.items():
+            pairs = {
+                f"{model}: {name}": exported(arguments.work, model, source, case)
+                for name, case in cases.items()
+                if case.packages == packages
+            }
+            found |= compare(python, pairs, vocabulary)
+    for name, row in found.items():
+        print(f"{name:32} {row}")
     if arguments.json is not None:
         table: dict[str, Any] = {"command": "", "machine": "", "versions": {}}
         for packages, python in pythons.items():

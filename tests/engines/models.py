@@ -19,9 +19,8 @@ def random_model(kind: str, **sizes: Any) -> Callable[[Path], None]:
         torch.manual_seed(0)
         source = ROOT / "examples" / "stories260K"
         vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
-        config = getattr(transformers, f"{kind}Config")(
-            vocab_size=vocabulary, num_hidden_layers=2, max_position_embeddings=512, **sizes
-        )
+        common = {"vocab_size": vocabulary, "num_hidden_layers": 2, "max_position_embeddings": 512}
+        config = getattr(transformers, f"{kind}Config")(**{**common, **sizes})
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -41,7 +40,13 @@ MODELS: dict[str, Callable[[Path], None]] = {
         "Llama", hidden_size=256, intermediate_size=384, num_attention_heads=4, tie_word_embeddings=True
     ),
     "qwen2": random_model(
-        "Qwen2", hidden_size=320, intermediate_size=864, num_attention_heads=5, num_key_value_heads=1
+        # Its class of tokenizer adds a token to the 512.
+        "Qwen2",
+        vocab_size=544,
+        hidden_size=320,
+        intermediate_size=864,
+        num_attention_heads=5,
+        num_key_value_heads=1,
     ),
     "mixtral": random_model(
         "Mixtral",

@@ -1,8 +1,8 @@
-"""Logits of an exported model by another tool: `python read_logits.py TARGET DIRECTORY IDS ANSWERS`.
+"""Logits of exported models by another tool: `python read_logits.py ANSWERS IDS DIRECTORY...`.
 
-IDS is a JSON list of token ids. Writes float32 arrays [T, V] to the file ANSWERS: `dequantized`, by weights
-that the tool dequantized, and `own`, as the tool computes. `exports.py` calls it in an environment with the
-tool.
+IDS is a JSON list of token ids. Writes a file to the folder ANSWERS for each directory, with float32 arrays
+[T, V]: `dequantized`, by weights that the tool dequantized, and `own`, as the tool computes. `exports.py` calls
+it in an environment with the tool.
 """
 
 import json
@@ -99,18 +99,21 @@ def gptqmodel(directory: Path, ids: list[int]) -> Arrays:
     return found
 
 
-READERS: Mapping[str, Callable[[Path, list[int]], Arrays]] = {
-    "gguf": llama_cpp,
-    "mlx": mlx,
-    "gptq": gptqmodel,
-    "awq": gptqmodel,
-}
+def reader_of(directory: Path) -> Callable[[Path, list[int]], Arrays]:
+    """Return the function of the tool for an export."""
+    if (directory / "model.gguf").exists():
+        return llama_cpp
+    return mlx if "quantization" in json.loads((directory / "config.json").read_text()) else gptqmodel
 
 
 def main() -> None:
-    """Read one export."""
-    target, directory, ids, answers = sys.argv[1:]
-    np.savez(answers, **READERS[target](Path(directory), json.loads(ids)))
+    """Read each export; say why one fails, and go on."""
+    answers, ids = Path(sys.argv[1]), json.loads(sys.argv[2])
+    for directory in map(Path, sys.argv[3:]):
+        try:
+            np.savez(answers / f"{directory.name}.npz", **reader_of(directory)(directory, ids))
+        except Exception as error:
+            (answers / f"{directory.name}.txt").write_text(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Logits of exported models by another tool: `python read_logits.py ANSWERS IDS DIRECTORY...`.
 
 IDS is a JSON list of token ids. Writes a file to the folder ANSWERS for each directory, with float32 arrays
-[T, V]: `dequantized`, by weights that the tool dequantized, and `own`, as the tool computes. `exports.py` calls
-it in an environment with the tool.
+[T, V]: `dequantized`, by weights that the tool dequantized, and `own`, as the tool computes. `exports.py`
+calls it in an environment with the tool.
 """
 
 import json

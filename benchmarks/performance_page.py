@@ -32,7 +32,7 @@ GPUS = (("H200", "h200-triton-3.6", "h200-shapes"), ("H100", "h100", "h100-model
 README_FORMATS = ("int8", "fp6", "int4", "nvfp4", "int3")
 README_SHAPE, README_MS = "llama3-8b.gate_up", (1, 16, 64, 256, 1024)
 #: Products that take longer than this multiple with the newer Triton are counted, and from there on listed.
-SLOWER, LISTED = 1.10, 1.15
+SLOWER, LISTED = 1.10, 1.2
 
 HEAD = """\
 # Performance
@@ -266,6 +266,44 @@ def generating() -> list[str]:
     ]
 
 
+ENGINES = {
+    "plugin": "vLLM with quantkit's plug-in",
+    "marlin": "vLLM with Marlin",
+    "vllm": "vLLM with Machete, its choice",
+    "load": "`quantkit.load`, `generate`",
+}
+
+
+def in_engines() -> list[str]:
+    """Tokens a second of vLLM's own kernels, of the plug-in, and of `quantkit.load`."""
+    names = ("h100-vllm", "h100-vllm-load")
+    run = stored(names[0])
+    rates = {
+        way["way"]: {row["batch"]: row["tokens_per_second"] for row in way["rows"]}
+        for name in names
+        for way in stored(name)["ways"]
+    }
+    base = rates[run["against"]]
+    cells = [["int4, tokens/s (against Marlin)", "1 sequence", *(str(batch) for batch in base if batch > 1)]]
+    for way, title in ENGINES.items():
+        found = [
+            f"{rates[way][batch]:,.0f} ({rates[way][batch] / base[batch]:.2f}x)"
+            if batch in rates[way]
+            else ""
+            for batch in base
+        ]
+        cells.append([title, *found])
+    return [
+        "## vLLM",
+        paragraph(
+            f"vLLM {run['vllm']}, shapes of Llama-3 8B, random weights, groups of 128, {run['layers']}",
+            f"layers; prompts of {run['prompt']} tokens, {run['new_tokens']} new ones, CUDA graphs; medians,",
+            f"one GPU, without FlashInfer's sampler. {source(*names)}",
+        ),
+        grid(cells),
+    ]
+
+
 def whole_models() -> list[str]:
     """A table per run of `whole_model.py`; nothing where none is stored."""
     parts = []
@@ -438,6 +476,7 @@ def page() -> str:
         *linears,
         whole_models(),
         generating(),
+        in_engines(),
         several_gpus(),
         on_cpus(),
         quantizing(),

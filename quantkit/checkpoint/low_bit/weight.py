@@ -119,12 +119,16 @@ class LowBitTensor(StoredTensor):
                 out[first - start : last - start] = self.weight.grid(read, first, last).values()
             return out
         out = torch.empty(stop - start, *self.shape[1:], dtype=self.torch_dtype)
-        for matrix in range(start, stop):
-            target = out[matrix - start].T if spec.transposed else out[matrix - start]
+        matrices = out.transpose(1, 2) if spec.transposed else out
+        # Small matrices are read together, and large ones in pieces.
+        together = max(1, step // rows)
+        for matrix in range(start, stop, together):
+            target = matrices[matrix - start : matrix - start + together]
+            end = (matrix + len(target) - 1) * rows
             for first in range(0, rows, step):
                 last = min(first + step, rows)
-                found = self.weight.grid(read, matrix * rows + first, matrix * rows + last)
-                target[first:last] = found.values()
+                found = self.weight.grid(read, matrix * rows + first, end + last)
+                target[:, first:last] = found.values().view(len(target), last - first, columns)
         return out
 
 

@@ -13,6 +13,7 @@ from transformers.integrations.bitnet import unpack_weights
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from quantkit.checkpoint.low_bit import weight as low_bit_weight
 from quantkit.checkpoint.low_bit.weight import LowBitTensor
 
 from ...support.compare import assert_equal
@@ -166,6 +167,37 @@ def test_experts_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None:
     assert_equal(checkpoint.read(name, 1, 3), expected[1:])
     weight = checkpoint.tensors[name].weight  # type: ignore[attr-defined]
     assert (weight.spec.matrices, weight.spec.shape, weight.spec.transposed) == (3, (40, 160), True)
+
+
+@pytest.mark.parametrize("kept", [1, 160, 16 * 160, 80 * 160, 10**6])
+def test_experts_are_the_same_in_pieces_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (5, 40, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (5, 40, 5), dtype=torch.uint8)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    checkpoint = opened(
+        tmp_path, {f"{name}_blocks": blocks, f"{name}_scales": scales}, {"quant_method": "mxfp4"}
+    )
+    monkeypatch.setattr(low_bit_weight, "_PIECE", kept)
+    assert_equal(checkpoint.read(name), convert_moe_packed_tensors(blocks, scales))
+
+
+def test_small_matrices_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, scale = float8(every(5000, 8, 256)).view(5000, 1, 8), torch.rand(5000, 1, 1)
+    parts = {"experts.gate_up_proj": codes, "experts.gate_up_proj_scale_inv": scale}
+    checkpoint = opened(tmp_path, parts, {"quant_method": "fp8"}, dtype="float32")
+    pieces: list[tuple[int, int]] = []
+    grid = low_bit_weight.LowBitWeight.grid
+
+    def counted(weight: Any, read: Any, start: int, stop: int) -> Any:
+        pieces.append((start, stop))
+        return grid(weight, read, start, stop)
+
+    monkeypatch.setattr(low_bit_weight.LowBitWeight, "grid", counted)
+    assert_equal(checkpoint.read("experts.gate_up_proj"), codes.float() * scale)
+    assert pieces == [(0, 5000)]
 
 
 def test_ternary_codes_are_those_of_transformers(tmp_path: Path) -> None:

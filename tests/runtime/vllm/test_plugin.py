@@ -118,7 +118,9 @@ def test_a_vllm_that_moved_its_classes_is_one_error_naming_versions(vllm):
 
     del vllm[f"{LAYERS}.linear"].LinearBase
     config = pytest.importorskip("quantkit.runtime.vllm.config")
-    expected = r"tried with vLLM 0\.26\.0 on .* a CPU and does not fit vLLM .*: cannot import name 'LinearBase'"
+    expected = (
+        r"tried with vLLM 0\.26\.0 on .* a CPU and does not fit vLLM .*: cannot import name 'LinearBase'"
+    )
     with pytest.raises(EnvironmentProblem, match=expected):
         config.QuantkitConfig.from_config({})
     del vllm[f"{LAYERS}.quantization"].register_quantization_config

@@ -3,7 +3,7 @@
 All classes of vLLM that the plug-in needs are imported here, but for the base of its config.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -38,14 +38,16 @@ __all__ = [
 SHARDS = {"q": 0, "k": 1, "v": 2}
 #: Modules of the checkpoint, and their schemes.
 Schemes = Sequence[tuple[str, Scheme | None]]
+#: Called before a tensor is loaded, when vLLM's model is built. Raises if the plug-in cannot load it all.
+Check = Callable[[], None]
 
 
 class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """Linear of one or several packed matrices."""
 
-    def __init__(self, linears: Schemes, container: Container) -> None:
+    def __init__(self, linears: Schemes, container: Container, check: Check) -> None:
         super().__init__()
-        self.linears, self.container = linears, container
+        self.linears, self.container, self.check = linears, container, check
 
     def create_weights(
         self,
@@ -76,7 +78,7 @@ class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
             Share(name, scheme and scheme.for_columns(input_size), (whole, input_size), cuts, columns)
             for (name, scheme), (whole, cuts) in zip(self.linears, rows, strict=True)
         ]
-        _install(layer, FusedLinear(shares, self.container, params_dtype))
+        _install(layer, FusedLinear(shares, self.container, params_dtype), self.check)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.packed.finish(layer.params_dtype)
@@ -89,9 +91,9 @@ class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
 class QuantkitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
     """Packed embedding or head, which may be tied."""
 
-    def __init__(self, name: str, scheme: Scheme, container: Container) -> None:
+    def __init__(self, name: str, scheme: Scheme, container: Container, check: Check) -> None:
         super().__init__()
-        self.name, self.scheme, self.container = name, scheme, container
+        self.name, self.scheme, self.container, self.check = name, scheme, container, check
 
     def create_weights(
         self,
@@ -117,7 +119,7 @@ class QuantkitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
             )
         shape = (layer.org_vocab_size, input_size)
         share = Share(self.name, self.scheme.for_columns(input_size), shape, (cut,), (0, input_size))
-        _install(layer, FusedLinear([share], self.container, params_dtype))
+        _install(layer, FusedLinear([share], self.container, params_dtype), self.check)
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Let the head use the matrix of the embedding."""
@@ -152,9 +154,9 @@ class QuantkitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
 class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """Packed experts behind a router of vLLM."""
 
-    def __init__(self, moe: Any, matrices: Schemes, container: Container) -> None:
+    def __init__(self, moe: Any, matrices: Schemes, container: Container, check: Check) -> None:
         super().__init__(moe)
-        self.matrices, self.container = matrices, container
+        self.matrices, self.container, self.check = matrices, container, check
 
     def maybe_roundup_sizes(self, hidden_size: int, between: int, *_: Any, **__: Any) -> tuple[int, int]:
         """Return the sizes as they are: packed matrices are not padded."""
@@ -203,6 +205,7 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 *,
                 entry: str = name,
             ) -> bool | None:
+                self.check()
                 expert = layer._map_global_expert_id_to_local_expert_id(expert_id)
                 if expert >= 0:
                     experts.load(shard_id, expert, entry.partition("_")[2], loaded_weight)
@@ -252,19 +255,24 @@ def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, 
     return sum(whole for whole, _ in rows), tuple(cuts)
 
 
-def _install(layer: Any, packed: FusedLinear) -> None:
+def _install(layer: Any, packed: FusedLinear, check: Check) -> None:
     """Give `layer` the module `packed`, which vLLM loads by parameters of `layer`."""
     layer.packed = packed
     for name, dtype in packed.entries().items():
 
         def load(param: nn.Parameter, loaded: torch.Tensor, shard: Any = None, *, entry: str = name) -> None:
+            check()
             packed.load(SHARDS.get(shard, shard or 0), entry, loaded)
 
-        _add_entry(layer, name, dtype, load)
+        parameter = _add_entry(layer, name, dtype, load)
+        if len(packed.shares) == 1 and packed.has_rows(name):
+            # vLLM permutes rows of some matrices, such as Falcon's of q, k and v, by this attribute.
+            parameter.output_dim = 0
 
 
-def _add_entry(layer: Any, name: str, dtype: torch.dtype, load: Any) -> None:
+def _add_entry(layer: Any, name: str, dtype: torch.dtype, load: Any) -> Any:
     """Give `layer` an empty parameter, for vLLM to find the loader of tensor `name` by."""
     parameter: Any = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
     parameter.weight_loader = load
     layer.register_parameter(name, parameter)
+    return parameter

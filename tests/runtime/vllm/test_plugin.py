@@ -15,7 +15,7 @@ from quantkit.packing.schemes import Scheme
 from ...support.compare import assert_equal
 from ...test_import import imported_by
 from ...tiny.packed import SCHEMES, absmax_pack, config_of
-from .test_fused_linear import file_entries
+from ..serving.test_fused_linear import file_entries
 
 INT4, INT8 = SCHEMES["int4"], SCHEMES["int8"]
 LAYERS = "vllm.model_executor.layers"
@@ -28,7 +28,6 @@ NAMES = {
     f"{LAYERS}.vocab_parallel_embedding": ("VocabParallelEmbedding",),
 }
 CONFIGS, UTILS = "vllm.transformers_utils.config", "vllm.model_executor.models.utils"
-RANKS = "vllm.distributed"
 OWN = ("config", "methods")
 
 
@@ -44,7 +43,7 @@ class WeightsMapper:
 
 def modules_of_vllm() -> dict[str, ModuleType]:
     found: dict[str, ModuleType] = {}
-    for name, classes in {**NAMES, CONFIGS: (), UTILS: (), RANKS: ()}.items():
+    for name, classes in {**NAMES, CONFIGS: (), UTILS: ()}.items():
         parents = name.split(".")
         for length in range(1, len(parents) + 1):
             found.setdefault(".".join(parents[:length]), ModuleType(".".join(parents[:length])))
@@ -57,8 +56,6 @@ def modules_of_vllm() -> dict[str, ModuleType]:
     config.QuantizationConfig.__init__ = lambda self: setattr(self, "packed_modules_mapping", {})
     config.QuantizationConfig.get_cache_scale_mapper = staticmethod(WeightsMapper)
     found[f"{UTILS}"].WeightsMapper = WeightsMapper  # type: ignore[attr-defined]
-    ranks: Any = found[RANKS]
-    ranks.get_pp_group = lambda: SimpleNamespace(world_size=1)
     quantization: Any = found[f"{LAYERS}.quantization"]
     quantization.QUANTIZATION_METHODS = []
 
@@ -219,8 +216,7 @@ def test_matrices_that_the_file_holds_as_one_are_cut_one_by_one(vllm):
 )
 def test_a_fused_layer_is_made_of_what_the_file_holds(vllm, listed, stored):
     config = config_for({}, *(f"b.{one}" for one in stored))
-    config.packed_modules_mapping = listed
-    assert config.linears("b.qkv_proj") == [(f"b.{one}", INT4) for one in stored]
+    assert config.schemes.linears("b.qkv_proj", listed) == [(f"b.{one}", INT4) for one in stored]
 
 
 def test_rows_that_vllm_permutes_by_output_dim_say_so(vllm):
@@ -234,24 +230,8 @@ def test_rows_that_vllm_permutes_by_output_dim_say_so(vllm):
     assert has == {"weight": True, "weight_scale": True, "weight_global_scale": False, "weight_shape": False}
 
 
-def test_a_packed_matrix_about_which_vllm_asks_no_plug_in_is_refused(vllm):
-    # Layer 7 is on another rank, or for speculative decoding: nothing of it is built.
-    config = config_for({}, "l.0.o_proj", "l.0.mixer.in_proj", "l.7.o_proj")
-    layer = layer_of(vllm, "linear", "LinearBase")
-    method = config.get_quant_method(layer, "l.0.o_proj")
-    method.create_weights(layer, 64, [48], 64, 48, torch.float32)
-    expected = (
-        r"^'l\.0\.mixer\.in_proj' is packed, and vLLM's class for this model asks no plug-in about it\. "
-        r"Quantize the model again with --rule 'l\.0\.mixer\.in_proj=keep', or load it with quantkit\.load\.$"
-    )
-    with pytest.raises(UsageError, match=expected):
-        load(layer, absmax_pack(torch.randn(48, 64), INT4))
-    config = config_for({}, "l.0.o_proj", "lm_head")
-    config.get_quant_method(layer, "l.0.o_proj")
-    with pytest.raises(UsageError, match=r"^'lm_head' is packed, and vLLM's class"):
-        config.check_taken()
-    config = config_for({}, "l.0.o_proj", "l.7.o_proj", "mtp.fc")
-    config.get_quant_method(layer, "l.0.o_proj")
+def test_shapes_of_packed_matrices_are_not_loaded(vllm):
+    config = config_for({}, "l.0.o_proj")
     suffixes = config.get_cache_scale_mapper().orig_to_new_suffix
     assert suffixes == {".weight_shape": None}
 
@@ -328,12 +308,12 @@ def test_experts_have_the_names_that_transformers_gives_them(vllm):
     modules = {"model.layers.0.mlp.experts.down_proj": INT8}
     architecture = config_of("mixtral", architectures=["MixtralForCausalLM"])
     config = config_for(modules, "model.layers.0.block_sparse_moe.experts.0.w1", architecture=architecture)
-    assert config.experts("model.layers.1.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
+    assert config.schemes.experts("model.layers.1.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
         ("model.layers.1.block_sparse_moe.experts", None)
     ]
     # A layer may leave the names to the loader of its model.
     for named in (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")):
-        assert config.experts("model.layers.0.block_sparse_moe.experts", named) == [
+        assert config.schemes.experts("model.layers.0.block_sparse_moe.experts", named) == [
             ("model.layers.0.mlp.experts.gate_up_proj", INT4),
             ("model.layers.0.mlp.experts.gate_up_proj", INT4),
             ("model.layers.0.mlp.experts.down_proj", INT8),

@@ -1,5 +1,6 @@
 """Scheme of each layer of an engine, from the config of a checkpoint and the names of its tensors."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,16 @@ class StoredSchemes:
         names = [place.parameter for _, place in renamed(self._meta_model(), stored)]
         return [(name, self._own.scheme_of(name)) for name in names]
 
-    def check_all_asked(self, engine: str) -> None:
-        """Raise `UsageError` if the engine has no layer for a packed matrix."""
+    def check_all_asked(self, engine: str, *, in_blocks: bool = False) -> None:
+        """Raise `UsageError` if the engine has no layer for a packed matrix.
+
+        With `in_blocks` those of numbered blocks are checked of which the engine has made a layer. Others may
+        be on another rank, or predict further tokens.
+        """
         missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))
+        if in_blocks:
+            blocks = {_block(name) for name in self.asked} - {None}
+            missing = [name for name in missing if _block(name) in blocks]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UsageError(
@@ -116,3 +124,9 @@ def _with_owners(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
+
+
+def _block(name: str) -> str | None:
+    """Return the first numbered module that has the module `name`, None without one."""
+    found = re.match(r"(.+?\.\d+)\.", name)
+    return found[1] if found else None

@@ -72,10 +72,12 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
     def get_cache_scale_mapper(self) -> Any:
         """Return vLLM's renaming of tensors, without the shapes of packed matrices.
 
-        vLLM permutes the rows of any tensor of some modules, and a shape has none.
+        vLLM permutes the rows of any tensor of some modules, and a shape has none. It calls this when its
+        model is built. Raises `UsageError` for a packed matrix of which it did not ask.
         """
         from vllm.model_executor.models.utils import WeightsMapper
 
+        self.schemes.check_all_asked("vLLM", in_blocks=True)
         mapper = super().get_cache_scale_mapper()
         return mapper | WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 
@@ -86,6 +88,7 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
         schemes = self.schemes
         if isinstance(layer, methods.LinearBase):
             linears = schemes.linears(prefix, self.packed_modules_mapping)
+            schemes.asked.update(name for name, _ in linears)
             if all(scheme is None for _, scheme in linears):
                 return methods.UnquantizedLinearMethod()
             return methods.QuantkitLinearMethod(linears, schemes.container)
@@ -99,5 +102,6 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
             matrices = schemes.experts(prefix, [name for name in stored if name])
             if all(scheme is None for _, scheme in matrices):
                 return None
+            schemes.asked.add(prefix)
             return methods.QuantkitExpertsMethod(layer.moe_config, matrices, schemes.container)
         return None

@@ -230,6 +230,17 @@ def test_rows_that_vllm_permutes_by_output_dim_say_so(vllm):
     assert has == {"weight": True, "weight_scale": True, "weight_global_scale": False, "weight_shape": False}
 
 
+def test_a_packed_matrix_about_which_vllm_asks_no_plug_in_is_refused(vllm):
+    # Nothing of block 7 is built: it is on another rank, or for further tokens.
+    config = config_for({}, "l.0.o_proj", "l.0.mixer.in_proj", "l.7.o_proj")
+    config.get_quant_method(layer_of(vllm, "linear", "LinearBase"), "l.0.o_proj")
+    expected = (
+        r"^'l\.0\.mixer\.in_proj': packed in the checkpoint, but vLLM's class of this model asks no plug-in"
+    )
+    with pytest.raises(UsageError, match=expected):
+        config.get_cache_scale_mapper()
+
+
 def test_shapes_of_packed_matrices_are_not_loaded(vllm):
     config = config_for({}, "l.0.o_proj")
     suffixes = config.get_cache_scale_mapper().orig_to_new_suffix

@@ -53,7 +53,10 @@ class FusedLinear(nn.Module):
         for parameter in self.parameters():
             parameter.requires_grad_(False)
         self._missing = {
-            (index, entry) for index in range(len(self.shares)) for entry, _ in self._entries(index)
+            (index, entry)
+            for index in range(len(self.shares))
+            for entry, _ in self._entries(index)
+            if self._part(index, entry) != "shape"
         }
 
     def entries(self) -> dict[str, torch.dtype]:
@@ -66,6 +69,17 @@ class FusedLinear(nn.Module):
             yield from ((name, spec.dtype) for name, spec in block.part_specs().items())
         else:
             yield "weight", block.weight.dtype
+
+    def has_rows(self, entry: str) -> bool:
+        """Return True if tensor `entry` of the first matrix has the rows of the matrix, or blocks of them."""
+        scheme, part = self.shares[0].scheme, self._part(0, entry)
+        return scheme is None or (
+            part not in (*WHOLE, "shape", "column_scale") and not (part == "scale" and scheme.per_tensor)
+        )
+
+    def _part(self, index: int, entry: str) -> str:
+        block = self._block(index)
+        return str(block.part_specs()[entry].part) if isinstance(block, PackedLinear) else entry
 
     def _block(self, index: int) -> Any:
         return self.blocks[self._places[index][0]]
@@ -95,6 +109,9 @@ class FusedLinear(nn.Module):
         assert share.scheme is not None and scheme is not None
         stored = stored_format(share.scheme, share.shape[1], self._container)
         dtype = scheme.storage_shapes(share.local_shape)[spec.part][0]
+        if loaded.ndim == 2 and loaded.stride(0) < loaded.stride(1):
+            # vLLM transposes the weights of a Conv1D, and takes words for one.
+            loaded = loaded.T
         taken = share.read(spec.part, loaded, self._container)
         target = stored.from_file(spec.part, getattr(block, entry).data, dtype)
         at = 0 if spec.part in WHOLE else stored_rows(scheme, spec.part, first)

@@ -178,11 +178,15 @@ def _install(layer: Any, packed: FusedLinear) -> None:
         def load(param: nn.Parameter, loaded: torch.Tensor, shard: Any = None, *, entry: str = name) -> None:
             packed.load(SHARDS.get(shard, shard or 0), entry, loaded)
 
-        add_entry(layer, name, dtype, load)
+        parameter = add_entry(layer, name, dtype, load)
+        if len(packed.shares) == 1 and packed.has_rows(name):
+            # vLLM permutes rows of some matrices, such as Falcon's of q, k and v, by this attribute.
+            parameter.output_dim = 0
 
 
-def add_entry(layer: Any, name: str, dtype: torch.dtype, load: Any) -> None:
+def add_entry(layer: Any, name: str, dtype: torch.dtype, load: Any) -> Any:
     """Give `layer` an empty parameter, for the engine to find the loader of tensor `name` by."""
     parameter: Any = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
     parameter.weight_loader = load
     layer.register_parameter(name, parameter)
+    return parameter

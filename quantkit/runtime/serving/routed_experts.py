@@ -60,7 +60,8 @@ class LoadedExperts(nn.Module):
             (matrix, expert, entry)
             for matrix in MATRICES
             for expert in range(count)
-            for entry in self._entries(matrix)
+            for entry, (part, _) in self._entries(matrix).items()
+            if part != "shape"
         }
 
     def entries(self) -> dict[str, torch.dtype]:

@@ -1,5 +1,6 @@
 """Scheme of each layer of an engine, from the config of a checkpoint and the names of its tensors."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from quantkit.packing.schemes import Scheme
 Schemes = Sequence[tuple[str, Scheme | None]]
 #: End of the name of a tensor that every packed matrix has.
 _SCALE = ".weight_scale"
+#: Linears that engines fuse, by the name of the fused one. Not every class of theirs lists its own.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+#: Names of gate, up and down of an expert, which a layer may leave to the loader of its model.
+_OF_EXPERTS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 
 
 class StoredSchemes:
@@ -53,8 +58,12 @@ class StoredSchemes:
         `fused` has the names of the linears in a layer, by its name.
         """
         owner, _, leaf = prefix.rpartition(".")
-        names = [f"{owner}.{one}".lstrip(".") for one in fused.get(leaf, [leaf])]
-        return [(name, self._scheme_of(name)) for name in names]
+        # A class may fuse what the file holds apart or as one matrix, and list the parts or not.
+        found = [
+            [(name, self._scheme_of(name)) for name in (f"{owner}.{one}".lstrip(".") for one in parts)]
+            for parts in (fused.get(leaf, (leaf,)), (leaf,), _FUSED.get(leaf, ()))
+        ]
+        return next((one for one in found if any(scheme for _, scheme in one)), found[0])
 
     def _scheme_of(self, name: str) -> Scheme | None:
         """Return the scheme of a linear: that of most is not named, and the files say which are packed."""
@@ -77,15 +86,25 @@ class StoredSchemes:
         """
         from quantkit.model.names import renamed
 
-        if f"{prefix}.0.{matrices[0]}{_SCALE}" not in self._scales:
+        matrices = next(
+            (of for of in (matrices, *_OF_EXPERTS) if f"{prefix}.0.{of[0]}{_SCALE}" in self._scales), ()
+        )
+        if not matrices:
             return [(prefix, None)]
         stored = [f"{prefix}.0.{matrix}.weight" for matrix in matrices]
         names = [place.parameter for _, place in renamed(self._meta_model(), stored)]
         return [(name, self._own.scheme_of(name)) for name in names]
 
-    def check_all_asked(self, engine: str) -> None:
-        """Raise `UsageError` if the engine has no layer for a packed matrix."""
+    def check_all_asked(self, engine: str, *, in_blocks: bool = False) -> None:
+        """Raise `UsageError` if the engine has no layer for a packed matrix.
+
+        With `in_blocks` those of numbered blocks are checked of which the engine has made a layer. Others may
+        be on another rank, or predict further tokens.
+        """
         missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))
+        if in_blocks:
+            blocks = {_block(name) for name in self.asked} - {None}
+            missing = [name for name in missing if _block(name) in blocks]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UsageError(
@@ -105,3 +124,9 @@ def _with_owners(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
+
+
+def _block(name: str) -> str | None:
+    """Return the first numbered module that has the module `name`, None without one."""
+    found = re.match(r"(.+?\.\d+)\.", name)
+    return found[1] if found else None

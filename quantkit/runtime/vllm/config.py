@@ -69,6 +69,18 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
         """Rename the modules as vLLM does."""
         self.schemes.rename(hf_to_vllm_mapper)
 
+    def get_cache_scale_mapper(self) -> Any:
+        """Return vLLM's renaming of tensors, without the shapes of packed matrices.
+
+        vLLM permutes the rows of any tensor of some modules, and a shape has none. It calls this when its
+        model is built. Raises `UsageError` for a packed matrix of which it did not ask.
+        """
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        self.schemes.check_all_asked("vLLM", in_blocks=True)
+        mapper = super().get_cache_scale_mapper()
+        return mapper | WeightsMapper(orig_to_new_suffix={".weight_shape": None})
+
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """Return the method of vLLM's layer `prefix`; None where vLLM's own runs it dense."""
         from quantkit.runtime.vllm import methods
@@ -76,6 +88,7 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
         schemes = self.schemes
         if isinstance(layer, methods.LinearBase):
             linears = schemes.linears(prefix, self.packed_modules_mapping)
+            schemes.asked.update(name for name, _ in linears)
             if all(scheme is None for _, scheme in linears):
                 return methods.UnquantizedLinearMethod()
             return methods.QuantkitLinearMethod(linears, schemes.container)
@@ -89,5 +102,6 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
             matrices = schemes.experts(prefix, [name for name in stored if name])
             if all(scheme is None for _, scheme in matrices):
                 return None
+            schemes.asked.add(prefix)
             return methods.QuantkitExpertsMethod(layer.moe_config, matrices, schemes.container)
         return None

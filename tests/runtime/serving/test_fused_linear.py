@@ -75,12 +75,23 @@ def test_words_of_zero_points_that_end_inside_keep_matrices_apart():
 
 def test_tensors_that_are_missing_or_of_another_scheme_are_refused():
     fused = FusedLinear([whole("q", INT4, 32), whole("k", INT8, 32)], "quantkit", torch.float32)
-    with pytest.raises(CheckpointError, match=r"^q\.weight and 6 more is not in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"^q\.weight and 4 more is not in the checkpoint"):
         fused.finish(torch.float32)
     with pytest.raises(
         CheckpointError, match=r"k\.weight_zero_point is in the file, and config.json says .* int8"
     ):
         fused.load(1, "weight_zero_point", torch.zeros(1))
+
+
+def test_words_that_vllm_transposed_as_a_conv1d_are_read():
+    # As many words in a row as there are rows: the shape alone does not tell.
+    packed = absmax_pack(torch.randn(16, K), INT8)
+    fused = FusedLinear([whole("c_fc", INT8, 16)], "quantkit", torch.float32)
+    for entry, tensor in file_entries(packed, "quantkit").items():
+        fused.load(0, entry, tensor.t() if entry == "weight" else tensor)
+    fused.finish(torch.float32)
+    with torch.no_grad():
+        assert_close(fused(torch.eye(K)), packed.dequantize().T, rtol=1e-4, atol=1e-4)
 
 
 def dense_experts(x, ids, weights, gates, ups, downs):

@@ -27,13 +27,23 @@ NAMES = {
     f"{LAYERS}.linear": ("LinearBase", "LinearMethodBase", "UnquantizedLinearMethod"),
     f"{LAYERS}.vocab_parallel_embedding": ("VocabParallelEmbedding",),
 }
-CONFIGS = "vllm.transformers_utils.config"
+CONFIGS, UTILS = "vllm.transformers_utils.config", "vllm.model_executor.models.utils"
 OWN = ("config", "methods")
+
+
+class WeightsMapper:
+    """Stub of vLLM's renaming of tensors."""
+
+    def __init__(self, orig_to_new_suffix: Any = None) -> None:
+        self.orig_to_new_suffix = orig_to_new_suffix or {}
+
+    def __or__(self, other: "WeightsMapper") -> "WeightsMapper":
+        return WeightsMapper({**self.orig_to_new_suffix, **other.orig_to_new_suffix})
 
 
 def modules_of_vllm() -> dict[str, ModuleType]:
     found: dict[str, ModuleType] = {}
-    for name, classes in {**NAMES, CONFIGS: ()}.items():
+    for name, classes in {**NAMES, CONFIGS: (), UTILS: ()}.items():
         parents = name.split(".")
         for length in range(1, len(parents) + 1):
             found.setdefault(".".join(parents[:length]), ModuleType(".".join(parents[:length])))
@@ -44,6 +54,8 @@ def modules_of_vllm() -> dict[str, ModuleType]:
     heads.ParallelLMHead = type("ParallelLMHead", (heads.VocabParallelEmbedding,), {})
     config: Any = found[f"{LAYERS}.quantization.base_config"]
     config.QuantizationConfig.__init__ = lambda self: setattr(self, "packed_modules_mapping", {})
+    config.QuantizationConfig.get_cache_scale_mapper = staticmethod(WeightsMapper)
+    found[f"{UTILS}"].WeightsMapper = WeightsMapper  # type: ignore[attr-defined]
     quantization: Any = found[f"{LAYERS}.quantization"]
     quantization.QUANTIZATION_METHODS = []
 
@@ -194,6 +206,47 @@ def test_matrices_that_the_file_holds_as_one_are_cut_one_by_one(vllm):
         torch.testing.assert_close(method.apply(layer, x), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("listed", "stored"),
+    [
+        ({}, ("q_proj", "k_proj", "v_proj")),
+        ({"qkv_proj": ["q_proj", "k_proj", "v_proj"]}, ("qkv_proj",)),
+        ({"qkv_proj": ["query", "key", "value"]}, ("query", "key", "value")),
+    ],
+)
+def test_a_fused_layer_is_made_of_what_the_file_holds(vllm, listed, stored):
+    config = config_for({}, *(f"b.{one}" for one in stored))
+    assert config.schemes.linears("b.qkv_proj", listed) == [(f"b.{one}", INT4) for one in stored]
+
+
+def test_rows_that_vllm_permutes_by_output_dim_say_so(vllm):
+    config = config_for({}, "b.query_key_value", default=SCHEMES["nvfp4"])
+    layer = layer_of(vllm, "linear", "LinearBase")
+    method = config.get_quant_method(layer, "b.query_key_value")
+    method.create_weights(layer, 64, [32], 64, 32, torch.float32)
+    has = {
+        name: hasattr(parameter, "output_dim") for name, parameter in layer.named_parameters(recurse=False)
+    }
+    assert has == {"weight": True, "weight_scale": True, "weight_global_scale": False, "weight_shape": False}
+
+
+def test_a_packed_matrix_about_which_vllm_asks_no_plug_in_is_refused(vllm):
+    # Nothing of block 7 is built: it is on another rank, or for further tokens.
+    config = config_for({}, "l.0.o_proj", "l.0.mixer.in_proj", "l.7.o_proj")
+    config.get_quant_method(layer_of(vllm, "linear", "LinearBase"), "l.0.o_proj")
+    expected = (
+        r"^'l\.0\.mixer\.in_proj': packed in the checkpoint, but vLLM's class of this model asks no plug-in"
+    )
+    with pytest.raises(UsageError, match=expected):
+        config.get_cache_scale_mapper()
+
+
+def test_shapes_of_packed_matrices_are_not_loaded(vllm):
+    config = config_for({}, "l.0.o_proj")
+    suffixes = config.get_cache_scale_mapper().orig_to_new_suffix
+    assert suffixes == {".weight_shape": None}
+
+
 def test_a_layer_of_another_number_of_matrices_is_refused(vllm):
     layer = layer_of(vllm, "linear", "LinearBase")
     method = config_for({}, "b.q_proj").get_quant_method(layer, "b.qkv_proj")
@@ -269,8 +322,10 @@ def test_experts_have_the_names_that_transformers_gives_them(vllm):
     assert config.schemes.experts("model.layers.1.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
         ("model.layers.1.block_sparse_moe.experts", None)
     ]
-    assert config.schemes.experts("model.layers.0.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
-        ("model.layers.0.mlp.experts.gate_up_proj", INT4),
-        ("model.layers.0.mlp.experts.gate_up_proj", INT4),
-        ("model.layers.0.mlp.experts.down_proj", INT8),
-    ]
+    # A layer may leave the names to the loader of its model.
+    for named in (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")):
+        assert config.schemes.experts("model.layers.0.block_sparse_moe.experts", named) == [
+            ("model.layers.0.mlp.experts.gate_up_proj", INT4),
+            ("model.layers.0.mlp.experts.gate_up_proj", INT4),
+            ("model.layers.0.mlp.experts.down_proj", INT8),
+        ]

@@ -16,8 +16,10 @@ from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.open_source import exactly, open_source
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import UsageError
 from quantkit.memory import enough_memory
 from quantkit.model.prefixes import read_names
+from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.progress import Progress, counting
 from quantkit.quantization.kept_fates import dense_share, kept_fates, kept_table
 from quantkit.quantization.plan import Plan, plan_of
@@ -42,6 +44,8 @@ class ConvertOptions:
     check: bool = True
     #: True to store the token embedding unpacked, so that other tools can read it.
     dense_embeddings: bool = False
+    #: The packing of schemes that can have it; others are packed as "bits".
+    packing: PackingName = "bits"
 
     @property
     def mode(self) -> Mode:
@@ -80,6 +84,7 @@ def convert(
             "source": checkpoint.fingerprint(),
             "max_shard_bytes": options.max_shard_bytes,
             "dense_embeddings": options.dense_embeddings,
+            "packing": options.packing,
             "versions": versions(),
         }
         with OutputDirectory.open(
@@ -104,7 +109,7 @@ def plan(directory: Path, options: ConvertOptions = ConvertOptions()) -> tuple[C
     checkpoint = exactly(open_source(directory, allow_auto_map=options.allow_auto_map))
     checkpoint, structure = read_names(checkpoint)
     checkpoint = check_side_files(checkpoint)
-    fates = kept_fates(checkpoint, structure)
+    fates = _packed(kept_fates(checkpoint, structure), options.packing)
     table = "--dense-embeddings" if options.dense_embeddings else kept_table(checkpoint, structure)
     found = table if isinstance(table, Fate) else None
     planned = plan_of(checkpoint, structure, fates, found, max_shard_bytes=options.max_shard_bytes)
@@ -118,3 +123,18 @@ def plan(directory: Path, options: ConvertOptions = ConvertOptions()) -> tuple[C
         more = f" and {len(others)} more" if others else ""
         notes.append(f"{name}{more}, {dense[name]} in the source, is stored as float32: {reason}.")
     return checkpoint, replace(planned, notes=(*planned.notes, *notes))
+
+
+def _packed(fates: Mapping[str, Fate], packing: PackingName) -> dict[str, Fate]:
+    """Return `fates` with `packing` in each scheme that can have it; raise `UsageError` if none can."""
+    found = {}
+    for name, fate in fates.items():
+        found[name], one = fate, fate.scheme
+        if one is not None and PACKINGS[packing].why_not(one.format, one.planes) is None:
+            found[name] = replace(fate, scheme=replace(one, packing=packing))
+    if packing != "bits" and found == fates:
+        formats = sorted({fate.scheme.format.name for fate in fates.values() if fate.scheme is not None})
+        raise UsageError(
+            f"--packing {packing} is for no linear of this source: they become {', '.join(formats)}."
+        )
+    return found

@@ -219,8 +219,8 @@ def quantize(
     """Quantize a checkpoint (a directory or a hub id) into the packed checkpoint directory `out`.
 
     `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float"),
-    `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits" or "radix") apply to every
-    linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says.
+    `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits", "radix" or "stream") apply to
+    every linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says.
     `embeddings` packs the token embedding, with a head that is tied to it as one table. With `rotate` the
     weights are rotated first, and the model computes the same (`quantization/rotated_checkpoint.py`). With
     `model_free` names and shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains

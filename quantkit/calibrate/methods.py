@@ -364,7 +364,7 @@ def quantize_tensor(
     method        name of a method without data
     zero_point    "none", "integer", "float" or another kind of `ZERO_POINTS`
     scale_dtype   dtype of stored scales; None is bfloat16, or float16 for a float16 weight
-    packing       "bits", or "radix", which stores ternary codes in 1.6 bits
+    packing       name of a row of `PACKINGS`, such as "radix", which stores ternary codes in 1.6 bits
 
     Runs on the weight's device and returns a tensor there. Raises `FormatError` for a weight that is not a
     non-empty floating-point matrix, holds NaN or infinity, or whose scales overflow `scale_dtype`. It is

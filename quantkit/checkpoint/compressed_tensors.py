@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.engines import ENGINES, readers
+from quantkit.checkpoint.engines import ENGINES, VLLM, LayerKind, Stored, readers
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS
 from quantkit.packing.names import QUANTKIT, Container, StoredFormat
+from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.zero_points import ZeroPoint
 
@@ -30,6 +31,7 @@ class CompressedTensorsFormat:
     global_scale   True if all scales of a matrix are divided by one float32
     zero_points    kinds of zero-points
     group_size     its only group size, None for any that divides a row
+    packing        how its codes become words
     columns        number that divides the length of a row, so that its bytes are whole words
     type, strategy, scale_dtype   in its weight arguments; strategy None follows the group size
     fused          True if engines fuse its matrices and give all of them the largest global or single scale
@@ -43,6 +45,7 @@ class CompressedTensorsFormat:
     type: str
     global_scale: bool = False
     zero_points: tuple[ZeroPoint, ...] = ("none",)
+    packing: PackingName = "bits"
     group_size: int | None = None
     columns: int = 1
     strategy: str | None = None
@@ -73,18 +76,28 @@ class CompressedTensorsFormat:
             arguments["block_structure"] = [scheme.group_rows, scheme.group_columns(columns)]
         return arguments if self.scale_dtype is None else {**arguments, "scale_dtype": self.scale_dtype}
 
+    def stored_as(self, module: str, kind: LayerKind, scheme: Scheme, shape: tuple[int, int]) -> Stored:
+        """Return how engines see matrices of `module` in `scheme`, each of `shape` [N, K]."""
+        return Stored.of(module, kind, self.stored.name, self.arguments(scheme, shape[1]), shape[0])
+
 
 _E8M0 = torch.uint8
 
-#: Formats of compressed-tensors with quantkit's bytes. Its mxfp6 differs: a stream of 6-bit codes. Its int
-#: formats of other widths depend on its version.
+_PACKED = StoredFormat("pack-quantized", "_packed")
+
+#: Formats of compressed-tensors with quantkit's bytes. Its mxfp6 differs: a stream of 6-bit codes. vLLM 0.26
+#: takes zero-points only for int4 and int8.
 FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
     CompressedTensorsFormat(
-        StoredFormat("pack-quantized", "_packed"),
+        _PACKED,
         ("int4", "int8"),
         _MODEL_SCALES,
         "int",
         zero_points=("none", "integer"),
+    ),
+    CompressedTensorsFormat(_PACKED, ("int2",), _MODEL_SCALES, "int"),
+    CompressedTensorsFormat(
+        _PACKED, ("int3", "int5", "int6", "int7"), _MODEL_SCALES, "int", packing="stream"
     ),
     CompressedTensorsFormat(
         StoredFormat("float-quantized", "", torch.float8_e4m3fn, codes_per_element=1),
@@ -150,6 +163,14 @@ class _Case:
 Row = CompressedTensorsFormat
 Rows = Sequence[CompressedTensorsFormat]
 
+_OLDEST_VLLM = f"{VLLM.name} {VLLM.tried[0]}"
+
+
+def _has_zero_points(case: _Case) -> bool:
+    """Return True if another format has such zero-points."""
+    return any(case.scheme.zero_point in row.zero_points for row in FORMATS_OF_COMPRESSED_TENSORS)
+
+
 #: Conditions that a row must fulfil, in order, and the reason if none of the remaining rows does.
 _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]], ...] = (
     (
@@ -163,12 +184,18 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
         lambda rows, case: f"has no sums of {case.scheme.planes} values",
     ),
     (
-        lambda row, case: case.scheme.packing == "bits",
-        lambda rows, case: f"has no packing {case.scheme.packing!r}",
+        lambda row, case: case.scheme.packing == row.packing,
+        lambda rows, case: (
+            f"has {case.scheme.format.name} only in the packing {rows[0].packing!r}, "
+            f"this is {case.scheme.packing!r}"
+        ),
     ),
     (
         lambda row, case: case.scheme.zero_point in row.zero_points,
-        lambda rows, case: f"has no {case.scheme.zero_point} zero-points",
+        lambda rows, case: (
+            f"has no {case.scheme.zero_point} zero-points"
+            + (f" of {case.scheme.format.name} that {_OLDEST_VLLM} reads" if _has_zero_points(case) else "")
+        ),
     ),
     (
         lambda row, case: case.scheme.scale_type.name in row.scales,
@@ -207,8 +234,7 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
     ),
     (
         lambda row, case: (
-            not case.experts
-            or bool(readers("experts", row.stored.name, row.arguments(case.scheme, case.columns)["strategy"]))
+            not case.experts or bool(readers(row.stored_as("", "experts", case.scheme, (1, case.columns))))
         ),
         lambda rows, case: (
             f"has {case.scheme.format.name} {case.granularity} with {case.scheme.scale_type.name} scales for "
@@ -259,4 +285,4 @@ def stored_formats(container: Container) -> tuple[StoredFormat, ...]:
     """Return all ways to store a matrix in `container`."""
     if container == "quantkit":
         return (QUANTKIT,)
-    return tuple(row.stored for row in FORMATS_OF_COMPRESSED_TENSORS)
+    return tuple(dict.fromkeys(row.stored for row in FORMATS_OF_COMPRESSED_TENSORS))

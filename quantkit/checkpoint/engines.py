@@ -34,7 +34,7 @@ class Engine:
 
 
 VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"), plugin_tried="vLLM 0.32.0 on a CPU")
-SGLANG = Engine("SGLang", ("0.5.23",))
+SGLANG = Engine("SGLang", ("0.5.23",), plugin_tried="SGLang 0.5.23 on a CPU")
 TRANSFORMERS = Engine("transformers", ("5.23.0", "5.24.0"))
 ENGINES = (VLLM, SGLANG, TRANSFORMERS)
 #: Engines that serve, by the name of their package.
@@ -78,6 +78,7 @@ class Support:
     """Row: what an engine does with matrices stored in one way.
 
     format       format of compressed-tensors
+    bits         widths of the codes; empty for any
     strategies   strategies of their scales, as compressed-tensors calls them
     kinds        kinds of layers
     classes      classes of the engine that read them, by name; empty if it refuses or misreads them
@@ -93,6 +94,7 @@ class Support:
     what: str = ""
     why: str = ""
     instead: str = ""
+    bits: tuple[int, ...] = ()
     #: True if it reads them only in a checkpoint entirely of this format.
     alone: bool = False
     #: What of it may surprise a user who measured the checkpoint with quantkit.
@@ -103,20 +105,25 @@ class Support:
 BLOCK, OTHER_BLOCKS = "block", "other blocks"
 
 
-def strategy_of(arguments: Mapping[str, Any], rows: int) -> str:
-    """Return the strategy of a matrix of `rows` with these `weights` arguments of a config group."""
-    whole = arguments.get("block_structure") in (None, [128, 128]) and rows % 128 == 0
-    return OTHER_BLOCKS if arguments["strategy"] == BLOCK and not whole else str(arguments["strategy"])
-
-
 @dataclass(frozen=True)
 class Stored:
-    """Storage of the matrices of a module: format and strategy of compressed-tensors."""
+    """Storage of the matrices of a module: format and strategy of compressed-tensors, width of the codes."""
 
     module: str
     kind: LayerKind
     format: str
     strategy: str
+    bits: int
+
+    @classmethod
+    def of(
+        cls, module: str, kind: LayerKind, format: str, arguments: Mapping[str, Any], rows: int
+    ) -> "Stored":
+        """Return the storage of matrices of `rows` with these `weights` arguments of a config group."""
+        whole = arguments.get("block_structure") in (None, [128, 128]) and rows % 128 == 0
+        strategy = str(arguments["strategy"])
+        strategy = OTHER_BLOCKS if strategy == BLOCK and not whole else strategy
+        return cls(module, kind, format, strategy, arguments["num_bits"])
 
 
 @dataclass(frozen=True)
@@ -151,8 +158,24 @@ _FP8_EXPERTS = "fp8 experts with 16-bit inputs"
 #: `CompressedTensorsW4A4Mxfp4` and the classes beside it do not ask whether inputs are quantized.
 _QUANTIZES_X = "on Blackwell GPUs quantizes x too, so accuracy is not what quantkit measures"
 
+#: Widths of integers that vLLM has one kernel for, and SGLang none.
+_OTHER_BITS = (2, 3, 5, 6, 7)
+_HUMMING = "runs 2, 3, 5, 6 and 7 bits by Humming alone, on NVIDIA GPUs from Turing on, and was not run there"
+_GIVE_INTS = "Give all linears int4 or int8."
+
 #: The first row that fits decides. Storage without a row was not tested, and is not promised.
 SUPPORT: tuple[Support, ...] = (
+    Support(VLLM, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",), bits=_OTHER_BITS, caution=_HUMMING),
+    Support(
+        VLLM,
+        _INT,
+        _GROUPS,
+        _EXPERTS,
+        bits=_OTHER_BITS,
+        what="experts of 2, 3, 5, 6 or 7 bits",
+        why="0.26.0 has experts of 4 and 8 bits only, and newer versions were not tried",
+        instead="Give the experts int4 or int8, such as --rule '*.experts.*=int8'.",
+    ),
     Support(VLLM, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
     Support(VLLM, _INT, _GROUPS, _EXPERTS, ("CompressedTensorsWNA16MoEMethod",)),
     Support(VLLM, _INT, ("tensor",), _ALL, what=_TENSOR, instead=_GIVE_GROUPS),
@@ -187,6 +210,15 @@ SUPPORT: tuple[Support, ...] = (
     ),
     Support(VLLM, _NVFP4, ("tensor_group",), _LINEARS, ("CompressedTensorsW4A4Fp4",)),
     Support(VLLM, _NVFP4, ("tensor_group",), _EXPERTS, ("CompressedTensorsW4A4Nvfp4MoEMethod",)),
+    Support(
+        SGLANG,
+        _INT,
+        _GROUPS,
+        _ALL,
+        bits=_OTHER_BITS,
+        what="integers of 2, 3, 5, 6 or 7 bits",
+        instead=_GIVE_INTS,
+    ),
     Support(SGLANG, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
     Support(
         SGLANG,
@@ -195,7 +227,7 @@ SUPPORT: tuple[Support, ...] = (
         _EXPERTS,
         ("CompressedTensorsWNA16MoE",),
         what="integer experts beside linears of another format",
-        instead="Give all linears int4 or int8.",
+        instead=_GIVE_INTS,
         alone=True,
     ),
     Support(SGLANG, _INT, ("tensor",), _ALL, what=_TENSOR, instead=_GIVE_GROUPS),
@@ -263,19 +295,29 @@ SUPPORT: tuple[Support, ...] = (
 )
 
 
-def support(engine: Engine, kind: LayerKind, format: str, strategy: str) -> Support:
-    """Return the row for matrices of an engine; a row without classes if untested."""
+def support(engine: Engine, one: Stored) -> Support:
+    """Return the row of an engine for matrices stored as `one`; a row without classes if untested."""
     for row in SUPPORT:
-        if row.engine == engine and row.format == format and strategy in row.strategies and kind in row.kinds:
+        fits = (
+            one.strategy in row.strategies and one.kind in row.kinds and one.bits in (row.bits or (one.bits,))
+        )
+        if row.engine == engine and row.format == one.format and fits:
             return row
-    what = f"{kind} in {format} with scales per {strategy}"
-    instead = "Choose another format or group size."
-    return Support(engine, format, (strategy,), (kind,), what=what, why="it was not tried", instead=instead)
+    what = f"{one.kind} in {one.format} with scales per {one.strategy}"
+    return Support(
+        engine,
+        one.format,
+        (one.strategy,),
+        (one.kind,),
+        what=what,
+        why="it was not tried",
+        instead="Choose another format or group size.",
+    )
 
 
-def readers(kind: LayerKind, format: str, strategy: str) -> tuple[Engine, ...]:
-    """Return the engines that read such matrices."""
-    return tuple(engine for engine in ENGINES if support(engine, kind, format, strategy).classes)
+def readers(one: Stored) -> tuple[Engine, ...]:
+    """Return the engines that read matrices stored as `one`."""
+    return tuple(engine for engine in ENGINES if support(engine, one).classes)
 
 
 def refusals(layers: Iterable[Stored]) -> tuple[Refusal, ...]:
@@ -285,7 +327,7 @@ def refusals(layers: Iterable[Stored]) -> tuple[Refusal, ...]:
     found: dict[tuple[str, str, str], dict[Engine, list[str]]] = {}
     for engine in ENGINES:
         for one in layers:
-            row = support(engine, one.kind, one.format, one.strategy)
+            row = support(engine, one)
             if not row.classes or (row.alone and mixed):
                 reason = (row.what, row.why, row.instead)
                 found.setdefault(reason, {}).setdefault(engine, []).append(one.module)

@@ -13,8 +13,9 @@ if it is listed, and so is a head tied to it.
 """
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,6 +30,10 @@ VERSION = 1
 #: Reason why a checkpoint with a packed embedding needs quantkit.
 PACKED_TABLE = "the config names linears as packed, so other readers take embeddings to be dense"
 _FIELDS = {"version", "schemes", "default", "modules"}
+#: Parts of a linear of SGLang, and what ends a pattern for the first part and for the linear.
+_FUSED = {("q_proj", "k_proj", "v_proj"): "q(kv)?_proj$", ("gate_proj", "up_proj"): "gate(_up)?_proj$"}
+#: Start of a target that is a pattern.
+_PATTERN = "re:"
 
 
 @dataclass(frozen=True)
@@ -198,17 +203,20 @@ def changed_config(
             f"{new}.{name.removeprefix(old).lstrip('.')}".strip(".")
             for name in known
             for new, old in prefixes
-            if "." in name and f"{name}.".startswith(f"{old}." if old else "")
+            if not name.startswith(_PATTERN)
+            and "." in name
+            and f"{name}.".startswith(f"{old}." if old else "")
         )
         return list(dict.fromkeys([*known, *here]))
 
     if config.container == "compressed-tensors":
         groups = data.get("config_groups", {})
         changed["config_groups"] = {
-            name: {**group, "targets": with_names(group["targets"])} for name, group in groups.items()
+            name: {**group, "targets": _with_fused(with_names(group["targets"]))}
+            for name, group in groups.items()
         }
         dense = [name for name, scheme in schemes.items() if scheme is None]
-        changed["ignore"] = list(dict.fromkeys([*with_names(data.get("ignore", ())), *dense]))
+        changed["ignore"] = _with_fused([*with_names(data.get("ignore", ())), *dense])
     return changed
 
 
@@ -259,6 +267,8 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
         heads = {name for a in assignments if a.head for name in (*a.stored, a.module, *a.aliases)}
         most = max(groups.values(), key=lambda group: len(group["targets"]))
         most["targets"] = ["Linear", *(name for name in most["targets"] if name in heads)]
+        for group in groups.values():
+            group["targets"] = _with_fused(group["targets"])
     formats = list(dict.fromkeys(group["format"] for group in groups.values())) or ["pack-quantized"]
     return {
         "quant_method": "compressed-tensors",
@@ -267,5 +277,23 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
-        "ignore": list(ignore),
+        "ignore": _with_fused(ignore),
     }
+
+
+def _with_fused(names: Iterable[str]) -> list[str]:
+    """Return the names, and a pattern for each set of which SGLang makes one linear.
+
+    SGLang looks for a linear by its own name, then by its class, and only then by those of its parts. The
+    pattern matches a part too, because compressed-tensors warns of what matches no module.
+    """
+    known = dict.fromkeys(name for name in names if not name.startswith(_PATTERN))
+    patterns = (
+        _PATTERN + re.escape(parent + ".") + end
+        for parent, _, leaf in (name.rpartition(".") for name in known)
+        for parts, end in _FUSED.items()
+        if leaf == parts[0] and all(f"{parent}.{part}" in known for part in parts)
+        # Experts, which have numbers, are no linears of SGLang.
+        if not parent.rpartition(".")[2].isdigit()
+    )
+    return [*known, *patterns]

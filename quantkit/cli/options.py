@@ -128,7 +128,8 @@ PackingText = Annotated[
     str | None,
     typer.Option(
         "--packing",
-        help="bits (what kernels want) or radix (codes as digits of bytes: ternary in 1.6 bits, not 2).",
+        help="bits (what kernels want), radix (codes as digits of bytes: ternary in 1.6 bits, not 2) or "
+        "stream (int3, int5, int6 and int7 as compressed-tensors, which vLLM and transformers read).",
         show_default="bits",
     ),
 ]

@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
-from quantkit.packing import bitpack, radix
-from quantkit.packing.formats import FittedFormat, NumberFormat
+from quantkit.packing import bitpack, radix, stream
+from quantkit.packing.formats import FittedFormat, IntFormat, NumberFormat
 
-PackingName = Literal["bits", "radix"]
+PackingName = Literal["bits", "radix", "stream"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,14 @@ def _why_not_radix(number_format: NumberFormat, planes: int) -> str | None:
     return None
 
 
+def _why_not_stream(number_format: NumberFormat, planes: int) -> str | None:
+    if not isinstance(number_format, IntFormat) or planes > 1:
+        return "it is the layout in which other engines read integers; pack it as 'bits'"
+    if not stream.straddles(number_format.bits):
+        return f"codes of {number_format.bits} bits have the same words in both; pack it as 'bits'"
+    return None
+
+
 PACKINGS: dict[str, Packing] = {
     packing.name: packing
     for packing in (
@@ -74,6 +82,15 @@ PACKINGS: dict[str, Packing] = {
             codes_per_cut=lambda form, planes: radix.WORD_BYTES * radix.digits_per_byte(base(form)),
             pack=lambda codes, form, planes: radix.pack(codes, base(form)),
             unpack=lambda packed, form, planes, columns: radix.unpack(packed, base(form), columns),
+        ),
+        Packing(
+            "stream",
+            "codes of 3, 5, 6 and 7 bits straddle words: compressed-tensors' layout of integers, for vLLM",
+            why_not=_why_not_stream,
+            words_per_row=lambda columns, form, planes: stream.words_per_row(columns, form.bits),
+            codes_per_cut=lambda form, planes: stream.codes_per_cut(form.bits),
+            pack=lambda codes, form, planes: stream.pack(codes, form.bits),
+            unpack=lambda packed, form, planes, columns: stream.unpack(packed, form.bits, columns),
         ),
     )
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
-from quantkit.checkpoint.engines import ENGINES, SGLANG, TRANSFORMERS, VLLM, Stored, refusals, strategy_of
+from quantkit.checkpoint.engines import ENGINES, SGLANG, TRANSFORMERS, VLLM, refusals
 from quantkit.checkpoint.quantization_config import Assignment
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.model_class import named_classes
@@ -153,7 +153,7 @@ def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
     for a, scheme in packed:
         row = compressed_tensors_format(scheme, a.shape[1])
         arguments = row.arguments(scheme, a.shape[1])
-        stored.append(Stored(a.module, a.kind, row.stored.name, strategy_of(arguments, a.shape[0])))
+        stored.append(row.stored_as(a.module, a.kind, scheme, a.shape))
         if row.bfloat16:
             narrow.add(row.stored.name)
         if a.experts:
@@ -168,6 +168,11 @@ def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
         yield Note(
             "transformers without quantkit reads zero-points only with compressed-tensors up to 0.17, or "
             "with CompressedTensorsConfig(dequantize=True)."
+        )
+    if any(scheme.packing == "stream" for _, scheme in packed):
+        yield Note(
+            "transformers without quantkit reads the packing 'stream' with compressed-tensors 0.18 or newer; "
+            "older ones, such as vLLM's 0.17, expect other words, and stop with an error."
         )
     if narrow:
         yield Note(

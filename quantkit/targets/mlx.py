@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.dtypes import SAFETENSORS_DTYPES
-from quantkit.checkpoint.low_bit.bit_stream import pack_stream, words_of
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.structure import Structure
+from quantkit.packing import stream
 from quantkit.packing.formats import number_format
 from quantkit.targets.mlx_config import mlx_config
 from quantkit.targets.packed_source import StoredMatrix
@@ -102,7 +102,7 @@ def _job(matrix: StoredMatrix, one: Fit, dtype: torch.dtype) -> Job:
     base, (rows, columns) = matrix.name.removesuffix(".weight"), matrix.shape
     bits, groups = one.supported.format.bits, columns // one.size
     specs = (
-        TensorSpec(f"{base}.weight", "U32", (rows, words_of(columns, bits))),
+        TensorSpec(f"{base}.weight", "U32", (rows, stream.words_per_row(columns, bits))),
         TensorSpec(f"{base}.scales", SAFETENSORS_DTYPES[dtype], (rows, groups)),
         TensorSpec(f"{base}.biases", SAFETENSORS_DTYPES[dtype], (rows, groups)),
     )
@@ -110,7 +110,7 @@ def _job(matrix: StoredMatrix, one: Fit, dtype: torch.dtype) -> Job:
     def chunks(checkpoint: Checkpoint) -> Iterator[Chunk]:
         start = 0
         for found in recoded_rows(checkpoint, matrix, one.supported, one.size):
-            words = pack_stream(found.codes, bits).view(torch.uint32)
+            words = stream.pack(found.codes, bits).view(torch.uint32)
             parts = words, found.scales.to(dtype), _biases(found, one.supported).to(dtype)
             for spec, part in zip(specs, parts, strict=True):
                 yield spec.name, part, start * spec.shape[1]

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
-from quantkit.checkpoint.engines import Engine, Support, asked_engine, installed_beside, strategy_of, support
+from quantkit.checkpoint.engines import Engine, Support, asked_engine, installed_beside, support
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.model_class import why_no_class
+from quantkit.packing.packings import PACKINGS
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.plan_warnings import reader_notes
 from quantkit.runtime.parallel_plan import Cut, TensorParallelPlan
@@ -145,8 +146,7 @@ def _row(engine: Engine, a: Assignment) -> Support | None:
     if a.scheme is None:
         return None
     row = compressed_tensors_format(a.scheme, a.shape[1])
-    strategy = strategy_of(row.arguments(a.scheme, a.shape[1]), a.shape[0])
-    return support(engine, a.kind, row.stored.name, strategy)
+    return support(engine, row.stored_as(a.module, a.kind, a.scheme, a.shape))
 
 
 def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str]:
@@ -157,7 +157,7 @@ def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str
         if row is not None and row.caution:
             found.setdefault(f"{row.classes[0]} of {engine.name} {row.caution}", []).append(a.module)
         size = None if a.scheme is None else a.scheme.for_columns(a.shape[1]).group_size
-        integers = row is not None and row.format == "pack-quantized"
+        integers = row is not None and row.format == "pack-quantized" and not row.bits
         if integers and isinstance(size, int) and size not in MARLIN_GROUPS:
             text = (
                 f"Marlin takes groups of {', '.join(map(str, MARLIN_GROUPS))} or whole rows, not of {size}: "
@@ -258,7 +258,8 @@ def _in_engine(cut: Cut, a: Assignment | None) -> Cut:
     arguments = row.arguments(a.scheme, a.shape[1])
     # A row of one group is a group too: engines look for a scale for every so many columns of a share.
     group = arguments["group_size"] or arguments.get("block_structure", (1, 1))[1]
-    word = row.stored.codes_per_element or 32 // arguments["num_bits"]
+    word = row.stored.codes_per_element
+    word = word or PACKINGS[a.scheme.packing].codes_per_cut(a.scheme.format, a.scheme.planes)
     units = {f"groups of {group}": group, f"words of {word} codes": word}
     return replace(cut, units={name: unit for name, unit in units.items() if unit > 1})
 

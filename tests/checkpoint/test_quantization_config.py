@@ -12,7 +12,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig as PeerConfig
 
 from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
-from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig, changed_config
 from quantkit.errors import CheckpointError
 from quantkit.packing.formats import CodebookFormat
 from quantkit.packing.schemes import Scheme, scheme
@@ -87,7 +87,18 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (INT4, 200, "compressed-tensors needs groups that divide 200, not 128"),
         (FP6, 256, "compressed-tensors has no fp6-e2m3"),
         (scheme("binary"), 256, "compressed-tensors has no binary"),
-        (scheme("int5"), 256, "compressed-tensors has no int5"),
+        (
+            scheme("int5"),
+            256,
+            "compressed-tensors has int5 only in the packing 'stream', this is 'bits'",
+        ),
+        *[(scheme(f"int{bits}", packing="stream"), 256, None) for bits in (3, 5, 6, 7)],
+        (scheme("int2"), 256, None),
+        (
+            scheme("int2", zero_point="integer"),
+            256,
+            "compressed-tensors has no integer zero-points of int2 that vLLM 0.26.0 reads",
+        ),
         (scheme("nvfp4"), 256, None),
         (scheme("nvfp4"), 16, None),  # one group is the row
         (
@@ -137,7 +148,7 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
             102,
             "compressed-tensors stores 102 codes of fp8-e4m3 a row without padding to whole words",
         ),
-        (scheme("int5", group_size="tensor"), 256, "compressed-tensors has no int5"),
+        (scheme("int5", group_size="tensor", packing="stream"), 256, None),
         (
             scheme("fp8"),
             250,
@@ -187,6 +198,28 @@ def test_compressed_tensors_understands_the_arguments() -> None:
 def test_rows_of_exactly_one_group_share_the_configuration_of_longer_rows() -> None:
     groups = peer_groups([linear("gate", INT4, columns=256), linear("down", INT4, columns=128)])
     assert [(targets, weights.group_size) for targets, weights in groups.items()] == [(("Linear",), 128)]
+
+
+def test_a_linear_that_sglang_fuses_is_found_by_name_before_its_class() -> None:
+    parts = [f"b.0.self_attn.{one}_proj" for one in "qkv"]
+    kept = [
+        "b.1.mlp.gate_proj",
+        "b.1.mlp.up_proj",
+        "b.1.mlp.experts.0.gate_proj",
+        "b.1.mlp.experts.0.up_proj",
+    ]
+    others = [linear(f"b.{layer}.o_proj", INT4) for layer in range(9)]
+    data = written([*others, *(linear(one, INT8) for one in parts), *(linear(one, None) for one in kept)])
+    most, few = (group["targets"] for group in data["config_groups"].values())
+    assert most == ["Linear"]
+    assert few == [*parts, r"re:b\.0\.self_attn\.q(kv)?_proj$"]
+    assert data["ignore"] == [*kept, r"re:b\.1\.mlp\.gate(_up)?_proj$"]
+    for pattern, whole in ((few[-1], "b.0.self_attn.qkv_proj"), (data["ignore"][-1], "b.1.mlp.gate_up_proj")):
+        assert re.match(pattern.removeprefix("re:"), whole)
+    # A model of another class has the patterns of its own names.
+    modules = {one: f"m.{one}" for one in parts}
+    changed = changed_config(data, dict.fromkeys(modules.values(), INT8), {m: o for o, m in modules.items()})
+    assert r"re:m\.b\.0\.self_attn\.q(kv)?_proj$" in changed["config_groups"]["group_1"]["targets"]
 
 
 @pytest.mark.parametrize(

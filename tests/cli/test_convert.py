@@ -182,6 +182,22 @@ def test_each_type_becomes_its_scheme(
     assert set(result.relative_errors.values()) == {0.0}
 
 
+def test_linears_get_the_packing_that_they_can_have(run: Run, model: Any, tmp_path: Path) -> None:
+    of = types("Q5_0", {"blk.0.ffn_up.weight": "Q8_0"})
+    path = write_gguf(tmp_path / "a.gguf", "llama", model, of, general__name="a")
+    out, options = tmp_path / "out", ("--dense-embeddings", "--packing", "stream")
+    done = run("convert", path, out, "--no-check", *options)
+    assert done.code == 0, done.err
+    assert "13 int5 g32 stream float16: Q5_0 in the source" in done.out
+    assert "1 int8 g32 float16: Q8_0 in the source" in done.out
+    assert "a compressed-tensors checkpoint" in done.out
+    assert run("verify", out, "--no-reload", "--against", path).code == 0
+    path = write_gguf(tmp_path / "b.gguf", "llama", model, types("Q4_0", {}), general__name="b")
+    done = run("convert", path, tmp_path / "none", *options)
+    assert done.code == 2
+    assert "--packing stream is for no linear of this source: they become int4." in done.err
+
+
 def test_types_without_a_scheme_are_refused_by_name(run: Run, tmp_path: Path) -> None:
     """K-quants have scales of scales; `quantize` reads them."""
     model = tiny_model("llama", hidden_size=256, intermediate_size=256)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
+from quantkit.packing.packings import PACKINGS
 from quantkit.packing.schemes import Scheme, scheme
 
 ANSWERS = Path(__file__).with_name("engine_answers.json")
@@ -46,6 +47,7 @@ SCHEMES = (
     ("int8", "channel", "none"),
     ("int8", "channel", "integer"),
     ("int8", "tensor", "none"),
+    *((f"int{bits}", size, "none") for bits in (2, 3, 5, 6, 7) for size in (128, "channel")),
     ("fp8", 128, "none"),
     ("fp8", "128x128", "none"),
     ("fp8", "64x64", "none"),
@@ -57,7 +59,11 @@ SCHEMES = (
 )
 KINDS = ("linear", "experts", "lm_head")
 
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+#: Parts of fused linears that a model's class names. Llama and Qwen of SGLang name none.
+FUSED: dict[str, dict[str, list[str]]] = {
+    "vllm": {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
+    "sglang": {},
+}
 #: What is imported of each engine, below the folder of its quantization.
 FOLDERS = {
     "vllm": "vllm.model_executor.layers.quantization",
@@ -155,6 +161,7 @@ class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class Engine:
     """The classes of an imported engine: its config, a fused linear, fused experts and a head."""
 
+    fused: dict[str, list[str]]
     config: Any
     linear: Any
     experts: Any
@@ -178,12 +185,12 @@ class Engine:
             experts = importlib.import_module(f"{layers}.moe.fused_moe_triton").FusedMoE
         head = type("ParallelLMHead", (heads.ParallelLMHead,), {})
         linear = type("QKVParallelLinear", (linears.LinearBase,), {})
-        return cls(read.CompressedTensorsConfig, linear, experts, head)
+        return cls(FUSED[package], read.CompressedTensorsConfig, linear, experts, head)
 
     def answer(self, section: dict[str, Any], kind: str) -> str:
         """The class that reads a layer of `kind` as `section` describes it, or the error."""
         config = self.config.from_config(json.loads(json.dumps(section)))
-        config.packed_modules_mapping = FUSED
+        config.packed_modules_mapping = self.fused
         made, name = {
             "linear": (self.linear, "model.layers.0.self_attn.qkv_proj"),
             "experts": (self.experts, "model.layers.0.mlp.experts"),
@@ -197,13 +204,19 @@ class Engine:
         return type(method if scheme is None else scheme).__name__
 
 
-def section_of(kinds: dict[str, Scheme]) -> dict[str, Any]:
-    """The `quantization_config` that quantkit writes for a layer with experts and a head in these schemes."""
+def section_of(kinds: dict[str, Scheme], others: Scheme | None = None) -> dict[str, Any]:
+    """The `quantization_config` that quantkit writes for a layer with experts and a head in these schemes.
+
+    With `others`, further layers have linears in that scheme, so that most of all have it.
+    """
     layer = "model.layers.0"
     linear = [
         Assignment(name, (name,), (256, 256), kinds["linear"])
         for name in (f"{layer}.self_attn.{part}_proj" for part in "qkvo")
     ]
+    if others is not None:
+        names = (f"model.layers.{number}.mlp.down_proj" for number in range(1, 40))
+        linear += [Assignment(name, (name,), (256, 256), others) for name in names]
     halves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     experts = [
         Assignment(
@@ -226,14 +239,27 @@ def answers_of(engine: Engine) -> dict[str, dict[str, str]]:
     """By scheme, what reads each kind of layer, and experts beside linears of another format."""
     found: dict[str, dict[str, str]] = {}
     other = {"pack-quantized": "fp8"}
-    for name, size, zero in SCHEMES:
-        made = scheme(name, group_size=size, zero_point=zero, weight_dtype=torch.bfloat16)
+    for case in SCHEMES:
+        made = scheme_of(case)
         section = section_of(dict.fromkeys(KINDS, made))
         beside = scheme(other.get(section["format"], "int8"), weight_dtype=torch.bfloat16)
         mixed = section_of({**dict.fromkeys(KINDS, beside), "experts": made})
-        asked = {**{kind: (section, kind) for kind in KINDS}, "mixed experts": (mixed, "experts")}
-        found[key_of((name, size, zero))] = {where: tried(engine, *what) for where, what in asked.items()}
+        few = section_of({**dict.fromkeys(KINDS, beside), "linear": made}, beside)
+        asked = {
+            **{kind: (section, kind) for kind in KINDS},
+            "mixed experts": (mixed, "experts"),
+            "mixed linear": (few, "linear"),
+        }
+        found[key_of(case)] = {where: tried(engine, *what) for where, what in asked.items()}
     return found
+
+
+def scheme_of(case: tuple[str, Any, Any]) -> Scheme:
+    """One of `SCHEMES`, in the packing of compressed-tensors."""
+    name, size, zero = case
+    made = scheme(name, group_size=size, zero_point=zero, weight_dtype=torch.bfloat16)
+    straddles = PACKINGS["stream"].why_not(made.format, made.planes) is None
+    return replace(made, packing="stream") if straddles else made
 
 
 def key_of(case: tuple[object, ...]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quantkit.packing import bitpack, radix
+from quantkit.packing import bitpack, radix, stream
 from quantkit.packing.packings import base
 from quantkit.packing.schemes import Scheme
 
@@ -28,10 +28,11 @@ def decode(
     weights, sizes = (torch.empty(shape, dtype=torch.float64) for _ in range(2))
     for n in range(rows):
         row = [word & 0xFFFFFFFF for word in parts["packed"][n].tolist()]
-        if scheme.packing == "radix":
-            codes = radix.unpack_reference(row, base(scheme.format), columns)
-        else:
-            codes = bitpack.unpack_reference(row, bits * planes, columns)
+        codes = {
+            "bits": lambda row: bitpack.unpack_reference(row, bits * planes, columns),
+            "radix": lambda row: radix.unpack_reference(row, base(scheme.format), columns),
+            "stream": lambda row: stream.unpack_reference(row, bits, columns),
+        }[scheme.packing](row)
         for k, code in enumerate(codes):
             g, total, size = k // group, 0.0, 0.0
             for plane in range(planes):

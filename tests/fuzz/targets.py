@@ -205,6 +205,7 @@ _CUSTOM = (
     Scheme(FloatFormat("e3m1", 5, 3, 1, 3), 16, scale_dtype=torch.float16),
     Scheme(IntFormat("mine-int5", 5), 24, "integer"),
     scheme("ternary", group_size=16, packing="radix"),
+    scheme("int5", group_size=16, packing="stream"),
     scheme("int8", group_size="tensor"),
     replace(scheme("fp8"), group_size=16, group_rows=16),
     scheme("int3", group_size=8, zero_point="float", scale_dtype=torch.float8_e4m3fn),

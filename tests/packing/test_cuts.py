@@ -21,6 +21,7 @@ SCHEMES = {
     "int8 tensor": scheme("int8", group_size="tensor"),
     "fp8 blocks": Scheme(scheme("fp8").format, 40, group_rows=8),
     "ternary radix": scheme("ternary", group_size=60, packing="radix"),
+    **{f"int{bits} stream": scheme(f"int{bits}", group_size=40, packing="stream") for bits in (3, 6)},
     "rank one in groups": Scheme(scheme("binary").format, 32, column_scale=True),
 }
 
@@ -91,6 +92,8 @@ def test_pieces_between_units_are_the_weight(name, axis):
         ("int4 channel", 1, {"words of 8 codes": 8}),
         ("int8 tensor", 1, {"words of 4 codes": 4}),
         ("ternary radix", 1, {"groups of 60": 60, "words of 20 codes": 20}),
+        ("int3 stream", 1, {"groups of 40": 40, "words of 32 codes": 32}),
+        ("int6 stream", 1, {"groups of 40": 40, "words of 16 codes": 16}),
         ("binary-residual", 1, {"groups of 40": 40, "words of 16 codes": 16}),
     ],
 )

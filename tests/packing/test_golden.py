@@ -33,6 +33,7 @@ SCHEMES: dict[str, Scheme] = {
     "int4-columns": Scheme(FORMATS["int4"], 32, scale_dtype=torch.float16, column_scale=True),
     "book3-e4m3": Scheme(FittedFormat("book3", 3), 28, scale_dtype=torch.float8_e4m3fn, global_scale=True),
     "ternary-radix": scheme("ternary", packing="radix"),
+    "int3-stream": scheme("int3", packing="stream"),
     "fp8-tensor": scheme("fp8", group_size="tensor"),
     "fp8-blocks": Scheme(FORMATS["fp8-e4m3"], 32, scale_dtype=torch.float32, group_rows=4),
     "ternary-radix-tensor": scheme("ternary", group_size="tensor", packing="radix"),

@@ -176,6 +176,13 @@ CASES: dict[str, Scheme] = {
     "nvfp4": scheme("nvfp4"),
     "int4": scheme("int4", group_size=32, scale_dtype=torch.float32),
     "int8": scheme("int8", scale_dtype=torch.float32),
+    "int2": scheme("int2", group_size=64, scale_dtype=torch.float32),
+    **{
+        f"int{bits}": scheme(f"int{bits}", group_size=32, scale_dtype=torch.float32, packing="stream")
+        for bits in (3, 5, 6, 7)
+    },
+    "int5 channel": scheme("int5", group_size="channel", scale_dtype=torch.float16, packing="stream"),
+    "int3 tensor": scheme("int3", group_size="tensor", scale_dtype=torch.float32, packing="stream"),
     "int4 tensor": scheme("int4", group_size="tensor", scale_dtype=torch.float32),
     "int8 tensor": scheme("int8", group_size="tensor", scale_dtype=torch.float16),
 }

@@ -104,7 +104,7 @@ def test_a_damaged_byte_becomes_nan_and_not_a_wrong_number() -> None:
     assert linear(torch.randn(1, 40), broken).isnan().tolist() == [[False, True]]
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", ["bits", "radix"])
 @pytest.mark.parametrize("row", ["unpack", "int-digits"])
 def test_every_kernel_gives_nan_for_codes_without_a_value(
     row: str, packing: PackingName, monkeypatch: pytest.MonkeyPatch
@@ -152,7 +152,7 @@ def test_column_scales_and_digits_go_together() -> None:
     weight = torch.randn(24, 60) * torch.linspace(0.2, 3, 60)
     one, other = (
         quantize_tensor(weight, Scheme(FORMATS["ternary"], 20, column_scale=True, packing=name))
-        for name in PACKINGS
+        for name in ("bits", "radix")
     )
     assert [part for part, _ in other.parts()] == ["packed", "scale", "column_scale"]
     assert_equal(one.dequantize(), other.dequantize())
@@ -190,7 +190,9 @@ def test_bits_per_weight_are_counted_honestly(chosen: Scheme, columns: int, bits
 @pytest.mark.parametrize("columns", [7, 20, 64, 130])
 def test_both_packings_hold_the_same_numbers(columns: int) -> None:
     weight = torch.randn(9, columns)
-    one, other = (quantize_tensor(weight, "ternary", group_size=16, packing=name) for name in PACKINGS)
+    one, other = (
+        quantize_tensor(weight, "ternary", group_size=16, packing=name) for name in ("bits", "radix")
+    )
     assert_equal(one.codes(), other.codes())
     assert_equal(one.codes(2, 5), other.codes(2, 5))
     assert_equal(one.dequantize(), other.dequantize())
@@ -212,7 +214,7 @@ def test_the_scheme_says_its_packing() -> None:
 
 @pytest.mark.parametrize("packing", ["trits", None, 3, []])
 def test_an_unknown_packing_is_refused(packing: Any) -> None:
-    with pytest.raises(FormatError, match=r"scheme field 'packing' is .*; it is one of bits, radix"):
+    with pytest.raises(FormatError, match=r"scheme field 'packing' is .*; it is one of bits, radix, stream"):
         Scheme.from_dict({**scheme("ternary").to_dict(), "packing": packing})
 
 

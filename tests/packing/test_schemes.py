@@ -50,6 +50,7 @@ EVERY = [
     Scheme(FORMATS["ternary"], 64, planes=3),
     Scheme(THIRDS, 32, packing="radix"),
     scheme("ternary", packing="radix"),
+    *[scheme(f"int{bits}", packing="stream") for bits in (3, 5, 6, 7)],
     *[
         scheme(name, group_size="tensor", scale_dtype=dtype)
         for name, dtype in itertools.product(PRESETS, (torch.float32, torch.float16, torch.bfloat16))

@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mxfp4": {"format": "mxfp4"},
     "int3 e4m3": {"format": "int3", "group_size": 32, "scale_dtype": "e4m3"},
     "int2 float": {"format": "int2", "group_size": 32, "zero_point": "float"},
+    "int5 stream": {"format": "int5", "group_size": 32, "packing": "stream"},
     "int4 float e4m3": {"format": "int4", "group_size": 32, "zero_point": "float", "scale_dtype": "e4m3"},
     "ternary": {"format": "ternary"},
     "nf4": {"format": "nf4"},
@@ -47,7 +48,7 @@ MIXTURE = (
 )
 CASES += [("qwen3_moe", kind) for kind in MIXTURE]
 #: The others are in quantkit's own container.
-COMPRESSED_TENSORS = {("llama", kind) for kind in ("nvfp4", "mxfp4", "mxfp8")} | {
+COMPRESSED_TENSORS = {("llama", kind) for kind in ("nvfp4", "mxfp4", "mxfp8", "int5 stream")} | {
     (family, kind)
     for family in ("llama", "qwen3_moe")
     for kind in ("fp8", "mxfp4", "fp8 tensor", "int8 tensor")

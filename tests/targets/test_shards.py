@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.checkpoint.low_bit.bit_stream import pack_stream, unpack_stream
 from quantkit.errors import CheckpointError
 from quantkit.exporting import ExportOptions
 from quantkit.verification.against_source import compare_with_source
 
 from ..conftest import Run
-from ..support.compare import assert_equal
 from .conftest import Pack
 
 ASYMMETRIC = {"zero_point": "integer", "scale_dtype": "bfloat16"}
@@ -52,12 +49,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mlx": ({"format": "fp8"}, "and its values are those of fp8-e4m3; mlx holds integers"),
     "mlx float32": ({"format": "int4", "scale_dtype": "float32"}, "and not all of its scales are bfloat16"),
 }
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_a_stream_is_packed_as_it_is_read(bits: int) -> None:
-    codes = torch.randint(0, 2**bits, (3, 70), dtype=torch.uint8)
-    assert_equal(unpack_stream(pack_stream(codes, bits), bits, 70), codes)
 
 
 @pytest.mark.parametrize("name", HELD)

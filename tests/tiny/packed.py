@@ -36,6 +36,8 @@ SCHEMES: dict[str, Scheme] = {
     "fp6-wide": scheme("fp6", group_size=128),
     "binary": scheme("binary", group_size=64),
     "ternary-radix": scheme("ternary", group_size=32, packing="radix"),
+    "int2": scheme("int2", group_size=32),
+    "int3-stream": scheme("int3", group_size=32, packing="stream"),
     "fp8": scheme("fp8"),
     "fp8-groups": scheme("fp8", group_size=32, scale_dtype=torch.float16),
     "fp8-blocks": Scheme(scheme("fp8").format, 32, scale_dtype=torch.float32, group_rows=16),

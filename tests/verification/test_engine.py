@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint import engines
-from quantkit.checkpoint.engines import SGLANG, VLLM, Engine, asked_engine, installed_beside, support
+from quantkit.checkpoint.engines import SGLANG, VLLM, Engine, Stored, asked_engine, installed_beside, support
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import quantize_checkpoint
@@ -54,15 +54,36 @@ def test_each_linear_has_the_class_of_the_table(tmp_path):
     assert json.loads(json.dumps(found.to_dict()))["tensor_parallel"]["1"] is None
 
 
+def test_widths_that_one_kernel_of_the_engine_reads(tmp_path):
+    rules = ("*.self_attn.*=int2:32", "*.down_proj=int8")
+    found = report_of(packed(tmp_path, format="int3", group_size=32, packing="stream", rules=rules))
+    assert found.refusals == ()
+    by_name = {name: (layer.scheme, layer.reads) for name, layer in found.layers.items()}
+    assert by_name["model.layers.0.mlp.up_proj"] == ("int3 g32 stream bfloat16", "CompressedTensorsWNA16")
+    assert by_name["model.layers.0.self_attn.q_proj"] == ("int2 g32 bfloat16", "CompressedTensorsWNA16")
+    (note,) = found.notes
+    assert note == (
+        "CompressedTensorsWNA16 of vLLM runs 2, 3, 5, 6 and 7 bits by Humming alone, on NVIDIA GPUs from "
+        "Turing on, and was not run there: model.layers.0.mlp.gate_proj and 11 more."
+    )
+    (refusal,) = report_of(tmp_path / "packed", SGLANG).refusals
+    assert "cannot load integers of 2, 3, 5, 6 or 7 bits" in refusal
+
+
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=str)
 @pytest.mark.parametrize("format", ["int8", "fp8", "nvfp4", "mxfp4", "mxfp8"])
 def test_what_is_said_of_experts_is_the_table(tmp_path, engine, format):
     found = report_of(packed(tmp_path, "qwen3_moe", format=format), engine)
     experts = found.layers["model.layers.0.mlp.experts.gate_up_proj"]
     assert (experts.kind, experts.shape, experts.matrices) == ("experts", (32, 64), 8)
-    stored = {"int8": ("pack-quantized", "channel"), "fp8": ("float-quantized", "channel")}
-    stored |= {"nvfp4": ("nvfp4-pack-quantized", "tensor_group"), "mxfp4": ("mxfp4-pack-quantized", "group")}
-    row = support(engine, "experts", *stored.get(format, ("mxfp8-quantized", "group")))
+    stored = {
+        "int8": ("pack-quantized", "channel", 8),
+        "fp8": ("float-quantized", "channel", 8),
+        "nvfp4": ("nvfp4-pack-quantized", "tensor_group", 4),
+        "mxfp4": ("mxfp4-pack-quantized", "group", 4),
+        "mxfp8": ("mxfp8-quantized", "group", 8),
+    }
+    row = support(engine, Stored("e", "experts", *stored[format]))
     assert experts.reads == next(iter(row.classes), None)
     assert bool(found.refusals) == (experts.reads is None)
 
@@ -84,7 +105,7 @@ def test_experts_by_other_names_stop_only_versions_that_do_not_find_them(tmp_pat
         ({"format": "int4", "group_size": "tensor"}, ["integers with one scale per tensor", "-g channel"]),
         ({"format": "int5", "group_size": 32},
          ["vLLM alone has no quant_method 'quantkit', and compressed-tensors cannot express this: model.",
-          "has no int5 (one of 14 linears). Choose formats and group sizes that it has",
+          "has int5 only in the packing 'stream', this is 'bits' (one of 14 linears). Choose formats",
           "With quantkit beside vLLM, its plug-in runs this: tried with vLLM 0.32.0 on a CPU."]),
     ],
     ids=["fused", "tensor", "own"],
@@ -143,6 +164,13 @@ def test_sizes_of_tensor_parallelism_follow_heads_groups_and_words(tmp_path):
     found = works(packed(tmp_path / "words", format="int8"))
     assert found[2].endswith(
         "86 of the 172 columns of 'model.layers.0.mlp.down_proj', which are no whole words of 4 codes"
+    )
+    options = {"format": "int6", "group_size": 8, "packing": "stream"}
+    found = works(packed(tmp_path / "stream", rules=("*.down_proj=fp8",), **options))
+    assert found[4] is None  # 64 columns of o_proj are four words of 16 codes.
+    found = works(packed(tmp_path / "odd", rules=("*.down_proj=fp8",), **{**options, "format": "int5"}))
+    assert found[2] is None and found[4].endswith(
+        "16 of the 64 columns of 'model.layers.0.self_attn.o_proj', which are no whole words of 32 codes"
     )
     found = works(packed(tmp_path / "groups", format="int4", group_size=4))
     assert found[1] is None and found[2].endswith("which are no whole groups of 4")

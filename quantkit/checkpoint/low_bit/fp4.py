@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quantkit.checkpoint.low_bit.bit_stream import nibbles
+from quantkit.checkpoint.low_bit.fields import nibbles
 from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 from quantkit.checkpoint.low_bit.weight import (
     POWERS_OF_TWO,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.checkpoint.low_bit.bit_stream import nibbles, unpack_stream, words_of
+from quantkit.checkpoint.low_bit.fields import nibbles
 from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 from quantkit.checkpoint.low_bit.pack_quantized import group_numbers
 from quantkit.checkpoint.low_bit.weight import (
@@ -21,7 +21,7 @@ from quantkit.checkpoint.low_bit.weight import (
     wrong,
 )
 from quantkit.checkpoint.tensors import Read
-from quantkit.packing import bitpack
+from quantkit.packing import bitpack, stream
 from quantkit.packing.formats import number_format
 
 Unpack = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -31,8 +31,8 @@ _ELSEWHERE = "Convert the checkpoint to the format gptq_v2 with its own tools, o
 #: By format name: the number added to stored zero-points, and the layout of codes in words. Version 1 stores
 #: the zero-point minus 1, modulo 2**bits. gptq_p stores a code in parts, as `bitpack` does.
 _GPTQ: dict[str, tuple[int, Unpack]] = {
-    "gptq": (1, unpack_stream),
-    "gptq_v2": (0, unpack_stream),
+    "gptq": (1, stream.unpack),
+    "gptq_v2": (0, stream.unpack),
     "gptq_p": (0, bitpack.unpack),
 }
 #: Row of the code at each place of an AWQ word, lowest bits first.
@@ -57,8 +57,12 @@ class Gptq(LowBitWeight):
         count, rows = scale.shape
         bits = _width(parts, settings)
         columns = numbers.elements if numbers is not None else codes.shape[0] * 32 // bits
-        expect_shape(codes, (words_of(columns, bits), rows), f"{bits} bits and scales {scale.name!r}")
-        expect_shape(zero, (count, words_of(rows, bits)), f"{bits} bits and scales {scale.name!r}")
+        expect_shape(
+            codes, (stream.words_per_row(columns, bits), rows), f"{bits} bits and scales {scale.name!r}"
+        )
+        expect_shape(
+            zero, (count, stream.words_per_row(rows, bits)), f"{bits} bits and scales {scale.name!r}"
+        )
         name = _format_name(parts, settings)
         added, unpack = _GPTQ["gptq_p" if bits in _PLANES_ONLY else name]
         size = settings.values.get("group_size")
@@ -84,7 +88,7 @@ class Gptq(LowBitWeight):
         scales = read(self.parts["scale"], columns=(start, stop)).T.contiguous()
         # 32 codes fill whole words, in every layout.
         low, high = start // 32 * 32, min(rows, -(-stop // 32) * 32)
-        inside = words_of(low, self.bits), words_of(high, self.bits)
+        inside = stream.words_per_row(low, self.bits), stream.words_per_row(high, self.bits)
         stored = self.unpack(read(self.parts["zero"], columns=inside), self.bits, high - low)
         zeros = (stored[:, start - low : stop - low] + self.added) & ((1 << self.bits) - 1)
         return StoredGrid(self.spec, codes, scales, zeros.T.float(), groups=self.groups)
@@ -153,8 +157,8 @@ def _width(parts: Parts, settings: Settings) -> int:
     fits = [
         bits
         for bits in range(2, 9)
-        if words_of(scale.shape[1], bits) == zero.shape[1]
-        and (numbers is None or words_of(numbers.elements, bits) == codes.shape[0])
+        if stream.words_per_row(scale.shape[1], bits) == zero.shape[1]
+        and (numbers is None or stream.words_per_row(numbers.elements, bits) == codes.shape[0])
     ]
     said = settings.integer("bits")
     if said in fits:

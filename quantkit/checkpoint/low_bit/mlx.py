@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.low_bit.bit_stream import unpack_stream, words_of
 from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 from quantkit.checkpoint.low_bit.pack_quantized import integers
 from quantkit.checkpoint.low_bit.weight import (
@@ -21,6 +20,7 @@ from quantkit.checkpoint.low_bit.weight import (
     wrong,
 )
 from quantkit.checkpoint.tensors import Read, StoredTensor
+from quantkit.packing import stream
 from quantkit.packing.formats import NumberFormat, number_format
 
 
@@ -49,7 +49,7 @@ class Mlx(LowBitWeight):
         if type(size) is not int or not 0 < size <= 1 << 20:
             wrong(codes, f"{settings.where} says group_size {size!r}; expected a number of columns")
         columns = size * scale.shape[-1]
-        bits = next((b for b in range(1, 9) if words_of(columns, b) == codes.shape[-1]), None)
+        bits = next((b for b in range(1, 9) if stream.words_per_row(columns, b) == codes.shape[-1]), None)
         if bits is None or own.get("bits", bits) != bits:
             wrong(codes, f"{own.get('bits')!r} bits, as {settings.where} says, do not fit {columns} columns")
         symmetric = bits == 1 and read is not None and _is_symmetric(read, scale, bias)
@@ -66,7 +66,7 @@ class Mlx(LowBitWeight):
 
     def read_rows(self, read: Read, start: int, stop: int) -> StoredGrid:
         words = read(as_matrix(self.parts["codes"]), start, stop).view(torch.int32)
-        codes = unpack_stream(words, self.bits, self.spec.shape[1])
+        codes = stream.unpack(words, self.bits, self.spec.shape[1])
         scales = read(as_matrix(self.parts["scale"]), start, stop)
         if self.spec.affine == "none":
             return StoredGrid(self.spec, codes, scales / 2)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.checkpoint.low_bit.bit_stream import unpack_fields, unpack_stream, words_of
+from quantkit.checkpoint.low_bit.fields import unpack_fields
 from quantkit.checkpoint.low_bit.grid import GridSpec, StoredGrid
 from quantkit.checkpoint.low_bit.weight import (
     Blocks,
@@ -17,6 +17,7 @@ from quantkit.checkpoint.low_bit.weight import (
     wrong,
 )
 from quantkit.checkpoint.tensors import Read, StoredTensor
+from quantkit.packing import stream
 from quantkit.packing.formats import CodebookFormat, NumberFormat, number_format
 
 Unpack = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -31,7 +32,7 @@ def _fields_of(codes: int, bits: int) -> int:
 
 #: Layouts of codes in words: a dense stream; in older versions no code straddles words.
 _LAYOUTS: tuple[tuple[Callable[[int, int], int], Unpack], ...] = (
-    (words_of, unpack_stream),
+    (stream.words_per_row, stream.unpack),
     (_fields_of, unpack_fields),
 )
 
@@ -110,7 +111,7 @@ class PackQuantized(LowBitWeight):
             found = self.blocks.rows(read, zero, rows, start, stop).float()
             return found + (1 << (self.bits - 1))
         # 32 codes fill whole words in every layout except fields, which have 32 // bits codes per word.
-        unit = 32 if self.words is words_of else 32 // self.bits
+        unit = 32 if self.words is stream.words_per_row else 32 // self.bits
         low, high = start // unit * unit, min(rows, -(-stop // unit) * unit)
         words = read(zero, self.words(low, self.bits), self.words(high, self.bits))
         codes = self.unpack(words.T.contiguous(), self.bits, high - low)

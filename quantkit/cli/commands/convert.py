@@ -1,5 +1,6 @@
 """`quantkit convert`: a checkpoint that is packed already in, one with the same values out."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.cli import options
@@ -12,18 +13,23 @@ if TYPE_CHECKING:
     from quantkit.quantization.plan import Plan
 
 
-def convert(
-    source: options.Source,
-    out_directory: options.OutDirectory,
-    resume: options.Resume = False,
-    overwrite: options.Overwrite = False,
-    check: options.CheckOutput = True,
-    dense_embeddings: options.DenseEmbeddings = False,
-    max_shard_size: options.ShardSize = options.SHARD_SIZE,
-    allow_auto_map: options.AllowAutoMap = False,
-    every_layer: options.EveryLayer = False,
-    json: options.Json = False,
-) -> None:
+@dataclass(frozen=True)
+class ConvertArguments:
+    """The command line of `convert`, an option per field."""
+
+    resume: options.Resume = False
+    overwrite: options.Overwrite = False
+    check: options.CheckOutput = True
+    dense_embeddings: options.DenseEmbeddings = False
+    packing: options.PackingText = None
+    max_shard_size: options.ShardSize = options.SHARD_SIZE
+    allow_auto_map: options.AllowAutoMap = False
+    every_layer: options.EveryLayer = False
+    json: options.Json = False
+
+
+@options.with_fields
+def convert(source: options.Source, out_directory: options.OutDirectory, given: ConvertArguments) -> None:
     """Convert a low-bit checkpoint and keep every value.
 
     Codes and scales of SOURCE become those of the scheme whose weights are the same, bit by bit, which is
@@ -35,33 +41,35 @@ def convert(
     from quantkit import converting
     from quantkit.cli.commands.plan import plan_dict, print_plan, print_warnings
     from quantkit.cli.files import resume_advice
+    from quantkit.recipes.recipe import parse_packing
 
-    begun = not overwrite
+    begun = not given.overwrite
 
     def show(checkpoint: "Checkpoint", plan: "Plan") -> None:
         nonlocal begun
         begun = True
         for warning in checkpoint.warnings:
             note(warning)
-        if not json:
-            print_plan(plan, every_layer=every_layer)
+        if not given.json:
+            print_plan(plan, every_layer=given.every_layer)
 
     def advice() -> str | None:
-        return resume_advice(out_directory, overwrite=overwrite) if begun else None
+        return resume_advice(out_directory, overwrite=given.overwrite) if begun else None
 
     asked = converting.ConvertOptions(
-        max_shard_bytes=options.parse_size(max_shard_size),
-        allow_auto_map=allow_auto_map,
-        resume=resume,
-        overwrite=overwrite,
-        check=check,
-        dense_embeddings=dense_embeddings,
+        max_shard_bytes=options.parse_size(given.max_shard_size),
+        allow_auto_map=given.allow_auto_map,
+        resume=given.resume,
+        overwrite=given.overwrite,
+        check=given.check,
+        dense_embeddings=given.dense_embeddings,
+        packing=parse_packing("bits" if given.packing is None else given.packing),
     )
     with advising(advice), progress("converting") as report:
         result = converting.convert(source, out_directory, asked, progress=report, on_plan=show)
     if result.unchecked is not None:
         note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
-    if json:
+    if given.json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return
     kinds = [layer.linear.kind for layer in result.plan.layers if layer.scheme and layer.weights]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format, why_not_compressed_tensors
-from quantkit.checkpoint.engines import Engine, LayerKind, strategy_of, support
+from quantkit.checkpoint.engines import Engine, LayerKind, support
 from quantkit.errors import UsageError
 from quantkit.model.structure import Linear
 from quantkit.packing.schemes import Scheme
@@ -61,6 +61,6 @@ def _stored(engine: Engine, linear: Linear, scheme: Scheme) -> _Stored | None:
     if why_not_compressed_tensors(scheme, columns, experts=experts) is not None:
         return None
     row = compressed_tensors_format(scheme, columns)
-    arguments = row.arguments(scheme, columns)
-    read = support(engine, kind, row.stored.name, strategy_of(arguments, rows))
-    return _Stored(row.stored.name, json.dumps(arguments), read.alone) if read.classes else None
+    read = support(engine, row.stored_as(linear.module, kind, scheme, (rows, columns)))
+    arguments = json.dumps(row.arguments(scheme, columns))
+    return _Stored(row.stored.name, arguments, read.alone) if read.classes else None

@@ -40,6 +40,7 @@ from quantkit.kernels.layouts.fragment_scales import carrying, lowered
 from quantkit.kernels.ops import activation
 from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
 from quantkit.kernels.registry import choose, explain, kernel_named, warn_unfused
+from quantkit.packing.packings import PackingName
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -587,8 +588,9 @@ def test_the_words_come_back(
 
 
 @pytest.mark.parametrize("k", [320, 333])
-def test_radix_words_come_back(k: int) -> None:
-    row = replace(scheme("ternary"), packing="radix")
+@pytest.mark.parametrize(("name", "packing"), [("ternary", "radix"), ("int3", "stream")])
+def test_words_of_other_packings_come_back(name: str, packing: PackingName, k: int) -> None:
+    row = scheme(name, packing=packing)
     codes = torch.randint(0, 3, (40, k), dtype=torch.uint8)
     scale = torch.rand(40, row.groups(k))
     packed = PackedTensor.from_codes(codes, scale, None, row).to(DEVICE)

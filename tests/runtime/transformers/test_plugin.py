@@ -1,5 +1,6 @@
 """Packed checkpoints through transformers' own `from_pretrained` and `save_pretrained`."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from ...tiny.packed import (
     VERSION,
     assert_same_checkpoint,
     logits_of,
+    write_tiny,
 )
 
 CASES = [(family, "int4") for family in FAMILIES]
@@ -63,11 +65,22 @@ def test_logits_equal_those_of_the_dequantized_model(tiny, prompt, transformers_
     assert_close(logits_of(model, prompt), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_packing_of_other_engines_gives_the_same_logits(tiny, prompt, tmp_path):
+    stream = SCHEMES["int3-stream"]
+    own = write_tiny(tmp_path / "own", "llama", dataclasses.replace(stream, packing="bits"))
+    theirs = tiny("llama", "int3-stream")
+    methods = [one.quantization_config["quant_method"] for one in (own, theirs)]
+    assert methods == ["quantkit", "compressed-tensors"]
+    found = [logits_of(AutoModelForCausalLM.from_pretrained(one.packed), prompt) for one in (own, theirs)]
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize(
     ("family", "name"),
     [
         ("llama", "int4"),
         ("llama", "fp6"),
+        ("llama", "int3-stream"),
         ("qwen2", "int4-asym"),
         ("mixtral", "int4-asym"),
         ("qwen3_moe", "fp6"),

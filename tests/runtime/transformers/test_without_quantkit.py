@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import quantkit  # noqa: F401  registers the plug-in
-from quantkit.checkpoint.engines import TRANSFORMERS, support
+from quantkit.checkpoint.engines import TRANSFORMERS, Stored, support
 from quantkit.packing.schemes import Scheme
 
 from ...support.compare import assert_close
@@ -71,14 +71,16 @@ BFLOAT16 = "dict(dtype=torch.bfloat16)"
         ("llama", "int4"),
         ("llama", "int8"),
         ("llama", "int8-tensor"),
+        ("llama", "int2"),
+        ("llama", "int3-stream"),
         ("llama", "int4-asym"),
         ("qwen3_moe", "int4"),
         ("qwen3_moe", "int8-tensor"),
     ],
 )
 @pytest.mark.sampled(2)
-def test_plain_transformers_reads_int4_and_int8(plain, tiny, prompt, tmp_path, family, name):
-    pytest.importorskip("compressed_tensors")
+def test_plain_transformers_reads_integers(plain, tiny, prompt, tmp_path, family, name):
+    pytest.importorskip("compressed_tensors", "0.18" if "stream" in name else None)
     if VERSION < (5, 22) and (family == "qwen3_moe" or "asym" in name):
         pytest.skip("transformers' own compressed-tensors support of this case starts with 5.22")
     checkpoint = tiny(family, name)
@@ -98,6 +100,8 @@ def test_plain_transformers_reads_int4_and_int8(plain, tiny, prompt, tmp_path, f
         ("llama", "fp8-tensor", "{}"),
         ("llama", "fp8-blocks", "{}"),
         ("llama", "fp8", BFLOAT16),
+        ("llama", "int2", BFLOAT16),
+        ("llama", "int3-stream", BFLOAT16),
         # compressed-tensors dequantizes these to bfloat16, which takes all products of these numbers.
         ("llama", "mxfp8", BFLOAT16),
         ("llama", "mxfp4", BFLOAT16),
@@ -107,8 +111,8 @@ def test_plain_transformers_reads_int4_and_int8(plain, tiny, prompt, tmp_path, f
         ("qwen3_moe", "mxfp4", BFLOAT16),
     ],
 )
-def test_plain_transformers_reads_fp8_and_fp4(plain, tiny, prompt, tmp_path, family, name, options):
-    pytest.importorskip("compressed_tensors")
+def test_plain_transformers_computes_the_same(plain, tiny, prompt, tmp_path, family, name, options):
+    pytest.importorskip("compressed_tensors", "0.18" if "stream" in name else None)
     if VERSION < (5, 22) and family == "qwen3_moe":
         pytest.skip("transformers' own compressed-tensors support of this case starts with 5.22")
     checkpoint = tiny(family, name)
@@ -182,7 +186,7 @@ def test_experts_that_other_engines_read_are_misread_as_the_table_says(plain, ti
     config = checkpoint.quantization_config
     assert config["quant_method"] == "compressed-tensors"
     group = next(iter(config["config_groups"].values()))
-    row = support(TRANSFORMERS, "experts", group["format"], group["weights"]["strategy"])
+    row = support(TRANSFORMERS, Stored.of("e", "experts", group["format"], group["weights"], 32))
     assert not row.classes
     expected = logits_of(checkpoint.dense_model(), prompt)
     ours = AutoModelForCausalLM.from_pretrained(checkpoint.packed, dtype=torch.float32)

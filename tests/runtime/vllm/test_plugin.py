@@ -15,7 +15,7 @@ from quantkit.packing.schemes import Scheme
 from ...support.compare import assert_equal
 from ...test_import import imported_by
 from ...tiny.packed import SCHEMES, absmax_pack, config_of
-from .test_fused_linear import file_entries
+from ..serving.test_fused_linear import file_entries
 
 INT4, INT8 = SCHEMES["int4"], SCHEMES["int8"]
 LAYERS = "vllm.model_executor.layers"
@@ -266,10 +266,10 @@ def test_experts_have_the_names_that_transformers_gives_them(vllm):
     modules = {"model.layers.0.mlp.experts.down_proj": INT8}
     architecture = config_of("mixtral", architectures=["MixtralForCausalLM"])
     config = config_for(modules, "model.layers.0.block_sparse_moe.experts.0.w1", architecture=architecture)
-    assert config.experts("model.layers.1.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
+    assert config.schemes.experts("model.layers.1.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
         ("model.layers.1.block_sparse_moe.experts", None)
     ]
-    assert config.experts("model.layers.0.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
+    assert config.schemes.experts("model.layers.0.block_sparse_moe.experts", ("w1", "w3", "w2")) == [
         ("model.layers.0.mlp.experts.gate_up_proj", INT4),
         ("model.layers.0.mlp.experts.gate_up_proj", INT4),
         ("model.layers.0.mlp.experts.down_proj", INT8),

@@ -6,7 +6,7 @@ import torch
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
-from quantkit.runtime.vllm.shares import Share
+from quantkit.runtime.serving.shares import Share
 
 from ...support.compare import assert_equal
 from ...tiny.packed import SCHEMES, absmax_pack

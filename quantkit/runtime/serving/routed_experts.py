@@ -12,11 +12,11 @@ from quantkit.model.experts import DOWN, GATE_UP, Activation, ExpertsSpec
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 from quantkit.runtime.packed_experts import PackedExperts
-from quantkit.runtime.vllm.shares import Share
+from quantkit.runtime.serving.shares import Share
 
-#: Parameter of the experts and place in it, by vLLM's name of a matrix: gate, up and down.
+#: Parameter of the experts and place in it, by the engines' name of a matrix: gate, up and down.
 MATRICES: Mapping[str, tuple[str, int]] = {"w1": (GATE_UP, 0), "w3": (GATE_UP, 1), "w2": (DOWN, 0)}
-#: vLLM's prefix of the parameters that load each.
+#: Prefix of the engines' parameters that load each.
 PREFIXES: Mapping[str, str] = {"w1": "w13_", "w3": "w13_", "w2": "w2_"}
 
 
@@ -27,7 +27,7 @@ class LoadedExperts(nn.Module):
     those of this rank: experts, H and I. `rank` is its number, and that of ranks which divide each expert.
     """
 
-    #: vLLM and `Activation` have the same names.
+    #: Engines and `Activation` have these names.
     ACTIVATIONS: ClassVar[frozenset[str]] = frozenset({"silu", "gelu", "gelu_tanh"})
 
     def __init__(
@@ -43,8 +43,8 @@ class LoadedExperts(nn.Module):
         (name, first), (_, up), (down_name, down) = matrices
         if first is None or down is None or up != first:
             raise UsageError(
-                f"{name!r} and {down_name!r}: vLLM runs experts whose gate, up and down are all packed, gate "
-                "and up in one scheme. Quantize the model again."
+                f"{name!r} and {down_name!r}: the plug-in runs experts whose gate, up and down are all "
+                "packed, gate and up in one scheme. Quantize the model again."
             )
         self._container: Container = container
         rows = (rank[0] * between, (rank[0] + 1) * between)
@@ -64,7 +64,7 @@ class LoadedExperts(nn.Module):
         }
 
     def entries(self) -> dict[str, torch.dtype]:
-        """Return the names of vLLM's parameters that load tensors of the checkpoint, with a dtype each."""
+        """Return the names of the engine's parameters that load stored tensors, with a dtype each."""
         return {
             PREFIXES[matrix] + entry: dtype
             for matrix in MATRICES

@@ -1,4 +1,4 @@
-"""Linears of several stored matrices, and experts, as vLLM loads them."""
+"""Linears of several stored matrices, and experts, as serving engines load them."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
-from quantkit.runtime.vllm.fused_linear import FusedLinear
-from quantkit.runtime.vllm.routed_experts import LoadedExperts
-from quantkit.runtime.vllm.shares import Share
+from quantkit.runtime.serving.fused_linear import FusedLinear
+from quantkit.runtime.serving.routed_experts import LoadedExperts
+from quantkit.runtime.serving.shares import Share
 
 from ...support.compare import assert_close, assert_equal
 from ...tiny.packed import SCHEMES, absmax_pack
@@ -125,7 +125,7 @@ def test_experts_of_all_ranks_add_up_to_the_dense_ones(ranks, of_first):
 
 def test_experts_of_unequal_gate_and_up_are_refused():
     names = [("e.gate_up_proj", INT4), ("e.gate_up_proj", INT8), ("e.down_proj", INT8)]
-    with pytest.raises(UsageError, match=r"'e\.gate_up_proj' and 'e\.down_proj': vLLM runs experts"):
+    with pytest.raises(UsageError, match=r"'e\.gate_up_proj' and 'e\.down_proj': the plug-in runs experts"):
         LoadedExperts(names, (2, 64, 64), "silu", (0, 1), "quantkit")
 
 

@@ -16,7 +16,7 @@ from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.errors import CheckpointError
 from quantkit.packing.names import Container
 from quantkit.runtime.packed_linear import PackedLinear
-from quantkit.runtime.vllm.shares import WHOLE, Share, stored_rows
+from quantkit.runtime.serving.shares import WHOLE, Share, stored_rows
 
 
 class DenseLinear(nn.Linear):

@@ -88,8 +88,8 @@ class Share:
         """Raise `CheckpointError` unless `loaded`, the stored logical shape [2], is `shape`."""
         if loaded.tolist() != list(self.shape):
             raise CheckpointError(
-                f"{self.name!r} is {loaded.tolist()} in the file and {list(self.shape)} in vLLM's model. "
-                "Check that config.json is that of the quantized model."
+                f"{self.name!r} is {loaded.tolist()} in the file and {list(self.shape)} in the engine's "
+                "model. Check that config.json is that of the quantized model."
             )
 
     def _expect(

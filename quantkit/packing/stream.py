@@ -1,0 +1,98 @@
+"""Pack codes into a dense stream of bits, the layout of compressed-tensors from 0.18 on and of vLLM.
+
+Code i of a row is bits `b*i` to `b*i + b - 1`, counted from the lowest bit of the first int32 word. So codes
+of 3, 5, 6 and 7 bits may straddle two words:
+
+    b = 3    word 0   bits 0..2 code 0, 3..5 code 1, ..., 30..31 the low two bits of code 10
+             word 1   bit  0    the high bit of code 10, 1..3 code 11, ...
+
+32 codes take b words, as in `bitpack`. A GPU repacks those words directly, and these through codes of a byte.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from quantkit.errors import FormatError
+from quantkit.packing import bitpack
+
+
+def straddles(bits: int) -> bool:
+    """Return True if some codes straddle two words; others are packed as `bitpack` packs them."""
+    return 32 % bits != 0
+
+
+def words_per_row(columns: int, bits: int) -> int:
+    """Return the number of int32 words for a row of `columns` codes of `bits` bits."""
+    return -(-columns * bits // 32)
+
+
+def codes_per_cut(bits: int) -> int:
+    """Return the columns per cut: a row can be cut between words at their multiples."""
+    return 32 // math.gcd(32, bits)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes (uint8 [..., K], each below `2**bits`) into words (int32 [..., words_per_row(K, bits)])."""
+    if not straddles(bits):
+        return bitpack.pack(codes, bits)
+    if codes.dtype != torch.uint8:
+        raise FormatError(f"codes are torch.uint8, got {codes.dtype}.")
+    # A code that is too wide would overwrite its neighbours.
+    if codes.numel() and (largest := int(codes.max())) >> bits:
+        raise FormatError(f"a code of {bits} bits is below {2**bits}, got {largest}.")
+    columns = codes.shape[-1]
+    x = F.pad(codes, (0, -columns % 32)).contiguous().view(torch.int64)
+    for fold in _FOLDS:
+        low = _mask(bits, fold)
+        x = (x & (low << 8 * fold)).bitwise_right_shift_(fold * (8 - bits)).bitwise_or_(x & low)
+    stored = x[..., None].view(torch.uint8)[..., :bits].flatten(-2).view(torch.int32)
+    return stored[..., : words_per_row(columns, bits)].contiguous()
+
+
+def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """Unpack `words` (int32 [..., words_per_row(columns, bits)]) to codes (uint8 [..., columns])."""
+    if not straddles(bits):
+        return bitpack.unpack(words, bits, columns)
+    expected = words_per_row(columns, bits)
+    if words.dtype != torch.int32 or words.shape[-1] != expected:
+        raise FormatError(
+            f"{columns} codes of {bits} bits take {expected} int32 words a row; "
+            f"got {words.shape[-1]} of {words.dtype}."
+        )
+    padded = F.pad(words, (0, -expected % bits)).contiguous().view(torch.uint8)
+    eights = padded.view(*words.shape[:-1], padded.shape[-1] // bits, bits)
+    x = F.pad(eights, (0, 8 - bits)).view(torch.int64).squeeze(-1)
+    for fold in reversed(_FOLDS):
+        low = _mask(bits, fold)
+        x = (x & (low << bits * fold)).bitwise_left_shift_(fold * (8 - bits)).bitwise_or_(x & low)
+    return x.view(torch.uint8)[..., :columns]
+
+
+# Eight codes are an int64, code i in byte i. Folds bring them together, to as many bytes as a code has bits,
+# and back apart. The lowest four of a width of 3:
+#
+#   00000ddd 00000ccc 00000bbb 00000aaa
+#   00000000 00dddccc 00000000 00bbbaaa   fold by 8 - 3
+#   00000000 00000000 0000dddc ccbbbaaa   fold by 2 * (8 - 3)
+_FOLDS = (1, 2, 4)
+
+
+@lru_cache(maxsize=32)
+def _mask(bits: int, codes: int) -> int:
+    """Return a mask of the low `codes * bits` bits of every second run of `codes` bytes."""
+    return sum(((1 << codes * bits) - 1) << at for at in range(0, 64, 16 * codes))
+
+
+def pack_reference(codes: list[int], bits: int) -> list[int]:
+    """Pack one row in plain Python to unsigned words: the reference of `pack`."""
+    stream = sum(code << (bits * i) for i, code in enumerate(codes))
+    return [stream >> (32 * i) & 0xFFFFFFFF for i in range(words_per_row(len(codes), bits))]
+
+
+def unpack_reference(words: list[int], bits: int, columns: int) -> list[int]:
+    """Unpack one row in plain Python: the reference of `unpack`."""
+    stream = sum(word << (32 * i) for i, word in enumerate(words))
+    return [stream >> (bits * i) & ((1 << bits) - 1) for i in range(columns)]

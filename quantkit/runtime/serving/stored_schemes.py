@@ -1,0 +1,107 @@
+"""Scheme of each layer of an engine, from the config of a checkpoint and the names of its tensors."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.errors import UsageError
+from quantkit.packing.schemes import Scheme
+
+#: Modules of the checkpoint, and the scheme of each.
+Schemes = Sequence[tuple[str, Scheme | None]]
+#: End of the name of a tensor that every packed matrix has.
+_SCALE = ".weight_scale"
+
+
+class StoredSchemes:
+    """Schemes of the modules of a checkpoint, by the names that an engine has for its layers.
+
+    `tensors` are the names of those in the files: an engine asks for routers too, which are no linears to
+    transformers. `architecture` has the entries of config.json, which is in `directory`.
+    """
+
+    def __init__(
+        self,
+        config: QuantizationConfig,
+        tensors: Iterable[str] = (),
+        architecture: Mapping[str, Any] | None = None,
+        directory: Path = Path(),
+    ) -> None:
+        #: With names of transformers, and with those of the engine.
+        self._own = self._config = config
+        self.container = config.container
+        self._scales = frozenset(name for name in tensors if name.endswith(_SCALE))
+        self._architecture, self._directory = architecture or {}, directory
+        #: Modules, or owners of experts, of which the engine made a layer, if it says so.
+        self.asked: set[str] = set()
+
+    def rename(self, mapper: Any) -> None:
+        """Rename the modules as the engine does, by its `mapper`."""
+        modules = mapper.apply_dict(dict(self._config.modules))
+        self._config = QuantizationConfig(self._config.container, self._config.default, modules)
+        self._scales = frozenset(mapper.apply_list(sorted(self._scales)))
+
+    @property
+    def packed(self) -> frozenset[str]:
+        """Return the packed matrices in the files, those of experts one by one."""
+        return frozenset(name.removesuffix(_SCALE) for name in self._scales)
+
+    def linears(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes:
+        """Return the linears that the engine's layer `prefix` is made of, and the scheme of each.
+
+        `fused` has the names of the linears in a layer, by its name.
+        """
+        owner, _, leaf = prefix.rpartition(".")
+        names = [f"{owner}.{one}".lstrip(".") for one in fused.get(leaf, [leaf])]
+        return [(name, self._scheme_of(name)) for name in names]
+
+    def _scheme_of(self, name: str) -> Scheme | None:
+        """Return the scheme of a linear: that of most is not named, and the files say which are packed."""
+        is_packed = name in self._config.modules or name + _SCALE in self._scales
+        return self._config.scheme_of(name) if is_packed else None
+
+    def table(self, prefix: str) -> tuple[str, Scheme | None]:
+        """Return the embedding called `prefix`, or the input embedding if that is empty, and its scheme."""
+        if prefix or not any(self._own.modules.values()):
+            return prefix, self._config.modules.get(prefix)
+        model: Any = self._meta_model()
+        table = model.get_input_embeddings()
+        name = next((name for name, module in model.named_modules() if module is table), "")
+        return name, self._own.modules.get(name)
+
+    def experts(self, prefix: str, matrices: Sequence[str]) -> Schemes:
+        """Return the parameter of the model, and its scheme, in which each of `matrices` is.
+
+        They are names of matrices of an expert in the file, below those of the engine's layer `prefix`.
+        """
+        from quantkit.model.names import renamed
+
+        if f"{prefix}.0.{matrices[0]}{_SCALE}" not in self._scales:
+            return [(prefix, None)]
+        stored = [f"{prefix}.0.{matrix}.weight" for matrix in matrices]
+        names = [place.parameter for _, place in renamed(self._meta_model(), stored)]
+        return [(name, self._own.scheme_of(name)) for name in names]
+
+    def check_all_asked(self, engine: str) -> None:
+        """Raise `UsageError` if the engine has no layer for a packed matrix."""
+        missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise UsageError(
+                f"{missing[0]!r}{more}: packed in the checkpoint, but {engine}'s class of this model asks no "
+                "plug-in for it on this rank. Quantize the model with that one dense, use fewer ranks, or "
+                "load it with quantkit.load."
+            )
+
+    def _meta_model(self) -> Any:
+        from quantkit.model.model_class import meta_model
+
+        return meta_model(self._architecture, self._directory)
+
+
+def _with_owners(name: str) -> Iterator[str]:
+    """Yield a module and those that have it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

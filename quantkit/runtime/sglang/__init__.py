@@ -1,0 +1,1 @@
+"""Plug-in for SGLang: packed linears, embeddings and experts on quantkit's kernels."""

@@ -1,0 +1,25 @@
+"""Entry point of SGLang's plug-ins: SGLang calls `register` in every process of its own."""
+
+import warnings
+
+from quantkit.runtime.sglang.versions import moved
+
+
+def register() -> None:
+    """Add the quantization method `quantkit` to SGLang, which has tables and no function for this.
+
+    Warns if SGLang has moved the classes or tables that this needs. It does not raise, because the process
+    may run a model without quantkit. SGLang then refuses quantkit's models.
+    """
+    try:
+        from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
+        from sglang.srt.layers.quantization import CPU_QUANTIZATION_METHODS, QUANTIZATION_METHODS
+
+        from quantkit.runtime.sglang.config import QuantkitConfig
+    except (ImportError, AttributeError) as error:
+        warnings.warn(moved(error), stacklevel=2)
+        return
+    if "quantkit" not in QUANTIZATION_CHOICES:
+        QUANTIZATION_CHOICES.append("quantkit")
+    for table in (QUANTIZATION_METHODS, CPU_QUANTIZATION_METHODS):
+        table["quantkit"] = QuantkitConfig

@@ -33,7 +33,9 @@ class Engine:
         return f"{self.name} {' to '.join(ends)}"
 
 
-VLLM = Engine("vLLM", ("0.26.0", "0.32.0", "0.33.0"), plugin_tried="vLLM 0.32.0 on a CPU")
+VLLM = Engine(
+    "vLLM", ("0.26.0", "0.32.0", "0.33.0"), plugin_tried="vLLM 0.26.0 on an H100 and 0.32.0 on a CPU"
+)
 SGLANG = Engine("SGLang", ("0.5.23",), plugin_tried="SGLang 0.5.23 on a CPU")
 TRANSFORMERS = Engine("transformers", ("5.23.0", "5.24.0"))
 ENGINES = (VLLM, SGLANG, TRANSFORMERS)

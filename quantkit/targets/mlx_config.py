@@ -71,6 +71,5 @@ def mlx_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], bool]:
     if "rope_theta" in rope:
         own = ("rope_theta", "partial_rotary_factor")
         found |= {key: rope[key] for key in own if key in rope}
-        rest = {key: value for key, value in rope.items() if key not in own}
-        found["rope_scaling"] = None if kind == "default" else {**rest, "type": kind}
+        found["rope_scaling"] = None if kind == "default" else rope
     return found, row is not None

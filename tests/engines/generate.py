@@ -1,7 +1,7 @@
-"""Generate with vLLM from each directory, in one process: `python generate.py OPTIONS DIRECTORY...`.
+"""Generate with vLLM from each directory, in one process: `python generate.py OPTIONS ANSWERS DIRECTORY...`.
 
 OPTIONS are JSON arguments of `vllm.LLM`. Writes ids and log-probabilities of three prompts, or the error, to
-`DIRECTORY.json`. `run.py` calls it in an environment with vLLM.
+a file of the folder ANSWERS for each directory. `run.py` calls it in an environment with vLLM.
 """
 
 import gc
@@ -19,7 +19,9 @@ def generate(directory: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the greedy continuation of each prompt."""
     from vllm import LLM, SamplingParams
 
-    model = LLM(model=directory, max_model_len=128, max_num_seqs=4, disable_log_stats=True, **options)
+    # vLLM takes at least 1 GiB for keys and values unless it is told, and 0.26.0 does not give it back.
+    small = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory_bytes": 64 << 20}
+    model = LLM(model=directory, disable_log_stats=True, **small, **options)
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True)
     rows = []
     for answer in model.generate(list(PROMPTS), sampling, use_tqdm=False):
@@ -37,13 +39,13 @@ def generate(directory: str, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run each directory; go on after one that fails."""
-    options = json.loads(sys.argv[1])
-    for directory in sys.argv[2:]:
+    options, answers = json.loads(sys.argv[1]), Path(sys.argv[2])
+    for directory in map(Path, sys.argv[3:]):
         try:
-            answer: Any = generate(directory, options)
+            answer: Any = generate(str(directory), options)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        Path(f"{directory}.json").write_text(json.dumps(answer), encoding="utf-8")
+        (answers / f"{directory.name}.json").write_text(json.dumps(answer), encoding="utf-8")
         gc.collect()
 
 

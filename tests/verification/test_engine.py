@@ -106,7 +106,8 @@ def test_experts_by_other_names_stop_only_versions_that_do_not_find_them(tmp_pat
         ({"format": "int5", "group_size": 32},
          ["vLLM alone has no quant_method 'quantkit', and compressed-tensors cannot express this: model.",
           "has int5 only in the packing 'stream', this is 'bits' (one of 14 linears). Choose formats",
-          "With quantkit beside vLLM, its plug-in runs this: tried with vLLM 0.32.0 on a CPU."]),
+          "With quantkit beside vLLM, its plug-in runs this: tried with vLLM 0.26.0 on an "
+          "H100 and 0.32.0 on a CPU."]),
     ],
     ids=["fused", "tensor", "own"],
 )  # fmt: skip

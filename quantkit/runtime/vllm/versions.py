@@ -13,5 +13,5 @@ def moved(error: Exception) -> str:
         found = "of an unknown version"
     return (
         f"quantkit's plug-in was tried with {VLLM.plugin_tried} and does not fit vLLM {found}: {error}. "
-        "Install that version, or load the model with quantkit.load."
+        "Install one of these, or load the model with quantkit.load."
     )

@@ -118,13 +118,11 @@ def test_a_vllm_that_moved_its_classes_is_one_error_naming_versions(vllm):
 
     del vllm[f"{LAYERS}.linear"].LinearBase
     config = pytest.importorskip("quantkit.runtime.vllm.config")
-    expected = (
-        r"was tried with vLLM 0\.32\.0 on a CPU and does not fit vLLM .*: cannot import name 'LinearBase'"
-    )
+    expected = r"was tried with vLLM 0\.26\.0 on an H100 and 0\.32\.0 on a CPU and does not fit vLLM .*: cannot import name 'LinearBase'"
     with pytest.raises(EnvironmentProblem, match=expected):
         config.QuantkitConfig.from_config({})
     del vllm[f"{LAYERS}.quantization"].register_quantization_config
-    with pytest.warns(UserWarning, match=r"was tried with vLLM 0\.32\.0 .*register_quantization_config"):
+    with pytest.warns(UserWarning, match=r"was tried with vLLM 0\.26\.0 .*register_quantization_config"):
         register()
 
 

@@ -71,5 +71,5 @@ def mlx_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], bool]:
     if "rope_theta" in rope:
         own = ("rope_theta", "partial_rotary_factor")
         found |= {key: rope[key] for key in own if key in rope}
-        found["rope_scaling"] = None if kind == "default" else rope
+        found["rope_scaling"] = None if kind == "default" else found["rope_parameters"]
     return found, row is not None

@@ -29,6 +29,7 @@ from quantkit.errors import CheckpointError
 from quantkit.files import temporary
 from quantkit.model.model_class import model_config
 from quantkit.model.structure import Structure
+from quantkit.targets.config_fields import refuse_fields
 from quantkit.targets.gguf_tokenizer import tokenizer_metadata
 from quantkit.targets.packed_source import PIECE, StoredMatrix
 from quantkit.targets.target import (
@@ -63,6 +64,14 @@ _SUPPORTED = SupportedSchemes(
     "Quantize with --format int4 or int8, --group-size 32 and --scale-dtype float16, or --format mxfp4, "
     "without zero-points",
 )
+_REMEDY = "Export to another target, or use llama.cpp's converter on the original model."
+#: Fields of a sliding window, which the context of a file is cut to.
+_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+#: Fields of a rotary embedding that a file carries, and others with the only value that it may have.
+_ROPE_CARRIED = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings")
+_ROPE_FIXED = {"low_freq_factor": LOW, "high_freq_factor": HIGH, "partial_rotary_factor": 1.0}
+#: Metadata that llama.cpp takes as float32 only.
+_FLOATS = ("rope.freq_base", "attention.layer_norm_rms_epsilon")
 _NUMBERS = {row.dtype: row for row in BLOCK_TYPES.values() if row.dtype is not None}
 
 
@@ -101,8 +110,12 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
         notes.append(
             "the tokenizer makes one space of several, and llama.cpp keeps them: tokens differ there"
         )
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        notes.append(f"llama.cpp knows no sliding window of {name}: texts longer than that differ")
+    window = _window(config)
+    if window is not None:
+        notes.append(
+            f"llama.cpp knows no sliding window of {name}: the file's context is the window, {window} "
+            "tokens, and longer texts differ"
+        )
     return ExportPlan(
         (OutputFile(GGUF_FILE_NAME, tuple(jobs), header),),
         checkpoint.config,
@@ -120,22 +133,56 @@ def _read(paths: Sequence[Path]) -> Checkpoint:
 
 
 def _architecture(checkpoint: Checkpoint, config: Any) -> tuple[str, Architecture]:
+    """Return the architecture of llama.cpp; raise `CheckpointError` for what it computes otherwise."""
     found = exported_as(config.model_type)
-    act = getattr(config, "hidden_act", "silu")
     known = sorted(one for row in ARCHITECTURES.values() for one in row.exported)
-    if found is None or act != "silu":
-        what = f"model_type is {config.model_type!r}" if found is None else f"hidden_act is {act!r}"
+    if found is None:
         raise CheckpointError(
-            f"{checkpoint.directory}: {what}; quantkit exports {', '.join(known)} with hidden_act 'silu' to "
-            "GGUF. Export to another target, or use llama.cpp's converter on the original model."
+            f"{checkpoint.directory}: model_type is {config.model_type!r}; quantkit exports "
+            f"{', '.join(known)} to GGUF. {_REMEDY}"
         )
-    wrong = [key for key, value in found[1].fixed.items() if getattr(config, key, None) != value]
-    if wrong:
+    name, arch = found
+    carried = {*_known(config, arch).values(), "head_dim", "rope_parameters", *_WINDOW}
+    fixed = {"hidden_act": "silu", **arch.fixed}
+    refuse_fields(checkpoint.directory, config, "llama.cpp", carried, fixed)
+    usual = config.hidden_size // config.num_attention_heads
+    if _head_size(config) != usual and not arch.own_heads:
         raise CheckpointError(
-            f"{checkpoint.directory}: {wrong[0]} is {getattr(config, wrong[0], None)}; llama.cpp computes "
-            f"{found[0]} with {found[1].fixed[wrong[0]]}, whatever a file says. Export to another target."
+            f"{checkpoint.directory}: head_dim is {_head_size(config)}; llama.cpp computes {name} with "
+            f"{usual}, hidden_size / num_attention_heads. {_REMEDY}"
         )
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    kind = rope.get("rope_type", "default")
+    if kind not in arch.rotary:
+        raise CheckpointError(
+            f"{checkpoint.directory}: rope_type is {kind!r}; quantkit exports {name} with "
+            f"{' and '.join(sorted(arch.rotary))} to GGUF. {_REMEDY}"
+        )
+    for key, value in rope.items():
+        if key not in _ROPE_CARRIED and value != _ROPE_FIXED.get(key):
+            raise CheckpointError(
+                f"{checkpoint.directory}: {key} of the rotary embedding is {value!r}; quantkit exports "
+                f"{_ROPE_FIXED.get(key)!r} to GGUF. {_REMEDY}"
+            )
     return found
+
+
+def _known(config: Any, arch: Architecture) -> dict[str, str]:
+    """Return the metadata keys of a model, and the field of its config for each."""
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+
+    known = {**GGUF_CONFIG_MAPPING[config.model_type], **arch.config}
+    return {key: attribute for key, attribute in known.items() if attribute}
+
+
+def _head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _window(config: Any) -> int | None:
+    """Return the tokens that a token attends to, if they are fewer than the context."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return int(window) if window and window < config.max_position_embeddings else None
 
 
 def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
@@ -248,30 +295,23 @@ def _metadata(
     checkpoint: Checkpoint, config: Any, name: str, arch: Architecture
 ) -> tuple[dict[str, Any], list[float] | None]:
     """Return metadata of the model, and the factors of its rotary frequencies, if any."""
-    from transformers.integrations import GGUF_CONFIG_MAPPING
-
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    known = {**GGUF_CONFIG_MAPPING[config.model_type], **arch.config}
+    head_size = _head_size(config)
     found: dict[str, Any] = {"general.name": checkpoint.directory.name}
-    for key, attribute in known.items():
-        value = rope.get(attribute, getattr(config, attribute, None)) if attribute else None
+    for key, attribute in _known(config, arch).items():
+        value = rope.get(attribute, getattr(config, attribute, None))
         if value is not None:
-            found[f"{name}.{key}"] = value
+            found[f"{name}.{key}"] = float(value) if key in _FLOATS else value
     found |= {
         f"{name}.{key}": head_size
         for key in ("rope.dimension_count", "attention.key_length", "attention.value_length")
     }
+    window = _window(config)
+    if window is not None:
+        found[f"{name}.context_length"] = window
     found["general.quantization_version"] = 2
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
+    if rope.get("rope_type", "default") == "default":
         return found, None
-    if kind != "llama3" or (rope.get("low_freq_factor"), rope.get("high_freq_factor")) != (LOW, HIGH):
-        raise CheckpointError(
-            f"{checkpoint.directory}: rope_type is {kind!r}; quantkit exports 'default' and 'llama3' to "
-            "GGUF. Export to another target, or use llama.cpp's converter on the original model."
-        )
     context = rope["original_max_position_embeddings"]
     return found, llama3_factors(head_size // 2, rope["rope_theta"], rope["factor"], context)
 

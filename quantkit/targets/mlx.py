@@ -1,7 +1,7 @@
 """MLX, mode `affine`: integers in uint32 words along rows, with a scale and a bias for each group."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.structure import Structure
 from quantkit.packing import stream
 from quantkit.packing.formats import number_format
+from quantkit.targets.mlx_config import mlx_config
 from quantkit.targets.packed_source import StoredMatrix
 from quantkit.targets.shards import Fit, fit, scale_dtype, sharded
 from quantkit.targets.target import (
@@ -45,6 +46,7 @@ _SUPPORTED = SupportedSchemes(
 
 def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> ExportPlan:
     """Plan an MLX checkpoint; see `Target`. Reads scales and zero-points."""
+    model, tried = mlx_config(checkpoint)
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
     found = {name: fit(matrix, _SUPPORTED.schemes, channels=False) for name, matrix in matrices.items()}
     _SUPPORTED.refuse({matrices[name].module: one for name, one in found.items() if isinstance(one, str)})
@@ -82,24 +84,10 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
     }
     note = "biases are float32, as no 16-bit dtype has them: MLX computes in float32 then"
     notes = (note,) if dtype == torch.float32 else ()
-    config = {**_with_rope(checkpoint.config), "quantization": section}
-    return sharded(checkpoint, jobs, stored, config, max_shard_bytes, ("mlx-lm 0.32.2",), notes)
-
-
-def _with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with rotary positions where mlx-lm looks for them.
-
-    transformers 5 writes them in `rope_parameters`, which most classes of mlx-lm do not read: they take a
-    default of their own, and say nothing.
-    """
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, Mapping) or "rope_theta" not in rope:
-        return dict(config)
-    names = ("rope_theta", "partial_rotary_factor")
-    lifted: dict[str, Any] = {name: rope[name] for name in names if name in rope}
-    if rope.get("rope_type", "default") != "default":
-        lifted["rope_scaling"] = dict(rope)
-    return {**lifted, **config}
+    readers = ("mlx-lm 0.32.2",) if tried else ()
+    return sharded(
+        checkpoint, jobs, stored, {**model, "quantization": section}, max_shard_bytes, readers, notes
+    )
 
 
 def _biases(rows: Rows, supported: SupportedScheme) -> torch.Tensor:

@@ -183,6 +183,9 @@ def recoded(packed: PackedTensor, supported: SupportedScheme, size: int) -> Rows
         # A scale of zero stands for zeros, whatever the minimum.
         minimums = torch.where(scales == 0, 0.0, zeros.float())
         return Rows(codes, of_groups(scales), minimums=of_groups(minimums))
+    if scheme.format != supported.format:
+        # Zero-points are codes too.
+        zeros = table.index_select(0, zeros.flatten().int()).view(zeros.shape)
     return Rows(codes, of_groups(scales), zeros=of_groups(zeros))
 
 

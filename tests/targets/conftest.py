@@ -23,7 +23,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     made: dict[object, Path] = {}
 
     def source(arch: str, **options: object) -> Path:
-        key = (arch, *sorted(options.items()))
+        key = arch, str(sorted(options.items()))
         if key not in made:
             made[key] = tmp_path_factory.mktemp(arch) / "source"
             model = tiny_model(arch, **options)

@@ -1,6 +1,7 @@
 """`export --to gguf`: the values of a packed directory in a file that other readers of GGUF take."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ REFUSED = {
     "its weights are sums of several values": {"format": "binary-residual"},
     "its code book is fitted to it": {"format": "book4", "scale_dtype": None},
     r"its scale \S+ is no float8_e8m0fnu": {"format": "fp4"},
+}
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
 
 
@@ -127,9 +138,51 @@ def test_what_llama_cpp_computes_otherwise_is_refused(
 ) -> None:
     """llama.cpp normalizes the weights of experts by the architecture; its logits were another model's."""
     packed = pack(arch, {"norm_topk_prob": found}, format="int8")
-    with pytest.raises(CheckpointError, match=rf"norm_topk_prob is {found}; .* {arch} with {not found}"):
+    with pytest.raises(
+        CheckpointError, match=rf"norm_topk_prob is {found}; .* {arch[:5]}_moe with {not found}"
+    ):
         quantkit.export(packed, tmp_path / "out", "gguf")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arch, model, text",
+    [
+        ("qwen3", {"attention_bias": True}, "no tensor for 'model.layers.0.self_attn.k_proj.bias'"),
+        ("qwen2", {"head_dim": 8}, "head_dim is 8; llama.cpp computes qwen2 with 16, hidden_size /"),
+        (
+            "qwen2",
+            {"rope_parameters": LLAMA3},
+            "rope_type is 'llama3'; quantkit exports qwen2 with default to",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
+            "low_freq_factor of the rotary embedding is 2.0; quantkit exports 1.0 to GGUF",
+        ),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; llama.cpp computes llama with 'silu'"),
+    ],
+)
+def test_what_llama_cpp_does_not_load_is_refused(
+    pack: Pack, tmp_path: Path, arch: str, model: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        quantkit.export(pack(arch, model, format="int8"), tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_context_of_a_file_is_the_sliding_window(pack: Pack, tmp_path: Path) -> None:
+    """A base of rotary embeddings without a point is a float32, as llama.cpp takes no other."""
+    packed = pack(format="int4")
+    config = json.loads((packed / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 500}
+    changed = {**config, "model_type": "mistral", "sliding_window": 16, "rope_parameters": rope}
+    (packed / "config.json").write_text(json.dumps(changed))
+    result = quantkit.export(packed, tmp_path / "out", "gguf")
+    assert "the file's context is the window, 16 tokens" in " ".join(result.notes)
+    fields = gguf.GGUFReader(tmp_path / "out/model.gguf").fields
+    assert fields["llama.context_length"].contents() == 16
+    assert fields["llama.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
 
 
 def test_a_file_that_was_converted_is_written_again(tmp_path: Path, run: Run) -> None:
@@ -185,7 +238,9 @@ def test_rotary_scaling_of_llama_3_is_a_tensor(pack: Pack, tmp_path: Path) -> No
     assert found["rope_parameters"] == scaling
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     (packed / "config.json").write_text(json.dumps({**config, "rope_parameters": yarn}))
-    with pytest.raises(CheckpointError, match="rope_type is 'yarn'; quantkit exports 'default' and 'llama3'"):
+    with pytest.raises(
+        CheckpointError, match="rope_type is 'yarn'; quantkit exports llama with default and llama3"
+    ):
         quantkit.export(packed, tmp_path / "other", "gguf")
 
 

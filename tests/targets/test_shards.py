@@ -157,3 +157,29 @@ def test_files_are_as_large_as_was_asked(pack: Pack, tmp_path: Path) -> None:
         for name in load_file(tmp_path / "out" / file):
             assert index["weight_map"].pop(name) == file
     assert not index["weight_map"]
+
+
+@pytest.mark.parametrize("bits, target", [(2, "awq"), (3, "gptq"), (5, "gptq"), (7, "mlx")])
+def test_zero_points_of_narrow_integers_are_codes_of_wide_ones(
+    pack: Pack, tmp_path: Path, bits: int, target: str
+) -> None:
+    packed = pack(format=f"int{bits}", **ASYMMETRIC)
+    quantkit.export(packed, tmp_path / "out", target)
+    assert compare_with_source(packed, tmp_path / "out").problems == ()
+
+
+def test_mlx_has_every_field_and_older_names_of_rotary_embeddings(pack: Pack, tmp_path: Path) -> None:
+    """mlx-lm ties embeddings, and takes 10000 for the base of rotary ones, if a file does not say."""
+    packed = pack(format="int4")
+    config = json.loads((packed / "config.json").read_text())
+    rope = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+    del config["tie_word_embeddings"]
+    (packed / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    quantkit.export(packed, tmp_path / "out", "mlx")
+    found = json.loads((tmp_path / "out/config.json").read_text())
+    assert found["tie_word_embeddings"] is False and found["rope_theta"] == 500.0
+    assert found["rope_scaling"] == rope
+    (packed / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    with pytest.raises(CheckpointError, match="hidden_act is 'gelu'; mlx-lm computes llama with 'silu'"):
+        quantkit.export(packed, tmp_path / "other", "mlx")
+    assert not (tmp_path / "other").exists()

@@ -24,6 +24,9 @@ class Architecture:
     config     metadata keys that transformers' own conversion omits, mapped to keys of config.json
     exported   model types of transformers that `export` writes as this architecture
     fixed      fields of config.json with the value that llama.cpp computes with; files do not have them
+    biased     llama.cpp's names of tensors whose bias it reads, if there is one
+    rotary     kinds of rotary embeddings that it computes; 'llama3' is a tensor of factors
+    own_heads  True if the size of a head may be another than `hidden_size / num_attention_heads`
     """
 
     layer: Mapping[str, str]
@@ -34,6 +37,9 @@ class Architecture:
     config: Mapping[str, str] = field(default_factory=dict)
     exported: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    biased: frozenset[str] = frozenset()
+    rotary: frozenset[str] = frozenset({"default"})
+    own_heads: bool = True
 
 
 _ATTENTION = {
@@ -44,6 +50,7 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
 }
+_QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _DENSE = {**_ATTENTION, **_GATED}
@@ -67,8 +74,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _DENSE,
         permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"},
         exported=("llama", "mistral"),
+        biased=_QKV | {"attn_output", *_GATED},
+        rotary=frozenset({"default", "llama3"}),
     ),
-    "qwen2": Architecture(_DENSE, exported=("qwen2",)),
+    "qwen2": Architecture(_DENSE, exported=("qwen2",), biased=_QKV, own_heads=False),
     "qwen3": Architecture({**_DENSE, **_HEAD_NORMS}, config=_HEAD_SIZE, exported=("qwen3",)),
     "qwen2moe": Architecture(
         {**_ATTENTION, **_SHARED, "ffn_gate_inp": "mlp.gate"},
@@ -77,6 +86,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         config={**_EXPERT_SIZE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         exported=("qwen2_moe",),
         fixed={"norm_topk_prob": False},
+        biased=_QKV,
+        own_heads=False,
     ),
     "qwen3moe": Architecture(
         {**_ATTENTION, **_HEAD_NORMS, "ffn_gate_inp": "mlp.gate"},
@@ -159,6 +170,8 @@ def place(arch: Architecture, name: str) -> Place | None:
     if pattern not in names:
         return None
     found = names[pattern]
+    if leaf == "bias" and found not in arch.biased:
+        return None
     part = None if expert is None else int(expert[0])
     heads = arch.permuted.get(found)
     return Place(f"blk.{number}.{found}.{leaf}", part, heads, found in arch.column)

@@ -51,6 +51,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # A core for each rank: by itself vLLM asks for a NUMA node for each.
+    ranks = json.loads(sys.argv[1]).get("tensor_parallel_size", 1)
+    if ranks > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Several models, one after the other, in this process.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -39,6 +39,11 @@ VLLM = Engine(
 SGLANG = Engine("SGLang", ("0.5.23",), plugin_tried="SGLang 0.5.23 on a CPU")
 TRANSFORMERS = Engine("transformers", ("5.23.0", "5.24.0"))
 ENGINES = (VLLM, SGLANG, TRANSFORMERS)
+#: Linears that engines which serve fuse, by the name of the fused one.
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 #: Engines that serve, by the name of their package.
 SERVERS = {"vllm": VLLM, "sglang": SGLANG}
 

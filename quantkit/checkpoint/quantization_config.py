@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format, why_not_compressed_tensors
-from quantkit.checkpoint.engines import LayerKind
+from quantkit.checkpoint.engines import FUSED, LayerKind
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.packing.names import CONTAINERS, Container
 from quantkit.packing.schemes import Scheme
@@ -30,8 +30,8 @@ VERSION = 1
 #: Reason why a checkpoint with a packed embedding needs quantkit.
 PACKED_TABLE = "the config names linears as packed, so other readers take embeddings to be dense"
 _FIELDS = {"version", "schemes", "default", "modules"}
-#: Parts of a linear of SGLang, and what ends a pattern for the first part and for the linear.
-_FUSED = {("q_proj", "k_proj", "v_proj"): "q(kv)?_proj$", ("gate_proj", "up_proj"): "gate(_up)?_proj$"}
+#: For each of `FUSED`, what ends a pattern for it and for its first part.
+_FUSED_ENDS = {"qkv_proj": "q(kv)?_proj$", "gate_up_proj": "gate(_up)?_proj$"}
 #: Start of a target that is a pattern.
 _PATTERN = "re:"
 
@@ -291,8 +291,8 @@ def _with_fused(names: Iterable[str]) -> list[str]:
     patterns = (
         _PATTERN + re.escape(parent + ".") + end
         for parent, _, leaf in (name.rpartition(".") for name in known)
-        for parts, end in _FUSED.items()
-        if leaf == parts[0] and all(f"{parent}.{part}" in known for part in parts)
+        for fused, end in _FUSED_ENDS.items()
+        if leaf == FUSED[fused][0] and all(f"{parent}.{part}" in known for part in FUSED[fused])
         # Experts, which have numbers, are no linears of SGLang.
         if not parent.rpartition(".")[2].isdigit()
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
-from quantkit.checkpoint.engines import ENGINES, SGLANG, TRANSFORMERS, VLLM, refusals
+from quantkit.checkpoint.engines import ENGINES, FUSED, SGLANG, TRANSFORMERS, VLLM, refusals
 from quantkit.checkpoint.quantization_config import Assignment
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.model_class import named_classes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quantkit.model.structure import Structure
 
 #: Linears of a layer or expert that inference engines fuse into one, which has a single scheme.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_FUSED = (*FUSED.values(), ("w1", "w3"))
 
 #: Names by which SGLang detects how the experts of a layer are stored.
 EXPERTS_OF_SGLANG = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
@@ -221,7 +221,7 @@ def fused_sets(linears: Mapping[str, T]) -> Iterator[dict[str, T]]:
     """Yield the sets of linears that inference engines fuse, with their values in `linears`."""
     for name in linears:
         parent, _, leaf = name.rpartition(".")
-        for fused in FUSED:
+        for fused in _FUSED:
             if leaf == fused[0]:
                 members = [f"{parent}.{other}" for other in fused]
                 yield {member: linears[member] for member in members if member in linears}

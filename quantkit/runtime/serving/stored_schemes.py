@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.engines import FUSED
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import UsageError
 from quantkit.packing.schemes import Scheme
@@ -13,8 +14,6 @@ from quantkit.packing.schemes import Scheme
 Schemes = Sequence[tuple[str, Scheme | None]]
 #: End of the name of a tensor that every packed matrix has.
 _SCALE = ".weight_scale"
-#: Linears that engines fuse, by the name of the fused one. Not every class of theirs lists its own.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 #: Names of gate, up and down of an expert, which a layer may leave to the loader of its model.
 _OF_EXPERTS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 
@@ -61,7 +60,7 @@ class StoredSchemes:
         # A class may fuse what the file holds apart or as one matrix, and list the parts or not.
         found = [
             [(name, self._scheme_of(name)) for name in (f"{owner}.{one}".lstrip(".") for one in parts)]
-            for parts in (fused.get(leaf, (leaf,)), (leaf,), _FUSED.get(leaf, ()))
+            for parts in (fused.get(leaf, (leaf,)), (leaf,), FUSED.get(leaf, ()))
         ]
         return next((one for one in found if any(scheme for _, scheme in one)), found[0])
 
@@ -82,13 +81,13 @@ class StoredSchemes:
     def experts(self, prefix: str, matrices: Sequence[str]) -> Schemes:
         """Return the parameter of the model, and its scheme, in which each of `matrices` is.
 
-        They are names of matrices of an expert in the file, below those of the engine's layer `prefix`.
+        They are names of matrices of an expert in the file, below those of the engine's layer `prefix`. If
+        there are none, as the layer leaves them to the loader of its model, usual names are looked for.
         """
         from quantkit.model.names import renamed
 
-        matrices = next(
-            (of for of in (matrices, *_OF_EXPERTS) if f"{prefix}.0.{of[0]}{_SCALE}" in self._scales), ()
-        )
+        known = (*filter(None, [matrices]), *_OF_EXPERTS)
+        matrices = next((of for of in known if f"{prefix}.0.{of[0]}{_SCALE}" in self._scales), ())
         if not matrices:
             return [(prefix, None)]
         stored = [f"{prefix}.0.{matrix}.weight" for matrix in matrices]

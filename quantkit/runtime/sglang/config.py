@@ -3,47 +3,25 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from sglang.srt.layers.quantization.base_config import QuantizationConfig as SglangConfig
 
+from quantkit.checkpoint.engines import FUSED, SGLANG
 from quantkit.checkpoint.hub.repository import locate
-from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
+from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem
-from quantkit.kernels.problem import ACTIVATION_DTYPES
+from quantkit.runtime.serving.config import PackedConfig
 from quantkit.runtime.serving.stored_schemes import StoredSchemes
-from quantkit.runtime.sglang.versions import moved
-
-#: Linears of SGLang's layers. Not every class of a model says it, as Llama's does not.
-FUSED: Mapping[str, Sequence[str]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-#: Names of gate, up and down of an expert in files. SGLang's layer of experts does not know them.
-EXPERTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+from quantkit.runtime.serving.versions import moved
 
 
-class QuantkitConfig(SglangConfig):  # type: ignore[misc]
+class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
     """Methods of the layers of a checkpoint."""
 
     def __init__(self, schemes: StoredSchemes, fused: Mapping[str, Sequence[str]], *, ties: bool) -> None:
         super().__init__()
         self.schemes, self.ties = schemes, ties
         self.packed_modules_mapping = {**FUSED, **fused}
-
-    def get_name(self) -> str:
-        return "quantkit"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return list(ACTIVATION_DTYPES)
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     def get_scaled_act_names(self) -> list[str]:
         return []
@@ -59,7 +37,7 @@ class QuantkitConfig(SglangConfig):  # type: ignore[misc]
 
             model = config["hf_config"]
         except (ImportError, AttributeError, KeyError) as error:
-            raise EnvironmentProblem(moved(error)) from error
+            raise EnvironmentProblem(moved(SGLANG, error)) from error
         revision = getattr(model, "_commit_hash", None)
         directory = locate(model.name_or_path, revision=revision, headers_only=True).directory
         checkpoint = Checkpoint.open(directory)
@@ -67,13 +45,6 @@ class QuantkitConfig(SglangConfig):  # type: ignore[misc]
         schemes = StoredSchemes(own, checkpoint.tensors, checkpoint.config, directory)
         ties = model.get_text_config().tie_word_embeddings
         return cls(schemes, config.get("packed_modules_mapping", {}), ties=ties)
-
-    @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None
-    ) -> str | None:
-        """Take over quantkit's compressed-tensors checkpoints if the user asks for `quantkit`."""
-        return "quantkit" if user_quant == "quantkit" and SECTION in hf_quant_cfg else None
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
         """Rename the modules as SGLang does."""
@@ -85,8 +56,7 @@ class QuantkitConfig(SglangConfig):  # type: ignore[misc]
 
         schemes = self.schemes
         if isinstance(layer, methods.LinearBase):
-            is_whole = prefix in schemes.packed
-            linears = schemes.linears(prefix, {} if is_whole else self.packed_modules_mapping)
+            linears = schemes.linears(prefix, self.packed_modules_mapping)
             schemes.asked.update(name for name, _ in linears)
             if all(scheme is None for _, scheme in linears):
                 return methods.DenseLinearMethod(schemes)
@@ -101,8 +71,7 @@ class QuantkitConfig(SglangConfig):  # type: ignore[misc]
             return None if scheme is None else methods.QuantkitEmbeddingMethod(name, scheme, *given)
         if isinstance(layer, methods.FusedMoE):
             schemes.asked.add(prefix)
-            names = next((one for one in EXPERTS if f"{prefix}.0.{one[0]}" in schemes.packed), EXPERTS[0])
-            matrices = schemes.experts(prefix, names)
+            matrices = schemes.experts(prefix, ())
             if all(scheme is None for _, scheme in matrices):
                 return None
             return methods.QuantkitExpertsMethod(matrices, schemes.container)

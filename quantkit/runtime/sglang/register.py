@@ -2,7 +2,8 @@
 
 import warnings
 
-from quantkit.runtime.sglang.versions import moved
+from quantkit.checkpoint.engines import SGLANG
+from quantkit.runtime.serving.versions import moved
 
 
 def register() -> None:
@@ -17,7 +18,7 @@ def register() -> None:
 
         from quantkit.runtime.sglang.config import QuantkitConfig
     except (ImportError, AttributeError) as error:
-        warnings.warn(moved(error), stacklevel=2)
+        warnings.warn(moved(SGLANG, error), stacklevel=2)
         return
     if "quantkit" not in QUANTIZATION_CHOICES:
         QUANTIZATION_CHOICES.append("quantkit")

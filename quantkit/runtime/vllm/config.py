@@ -1,40 +1,25 @@
 """`quantization_config` of a packed checkpoint for vLLM: the method of each of vLLM's layers."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig as VllmConfig
 
-from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
+from quantkit.checkpoint.engines import VLLM
+from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import EnvironmentProblem
-from quantkit.kernels.problem import ACTIVATION_DTYPES
+from quantkit.runtime.serving.config import PackedConfig
 from quantkit.runtime.serving.stored_schemes import StoredSchemes
-from quantkit.runtime.vllm.versions import moved
+from quantkit.runtime.serving.versions import moved
 
 
-class QuantkitConfig(VllmConfig):  # type: ignore[misc]
+class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
     """Methods of the layers of a checkpoint."""
 
     def __init__(self, config: QuantizationConfig) -> None:
         super().__init__()
         self._config = config
         self.schemes = StoredSchemes(config)
-
-    def get_name(self) -> str:
-        return "quantkit"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return list(ACTIVATION_DTYPES)
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QuantkitConfig":
@@ -45,15 +30,8 @@ class QuantkitConfig(VllmConfig):  # type: ignore[misc]
         try:
             import quantkit.runtime.vllm.methods  # noqa: F401
         except (ImportError, AttributeError) as error:
-            raise EnvironmentProblem(moved(error)) from error
+            raise EnvironmentProblem(moved(VLLM, error)) from error
         return cls(QuantizationConfig.from_dict(config))
-
-    @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
-    ) -> str | None:
-        """Take over quantkit's compressed-tensors checkpoints if the user asks for `quantkit`."""
-        return "quantkit" if user_quant == "quantkit" and SECTION in hf_quant_cfg else None
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None

@@ -2,7 +2,8 @@
 
 import warnings
 
-from quantkit.runtime.vllm.versions import moved
+from quantkit.checkpoint.engines import VLLM
+from quantkit.runtime.serving.versions import moved
 
 
 def register() -> None:
@@ -19,7 +20,7 @@ def register() -> None:
 
         from quantkit.runtime.vllm.config import QuantkitConfig
     except (ImportError, AttributeError) as error:
-        warnings.warn(moved(error), stacklevel=2)
+        warnings.warn(moved(VLLM, error), stacklevel=2)
         return
     if "quantkit" not in QUANTIZATION_METHODS:
         register_quantization_config("quantkit")(QuantkitConfig)

@@ -1,0 +1,17 @@
+"""Say what to do if an engine lacks a class of the plug-in. The versions are in `checkpoint/engines.py`."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from quantkit.checkpoint.engines import Engine
+
+
+def moved(engine: Engine, error: Exception) -> str:
+    """Return what to tell a user whose engine lacks a class or function that the plug-in needs."""
+    try:
+        found = version(engine.name.lower())
+    except PackageNotFoundError:
+        found = "of an unknown version"
+    return (
+        f"quantkit's plug-in was tried with {engine.plugin_tried} and does not fit {engine.name} {found}: "
+        f"{error}. Install what it was tried with, or load the model with quantkit.load."
+    )

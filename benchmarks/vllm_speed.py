@@ -160,6 +160,8 @@ def main() -> None:
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.against not in options.ways.split(","):
+        parser.error("--against is one of --ways")
     if options.way:
         is_dense, arguments, _ = WAYS[options.way]
         directory = options.work / ("dense" if is_dense else "packed")

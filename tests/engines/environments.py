@@ -93,11 +93,11 @@ def about(module: str, python: Path, packages: Sequence[str]) -> dict[str, Any]:
 
 
 def _command(module: str) -> str:
-    """Return how `module` was called, without `PLACES`, and models by the name of their folder."""
+    """Return how `module` was called, without `PLACES`, and folders by their last name."""
     arguments, kept = iter(sys.argv[1:]), []
     for one in arguments:
         if one in PLACES:
             next(arguments)
         else:
-            kept.append(re.sub(r"^(\w+=).*/", r"\1", one))
+            kept.append(re.sub(r"^(\w+=.*/|/.*/)", lambda place: place[0][: place[0].find("=") + 1], one))
     return shlex.join(["python", "-m", module, *kept])

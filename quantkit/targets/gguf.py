@@ -30,7 +30,7 @@ from quantkit.files import temporary
 from quantkit.model.model_class import model_config
 from quantkit.model.structure import Structure
 from quantkit.targets.config_fields import refuse_fields
-from quantkit.targets.gguf_tokenizer import tokenizer_metadata
+from quantkit.targets.gguf_tokenizer import gguf_tokenizer
 from quantkit.targets.packed_source import PIECE, StoredMatrix
 from quantkit.targets.target import (
     Chunk,
@@ -72,6 +72,8 @@ _ROPE_CARRIED = ("rope_type", "rope_theta", "factor", "original_max_position_emb
 _ROPE_FIXED = {"low_freq_factor": LOW, "high_freq_factor": HIGH, "partial_rotary_factor": 1.0}
 #: Metadata that llama.cpp takes as float32 only.
 _FLOATS = ("rope.freq_base", "attention.layer_norm_rms_epsilon")
+#: Parts of general.name by which llama.cpp treats special tokens otherwise, and may not load the file.
+_NAMED_TOKENIZERS = ("phi-3", "phi3", "modern-bert")
 _NUMBERS = {row.dtype: row for row in BLOCK_TYPES.values() if row.dtype is not None}
 
 
@@ -91,8 +93,8 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
     name, arch = _architecture(checkpoint, config)
     parts = _parts(checkpoint, arch)
     metadata, factors = _metadata(checkpoint, config, name, arch)
-    tokens = tokenizer_metadata(checkpoint.directory, config.vocab_size)
-    metadata |= {"tokenizer.ggml.model": NO_TOKENIZER} if tokens is None else tokens
+    words = gguf_tokenizer(checkpoint.directory, config.vocab_size)
+    metadata |= {"tokenizer.ggml.model": NO_TOKENIZER} if words is None else words.metadata
     kinds = [part.block_type.name for part in parts]
     by_tensor: dict[str, list[_Part]] = {}
     for part in parts:
@@ -105,11 +107,7 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
         jobs.insert(0, Job((spec,), (), lambda checkpoint: iter([(spec.name, torch.tensor(factors), 0)])))
         shapes, types = {spec.name: spec.shape, **shapes}, {spec.name: _NUMBERS[torch.float32], **types}
     header = _header(name, metadata, shapes, types)
-    notes = [] if tokens is not None else ["the directory has no tokenizer, and so has the file none"]
-    if tokens is not None and tokens.get("tokenizer.ggml.remove_extra_whitespaces"):
-        notes.append(
-            "the tokenizer makes one space of several, and llama.cpp keeps them: tokens differ there"
-        )
+    notes = ["the directory has no tokenizer, and so has the file none"] if words is None else [*words.notes]
     window = _window(config)
     if window is not None:
         notes.append(
@@ -297,7 +295,10 @@ def _metadata(
     """Return metadata of the model, and the factors of its rotary frequencies, if any."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     head_size = _head_size(config)
-    found: dict[str, Any] = {"general.name": checkpoint.directory.name}
+    found: dict[str, Any] = {}
+    directory = checkpoint.directory.name
+    if not any(part in directory.lower() for part in _NAMED_TOKENIZERS):
+        found["general.name"] = directory
     for key, attribute in _known(config, arch).items():
         value = rope.get(attribute, getattr(config, attribute, None))
         if value is not None:

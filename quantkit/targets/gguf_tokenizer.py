@@ -5,18 +5,34 @@ name. `SPLITS` has the rules, as the library tokenizers writes them, for each na
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from quantkit.checkpoint.safetensors_header import read_json
+from quantkit.checkpoint.source import CONFIG_NAME
 from quantkit.errors import CheckpointError
+from quantkit.model.hf_files import GENERATION_CONFIG_NAME, read_generation_config
 from quantkit.model.tokenizer import read_tokenizer, vocabularies
+from quantkit.targets.gguf_vocabulary import (
+    SPACE,
+    Kind,
+    byte_token,
+    merge_ranks,
+    missing_bytes,
+    token_scores,
+    token_table,
+    unmade,
+)
 
 Metadata = dict[str, Any]
 
 _PREFIX = "tokenizer.ggml"
-#: Kinds of tokens.
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
+#: Tokens named in a message.
+_NAMED = 3
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,28 +40,68 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _PLAIN_BYTES = {**_BYTES, "use_regex": False}
 
 
-def _split(regex: str) -> Mapping[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+class Split(NamedTuple):
+    """Steps before merging, without what does not change tokens; and if words that are tokens stay whole."""
+
+    steps: tuple[Mapping[str, Any], ...]
+    ignores_merges: bool = False
 
 
-#: Name in llama.cpp -> the steps before merging, without what does not change tokens.
-SPLITS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "gpt-2": (_BYTES,),
-    "smollm": ({"type": "Digits", "individual_digits": True}, _BYTES),
-    "llama-bpe": (_split(_WORDS + r"\p{N}{1,3}" + _REST), _PLAIN_BYTES),
-    "qwen2": (_split(_WORDS + r"\p{N}" + _REST), _PLAIN_BYTES),
+def _split(regex: str) -> tuple[Mapping[str, Any], ...]:
+    step = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return step, _PLAIN_BYTES
+
+
+_OF_THREE_DIGITS = _split(_WORDS + r"\p{N}{1,3}" + _REST)
+#: Rules of a byte-level tokenizer by their name in llama.cpp.
+SPLITS: Mapping[str, Split] = {
+    "gpt-2": Split((_BYTES,)),
+    "smollm": Split(({"type": "Digits", "individual_digits": True}, _BYTES)),
+    "llama-bpe": Split(_OF_THREE_DIGITS, ignores_merges=True),
+    "smaug-bpe": Split(_OF_THREE_DIGITS),
+    "qwen2": Split(_split(_WORDS + r"\p{N}" + _REST)),
 }
-_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+_PREPEND = {"type": "Prepend", "prepend": SPACE}
 _TRIMMED = (
     {"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""},
     {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
 )
+#: Settings of a BPE model that llama.cpp does not have.
+_UNKNOWN_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+#: The EOS of a file that names none, by the kind of its tokenizer.
+_EOS_BY_DEFAULT = {"gpt2": 11, "llama": 2}
+#: Where llama.cpp's tokens differ, by a setting of the tokenizer or of an added token.
+_COMPOSED = (
+    "the tokenizer composes characters (NFC), llama.cpp does not: text that is not NFC gets other tokens"
+)
+_FEWER_SPACES = "the tokenizer makes one space of several, and llama.cpp keeps them: tokens differ there"
+_OF_METASPACE = {
+    "always": "llama.cpp puts a space before a text and after a special token; the tokenizer puts none where "
+    "one is",
+    "first": "llama.cpp puts a space before a text and after a special token; the tokenizer puts none after "
+    "a special token, and none where one is",
+}
+_OF_ADDED = {
+    "lstrip": "the tokenizer drops spaces in front of {}, llama.cpp keeps them",
+    "rstrip": "the tokenizer drops spaces behind {}, llama.cpp keeps them",
+    "single_word": "llama.cpp also finds {} inside of words, the tokenizer does not",
+    "normalized": "the tokenizer looks for {} after it changed spaces, llama.cpp before: tokens differ there",
+}
 
 
-def tokenizer_metadata(directory: Path, vocabulary: int) -> Metadata | None:
-    """Return metadata of the tokenizer in `directory`, for `vocabulary` rows of the embedding.
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """Metadata of a tokenizer, and where llama.cpp's tokens differ from the tokenizer's."""
 
-    None where the directory has none. `CheckpointError` for one that llama.cpp has no name for.
+    metadata: Metadata
+    notes: tuple[str, ...]
+
+
+def gguf_tokenizer(directory: Path, rows: int) -> GgufTokenizer | None:
+    """Return the tokenizer in `directory` for an embedding of `rows`; None where there is none.
+
+    Raises `CheckpointError` for one whose tokens llama.cpp would not make.
     """
     if not vocabularies(directory):
         return None
@@ -57,52 +113,91 @@ def tokenizer_metadata(directory: Path, vocabulary: int) -> Metadata | None:
     model = rules["model"]
     if model.get("type") != "BPE":
         _fail(directory, f"is of the type {model.get('type')}, and not BPE")
-    found = _sentencepiece(directory, rules) if model.get("byte_fallback") else _byte_level(directory, rules)
-    tokens, kinds = _tokens(directory, rules, vocabulary)
-    found |= {f"{_PREFIX}.tokens": tokens, f"{_PREFIX}.token_type": kinds}
-    if f"{_PREFIX}.merges" not in found:
-        found[f"{_PREFIX}.scores"] = _scores(model["merges"], tokens)
-    for key, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
-        number = getattr(words, f"{name}_token_id", None)
-        if isinstance(number, int) and number < vocabulary:
-            found[f"{_PREFIX}.{key}_token_id"] = number
-    ids, plain = (words("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-    start = len(ids) - len(plain) - (ids[len(ids) - 1 :] == [words.eos_token_id] and ids != plain)
-    found[f"{_PREFIX}.add_bos_token"] = bool(start and ids[:1] == [words.bos_token_id])
-    found[f"{_PREFIX}.add_eos_token"] = bool(ids != plain and ids[-1] == words.eos_token_id)
-    if isinstance(words.chat_template, str):
-        found["tokenizer.chat_template"] = words.chat_template
-    return found
+    for name in _UNKNOWN_SETTINGS:
+        if model.get(name):
+            _fail(directory, f"has {name} {model[name]!r}, which llama.cpp does not have")
+    highest = max([*model["vocab"].values(), *(one["id"] for one in rules["added_tokens"])])
+    if highest >= rows:
+        _fail(directory, f"has token {highest}, and the embedding {rows} rows", "the file would not load")
+    tokens = token_table(rules, rows)
+    of_rules = _sentencepiece if model.get("byte_fallback") else _byte_level
+    found, notes = of_rules(directory, rules, *tokens)
+    found |= {f"{_PREFIX}.tokens": tokens[0], f"{_PREFIX}.token_type": [int(kind) for kind in tokens[1]]}
+    found |= _special(directory, words, rows) | _around(directory, words) | _templates(words)
+    if f"{_PREFIX}.eos_token_id" not in found:
+        number = _EOS_BY_DEFAULT[found[f"{_PREFIX}.model"]]
+        notes.append(f"the tokenizer has no EOS, and llama.cpp takes token {number} for it")
+    return GgufTokenizer(found, (*notes, *_added_notes(rules, backend.normalizer)))
 
 
-def _byte_level(directory: Path, rules: Mapping[str, Any]) -> Metadata:
+def _byte_level(
+    directory: Path, rules: Mapping[str, Any], texts: Sequence[str], kinds: Sequence[Kind]
+) -> tuple[Metadata, list[str]]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     steps = tuple(_bare(step) for step in _steps(rules["pre_tokenizer"], "pretokenizers"))
-    name = next((name for name, known in SPLITS.items() if steps == known), None)
+    names = [name for name, known in SPLITS.items() if steps == known.steps]
     normal = _steps(rules["normalizer"], "normalizers")
-    if name is None or any(step["type"] != "NFC" for step in normal):
+    if not names or any(step["type"] != "NFC" for step in normal):
         _fail(directory, f"cuts text by rules that are none of {', '.join(SPLITS)} of llama.cpp")
-    merges = [one if isinstance(one, str) else " ".join(one) for one in rules["model"]["merges"]]
-    return {f"{_PREFIX}.model": "gpt2", f"{_PREFIX}.pre": name, f"{_PREFIX}.merges": merges}
+    ranks = merge_ranks(rules["model"])
+    if not ranks:
+        _fail(directory, "has no merges", "llama.cpp would not load the file")
+    ignores = bool(rules["model"].get("ignore_merges"))
+    name = next((name for name in names if SPLITS[name].ignores_merges == ignores), names[0])
+    if SPLITS[name].ignores_merges != ignores:
+        for token in unmade(texts, kinds, ranks):
+            _fail(
+                directory,
+                f"has ignore_merges {ignores}, {name} of llama.cpp not, and no merges make {token!r}",
+            )
+    unknown = rules["model"].get("unk_token")
+    lacking = missing_bytes(texts, bytes_to_unicode().__getitem__) if unknown else []
+    if lacking:
+        _fail(directory, f"makes {unknown!r} of bytes without a token ({_some(lacking)}), llama.cpp no token")
+    merges = [" ".join(pair) for pair in ranks]
+    found = {f"{_PREFIX}.model": "gpt2", f"{_PREFIX}.pre": name, f"{_PREFIX}.merges": merges}
+    return found, [_COMPOSED] if normal else []
 
 
-def _sentencepiece(directory: Path, rules: Mapping[str, Any]) -> Metadata:
+def _sentencepiece(
+    directory: Path, rules: Mapping[str, Any], texts: Sequence[str], kinds: Sequence[Kind]
+) -> tuple[Metadata, list[str]]:
     normal = tuple(_steps(rules["normalizer"], "normalizers"))
     before = _steps(rules["pre_tokenizer"], "pretokenizers")
     trimmed = normal[: len(_TRIMMED)] == _TRIMMED
     normal = normal[len(_TRIMMED) :] if trimmed else normal
-    prefix = {"type": "Prepend", "prepend": "▁"}
-    if before and not normal and before[0]["type"] == "Metaspace" and not before[0].get("split", True):
-        spaced, known = before[0].get("prepend_scheme") != "never", len(before) == 1
+    scheme = None
+    if before and not normal:
+        scheme = before[0].get("prepend_scheme")
+        known = before == [
+            {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False}
+        ]
+        spaced = scheme != "never"
     else:
-        spaced, known = prefix in normal, not before and normal in ((prefix, _SPACE), (_SPACE,))
+        spaced, known = _PREPEND in normal, not before and normal in ((_PREPEND, _SPACE), (_SPACE,))
     if not known:
         _fail(directory, "changes text by rules that llama.cpp's SentencePiece does not have")
-    return {
+    lacking = missing_bytes(texts, byte_token)
+    if lacking:
+        _fail(directory, f"has no token for {_some(lacking)}", "llama.cpp ends itself where a text needs one")
+    ranks = merge_ranks(rules["model"])
+    scores, wrong = token_scores(texts, kinds, ranks)
+    if wrong is not None:
+        _fail(directory, f"makes {wrong[1]} of {wrong[0]!r}, llama.cpp one token, as it knows no merges")
+    if rules["model"].get("ignore_merges"):
+        for token in unmade(texts, kinds, ranks):
+            _fail(
+                directory, f"has ignore_merges, llama.cpp's SentencePiece not, and no merges make {token!r}"
+            )
+    found = {
         f"{_PREFIX}.model": "llama",
         f"{_PREFIX}.pre": "default",
+        f"{_PREFIX}.scores": scores,
         f"{_PREFIX}.add_space_prefix": spaced,
         f"{_PREFIX}.remove_extra_whitespaces": trimmed,
     }
+    return found, [_FEWER_SPACES] * trimmed + [_OF_METASPACE[one] for one in _OF_METASPACE if one == scheme]
 
 
 def _steps(rule: Mapping[str, Any] | None, several: str) -> list[Mapping[str, Any]]:
@@ -116,35 +211,86 @@ def _bare(step: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in step.items() if key != "trim_offsets"}
 
 
-def _tokens(directory: Path, rules: Mapping[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
-    """Return all tokens by number, and their kinds; embedding rows without a token get one."""
-    tokens = {number: text for text, number in rules["model"]["vocab"].items()}
-    kinds = dict.fromkeys(tokens, _NORMAL)
-    if rules["model"].get("byte_fallback"):
-        for number, text in tokens.items():
-            if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-                kinds[number] = _BYTE
-    for one in rules["added_tokens"]:
-        tokens[one["id"]] = one["content"]
-        kinds[one["id"]] = _CONTROL if one["special"] else _USER
-    unknown = rules["model"].get("unk_token")
-    kinds |= {number: _UNKNOWN for number, text in tokens.items() if text == unknown}
-    if max(tokens) >= vocabulary:
-        _fail(directory, f"has token {max(tokens)}, and the embedding {vocabulary} rows")
-    texts = [tokens.get(number, f"[PAD{number}]") for number in range(vocabulary)]
-    return texts, [kinds.get(number, _UNUSED) for number in range(vocabulary)]
+def _special(directory: Path, words: Any, rows: int) -> Metadata:
+    """Return the special tokens; of those that end texts the EOS and two more have a place in the file."""
+    found = {name: getattr(words, f"{name}_token_id", None) for name in ("bos", "eos", "unk", "pad")}
+    ends = _ends(directory)
+    if found["eos"] is None:
+        found["eos"] = next(iter(ends), None)
+    others = [number for number in ends if number != found["eos"]]
+    found |= zip(("eot", "eom"), others, strict=False)
+    names = {"unk": "unknown", "pad": "padding"}
+    return {
+        f"{_PREFIX}.{names.get(name, name)}_token_id": number
+        for name, number in found.items()
+        if isinstance(number, int) and number < rows
+    }
 
 
-def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
-    """Return the scores that SentencePiece merges by, the highest first; 0 for what no merge makes."""
-    ranks: dict[str, int] = {}
-    for rank, one in enumerate(merges):
-        ranks.setdefault(one.replace(" ", "") if isinstance(one, str) else "".join(one), rank)
-    return [-float(ranks.get(text, 0)) for text in tokens]
+def _ends(directory: Path) -> list[int]:
+    """Return the tokens at which generation ends, by the files of the model."""
+    settings = read_generation_config(directory / GENERATION_CONFIG_NAME)
+    ends = getattr(settings, "eos_token_id", None)
+    if ends is None:
+        ends = read_json(directory / CONFIG_NAME).get("eos_token_id")
+    return [ends] if isinstance(ends, int) else list(ends or [])
 
 
-def _fail(directory: Path, problem: str) -> NoReturn:
+def _around(directory: Path, words: Any) -> Metadata:
+    """Return if BOS and EOS are put around a text."""
+    plain, ids = (words("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    for before, after in product((False, True), repeat=2):
+        if ids == [words.bos_token_id] * before + plain + [words.eos_token_id] * after:
+            return {f"{_PREFIX}.add_bos_token": before, f"{_PREFIX}.add_eos_token": after}
+    tokens = words.convert_ids_to_tokens(ids)
+    _fail(directory, f"makes {tokens} of 'a', and llama.cpp adds BOS in front and EOS at the end only")
+
+
+def _templates(words: Any) -> Metadata:
+    """Return chat templates. llama.cpp gives them the texts of BOS and EOS; other tokens are set in front."""
+    found = words.chat_template or {}
+    templates = {"default": found} if isinstance(found, str) else found
+    others = {
+        key: text for key, text in words.special_tokens_map.items() if key not in ("bos_token", "eos_token")
+    }
+    result = {}
+    for name, template in templates.items():
+        lines = [
+            f"{{% set {key} = {json.dumps(text, ensure_ascii=False)} %}}"
+            for key, text in others.items()
+            if isinstance(text, str) and re.search(rf"\b{key}\b", template)
+        ]
+        key = "tokenizer.chat_template" + ("" if name == "default" else f".{name}")
+        result[key] = "".join([*lines, template])
+    return result
+
+
+def _added_notes(rules: Mapping[str, Any], normalizer: Any) -> list[str]:
+    """Return where tokens differ beside added tokens, whose settings llama.cpp does not have."""
+    notes = []
+    for setting, note in _OF_ADDED.items():
+        texts = [one["content"] for one in rules["added_tokens"] if one[setting]]
+        if setting == "normalized":
+            texts = [text for text in texts if normalizer and _is_changed(normalizer, text)]
+        if texts:
+            notes.append(note.format(_some(map(repr, texts))))
+    return notes
+
+
+def _is_changed(normalizer: Any, text: str) -> bool:
+    return SPACE in text or normalizer.normalize_str(text) != text
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _fail(
+    directory: Path, problem: str, effect: str = "llama.cpp would cut text into other tokens"
+) -> NoReturn:
+    files = ", ".join(path.name for path in vocabularies(directory))
     raise CheckpointError(
-        f"{directory}: its tokenizer {problem}, so llama.cpp would cut text into other tokens. Move the "
-        "tokenizer's files elsewhere to export the weights alone."
+        f"{directory}: its tokenizer {problem}: {effect}. Move {files} elsewhere to export the weights alone."
     )

@@ -185,6 +185,16 @@ def test_the_context_of_a_file_is_the_sliding_window(pack: Pack, tmp_path: Path)
     assert fields["llama.rope.freq_base"].types == [gguf.GGUFValueType.FLOAT32]
 
 
+@pytest.mark.parametrize("name, written", [("my-Phi-3", False), ("mine", True)])
+def test_a_name_by_which_llama_cpp_chooses_rules_is_left_out(
+    pack: Pack, tmp_path: Path, name: str, written: bool
+) -> None:
+    """llama.cpp looks for tokens of Phi-3 by it, and does not load a vocabulary without them."""
+    packed = pack(format="int8").rename(tmp_path / name)
+    quantkit.export(packed, tmp_path / "out", "gguf")
+    assert ("general.name" in gguf.GGUFReader(tmp_path / "out/model.gguf").fields) == written
+
+
 def test_a_file_that_was_converted_is_written_again(tmp_path: Path, run: Run) -> None:
     """Block by block, with its tokenizer and template."""
     types = {"token_embd.weight": "Q8_0"}

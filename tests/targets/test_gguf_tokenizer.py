@@ -1,97 +1,312 @@
-"""Tokenizers as metadata of GGUF: the names of rules, and scores that merge as merges do."""
+"""Tokenizers as metadata of GGUF: the names of rules, what is refused, and what llama.cpp does otherwise."""
 
 import json
 import shutil
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from quantkit.errors import CheckpointError
-from quantkit.targets.gguf_tokenizer import SPLITS, tokenizer_metadata
+from quantkit.targets.gguf_tokenizer import SPLITS, gguf_tokenizer
 
-from ..checkpoint.gguf_files import tokenizer_metadata as byte_level
+from .test_gguf_vocabulary import joined
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
+Rules = dict[str, Any]
+Change = Callable[[Rules], object]
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}
 
 
-def merged(text: str, found: dict[str, Any]) -> list[int]:
-    """SentencePiece as llama.cpp has it: neighbours whose token has the highest score are merged first."""
-    numbers = {token: number for number, token in enumerate(found["tokenizer.ggml.tokens"])}
-    scores = found["tokenizer.ggml.scores"]
-    pieces = list("▁" + text.replace(" ", "▁"))
-    while True:
-        pairs = [
-            (scores[numbers[one + other]], -at)
-            for at, (one, other) in enumerate(pairwise(pieces))
-            if one + other in numbers
-        ]
-        if not pairs:
-            return [numbers[piece] for piece in pieces]
-        at = -max(pairs)[1]
-        pieces[at : at + 2] = ["".join(pieces[at : at + 2])]
+def byte_level(name: str = "gpt-2") -> Rules:
+    """Return a tokenizer of bytes with four merges, by the rules of a name of llama.cpp."""
+    words = ["<|end|>", "<|user|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "hello"]
+    return {
+        "version": "1.0",
+        "added_tokens": [token(number, words[number], special=True) for number in (0, 1)],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {**step, **({"trim_offsets": True} if step["type"] == "ByteLevel" else {})}
+                for step in SPLITS[name].steps
+            ],
+        },
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "BPE",
+            "vocab": {word: number for number, word in enumerate(words)},
+            "merges": [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"]],
+        },
+    }
 
 
-def test_scores_merge_as_the_tokenizer_does(tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(STORIES, tmp_path / "stories"))
-    found = tokenizer_metadata(directory, 512)
-    assert found is not None
-    kinds = found["tokenizer.ggml.token_type"]
-    assert kinds[:4] == [2, 3, 3, 6] and set(kinds[259:]) == {1}
-    assert found["tokenizer.ggml.add_bos_token"] and not found["tokenizer.ggml.add_eos_token"]
-    assert found["tokenizer.ggml.add_space_prefix"]
-    text = "Once upon a time there was a little girl, who said hello to her mom."
-    expected = AutoTokenizer.from_pretrained(directory)(text, add_special_tokens=False)["input_ids"]
-    assert merged(text, found) == expected
-    with pytest.raises(CheckpointError, match="its tokenizer has token 511, and the embedding 500 rows"):
-        tokenizer_metadata(directory, 500)
+def sentencepiece() -> Rules:
+    """Return the bundled model's tokenizer, without the rules that drop spaces."""
+    rules: Rules = json.loads((STORIES / "tokenizer.json").read_text(encoding="utf-8"))
+    del rules["normalizer"]["normalizers"][:2]
+    return rules
 
 
-def saved(directory: Path, pre_tokenizer: Any) -> Path:
-    words = next(value for key, value in byte_level().items() if key.endswith("tokens"))
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizer
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(directory)
+def token(number: int, content: str, **settings: bool) -> Rules:
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    return {"id": number, "content": content, **usual, **settings}
+
+
+def saved(directory: Path, rules: Rules, **settings: Any) -> Path:
+    (directory / "tokenizer.json").write_text(json.dumps(rules), encoding="utf-8")
+    usual = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps({**usual, **settings}), encoding="utf-8")
     (directory / "config.json").write_text("{}")
     return directory
 
 
-PLAIN = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
-STEPS = {
-    "gpt-2": WORDS,
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), WORDS]),
-    **{
-        name: pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(SPLITS[name][0]["pattern"]["Regex"]), "isolated"), PLAIN]
-        )
-        for name in ("llama-bpe", "qwen2")
-    },
-}
+def written(directory: Path, rules: Rules, rows: int = 600, **settings: Any) -> tuple[Rules, str]:
+    found = gguf_tokenizer(saved(directory, rules, **settings), rows)
+    assert found is not None
+    return {key.removeprefix("tokenizer.ggml."): value for key, value in found.metadata.items()}, "\n".join(
+        found.notes
+    )
+
+
+def test_scores_merge_as_the_tokenizer_does(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(STORIES, tmp_path / "stories"))
+    found = gguf_tokenizer(directory, 512)
+    assert found is not None and found.notes == (
+        "the tokenizer makes one space of several, and llama.cpp keeps them: tokens differ there",
+    )
+    values = {key.removeprefix("tokenizer.ggml."): value for key, value in found.metadata.items()}
+    kinds, texts = values["token_type"], values["tokens"]
+    assert kinds[:4] == [2, 3, 3, 6] and set(kinds[259:]) == {1}
+    assert values["add_bos_token"] and not values["add_eos_token"] and values["add_space_prefix"]
+    text = "Once upon a time there was a little girl, who said hello to her mom."
+    expected = AutoTokenizer.from_pretrained(directory).tokenize(text)
+    assert joined("▁" + text.replace(" ", "▁"), texts, values["scores"]) == expected
+    with pytest.raises(
+        CheckpointError, match="has token 511, and the embedding 500 rows: the file would not"
+    ):
+        gguf_tokenizer(directory, 500)
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_rules_have_llama_cpps_names(name: str, tmp_path: Path) -> None:
-    found = tokenizer_metadata(saved(tmp_path, STEPS[name]), 270)
-    assert found is not None
-    assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("gpt2", name)
-    assert found["tokenizer.ggml.tokens"][-1] == "[PAD269]" and found["tokenizer.ggml.token_type"][-1] == 5
-    assert found["tokenizer.ggml.merges"] == ["h e", "l l", "he ll", "hell o"]
+    rules = byte_level(name)
+    rules["model"]["ignore_merges"] = SPLITS[name].ignores_merges
+    found, notes = written(tmp_path, rules, 270, eos_token="<|end|>")
+    assert (found["model"], found["pre"], notes) == ("gpt2", name, "")
+    assert found["tokens"][-1] == "[PAD269]" and found["token_type"][-1] == 5
+    assert found["merges"] == ["h e", "l l", "he ll", "hell o"]
 
 
-def test_rules_of_qwen_are_those_of_transformers(tmp_path: Path) -> None:
+def test_rules_of_qwen_are_those_of_transformers() -> None:
     words = Qwen2Tokenizer(vocab={"<|endoftext|>": 0, "a": 1}, merges=[])
     rules = json.loads(words.backend_tokenizer.to_str())["pre_tokenizer"]["pretokenizers"]
-    assert rules[0] == SPLITS["qwen2"][0]
+    assert rules[0] == SPLITS["qwen2"].steps[0]
 
 
-def test_rules_without_a_name_are_refused(tmp_path: Path) -> None:
-    directory = saved(tmp_path, pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), PLAIN]))
-    with pytest.raises(CheckpointError, match="cuts text by rules that are none of gpt-2, smollm, llama-bpe"):
-        tokenizer_metadata(directory, 270)
-    (directory / "tokenizer.json").unlink()
-    assert tokenizer_metadata(directory, 270) is None
+def model(**settings: Any) -> Change:
+    return lambda rules: rules["model"].update(settings)
+
+
+def added(content: str, **settings: bool) -> Change:
+    def change(rules: Rules) -> None:
+        rules["added_tokens"].append(token(len(rules["model"]["vocab"]), content, **settings))
+
+    return change
+
+
+def around(*before: str) -> Change:
+    """Return what puts tokens of a name before a text."""
+
+    def change(rules: Rules) -> None:
+        template: list[Rules] = [{"SpecialToken": {"id": one, "type_id": 0}} for one in before]
+        template.append({"Sequence": {"id": "A", "type_id": 0}})
+        known = {one: {"id": one, "ids": [rules["model"]["vocab"][one]], "tokens": [one]} for one in before}
+        rules["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": template,
+            "pair": [*template, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": known,
+        }
+
+    return change
+
+
+def renamed(text: str) -> Change:
+    def change(rules: Rules) -> None:
+        vocabulary = rules["model"]["vocab"]
+        vocabulary["renamed"] = vocabulary.pop(text)
+
+    return change
+
+
+def metaspace(**settings: Any) -> Change:
+    return lambda rules: rules.update(normalizer=None, pre_tokenizer={**METASPACE, **settings})
+
+
+def unmerged(word: str) -> Change:
+    return lambda rules: rules["model"]["vocab"].update({word: len(rules["model"]["vocab"])})
+
+
+def both(*changes: Change) -> Change:
+    return lambda rules: [change(rules) for change in changes]
+
+
+CUT = "llama.cpp would cut text into other tokens"
+#: A tokenizer, what is changed in it, and what the refusal says.
+REFUSED: dict[str, tuple[Callable[..., Rules], Change, str]] = {
+    "rules without a name": (
+        byte_level,
+        lambda rules: rules["pre_tokenizer"]["pretokenizers"].insert(
+            0, {"type": "Punctuation", "behavior": "Isolated"}
+        ),
+        f"cuts text by rules that are none of gpt-2, smollm, llama-bpe, smaug-bpe, qwen2 of llama.cpp: {CUT}",
+    ),
+    "dropout": (byte_level, model(dropout=0.5), f"has dropout 0.5, which llama.cpp does not have: {CUT}"),
+    "a suffix": (byte_level, model(end_of_word_suffix="@", merges=[]), "has end_of_word_suffix '@', which"),
+    "no merges": (byte_level, model(merges=[]), "has no merges: llama.cpp would not load the file"),
+    "words that stay whole": (
+        byte_level,
+        both(model(ignore_merges=True), unmerged("hel")),
+        f"has ignore_merges True, gpt-2 of llama.cpp not, and no merges make 'hel': {CUT}",
+    ),
+    "bytes without a token": (
+        byte_level,
+        both(renamed("Ã"), model(unk_token="<|user|>")),
+        "makes '<|user|>' of bytes without a token (Ã), llama.cpp no token",
+    ),
+    "a token before BOS": (
+        byte_level,
+        around("<|user|>"),
+        "makes ['<|user|>', 'a'] of 'a', and llama.cpp adds BOS in front and EOS at the end only",
+    ),
+    "no byte": (
+        sentencepiece,
+        renamed("<0xF0>"),
+        "has no token for <0xF0>: llama.cpp ends itself where a text needs one",
+    ),
+    "no merge": (
+        sentencepiece,
+        unmerged("zq"),
+        f"makes ['z', 'q'] of 'zq', llama.cpp one token, as it knows no merges: {CUT}",
+    ),
+    "another sign for a space": (
+        sentencepiece,
+        metaspace(replacement="_"),
+        f"changes text by rules that llama.cpp's SentencePiece does not have: {CUT}",
+    ),
+    "ignored merges": (
+        sentencepiece,
+        both(model(ignore_merges=True), unmerged("zqj")),
+        "has ignore_merges, llama.cpp's SentencePiece not, and no merges make 'zqj'",
+    ),
+}
+
+
+@pytest.mark.fault(72)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_llama_cpp_would_cut_otherwise_is_refused(case: str, tmp_path: Path) -> None:
+    """The files that the refusal names are all that keeps the weights from being exported."""
+    make, change, text = REFUSED[case]
+    rules = make()
+    change(rules)
+    with pytest.raises(CheckpointError) as error:
+        written(tmp_path, rules, eos_token="<|end|>", bos_token="<|end|>")
+    remedy = "Move tokenizer.json elsewhere to export the weights alone."
+    assert str(error.value).startswith(f"{tmp_path}: its tokenizer {text}")
+    assert str(error.value).endswith(remedy)
+    (tmp_path / "tokenizer.json").unlink()
+    assert gguf_tokenizer(tmp_path, 600) is None
+
+
+SPACED = "llama.cpp puts a space before a text and after a special token; the tokenizer puts none "
+#: A tokenizer, what is changed in it, and the note.
+NOTED: dict[str, tuple[Callable[..., Rules], Change, str]] = {
+    "composed": (
+        byte_level,
+        lambda rules: rules.update(normalizer={"type": "NFC"}),
+        "the tokenizer composes characters (NFC), llama.cpp does not: text that is not NFC gets other tokens",
+    ),
+    "lstrip": (
+        byte_level,
+        added("<t>", lstrip=True),
+        "the tokenizer drops spaces in front of '<t>', llama.cpp keeps them",
+    ),
+    "rstrip": (
+        byte_level,
+        added("<t>", rstrip=True),
+        "the tokenizer drops spaces behind '<t>', llama.cpp keeps them",
+    ),
+    "single word": (
+        byte_level,
+        added("<t>", single_word=True),
+        "llama.cpp also finds '<t>' inside of words, the tokenizer does not",
+    ),
+    "normalized bytes": (byte_level, added("<t>", normalized=True), ""),
+    "normalized": (
+        sentencepiece,
+        added("<t>", normalized=True),
+        "the tokenizer looks for '<t>' after it changed spaces, llama.cpp before: tokens differ there",
+    ),
+    "always": (sentencepiece, metaspace(), f"{SPACED}where one is"),
+    "first": (
+        sentencepiece,
+        metaspace(prepend_scheme="first"),
+        f"{SPACED}after a special token, and none where one is",
+    ),
+    "never": (sentencepiece, metaspace(prepend_scheme="never"), ""),
+}
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_what_llama_cpp_does_otherwise_is_noted(case: str, tmp_path: Path) -> None:
+    make, change, text = NOTED[case]
+    rules = make()
+    change(rules)
+    found, notes = written(
+        tmp_path, rules, eos_token="<|end|>" if make is byte_level else "</s>", bos_token="<s>"
+    )
+    assert notes == text
+    assert found.get("add_space_prefix") is (None if make is byte_level else case != "never")
+
+
+def test_words_that_stay_whole_without_a_merge_have_a_name(tmp_path: Path) -> None:
+    """With and without, by two names for the same rules; one for the other where every word is merged."""
+    rules = byte_level("llama-bpe")
+    rules["model"]["vocab"]["hel"] = len(rules["model"]["vocab"])
+    assert written(tmp_path, rules)[0]["pre"] == "smaug-bpe"
+    rules["model"]["ignore_merges"] = True
+    assert written(tmp_path, rules)[0]["pre"] == "llama-bpe"
+    rules = byte_level("qwen2")
+    rules["model"]["ignore_merges"] = True
+    assert written(tmp_path, rules)[0]["pre"] == "qwen2"
+
+
+def test_tokens_that_end_a_text(tmp_path: Path) -> None:
+    """The EOS, and two more; llama.cpp would take one of its own if there is none."""
+    found, notes = written(tmp_path, byte_level())
+    assert "eos_token_id" not in found
+    assert notes == "the tokenizer has no EOS, and llama.cpp takes token 11 for it"
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    found, notes = written(tmp_path, byte_level())
+    assert (found["eos_token_id"], found["eot_token_id"], notes) == (1, 0, "")
+    found, _ = written(tmp_path, byte_level(), eos_token="<|end|>")
+    assert (found["eos_token_id"], found["eot_token_id"]) == (0, 1) and "eom_token_id" not in found
+
+
+def test_templates_get_the_tokens_that_llama_cpp_does_not_give(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{{ unk_token }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    found, _ = written(tmp_path, byte_level(), bos_token="<|user|>", unk_token='<|"|>', eos_token="<|end|>")
+    assert found["tokenizer.chat_template.tool_use"] == "tools"
+    rendered = jinja2.Template(found["tokenizer.chat_template"]).render(
+        bos_token="<|user|>", messages=[{"content": "hello"}]
+    )
+    assert rendered == '<|user|>hello<|"|>'

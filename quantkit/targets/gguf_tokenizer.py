@@ -139,7 +139,8 @@ def _byte_level(
     names = [name for name, known in SPLITS.items() if steps == known.steps]
     normal = _steps(rules["normalizer"], "normalizers")
     if not names or any(step["type"] != "NFC" for step in normal):
-        _fail(directory, f"cuts text by rules that are none of {', '.join(SPLITS)} of llama.cpp")
+        rules_of = _named([*normal, *steps])
+        _fail(directory, f"cuts text by {rules_of}; llama.cpp has the rules of {', '.join(SPLITS)} only")
     ranks = merge_ranks(rules["model"])
     if not ranks:
         _fail(directory, "has no merges", "llama.cpp would not load the file")
@@ -177,7 +178,8 @@ def _sentencepiece(
     else:
         spaced, known = _PREPEND in normal, not before and normal in ((_PREPEND, _SPACE), (_SPACE,))
     if not known:
-        _fail(directory, "changes text by rules that llama.cpp's SentencePiece does not have")
+        rules_of = _named([*_steps(rules["normalizer"], "normalizers"), *before])
+        _fail(directory, f"changes text by {rules_of}; llama.cpp's SentencePiece puts ▁ for spaces only")
     lacking = missing_bytes(texts, byte_token)
     if lacking:
         _fail(directory, f"has no token for {_some(lacking)}", "llama.cpp ends itself where a text needs one")
@@ -209,6 +211,12 @@ def _steps(rule: Mapping[str, Any] | None, several: str) -> list[Mapping[str, An
 def _bare(step: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a step without settings that change offsets but not tokens."""
     return {key: value for key, value in step.items() if key != "trim_offsets"}
+
+
+def _named(steps: Iterable[Mapping[str, Any]]) -> str:
+    """Return names of steps, with what they look for; `nothing` without any."""
+    names = [" ".join([step["type"], *map(str, step.get("pattern", {}).values())]) for step in steps]
+    return ", ".join(names) or "nothing"
 
 
 def _special(directory: Path, words: Any, rows: int) -> Metadata:

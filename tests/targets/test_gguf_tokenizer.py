@@ -82,7 +82,20 @@ REFUSED: dict[str, tuple[Callable[..., Rules], Change, str]] = {
         lambda rules: rules["pre_tokenizer"]["pretokenizers"].insert(
             0, {"type": "Punctuation", "behavior": "Isolated"}
         ),
-        f"cuts text by rules that are none of gpt-2, smollm, llama-bpe, smaug-bpe, qwen2 of llama.cpp: {CUT}",
+        "cuts text by Punctuation, ByteLevel; llama.cpp has the rules of gpt-2, smollm, llama-bpe, "
+        f"smaug-bpe, qwen2 only: {CUT}",
+    ),
+    "an unknown expression": (
+        byte_level,
+        lambda rules: rules["pre_tokenizer"]["pretokenizers"].insert(
+            0, {"type": "Split", "pattern": {"Regex": r"\d+"}, "behavior": "Isolated", "invert": False}
+        ),
+        r"cuts text by Split \d+, ByteLevel; llama.cpp has the rules of gpt-2, smollm,",
+    ),
+    "another change of text": (
+        sentencepiece,
+        lambda rules: rules["normalizer"]["normalizers"].insert(0, {"type": "Lowercase"}),
+        "changes text by Lowercase, Prepend, Replace  ; llama.cpp's SentencePiece puts",
     ),
     "dropout": (byte_level, model(dropout=0.5), f"has dropout 0.5, which llama.cpp does not have: {CUT}"),
     "a suffix": (byte_level, model(end_of_word_suffix="@", merges=[]), "has end_of_word_suffix '@', which"),
@@ -115,7 +128,7 @@ REFUSED: dict[str, tuple[Callable[..., Rules], Change, str]] = {
     "another sign for a space": (
         sentencepiece,
         metaspace(replacement="_"),
-        f"changes text by rules that llama.cpp's SentencePiece does not have: {CUT}",
+        f"changes text by Metaspace; llama.cpp's SentencePiece puts ▁ for spaces only: {CUT}",
     ),
     "ignored merges": (
         sentencepiece,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.checkpoint.source import CONFIG_NAME
 from quantkit.errors import CheckpointError
-from quantkit.model.hf_files import GENERATION_CONFIG_NAME, read_generation_config
+from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config
 from quantkit.model.tokenizer import read_tokenizer, vocabularies
 from quantkit.targets.gguf_vocabulary import (
     SPACE,
@@ -116,18 +116,17 @@ def gguf_tokenizer(directory: Path, rows: int) -> GgufTokenizer | None:
     for name in _UNKNOWN_SETTINGS:
         if model.get(name):
             _fail(directory, f"has {name} {model[name]!r}, which llama.cpp does not have")
-    highest = max([*model["vocab"].values(), *(one["id"] for one in rules["added_tokens"])])
+    highest = max([*model["vocab"].values(), *(one["id"] for one in rules["added_tokens"])], default=-1)
     if highest >= rows:
         _fail(directory, f"has token {highest}, and the embedding {rows} rows", "the file would not load")
     tokens = token_table(rules, rows)
     of_rules = _sentencepiece if model.get("byte_fallback") else _byte_level
     found, notes = of_rules(directory, rules, *tokens)
     found |= {f"{_PREFIX}.tokens": tokens[0], f"{_PREFIX}.token_type": [int(kind) for kind in tokens[1]]}
-    found |= _special(directory, words, rows) | _around(directory, words) | _templates(words)
-    if f"{_PREFIX}.eos_token_id" not in found:
-        number = _EOS_BY_DEFAULT[found[f"{_PREFIX}.model"]]
-        notes.append(f"the tokenizer has no EOS, and llama.cpp takes token {number} for it")
-    return GgufTokenizer(found, (*notes, *_added_notes(rules, backend.normalizer)))
+    special, more = _special(directory, words, rows, _EOS_BY_DEFAULT[found[f"{_PREFIX}.model"]])
+    found |= special | _around(directory, words) | _templates(words)
+    notes += [*more, *_added_notes(rules, backend.normalizer)]
+    return GgufTokenizer(found, tuple(notes))
 
 
 def _byte_level(
@@ -219,29 +218,33 @@ def _named(steps: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def _special(directory: Path, words: Any, rows: int) -> Metadata:
-    """Return the special tokens; of those that end texts the EOS and two more have a place in the file."""
-    found = {name: getattr(words, f"{name}_token_id", None) for name in ("bos", "eos", "unk", "pad")}
-    ends = _ends(directory)
-    if found["eos"] is None:
-        found["eos"] = next(iter(ends), None)
-    others = [number for number in ends if number != found["eos"]]
-    found |= zip(("eot", "eom"), others, strict=False)
-    names = {"unk": "unknown", "pad": "padding"}
+def _special(directory: Path, words: Any, rows: int, eos_by_default: int) -> tuple[Metadata, list[str]]:
+    """Return the special tokens: those that end a text have a place as EOS and two more."""
+    names = {"bos": "bos", "unk": "unknown", "pad": "padding"}
+    found = {key: getattr(words, f"{name}_token_id", None) for name, key in names.items()}
+    ends = [getattr(words, "eos_token_id", None), *_ends(directory)]
+    ends = [number for number in dict.fromkeys(ends) if isinstance(number, int) and 0 <= number < rows]
+    found |= zip(("eos", "eot", "eom"), ends, strict=False)
+    notes = []
+    if not ends:
+        notes.append(f"the tokenizer has no EOS, and llama.cpp takes token {eos_by_default} for it")
+    if ends[3:]:
+        notes.append(f"generation ends at tokens {', '.join(map(str, ends))}, the file says the first 3")
     return {
-        f"{_PREFIX}.{names.get(name, name)}_token_id": number
-        for name, number in found.items()
-        if isinstance(number, int) and number < rows
-    }
+        f"{_PREFIX}.{key}_token_id": number
+        for key, number in found.items()
+        if isinstance(number, int) and 0 <= number < rows
+    }, notes
 
 
-def _ends(directory: Path) -> list[int]:
-    """Return the tokens at which generation ends, by the files of the model."""
-    settings = read_generation_config(directory / GENERATION_CONFIG_NAME)
+def _ends(directory: Path) -> list[Any]:
+    """Return the tokens at which generation ends, as the files of the model have them."""
+    with explained(directory):
+        settings = read_generation_config(directory / GENERATION_CONFIG_NAME)
     ends = getattr(settings, "eos_token_id", None)
     if ends is None:
         ends = read_json(directory / CONFIG_NAME).get("eos_token_id")
-    return [ends] if isinstance(ends, int) else list(ends or [])
+    return ends if isinstance(ends, list) else [ends]
 
 
 def _around(directory: Path, words: Any) -> Metadata:

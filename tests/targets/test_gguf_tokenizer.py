@@ -183,9 +183,13 @@ def test_tokens_that_end_a_text(tmp_path: Path) -> None:
     found, notes = written(tmp_path, byte_level())
     assert "eos_token_id" not in found
     assert notes == "the tokenizer has no EOS, and llama.cpp takes token 11 for it"
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [-1, 1, 0, 900]}')
     found, notes = written(tmp_path, byte_level())
     assert (found["eos_token_id"], found["eot_token_id"], notes) == (1, 0, "")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 1, 2, 3]}')
+    _, notes = written(tmp_path, byte_level())
+    assert notes == "generation ends at tokens 0, 1, 2, 3, the file says the first 3"
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
     found, _ = written(tmp_path, byte_level(), eos_token="<|end|>")
     assert (found["eos_token_id"], found["eot_token_id"]) == (0, 1) and "eom_token_id" not in found
 

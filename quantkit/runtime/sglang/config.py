@@ -63,7 +63,8 @@ class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
             return methods.QuantkitLinearMethod(linears, schemes)
         if isinstance(layer, methods.VocabParallelEmbedding):
             is_head = isinstance(layer, methods.ParallelLMHead)
-            name, scheme = schemes.linears(prefix, {})[0] if is_head else schemes.table(prefix)
+            shape = layer.org_vocab_size, layer.embedding_dim
+            name, scheme = schemes.linears(prefix, {})[0] if is_head else schemes.table(prefix, shape)
             schemes.asked.add(name)
             # SGLang uses an embedding whose weight is tied as the head.
             is_tied = self.ties and not is_head

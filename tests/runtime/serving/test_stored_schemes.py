@@ -37,3 +37,18 @@ def test_packed_experts_are_found(given: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("given", [(), ("w1", "w3", "w2")])
 def test_dense_experts_have_no_scheme(given: tuple[str, ...]) -> None:
     assert list(stored().experts(PREFIX, given)) == [(PREFIX, None)]
+
+
+def test_linears_under_another_name_of_their_owner_are_found() -> None:
+    names = ("l.0.mamba.in_proj", "l.0.attn.o_proj", "l.0.mlp.q_proj", "l.0.mlp.k_proj", "l.0.mlp.v_proj")
+    tensors = [f"{name}.weight_scale" for name in names]
+    schemes = StoredSchemes(QuantizationConfig("quantkit", INT3, {}), [*tensors, "l.0.dense.o_proj.weight"])
+    assert schemes.linears("l.0.mixer.in_proj", {}) == [("l.0.mamba.in_proj", INT3)]
+    assert [name for name, _ in schemes.linears("l.0.mixer.qkv_proj", {})] == list(names[2:])
+    # The files have this one, dense, and none or two of those.
+    assert schemes.linears("l.0.dense.o_proj", {}) == [("l.0.dense.o_proj", None)]
+    assert schemes.linears("l.0.mixer.router", {}) == [("l.0.mixer.router", None)]
+    both = StoredSchemes(
+        QuantizationConfig("quantkit", INT3, {}), [*tensors, "l.0.other.in_proj.weight_scale"]
+    )
+    assert both.linears("l.0.mixer.in_proj", {}) == [("l.0.mixer.in_proj", None)]

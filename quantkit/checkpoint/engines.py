@@ -302,6 +302,41 @@ SUPPORT: tuple[Support, ...] = (
 )
 
 
+#: Tensors of a packed matrix that have its rows.
+ROWS = frozenset({"weight", "weight_packed", "weight_scale", "weight_zero_point"})
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """Linears, by the end of their name, whose rows an engine reorders as it loads `model_types`.
+
+    It reorders those of `tensors` alone, and gives no error for the others.
+    """
+
+    engine: Engine
+    model_types: tuple[str, ...]
+    linears: tuple[str, ...]
+    tensors: frozenset[str]
+
+    def left(self, module: str, entries: Iterable[str]) -> str | None:
+        """Return which of `entries`, tensors of a packed `module`, stays in its order, None if none does."""
+        is_reordered = module.rpartition(".")[2] in self.linears
+        return min((ROWS - self.tensors) & set(entries), default=None) if is_reordered else None
+
+
+_LLAMA4 = ("llama4", "llama4_text")
+_QK = ("q_proj", "k_proj")
+REORDERED = (
+    Reordered(VLLM, _LLAMA4, _QK, frozenset({"weight", "weight_packed", "weight_scale"})),
+    Reordered(SGLANG, _LLAMA4, _QK, frozenset({"weight"})),
+)
+
+
+def reordered(config: Mapping[str, Any]) -> tuple[Reordered, ...]:
+    """Return what engines reorder of a model with this config.json."""
+    return tuple(row for row in REORDERED if config.get("model_type") in row.model_types)
+
+
 def support(engine: Engine, one: Stored) -> Support:
     """Return the row of an engine for matrices stored as `one`; a row without classes if untested."""
     for row in SUPPORT:

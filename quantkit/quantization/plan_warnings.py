@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
-from quantkit.checkpoint.engines import ENGINES, FUSED, SGLANG, TRANSFORMERS, VLLM, refusals
+from quantkit.checkpoint.engines import ENGINES, FUSED, SGLANG, TRANSFORMERS, VLLM, refusals, reordered
 from quantkit.checkpoint.quantization_config import Assignment
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.model_class import named_classes
@@ -57,7 +57,7 @@ def plan_notes(
 
     `config` is config.json of the source. `assignments` are the linears as described in the file.
     """
-    notes = list(reader_notes(assignments)) if container == "compressed-tensors" else []
+    notes = list(reader_notes(config, assignments)) if container == "compressed-tensors" else []
     named = named_classes(config)
     if structure.model_class not in ("", *named):
         names = f"names {', '.join(named)}" if named else "names no class"
@@ -135,9 +135,13 @@ def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list
     return shares
 
 
-def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
-    """Yield notes on engines that cannot load a compressed-tensors checkpoint of these linears."""
+def reader_notes(config: Mapping[str, Any], assignments: Iterable[Assignment]) -> Iterator[Note]:
+    """Yield notes on engines that cannot load a compressed-tensors checkpoint of these linears.
+
+    `config` is config.json of the checkpoint or of its source.
+    """
     assignments = tuple(assignments)
+    yield from _notes_on_rows(config, assignments)
     packed = [(a, a.scheme) for a in assignments if a.scheme is not None]
     splits = split_fusions({a.module: a.scheme for a in assignments})
     if splits:
@@ -190,6 +194,28 @@ def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
             "most linears are. Give all experts one format.",
             (SGLANG.name, f"{VLLM.name} 0.26.0"),
         )
+
+
+def _notes_on_rows(config: Mapping[str, Any], assignments: Iterable[Assignment]) -> Iterator[Note]:
+    """Yield notes on engines that reorder the rows of linears, but not those of all tensors of each."""
+    for row in reordered(config):
+        found = []
+        for a in assignments:
+            if a.scheme is not None:
+                stored = compressed_tensors_format(a.scheme, a.shape[1]).stored
+                parts = set(a.scheme.part_names) - ({"scale"} if a.scheme.per_tensor else set())
+                left = row.left(a.module, (stored.part_name("weight", part) for part in parts))
+                found += [] if left is None else [(a.module, left)]
+        if found:
+            more = f" and {len(found) - 1} more" if found[1:] else ""
+            fused = next(one for one in _FUSED if set(row.linears) <= set(one))
+            rules = " ".join(f"--rule '*.{name}=keep'" for name in fused)
+            yield Note(
+                f"{row.engine} would compute wrong numbers, without an error: as it loads, it reorders the "
+                f"rows of {found[0][0]}{more}, but not those of {found[0][1]}. Keep these, and what is fused "
+                f"with them: {rules}. Or choose a format that stores only {', '.join(sorted(row.tensors))}.",
+                (row.engine.name,),
+            )
 
 
 def readers_beside(notes: Iterable[Note]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.engines import FUSED
+from quantkit.checkpoint.engines import FUSED, ROWS, Engine, reordered
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import UsageError
 from quantkit.packing.schemes import Scheme
@@ -136,6 +136,19 @@ class StoredSchemes:
                 "plug-in for it on this rank. Quantize the model with that one dense, use fewer ranks, or "
                 "load it with quantkit.load."
             )
+
+    def check_rows(self, engine: Engine) -> None:
+        """Raise `UsageError` if the engine reorders the rows of some tensors of a matrix, but not of all."""
+        for row in reordered(self._architecture):
+            for name in sorted(self.packed) if row.engine == engine else ():
+                entries = {one for one in ROWS if f"{name}.{one}" in self._tensors}
+                if (left := row.left(name, entries)) is not None:
+                    raise UsageError(
+                        f"{name!r} is {self._config.scheme_of(name)}: {engine.name} reorders its rows as it "
+                        f"loads, but not those of its {left}. Quantize the model with "
+                        f"{' and '.join(row.linears)} dense or without zero-points, or load it with "
+                        "quantkit.load."
+                    )
 
     def _meta_model(self) -> Any:
         from quantkit.model.model_class import meta_model

@@ -37,13 +37,17 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Read which matrices are packed, and keep the config of the model."""
+        """Read which matrices are packed, and keep the config of the model.
+
+        Raises `UsageError` if vLLM would reorder the rows of some tensors of a matrix alone.
+        """
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
         tensors = get_safetensors_params_metadata(model_name, revision=revision)
         architecture = None if hf_config is None else hf_config.to_dict()
         self.ties = hf_config is not None and hf_config.get_text_config().tie_word_embeddings
         self.schemes = StoredSchemes(self._config, tensors, architecture, Path(model_name))
+        self.schemes.check_rows(VLLM)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the modules as vLLM does."""

@@ -3,12 +3,15 @@
 import pytest
 from transformers import MixtralConfig
 
+from quantkit.checkpoint.engines import VLLM
 from quantkit.checkpoint.quantization_config import QuantizationConfig
+from quantkit.errors import UsageError
 from quantkit.packing.schemes import scheme
 from quantkit.runtime.serving.stored_schemes import StoredSchemes
 
 PREFIX = "model.layers.0.block_sparse_moe.experts"
 INT3 = scheme("int3")
+INT3_ZEROS = scheme("int3", group_size=32, zero_point="integer")
 
 
 def stored(*matrices: str) -> StoredSchemes:
@@ -52,3 +55,16 @@ def test_linears_under_another_name_of_their_owner_are_found() -> None:
         QuantizationConfig("quantkit", INT3, {}), [*tensors, "l.0.other.in_proj.weight_scale"]
     )
     assert both.linears("l.0.mixer.in_proj", {}) == [("l.0.mixer.in_proj", None)]
+
+
+def test_a_matrix_of_which_the_engine_reorders_some_tensors_is_refused() -> None:
+    names = [f"l.0.{one}_proj.weight{end}" for one in "qv" for end in ("", "_scale", "_zero_point", "_shape")]
+    config, llama4 = QuantizationConfig("quantkit", INT3_ZEROS, {}), {"model_type": "llama4"}
+    StoredSchemes(config, names).check_rows(VLLM)
+    StoredSchemes(config, [name for name in names if "_zero" not in name], llama4).check_rows(VLLM)
+    expected = (
+        r"^'l\.0\.q_proj' is int3 g32 asym bfloat16: vLLM reorders its rows as it loads, but not those of "
+        r"its weight_zero_point\. Quantize the model with q_proj and k_proj dense or without zero-points"
+    )
+    with pytest.raises(UsageError, match=expected):
+        StoredSchemes(config, names, llama4).check_rows(VLLM)

@@ -117,6 +117,7 @@ def for_engine(planned: Plan, asked: str) -> Plan:
         raise UsageError(f"--engine {asked}: {' '.join(refused)}")
     notes = (
         f"{engine.name} {version} has a class for each linear of the result.",
+        *_cautions(engine, planned.assignments),
         installed_beside(engine, version),
     )
     return replace(planned, notes=(*planned.notes, *filter(None, notes)))

@@ -4,7 +4,7 @@ The table is about files and holds on every device; an engine may lack a kernel 
 and SGLang are tested against their code (`tests/compat/engines.py`), those of transformers by loading.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -310,24 +310,32 @@ ROWS = frozenset({"weight", "weight_packed", "weight_scale", "weight_zero_point"
 class Reordered:
     """Linears, by the end of their name, whose rows an engine reorders as it loads `model_types`.
 
-    It reorders those of `tensors` alone, and gives no error for the others.
+    It reorders those of `tensors` alone, and gives no error for the others. If it `stops`, it reorders those
+    of all tensors, and fails at one without rows.
     """
 
     engine: Engine
     model_types: tuple[str, ...]
     linears: tuple[str, ...]
-    tensors: frozenset[str]
+    tensors: frozenset[str] = ROWS
+    stops: bool = False
 
-    def left(self, module: str, entries: Iterable[str]) -> str | None:
-        """Return which of `entries`, tensors of a packed `module`, stays in its order, None if none does."""
-        is_reordered = module.rpartition(".")[2] in self.linears
-        return min((ROWS - self.tensors) & set(entries), default=None) if is_reordered else None
+    def unfit(self, module: str, tensors: Set[str], *, per_tensor: bool) -> str | None:
+        """Return one of `tensors`, those of a packed `module`, that this does not fit, None if all fit.
+
+        `per_tensor` if the scale is that of the whole matrix.
+        """
+        if module.rpartition(".")[2] not in self.linears:
+            return None
+        rows = ROWS & tensors - ({"weight_scale"} if per_tensor else set())
+        return min(tensors - rows if self.stops else rows - self.tensors, default=None)
 
 
 _LLAMA4 = ("llama4", "llama4_text")
 _QK = ("q_proj", "k_proj")
 REORDERED = (
     Reordered(VLLM, _LLAMA4, _QK, frozenset({"weight", "weight_packed", "weight_scale"})),
+    Reordered(VLLM, ("bloom",), ("query_key_value",), stops=True),
     Reordered(SGLANG, _LLAMA4, _QK, frozenset({"weight"})),
 )
 

@@ -197,23 +197,25 @@ def reader_notes(config: Mapping[str, Any], assignments: Iterable[Assignment]) -
 
 
 def _notes_on_rows(config: Mapping[str, Any], assignments: Iterable[Assignment]) -> Iterator[Note]:
-    """Yield notes on engines that reorder the rows of linears, but not those of all tensors of each."""
+    """Yield notes on engines that reorder the rows of linears, and not those of every tensor of each."""
     for row in reordered(config):
         found = []
         for a in assignments:
             if a.scheme is not None:
                 stored = compressed_tensors_format(a.scheme, a.shape[1]).stored
-                parts = set(a.scheme.part_names) - ({"scale"} if a.scheme.per_tensor else set())
-                left = row.left(a.module, (stored.part_name("weight", part) for part in parts))
-                found += [] if left is None else [(a.module, left)]
+                parts = stored.shapes(a.scheme.storage_shapes(a.shape))
+                names = {stored.part_name("weight", part) for part in parts}
+                unfit = row.unfit(a.module, names, per_tensor=a.scheme.per_tensor)
+                found += [] if unfit is None else [(a.module, unfit)]
         if found:
             more = f" and {len(found) - 1} more" if found[1:] else ""
-            fused = next(one for one in _FUSED if set(row.linears) <= set(one))
+            fused = next((one for one in _FUSED if set(row.linears) <= set(one)), row.linears)
             rules = " ".join(f"--rule '*.{name}=keep'" for name in fused)
+            does = "cannot load" if row.stops else "would compute wrong numbers, without an error, of"
             yield Note(
-                f"{row.engine} would compute wrong numbers, without an error: as it loads, it reorders the "
-                f"rows of {found[0][0]}{more}, but not those of {found[0][1]}. Keep these, and what is fused "
-                f"with them: {rules}. Or choose a format that stores only {', '.join(sorted(row.tensors))}.",
+                f"{row.engine} {does} {found[0][0]}{more}: it reorders their rows as it loads, and "
+                f"{found[0][1]} {'has none' if row.stops else 'stays as it is'}. Keep these, and what is "
+                f"fused with them: {rules}.",
                 (row.engine.name,),
             )
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint import engines
-from quantkit.checkpoint.engines import SGLANG, VLLM, Engine, Stored, asked_engine, installed_beside, support
+from quantkit.checkpoint.engines import (
+    SGLANG,
+    VLLM,
+    Engine,
+    Reordered,
+    Stored,
+    asked_engine,
+    installed_beside,
+    support,
+)
 from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.quantization.plan_warnings import reader_notes
@@ -69,13 +78,19 @@ def test_rows_that_an_engine_reorders_without_their_zero_points(tmp_path):
     zeros = packed(tmp_path / "zeros", **options, zero_point="integer")
     assert refusals_of(zeros, "llama", VLLM) == refusals_of(plain, "llama4", VLLM) == ()
     assert refusals_of(zeros, "llama4_text", VLLM) == (
-        "vLLM 0.26.0 to 0.33.0 would compute wrong numbers, without an error: as it loads, it reorders the "
-        "rows of model.layers.0.self_attn.k_proj and 3 more, but not those of weight_zero_point. Keep these, "
-        "and what is fused with them: --rule '*.q_proj=keep' --rule '*.k_proj=keep' --rule '*.v_proj=keep'. "
-        "Or choose a format that stores only weight, weight_packed, weight_scale.",
+        "vLLM 0.26.0 to 0.33.0 would compute wrong numbers, without an error, of model.layers.0.self_attn."
+        "k_proj and 3 more: it reorders their rows as it loads, and weight_zero_point stays as it is. Keep "
+        "these, and what is fused with them: --rule '*.q_proj=keep' --rule '*.k_proj=keep' "
+        "--rule '*.v_proj=keep'.",
     )
     (of_sglang,) = refusals_of(plain, "llama4", SGLANG)
-    assert "SGLang 0.5.23 would compute wrong numbers" in of_sglang and "weight_packed. Keep" in of_sglang
+    assert "SGLang 0.5.23 would compute wrong numbers" in of_sglang and "weight_packed stays" in of_sglang
+    linears = Reordered(VLLM, ("bloom",), ("query_key_value",), stops=True)
+    qkv, int4 = "h.0.query_key_value", {"weight_packed", "weight_scale", "weight_zero_point"}
+    assert linears.unfit(qkv, int4, per_tensor=False) is None
+    assert linears.unfit("h.0.dense", {*int4, "weight_shape"}, per_tensor=False) is None
+    assert linears.unfit(qkv, {*int4, "weight_shape"}, per_tensor=False) == "weight_shape"
+    assert linears.unfit(qkv, {"weight", "weight_scale"}, per_tensor=True) == "weight_scale"
 
 
 def test_widths_that_one_kernel_of_the_engine_reads(tmp_path):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.engines import FUSED, ROWS, Engine, reordered
+from quantkit.checkpoint.engines import FUSED, Engine, reordered
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import UsageError
 from quantkit.packing.schemes import Scheme
@@ -14,6 +14,8 @@ from quantkit.packing.schemes import Scheme
 Schemes = Sequence[tuple[str, Scheme | None]]
 #: End of the name of a tensor that every packed matrix has.
 _SCALE = ".weight_scale"
+#: Tensor that plug-ins do not load by rows.
+_SHAPE = "weight_shape"
 #: Names of gate, up and down of an expert, which a layer may leave to the loader of its model.
 _OF_EXPERTS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 
@@ -138,15 +140,19 @@ class StoredSchemes:
             )
 
     def check_rows(self, engine: Engine) -> None:
-        """Raise `UsageError` if the engine reorders the rows of some tensors of a matrix, but not of all."""
+        """Raise `UsageError` for a matrix of which the engine reorders the rows of some tensors alone."""
         for row in reordered(self._architecture):
             for name in sorted(self.packed) if row.engine == engine else ():
-                entries = {one for one in ROWS if f"{name}.{one}" in self._tensors}
-                if (left := row.left(name, entries)) is not None:
+                scheme, start = self._config.scheme_of(name), f"{name}.weight"
+                tensors = {one[len(name) + 1 :] for one in self._tensors if one.startswith(start)}
+                unfit = row.unfit(
+                    name, tensors - {_SHAPE}, per_tensor=scheme is not None and scheme.per_tensor
+                )
+                if unfit is not None:
                     raise UsageError(
-                        f"{name!r} is {self._config.scheme_of(name)}: {engine.name} reorders its rows as it "
-                        f"loads, but not those of its {left}. Quantize the model with "
-                        f"{' and '.join(row.linears)} dense or without zero-points, or load it with "
+                        f"{name!r} is {scheme}: {engine.name} reorders its rows as it loads, and its {unfit} "
+                        f"{'has none' if row.stops else 'stays as it is'}. Quantize the model with "
+                        f"{' and '.join(row.linears)} dense, or in int4 without zero-points, or load it with "
                         "quantkit.load."
                     )
 

@@ -63,8 +63,14 @@ def test_a_matrix_of_which_the_engine_reorders_some_tensors_is_refused() -> None
     StoredSchemes(config, names).check_rows(VLLM)
     StoredSchemes(config, [name for name in names if "_zero" not in name], llama4).check_rows(VLLM)
     expected = (
-        r"^'l\.0\.q_proj' is int3 g32 asym bfloat16: vLLM reorders its rows as it loads, but not those of "
-        r"its weight_zero_point\. Quantize the model with q_proj and k_proj dense or without zero-points"
+        r"^'l\.0\.q_proj' is int3 g32 asym bfloat16: vLLM reorders its rows as it loads, and its "
+        r"weight_zero_point stays as it is\. Quantize the model with q_proj and k_proj dense"
     )
     with pytest.raises(UsageError, match=expected):
         StoredSchemes(config, names, llama4).check_rows(VLLM)
+    bloom = QuantizationConfig("quantkit", scheme("nvfp4"), {})
+    names = [f"h.0.query_key_value.weight{end}" for end in ("", "_scale", "_global_scale", "_shape")]
+    with pytest.raises(
+        UsageError, match="reorders its rows as it loads, and its weight_global_scale has none"
+    ):
+        StoredSchemes(bloom, names, {"model_type": "bloom"}).check_rows(VLLM)

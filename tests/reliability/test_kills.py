@@ -73,9 +73,15 @@ class Child:
             self._said.write_text(traceback.format_exc())
         os._exit(code)
 
-    def signal(self, number: int, wait: float) -> None:
-        """Send a signal so many seconds after the work has begun."""
+    def signal(self, number: int, wait: float, begun: Path | None = None, patience: float = 0) -> None:
+        """Send a signal so many seconds after the work has begun, or after file `begun` is there.
+
+        That file is waited for no longer than `patience` seconds.
+        """
         while not self._ready.exists():
+            time.sleep(0.001)
+        end = time.monotonic() + patience
+        while begun is not None and not begun.exists() and time.monotonic() < end:
             time.sleep(0.001)
         time.sleep(wait)
         assert self._process.pid is not None
@@ -118,11 +124,19 @@ class Run:
         assert contents(place / "first/out") == self.expected and len(self.expected) > 6
 
     def time(self) -> None:
-        """Measure `seconds`, which signals are spread over: a machine is not equally busy all the time."""
+        """Measure `seconds` and `writing`, which signals are spread over: a machine is not equally busy."""
         shutil.rmtree(self.place / "whole", ignore_errors=True)
         begun = time.monotonic()
-        assert self.start("whole").wait() == 0
-        self.seconds = time.monotonic() - begun
+        child = self.start("whole")
+        while not self.journal("whole").exists() and time.monotonic() < begun + PATIENCE:
+            time.sleep(0.001)
+        written = time.monotonic()
+        assert child.wait() == 0
+        self.seconds, self.writing = time.monotonic() - begun, time.monotonic() - written
+
+    def journal(self, name: str) -> Path:
+        """The first file of an output."""
+        return self.place / name / "out" / ".quantkit-journal.jsonl"
 
     def start(self, name: str, n: int = 0) -> Child:
         """A child that quantizes or continues in `name`, killed before its call number `n` if any."""
@@ -149,9 +163,15 @@ class Run:
         self._scenario.run(place)
 
     def killed(self, name: str, number: int, chance: random.Random) -> int | None:
-        """The exit code of a child that got a signal at a random moment; None if it was done before."""
+        """The exit code of a child that got a signal at a random moment; None if it was done before.
+
+        Half of the moments are while the output is written: reading and planning may take most of a run.
+        """
         child = self.start(name)
-        child.signal(number, chance.uniform(0, self.seconds))
+        if chance.random() < 0.5:
+            child.signal(number, chance.uniform(0, self.seconds))
+        else:
+            child.signal(number, chance.uniform(0, self.writing), self.journal(name), self.seconds)
         code = child.wait()
         return None if code == 0 else code
 

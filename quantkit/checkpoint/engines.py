@@ -4,7 +4,7 @@ The table is about files and holds on every device; an engine may lack a kernel 
 and SGLang are tested against their code (`tests/compat/engines.py`), those of transformers by loading.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -102,6 +102,8 @@ class Support:
     why: str = ""
     instead: str = ""
     bits: tuple[int, ...] = ()
+    #: True if the row is of matrices with zero-points alone.
+    asymmetric: bool = False
     #: True if it reads them only in a checkpoint entirely of this format.
     alone: bool = False
     #: What of it may surprise a user who measured the checkpoint with quantkit.
@@ -121,6 +123,7 @@ class Stored:
     format: str
     strategy: str
     bits: int
+    symmetric: bool = True
 
     @classmethod
     def of(
@@ -130,7 +133,7 @@ class Stored:
         whole = arguments.get("block_structure") in (None, [128, 128]) and rows % 128 == 0
         strategy = str(arguments["strategy"])
         strategy = OTHER_BLOCKS if strategy == BLOCK and not whole else strategy
-        return cls(module, kind, format, strategy, arguments["num_bits"])
+        return cls(module, kind, format, strategy, arguments["num_bits"], arguments["symmetric"])
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,18 @@ SUPPORT: tuple[Support, ...] = (
         _EXPERTS,
         bits=_OTHER_BITS,
         what="experts of 2, 3, 5, 6 or 7 bits",
-        why="0.26.0 has experts of 4 and 8 bits only, and newer versions were not tried",
+        why="0.26.0 has experts of 4 and 8 bits only, and 0.32.0 takes Humming for them, which was not run",
         instead="Give the experts int4 or int8, such as --rule '*.experts.*=int8'.",
+    ),
+    Support(
+        VLLM,
+        _INT,
+        _GROUPS,
+        _EXPERTS,
+        bits=(8,),
+        asymmetric=True,
+        what="int8 experts with zero-points",
+        instead="Give the experts int8 without zero-points, or int4.",
     ),
     Support(VLLM, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
     Support(VLLM, _INT, _GROUPS, _EXPERTS, ("CompressedTensorsWNA16MoEMethod",)),
@@ -302,11 +315,57 @@ SUPPORT: tuple[Support, ...] = (
 )
 
 
+#: Tensors of a packed matrix that have its rows.
+ROWS = frozenset({"weight", "weight_packed", "weight_scale", "weight_zero_point"})
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """Linears, by the end of their name, whose rows an engine reorders as it loads `model_types`.
+
+    It reorders those of `tensors` alone, and gives no error for the others. If it `stops`, it reorders those
+    of all tensors, and fails at one without rows.
+    """
+
+    engine: Engine
+    model_types: tuple[str, ...]
+    linears: tuple[str, ...]
+    tensors: frozenset[str] = ROWS
+    stops: bool = False
+
+    def unfit(self, module: str, tensors: Set[str], *, per_tensor: bool) -> str | None:
+        """Return one of `tensors`, those of a packed `module`, that this does not fit, None if all fit.
+
+        `per_tensor` if the scale is that of the whole matrix.
+        """
+        if module.rpartition(".")[2] not in self.linears:
+            return None
+        rows = ROWS & tensors - ({"weight_scale"} if per_tensor else set())
+        return min(tensors - rows if self.stops else rows - self.tensors, default=None)
+
+
+_LLAMA4 = ("llama4", "llama4_text")
+_QK = ("q_proj", "k_proj")
+REORDERED = (
+    Reordered(VLLM, _LLAMA4, _QK, frozenset({"weight", "weight_packed", "weight_scale"})),
+    Reordered(VLLM, ("bloom",), ("query_key_value",), stops=True),
+    Reordered(SGLANG, _LLAMA4, _QK, frozenset({"weight"})),
+)
+
+
+def reordered(config: Mapping[str, Any]) -> tuple[Reordered, ...]:
+    """Return what engines reorder of a model with this config.json."""
+    return tuple(row for row in REORDERED if config.get("model_type") in row.model_types)
+
+
 def support(engine: Engine, one: Stored) -> Support:
     """Return the row of an engine for matrices stored as `one`; a row without classes if untested."""
     for row in SUPPORT:
         fits = (
-            one.strategy in row.strategies and one.kind in row.kinds and one.bits in (row.bits or (one.bits,))
+            one.strategy in row.strategies
+            and one.kind in row.kinds
+            and one.bits in (row.bits or (one.bits,))
+            and not (row.asymmetric and one.symmetric)
         )
         if row.engine == engine and row.format == one.format and fits:
             return row

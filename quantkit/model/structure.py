@@ -322,13 +322,10 @@ def _may_be_linear(module: "nn.Module") -> bool:
 
 
 def _strangers(dense: Mapping[str, str], checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """Return matrices that the class lacks but other engines read, such as extra prediction heads."""
-    found = [
-        name.removesuffix(".weight")
-        for name, reason in dense.items()
-        if reason == NOT_A_PARAMETER and name.endswith(".weight") and len(checkpoint.tensors[name].shape) == 2
-    ]
-    return {name: (name,) for name in found}
+    """Return matrices that are linears to other engines alone, such as routers and extra prediction heads."""
+    found = [name for name, reason in dense.items() if reason in (NOT_A_PARAMETER, ROUTER)]
+    found = [one for one in found if one.endswith(".weight") and len(checkpoint.tensors[one].shape) == 2]
+    return {name.removesuffix(".weight"): (name.removesuffix(".weight"),) for name in found}
 
 
 def _sort_in(

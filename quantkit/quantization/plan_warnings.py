@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
-from quantkit.checkpoint.engines import ENGINES, FUSED, SGLANG, TRANSFORMERS, VLLM, refusals
+from quantkit.checkpoint.engines import ENGINES, FUSED, SGLANG, TRANSFORMERS, VLLM, refusals, reordered
 from quantkit.checkpoint.quantization_config import Assignment
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.model_class import named_classes
@@ -57,7 +57,7 @@ def plan_notes(
 
     `config` is config.json of the source. `assignments` are the linears as described in the file.
     """
-    notes = list(reader_notes(assignments)) if container == "compressed-tensors" else []
+    notes = list(reader_notes(config, assignments)) if container == "compressed-tensors" else []
     named = named_classes(config)
     if structure.model_class not in ("", *named):
         names = f"names {', '.join(named)}" if named else "names no class"
@@ -135,9 +135,13 @@ def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list
     return shares
 
 
-def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
-    """Yield notes on engines that cannot load a compressed-tensors checkpoint of these linears."""
+def reader_notes(config: Mapping[str, Any], assignments: Iterable[Assignment]) -> Iterator[Note]:
+    """Yield notes on engines that cannot load a compressed-tensors checkpoint of these linears.
+
+    `config` is config.json of the checkpoint or of its source.
+    """
     assignments = tuple(assignments)
+    yield from _notes_on_rows(config, assignments)
     packed = [(a, a.scheme) for a in assignments if a.scheme is not None]
     splits = split_fusions({a.module: a.scheme for a in assignments})
     if splits:
@@ -190,6 +194,30 @@ def reader_notes(assignments: Iterable[Assignment]) -> Iterator[Note]:
             "most linears are. Give all experts one format.",
             (SGLANG.name, f"{VLLM.name} 0.26.0"),
         )
+
+
+def _notes_on_rows(config: Mapping[str, Any], assignments: Iterable[Assignment]) -> Iterator[Note]:
+    """Yield notes on engines that reorder the rows of linears, and not those of every tensor of each."""
+    for row in reordered(config):
+        found = []
+        for a in assignments:
+            if a.scheme is not None:
+                stored = compressed_tensors_format(a.scheme, a.shape[1]).stored
+                parts = stored.shapes(a.scheme.storage_shapes(a.shape))
+                names = {stored.part_name("weight", part) for part in parts}
+                unfit = row.unfit(a.module, names, per_tensor=a.scheme.per_tensor)
+                found += [] if unfit is None else [(a.module, unfit)]
+        if found:
+            more = f" and {len(found) - 1} more" if found[1:] else ""
+            fused = next((one for one in _FUSED if set(row.linears) <= set(one)), row.linears)
+            rules = " ".join(f"--rule '*.{name}=keep'" for name in fused)
+            does = "cannot load" if row.stops else "would compute wrong numbers, without an error, of"
+            yield Note(
+                f"{row.engine} {does} {found[0][0]}{more}: it reorders their rows as it loads, and "
+                f"{found[0][1]} {'has none' if row.stops else 'stays as it is'}. Keep these, and what is "
+                f"fused with them: {rules}.",
+                (row.engine.name,),
+            )
 
 
 def readers_beside(notes: Iterable[Note]) -> tuple[str, ...]:

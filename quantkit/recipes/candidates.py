@@ -42,21 +42,31 @@ MENU_OF_ENGINES: tuple[Choice, ...] = (
     Choice("mxfp8"),
 )
 
+#: What engines read besides, by one kernel that was not run (`engines.SUPPORT`): chosen only by name.
+NAMED_OF_ENGINES: tuple[Choice, ...] = (
+    *(Choice("int2", size) for size in (64, 32)),
+    *(Choice(f"int{bits}", size, packing="stream") for bits in (3, 5, 6, 7) for size in (128, 64, 32)),
+)
+
 
 def candidates(
-    method: str, formats: tuple[str, ...] | None = None, menu: tuple[Choice, ...] = MENU
+    method: str,
+    formats: tuple[str, ...] | None = None,
+    menu: tuple[Choice, ...] = MENU,
+    named: tuple[Choice, ...] = (),
 ) -> tuple[Choice, ...]:
     """Return the rows of `menu` that `method` supports, each with that method.
 
-    `formats` are names such as `int4`, for all rows of that format, or the format's preset if it has no row.
-    `FORMAT:GROUP` is one granularity. Raises `UsageError` for unknown or unsupported formats.
+    `formats` are names such as `int4`, for all rows of that format in `menu` and `named`, or the format's
+    preset if it has no row. `FORMAT:GROUP` is one granularity, in the packing of those rows. Raises
+    `UsageError` for unknown or unsupported formats.
     """
     if formats is None:
         rows = tuple(replace(row, method=method) for row in menu)
         return tuple(row for row in rows if _refusal(row) is None)
     found: dict[Choice, None] = {}
     for text in formats:
-        for row in _named(text, menu):
+        for row in _named(text, (*menu, *named)):
             chosen = replace(row, method=method)
             if (refusal := _refusal(chosen)) is not None:
                 raise UsageError(f"--formats {text}: {refusal}") from refusal
@@ -68,9 +78,8 @@ def candidates(
 
 def _named(text: str, menu: tuple[Choice, ...]) -> tuple[Choice, ...]:
     name, separator, group = text.partition(":")
-    if separator:
-        return (Choice(name, parse_group_size(group)),)
-    return tuple(row for row in menu if row.format == name) or (Choice(name),)
+    rows = tuple(row for row in menu if row.format == name) or (Choice(name),)
+    return (Choice(name, parse_group_size(group), packing=rows[0].packing),) if separator else rows
 
 
 def _refusal(choice: Choice) -> FormatError | UsageError | None:

@@ -13,6 +13,7 @@ from quantkit.model.structure import Structure
 from quantkit.packing import stream
 from quantkit.packing.formats import number_format
 from quantkit.targets.mlx_config import mlx_config
+from quantkit.targets.mlx_types import MLX_LM
 from quantkit.targets.packed_source import StoredMatrix
 from quantkit.targets.shards import Fit, fit, scale_dtype, sharded
 from quantkit.targets.target import (
@@ -82,11 +83,20 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
         name: f"MLX {one.supported.format.name}, groups of {one.size}, {SAFETENSORS_DTYPES[dtype]} scales"
         for name, one in fits.items()
     }
-    note = "biases are float32, as no 16-bit dtype has them: MLX computes in float32 then"
-    notes = (note,) if dtype == torch.float32 else ()
-    readers = ("mlx-lm 0.32.2",) if tried else ()
+    notes = {
+        "biases are float32, as no 16-bit dtype has them: MLX computes in float32 then": dtype
+        == torch.float32,
+        f"mlx-lm {MLX_LM} has models of type {model['model_type']!r}, and none was tried": not tried,
+    }
+    readers = (f"mlx-lm {MLX_LM}",) if tried else ()
     return sharded(
-        checkpoint, jobs, stored, {**model, "quantization": section}, max_shard_bytes, readers, notes
+        checkpoint,
+        jobs,
+        stored,
+        {**model, "quantization": section},
+        max_shard_bytes,
+        readers,
+        tuple(text for text, applies in notes.items() if applies),
     )
 
 

@@ -12,6 +12,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.model_class import model_config
 from quantkit.targets.config_fields import refuse_fields
+from quantkit.targets.mlx_types import MLX_LM, MODEL_TYPES
 
 _DENSE = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -50,8 +51,15 @@ TRIED: Mapping[str, Tried] = {
 def mlx_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], bool]:
     """Return config.json for mlx-lm, and True if the model type was tried with it.
 
-    Raises `CheckpointError` for a field of a tried type that mlx-lm does not compute with.
+    Raises `CheckpointError` for a model type that mlx-lm has not, and for a field of a tried type that it
+    does not compute with.
     """
+    kind = checkpoint.config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise CheckpointError(
+            f"{checkpoint.directory}: model_type is {kind!r}, and mlx-lm {MLX_LM} has no such model. Export "
+            "to gptq or awq, whose readers run transformers' own model."
+        )
     config = model_config(checkpoint.config, checkpoint.directory)
     if config.model_type != checkpoint.config.get("model_type"):
         # The language model is a part, and its fields are in a section.

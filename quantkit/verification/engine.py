@@ -77,7 +77,7 @@ def engine_report(directory: Path, engine: Engine, version: str) -> EngineReport
     if unknown is None:
         layers |= record_of(checkpoint).layers
     assignments = stored_assignments(section, layers)
-    refusals = why_refused(engine, version, section, assignments, record.needs_quantkit)
+    refusals = why_refused(engine, version, checkpoint.config, assignments, record.needs_quantkit)
     portable = QuantizationConfig.from_dict(section).container == "compressed-tensors"
     notes, ranks = [installed_beside(engine, version)], {}
     if portable:
@@ -111,12 +111,13 @@ def for_engine(planned: Plan, asked: str) -> Plan:
     Raises `UsageError` if they do not.
     """
     engine, version = asked_engine(asked)
-    section = planned.model_config["quantization_config"]
-    refused = why_refused(engine, version, section, planned.assignments, planned.not_portable)
+    config = planned.model_config
+    refused = why_refused(engine, version, config, planned.assignments, planned.not_portable)
     if refused:
         raise UsageError(f"--engine {asked}: {' '.join(refused)}")
     notes = (
         f"{engine.name} {version} has a class for each linear of the result.",
+        *_cautions(engine, planned.assignments),
         installed_beside(engine, version),
     )
     return replace(planned, notes=(*planned.notes, *filter(None, notes)))
@@ -125,19 +126,20 @@ def for_engine(planned: Plan, asked: str) -> Plan:
 def why_refused(
     engine: Engine,
     version: str,
-    section: Mapping[str, Any],
+    config: Mapping[str, Any],
     assignments: Sequence[Assignment],
     needs_quantkit: Sequence[str],
 ) -> tuple[str, ...]:
     """Return the reasons, with remedies, why `version` of `engine` cannot load linears or misreads them.
 
-    `section` is the `quantization_config` that describes `assignments`. `needs_quantkit` lists the reasons
-    why only quantkit can read the checkpoint, if any.
+    `config` is config.json, whose `quantization_config` describes `assignments`. `needs_quantkit` lists the
+    reasons why only quantkit can read the checkpoint, if any.
     """
+    section = config["quantization_config"]
     if QuantizationConfig.from_dict(section).container != "compressed-tensors":
         return (_not_portable(engine, needs_quantkit),)
     names = {engine.name, f"{engine.name} {version}"}
-    refused = (note.text for note in reader_notes(assignments) if names & set(note.cannot))
+    refused = (note.text for note in reader_notes(config, assignments) if names & set(note.cannot))
     return (*refused, *_misread(engine, section, assignments))
 
 

@@ -113,7 +113,7 @@ def stored_notes(config: Mapping[str, Any], layers: Mapping[str, LayerRecord]) -
     section = config["quantization_config"]
     if QuantizationConfig.from_dict(section).container != "compressed-tensors":
         return None
-    return tuple(reader_notes(stored_assignments(section, layers)))
+    return tuple(reader_notes(config, stored_assignments(section, layers)))
 
 
 def stored_assignments(section: Mapping[str, Any], layers: Mapping[str, LayerRecord]) -> list[Assignment]:

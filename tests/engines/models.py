@@ -58,6 +58,16 @@ MODELS: dict[str, Callable[[Path], None]] = {
         num_experts_per_tok=2,
         sliding_window=None,
     ),
+    # Its class makes the embedding, which is the head, without a config.
+    "gemma2": random_model(
+        "Gemma2",
+        hidden_size=256,
+        intermediate_size=384,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+    ),
 }
 
 

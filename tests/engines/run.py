@@ -1,6 +1,6 @@
 """Run packed checkpoints in vLLM on a CPU, through the plug-in, and compare with quantkit's own numbers.
 
-    python -m tests.engines.run                                 every format of three models
+    python -m tests.engines.run                                 every format of four models
     python -m tests.engines.run --formats int3 fp6 --models qwen2
     python -m tests.engines.run --model books=DIRECTORY         and of this one
     python -m tests.engines.run --vllm 0.26.0                   in another version
@@ -47,8 +47,6 @@ MIXES: dict[str, dict[str, Any]] = {
     },
     "embedding": {"format": "fp6", "embeddings": "int5"},
 }
-#: Cases that no plug-in can run: vLLM's class of Mixtral asks none for its embedding.
-IMPOSSIBLE = {"mixtral-embedding"}
 
 
 def differences(file: Path, directory: Path) -> dict[str, Any]:
@@ -114,8 +112,7 @@ def main() -> int:
     options = {**defaults, **arguments.options}
     found: dict[str, Any] = {}
     for name, source in sources(arguments.work, arguments.models, arguments.model).items():
-        cases = [case for case in arguments.formats if f"{name}-{case}" not in IMPOSSIBLE]
-        packed = [pack(arguments.work, name, source, case) for case in cases]
+        packed = [pack(arguments.work, name, source, case) for case in arguments.formats]
         found |= compare(python, packed, options)
     for name, one in found.items():
         print(f"{name:32} {one if 'error' in one else ' '.join(f'{k} {v}' for k, v in one.items())}")

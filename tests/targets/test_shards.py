@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.errors import CheckpointError
 from quantkit.exporting import ExportOptions
+from quantkit.targets.mlx_config import TRIED, mlx_config
+from quantkit.targets.mlx_types import MODEL_TYPES
 from quantkit.verification.against_source import compare_with_source
 
 from ..conftest import Run
@@ -85,6 +88,7 @@ def test_what_a_target_does_not_hold_is_refused_first(pack: Pack, tmp_path: Path
         ({"format": "int8"}, "gptq", ["gptqmodel"]),
         ({"format": "int2"}, "gptq", []),
         ({"format": "int4"}, "mlx", ["mlx-lm"]),
+        ({"arch": "phi3", "format": "int4"}, "mlx", []),
         ({"arch": "qwen2moe", "format": "int4"}, "awq", []),
     ],
 )
@@ -96,6 +100,8 @@ def test_only_tools_that_were_tried_are_named(
     told = [name for name in ("gptqmodel", "vLLM", "SGLang", "mlx-lm") if name in done.out]
     assert told == readers
     assert ("no other tool was tried" in done.err) == (not readers)
+    untried = "mlx-lm 0.32.2 has models of type 'phi3', and none was tried"
+    assert (untried in done.err) == (options.get("arch") == "phi3")
 
 
 def test_zero_points_of_0_take_version_2_of_gptq(sources: Any, tmp_path: Path) -> None:
@@ -134,6 +140,18 @@ def test_mlx_has_widths_of_its_own_for_layers_and_tables(pack: Pack, tmp_path: P
     assert section["model.layers.1.mlp.down_proj"]["bits"] == 8
     assert section["model.embed_tokens"] == {"bits": 6, "group_size": 64}
     assert compare_with_source(packed, tmp_path / "out").problems == ()
+
+
+def test_mlx_says_which_models_it_has() -> None:
+    def of(kind: str) -> Any:
+        return SimpleNamespace(directory=Path("packed"), config={"model_type": kind})
+
+    with pytest.raises(
+        CheckpointError, match=r"^packed: model_type is 'falcon', and mlx-lm 0\.32\.2 has no such"
+    ):
+        mlx_config(of("falcon"))
+    assert mlx_config(of("qwen3_moe"))[1] is False and mlx_config(of("llama"))[1] is True
+    assert set(TRIED) <= MODEL_TYPES
 
 
 def test_mlx_finds_rotary_positions_where_its_classes_look(pack: Pack, tmp_path: Path) -> None:

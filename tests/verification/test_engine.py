@@ -8,12 +8,25 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint import engines
-from quantkit.checkpoint.engines import SGLANG, VLLM, Engine, Stored, asked_engine, installed_beside, support
+from quantkit.checkpoint.engines import (
+    SGLANG,
+    VLLM,
+    Engine,
+    Reordered,
+    Stored,
+    asked_engine,
+    installed_beside,
+    support,
+)
+from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.quantization.plan_warnings import reader_notes
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import quantize_checkpoint
 from quantkit.recipes.recipe_options import RecipeOptions
+from quantkit.runtime.saved_model import read_record
 from quantkit.verification.engine import RANKS, EngineReport, engine_report
+from quantkit.verification.readers import stored_assignments
 
 from ..quantization.test_plan import write
 from ..tiny.sizes import SIZES, made_once
@@ -52,6 +65,32 @@ def test_each_linear_has_the_class_of_the_table(tmp_path):
     )
     assert len(by_name) == 2 * 7 + 1
     assert json.loads(json.dumps(found.to_dict()))["tensor_parallel"]["1"] is None
+
+
+def test_rows_that_an_engine_reorders_without_their_zero_points(tmp_path):
+    def refusals_of(directory: Path, kind: str, engine: Engine) -> tuple[str, ...]:
+        section = read_json(directory / "config.json")["quantization_config"]
+        notes = reader_notes({"model_type": kind}, stored_assignments(section, read_record(directory).layers))
+        return tuple(note.text for note in notes if engine.name in note.cannot)
+
+    options = {"format": "int4", "group_size": "channel"}
+    plain = packed(tmp_path / "plain", **options)
+    zeros = packed(tmp_path / "zeros", **options, zero_point="integer")
+    assert refusals_of(zeros, "llama", VLLM) == refusals_of(plain, "llama4", VLLM) == ()
+    assert refusals_of(zeros, "llama4_text", VLLM) == (
+        "vLLM 0.26.0 to 0.33.0 would compute wrong numbers, without an error, of model.layers.0.self_attn."
+        "k_proj and 3 more: it reorders their rows as it loads, and weight_zero_point stays as it is. Keep "
+        "these, and what is fused with them: --rule '*.q_proj=keep' --rule '*.k_proj=keep' "
+        "--rule '*.v_proj=keep'.",
+    )
+    (of_sglang,) = refusals_of(plain, "llama4", SGLANG)
+    assert "SGLang 0.5.23 would compute wrong numbers" in of_sglang and "weight_packed stays" in of_sglang
+    linears = Reordered(VLLM, ("bloom",), ("query_key_value",), stops=True)
+    qkv, int4 = "h.0.query_key_value", {"weight_packed", "weight_scale", "weight_zero_point"}
+    assert linears.unfit(qkv, int4, per_tensor=False) is None
+    assert linears.unfit("h.0.dense", {*int4, "weight_shape"}, per_tensor=False) is None
+    assert linears.unfit(qkv, {*int4, "weight_shape"}, per_tensor=False) == "weight_shape"
+    assert linears.unfit(qkv, {"weight", "weight_scale"}, per_tensor=True) == "weight_scale"
 
 
 def test_widths_that_one_kernel_of_the_engine_reads(tmp_path):

@@ -29,7 +29,7 @@ from quantkit.quantization.allocate.readable import readable
 from quantkit.quantization.allocate.sensitivity import TOKENS, Losses, Sensitivities, measure
 from quantkit.quantization.allocate.sensitivity_cache import SensitivityCache, cache_key
 from quantkit.quantization.plan_warnings import fused_sets
-from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, candidates
+from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, NAMED_OF_ENGINES, candidates
 from quantkit.recipes.knapsack import Option, allocate
 from quantkit.recipes.recipe import Choice, Recipe, Rule
 from quantkit.workers import cpu_workers
@@ -99,7 +99,8 @@ def allocate_formats(
     sensitivity cannot be measured.
     """
     method, limit = method_named(recipe.default.method), budget.limit
-    choices = candidates(method.name, budget.formats, MENU if engine is None else MENU_OF_ENGINES)
+    menus = (MENU,) if engine is None else (MENU_OF_ENGINES, NAMED_OF_ENGINES)
+    choices = candidates(method.name, budget.formats, *menus)
     groups = groups_of(structure, recipe)
     if not groups:
         raise UsageError(

@@ -7,10 +7,13 @@ import torch
 
 from quantkit.checkpoint.quantization_config import SECTION
 from quantkit.kernels.problem import ACTIVATION_DTYPES
+from quantkit.runtime.serving.stored_schemes import StoredSchemes
 
 
 class PackedConfig:
     """Name, dtypes and GPUs of the quantization method `quantkit`."""
+
+    schemes: StoredSchemes
 
     def get_name(self) -> str:
         return "quantkit"

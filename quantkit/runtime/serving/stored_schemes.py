@@ -1,11 +1,11 @@
 """Scheme of each layer of an engine, from the config of a checkpoint and the names of its tensors."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.engines import FUSED
+from quantkit.checkpoint.engines import FUSED, Engine, reordered
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.errors import UsageError
 from quantkit.packing.schemes import Scheme
@@ -14,6 +14,8 @@ from quantkit.packing.schemes import Scheme
 Schemes = Sequence[tuple[str, Scheme | None]]
 #: End of the name of a tensor that every packed matrix has.
 _SCALE = ".weight_scale"
+#: Tensor that plug-ins do not load by rows.
+_SHAPE = "weight_shape"
 #: Names of gate, up and down of an expert, which a layer may leave to the loader of its model.
 _OF_EXPERTS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 
@@ -35,7 +37,7 @@ class StoredSchemes:
         #: With names of transformers, and with those of the engine.
         self._own = self._config = config
         self.container = config.container
-        self._scales = frozenset(name for name in tensors if name.endswith(_SCALE))
+        self._tensors = frozenset(tensors)
         self._architecture, self._directory = architecture or {}, directory
         #: Modules, or owners of experts, of which the engine made a layer, if it says so.
         self.asked: set[str] = set()
@@ -44,12 +46,13 @@ class StoredSchemes:
         """Rename the modules as the engine does, by its `mapper`."""
         modules = mapper.apply_dict(dict(self._config.modules))
         self._config = QuantizationConfig(self._config.container, self._config.default, modules)
-        self._scales = frozenset(mapper.apply_list(sorted(self._scales)))
+        self._tensors = frozenset(mapper.apply_list(sorted(self._tensors)))
 
     @property
     def packed(self) -> frozenset[str]:
         """Return the packed matrices in the files, those of experts one by one."""
-        return frozenset(name.removesuffix(_SCALE) for name in self._scales)
+        scales = (name for name in self._tensors if name.endswith(_SCALE))
+        return frozenset(name.removesuffix(_SCALE) for name in scales)
 
     def linears(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes:
         """Return the linears that the engine's layer `prefix` is made of, and the scheme of each.
@@ -62,19 +65,41 @@ class StoredSchemes:
             [(name, self._scheme_of(name)) for name in (f"{owner}.{one}".lstrip(".") for one in parts)]
             for parts in (fused.get(leaf, (leaf,)), (leaf,), FUSED.get(leaf, ()))
         ]
-        return next((one for one in found if any(scheme for _, scheme in one)), found[0])
+        packed = (one for one in found if any(scheme for _, scheme in one))
+        return next(packed, None) or self._beside(prefix, fused) or found[0]
+
+    def _beside(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes | None:
+        """Return the linears of `prefix` under the name of its owner in the files, None if there are none.
+
+        A class may call a module otherwise than it stores it: Jamba's `0.mixer.in_proj` is `0.mamba.in_proj`.
+        """
+        owner, _, leaf = prefix.rpartition(".")
+        above, _, called = owner.rpartition(".")
+        beside = {
+            name[len(above) + 1 :].partition(".")[0] for name in self._tensors if name.startswith(f"{above}.")
+        }
+        if not above or called in beside:
+            return None
+        found = [self.linears(f"{above}.{one}.{leaf}", fused) for one in sorted(beside)]
+        packed = [one for one in found if any(scheme for _, scheme in one)]
+        return packed[0] if len(packed) == 1 else None
 
     def _scheme_of(self, name: str) -> Scheme | None:
         """Return the scheme of a linear: that of most is not named, and the files say which are packed."""
-        is_packed = name in self._config.modules or name + _SCALE in self._scales
+        is_packed = name in self._config.modules or name + _SCALE in self._tensors
         return self._config.scheme_of(name) if is_packed else None
 
-    def table(self, prefix: str) -> tuple[str, Scheme | None]:
-        """Return the embedding called `prefix`, or the input embedding if that is empty, and its scheme."""
+    def table(self, prefix: str, shape: tuple[int, int]) -> tuple[str, Scheme | None]:
+        """Return the embedding called `prefix`, and its scheme.
+
+        One without a name is the input embedding if it has the `shape` [V, K] of that.
+        """
         if prefix or not any(self._own.modules.values()):
             return prefix, self._config.modules.get(prefix)
         model: Any = self._meta_model()
         table = model.get_input_embeddings()
+        if tuple(table.weight.shape) != shape:
+            return prefix, None
         name = next((name for name, module in model.named_modules() if module is table), "")
         return name, self._own.modules.get(name)
 
@@ -87,23 +112,25 @@ class StoredSchemes:
         from quantkit.model.names import renamed
 
         known = (*filter(None, [matrices]), *_OF_EXPERTS)
-        matrices = next((of for of in known if f"{prefix}.0.{of[0]}{_SCALE}" in self._scales), ())
+        matrices = next((of for of in known if f"{prefix}.0.{of[0]}{_SCALE}" in self._tensors), ())
         if not matrices:
             return [(prefix, None)]
         stored = [f"{prefix}.0.{matrix}.weight" for matrix in matrices]
         names = [place.parameter for _, place in renamed(self._meta_model(), stored)]
         return [(name, self._own.scheme_of(name)) for name in names]
 
-    def check_all_asked(self, engine: str, *, in_blocks: bool = False) -> None:
+    def check_all_asked(self, engine: str, absent: Set[str] | None = None) -> None:
         """Raise `UsageError` if the engine has no layer for a packed matrix.
 
-        With `in_blocks` those of numbered blocks are checked of which the engine has made a layer. Others may
-        be on another rank, or predict further tokens.
+        With `absent`, matrices below those modules are not checked, nor numbered blocks of which the engine
+        has made no layer. They are on another rank, or predict further tokens.
         """
         missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))
-        if in_blocks:
-            blocks = {_block(name) for name in self.asked} - {None}
-            missing = [name for name in missing if _block(name) in blocks]
+        if absent is not None:
+            blocks = {_block(name) for name in self.asked} | {None}
+            missing = [
+                name for name in missing if _block(name) in blocks and absent.isdisjoint(_with_owners(name))
+            ]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UsageError(
@@ -111,6 +138,23 @@ class StoredSchemes:
                 "plug-in for it on this rank. Quantize the model with that one dense, use fewer ranks, or "
                 "load it with quantkit.load."
             )
+
+    def check_rows(self, engine: Engine) -> None:
+        """Raise `UsageError` for a matrix of which the engine reorders the rows of some tensors alone."""
+        for row in reordered(self._architecture):
+            for name in sorted(self.packed) if row.engine == engine else ():
+                scheme, start = self._config.scheme_of(name), f"{name}.weight"
+                tensors = {one[len(name) + 1 :] for one in self._tensors if one.startswith(start)}
+                unfit = row.unfit(
+                    name, tensors - {_SHAPE}, per_tensor=scheme is not None and scheme.per_tensor
+                )
+                if unfit is not None:
+                    raise UsageError(
+                        f"{name!r} is {scheme}: {engine.name} reorders its rows as it loads, and its {unfit} "
+                        f"{'has none' if row.stops else 'stays as it is'}. Quantize the model with "
+                        f"{' and '.join(row.linears)} dense, or in int4 without zero-points, or load it with "
+                        "quantkit.load."
+                    )
 
     def _meta_model(self) -> Any:
         from quantkit.model.model_class import meta_model

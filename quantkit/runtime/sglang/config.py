@@ -30,7 +30,8 @@ class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
     def from_config(cls, config: dict[str, Any]) -> "QuantkitConfig":
         """Parse `quantization_config`, and read the names of the tensors in the files.
 
-        Raises `EnvironmentProblem` for an SGLang that moved its classes, and `CheckpointError`.
+        Raises `EnvironmentProblem` for an SGLang that moved its classes, `UsageError` for matrices whose rows
+        it would reorder in part, and `CheckpointError`.
         """
         try:
             import quantkit.runtime.sglang.methods  # noqa: F401
@@ -43,6 +44,7 @@ class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
         checkpoint = Checkpoint.open(directory)
         own = QuantizationConfig.from_dict(config)
         schemes = StoredSchemes(own, checkpoint.tensors, checkpoint.config, directory)
+        schemes.check_rows(SGLANG)
         ties = model.get_text_config().tie_word_embeddings
         return cls(schemes, config.get("packed_modules_mapping", {}), ties=ties)
 
@@ -63,7 +65,8 @@ class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
             return methods.QuantkitLinearMethod(linears, schemes)
         if isinstance(layer, methods.VocabParallelEmbedding):
             is_head = isinstance(layer, methods.ParallelLMHead)
-            name, scheme = schemes.linears(prefix, {})[0] if is_head else schemes.table(prefix)
+            shape = layer.org_vocab_size, layer.embedding_dim
+            name, scheme = schemes.linears(prefix, {})[0] if is_head else schemes.table(prefix, shape)
             schemes.asked.add(name)
             # SGLang uses an embedding whose weight is tied as the head.
             is_tied = self.ties and not is_head

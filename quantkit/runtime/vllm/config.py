@@ -18,7 +18,7 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
 
     def __init__(self, config: QuantizationConfig) -> None:
         super().__init__()
-        self._config = config
+        self._config, self.ties = config, False
         self.schemes = StoredSchemes(config)
 
     @classmethod
@@ -28,20 +28,26 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
         Raises `EnvironmentProblem` for a vLLM that moved its classes, and `CheckpointError`.
         """
         try:
-            import quantkit.runtime.vllm.methods  # noqa: F401
+            from quantkit.runtime.vllm.unasked import ask_for_all_layers
         except (ImportError, AttributeError) as error:
             raise EnvironmentProblem(moved(VLLM, error)) from error
+        ask_for_all_layers()
         return cls(QuantizationConfig.from_dict(config))
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Read which matrices are packed, and keep the config of the model."""
+        """Read which matrices are packed, and keep the config of the model.
+
+        Raises `UsageError` if vLLM would reorder the rows of some tensors of a matrix alone.
+        """
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
         tensors = get_safetensors_params_metadata(model_name, revision=revision)
         architecture = None if hf_config is None else hf_config.to_dict()
+        self.ties = hf_config is not None and hf_config.get_text_config().tie_word_embeddings
         self.schemes = StoredSchemes(self._config, tensors, architecture, Path(model_name))
+        self.schemes.check_rows(VLLM)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the modules as vLLM does."""
@@ -50,12 +56,10 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
     def get_cache_scale_mapper(self) -> Any:
         """Return vLLM's renaming of tensors, without the shapes of packed matrices.
 
-        vLLM permutes the rows of any tensor of some modules, and a shape has none. It calls this when its
-        model is built. Raises `UsageError` for a packed matrix of which it did not ask.
+        vLLM permutes the rows of any tensor of some modules, and a shape has none.
         """
         from vllm.model_executor.models.utils import WeightsMapper
 
-        self.schemes.check_all_asked("vLLM", in_blocks=True)
         mapper = super().get_cache_scale_mapper()
         return mapper | WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 
@@ -72,8 +76,12 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
             return methods.QuantkitLinearMethod(linears, schemes.container)
         if isinstance(layer, methods.VocabParallelEmbedding):
             is_head = isinstance(layer, methods.ParallelLMHead)
-            name, scheme = schemes.linears(prefix, {})[0] if is_head else schemes.table(prefix)
-            given = (schemes.container, is_head)
+            shape = layer.org_vocab_size, layer.embedding_dim
+            name, scheme = schemes.linears(prefix, {})[0] if is_head else schemes.table(prefix, shape)
+            schemes.asked.add(name)
+            # Some classes use an embedding whose weight is tied as the head.
+            is_tied = self.ties and not is_head
+            given = (schemes.container, is_head or is_tied, is_tied)
             return None if scheme is None else methods.QuantkitEmbeddingMethod(name, scheme, *given)
         if isinstance(layer, methods.RoutedExperts):
             stored = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)

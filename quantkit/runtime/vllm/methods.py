@@ -1,6 +1,6 @@
 """Methods of vLLM's layers.
 
-All classes of vLLM that the plug-in needs are imported here, but for the base of its config.
+The classes of vLLM's layers are imported here.
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.allocate.readable import readable
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import plan, quantize_checkpoint
-from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, candidates
+from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, NAMED_OF_ENGINES, candidates
 from quantkit.recipes.recipe import Choice, Recipe
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.verification.engine import engine_report
@@ -66,6 +66,27 @@ def test_formats_of_quantkit_alone_are_no_choice(tmp_path: Path) -> None:
 def test_names_of_formats_are_rows_of_the_menu_of_engines() -> None:
     assert len(candidates("rtn", ("int4",), MENU_OF_ENGINES)) == 4
     assert candidates("rtn", ("int5",), MENU_OF_ENGINES) == (Choice("int5", method="rtn"),)
+
+
+def test_named_widths_are_stored_as_the_engine_reads_them(tmp_path: Path) -> None:
+    menus = MENU_OF_ENGINES, NAMED_OF_ENGINES
+    unnamed = candidates("rtn", None, *menus)
+    assert not {row.format for row in unnamed} & {"int2", "int3", "int5", "int6", "int7"}
+    assert candidates("rtn", ("int6:32",), *menus) == (Choice("int6", 32, method="rtn", packing="stream"),)
+    named = candidates("rtn", ("int2", "int3", "int5", "int6", "int7"), *menus)
+    source = write(tmp_path, "llama", hidden_size=64, intermediate_size=128)
+    for rows in chosen_from(source, VLLM, named).values():
+        assert {row.partition(":")[0] for row in rows} == {"int2", "int3", "int5", "int6", "int7"}
+    options = QuantizeOptions(
+        RecipeOptions(method="rtn"),
+        Budget(BitsPerWeight(4.6), formats=("int3", "int4", "int5")),
+        DATA,
+        device="cpu",
+        engine="vllm",
+    )
+    planned = plan(STORIES, options)[1]
+    assert {str(a.scheme.packing) for a in planned.assignments if a.scheme is not None} == {"bits", "stream"}
+    assert any("by Humming alone, on NVIDIA GPUs" in note for note in planned.notes)
 
 
 def test_what_a_budget_chooses_for_an_engine_is_loaded_by_it(tmp_path: Path) -> None:

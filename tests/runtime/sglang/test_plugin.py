@@ -213,7 +213,7 @@ def test_dense_layers_are_left_to_sglang(sglang):
     linear = layer_of(sglang, "linear", "LinearBase")
     assert type(config.get_quant_method(linear, "b.gate")).__mro__[1].__name__ == "UnquantizedLinearMethod"
     for kind, name in (("VocabParallelEmbedding", "model.embed_tokens"), ("ParallelLMHead", "lm_head")):
-        layer = layer_of(sglang, "vocab_parallel_embedding", kind)
+        layer = layer_of(sglang, "vocab_parallel_embedding", kind, org_vocab_size=100, embedding_dim=64)
         assert config.get_quant_method(layer, name) is None
     experts = layer_of(sglang, "moe.fused_moe_triton.layer", "FusedMoE")
     assert config.get_quant_method(experts, "b.experts") is None
@@ -230,6 +230,7 @@ def test_a_packed_embedding_is_the_head_if_it_is_tied(sglang):
         "VocabParallelEmbedding",
         shard_indices=indices,
         org_vocab_size=100,
+        embedding_dim=64,
         num_added_embeddings=0,
         num_embeddings_per_partition=128,
     )

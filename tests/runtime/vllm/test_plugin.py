@@ -28,7 +28,8 @@ NAMES = {
     f"{LAYERS}.vocab_parallel_embedding": ("VocabParallelEmbedding",),
 }
 CONFIGS, UTILS = "vllm.transformers_utils.config", "vllm.model_executor.models.utils"
-OWN = ("config", "methods")
+VLLM, LOADER = "vllm.config", "vllm.model_executor.model_loader.base_loader"
+OWN = ("config", "methods", "unasked")
 
 
 class WeightsMapper:
@@ -43,12 +44,15 @@ class WeightsMapper:
 
 def modules_of_vllm() -> dict[str, ModuleType]:
     found: dict[str, ModuleType] = {}
-    for name, classes in {**NAMES, CONFIGS: (), UTILS: ()}.items():
+    others = {CONFIGS: (), UTILS: ("PPMissingLayer", "StageMissingLayer"), VLLM: (), LOADER: ()}
+    for name, classes in {**NAMES, **others}.items():
         parents = name.split(".")
         for length in range(1, len(parents) + 1):
-            found.setdefault(".".join(parents[:length]), ModuleType(".".join(parents[:length])))
+            module = found.setdefault(".".join(parents[:length]), ModuleType(".".join(parents[:length])))
+            if length > 1:
+                setattr(found[".".join(parents[: length - 1])], parents[length - 1], module)
         for one in classes:
-            base = nn.Module if one in ("RoutedExperts", "LinearBase", "VocabParallelEmbedding") else object
+            base = object if one.endswith(("Config", "Method", "MethodBase")) else nn.Module
             setattr(found[name], one, type(one, (base,), {}))
     heads: Any = found[f"{LAYERS}.vocab_parallel_embedding"]
     heads.ParallelLMHead = type("ParallelLMHead", (heads.VocabParallelEmbedding,), {})
@@ -56,6 +60,8 @@ def modules_of_vllm() -> dict[str, ModuleType]:
     config.QuantizationConfig.__init__ = lambda self: setattr(self, "packed_modules_mapping", {})
     config.QuantizationConfig.get_cache_scale_mapper = staticmethod(WeightsMapper)
     found[f"{UTILS}"].WeightsMapper = WeightsMapper  # type: ignore[attr-defined]
+    found[VLLM].get_current_vllm_config_or_none = lambda: None  # type: ignore[attr-defined]
+    found[LOADER].initialize_model = lambda vllm_config, model_config=None: vllm_config.build()  # type: ignore[attr-defined]
     quantization: Any = found[f"{LAYERS}.quantization"]
     quantization.QUANTIZATION_METHODS = []
 
@@ -230,15 +236,51 @@ def test_rows_that_vllm_permutes_by_output_dim_say_so(vllm):
     assert has == {"weight": True, "weight_scale": True, "weight_global_scale": False, "weight_shape": False}
 
 
-def test_a_packed_matrix_about_which_vllm_asks_no_plug_in_is_refused(vllm):
+def model_of(vllm: dict[str, Any], config: Any, *asked: str, runner: str = "generate") -> Any:
+    """Build as vLLM does a model whose layers `asked` ask `config`; its head is on another rank."""
+    model = nn.Module()
+    model.lm_head = vllm[UTILS].PPMissingLayer()
+
+    def build() -> nn.Module:
+        for name in asked:
+            config.get_quant_method(layer_of(vllm, "linear", "LinearBase"), name)
+        return model
+
+    made = SimpleNamespace(quant_config=config, build=build, model_config=SimpleNamespace(runner_type=runner))
+    assert vllm[LOADER].initialize_model(vllm_config=made) is model
+    return model
+
+
+@pytest.mark.parametrize("left_out", ["l.0.mixer.in_proj", "embed_tokens"])
+def test_a_packed_matrix_about_which_vllm_asks_no_plug_in_is_refused(vllm, left_out):
     # Nothing of block 7 is built: it is on another rank, or for further tokens.
-    config = config_for({}, "l.0.o_proj", "l.0.mixer.in_proj", "l.7.o_proj")
-    config.get_quant_method(layer_of(vllm, "linear", "LinearBase"), "l.0.o_proj")
-    expected = (
-        r"^'l\.0\.mixer\.in_proj': packed in the checkpoint, but vLLM's class of this model asks no plug-in"
-    )
+    config = config_for({}, "l.0.o_proj", left_out, "l.7.o_proj", "lm_head")
+    expected = rf"^'{left_out}': packed in the checkpoint, but vLLM's class of this model asks no plug-in"
     with pytest.raises(UsageError, match=expected):
-        config.get_cache_scale_mapper()
+        model_of(vllm, config, "l.0.o_proj")
+    model_of(vllm, config, "l.0.o_proj", left_out)
+    # A draft model has a part of the layers.
+    model_of(vllm, config, "l.0.o_proj", runner="draft")
+
+
+def test_layers_that_a_class_makes_without_a_config_ask_it(vllm):
+    class LinearBase(nn.Module):
+        def __init__(self, size: int, quant_config: Any = None, prefix: str = "") -> None:
+            super().__init__()
+            self.asked = quant_config
+
+    layers: Any = vllm[f"{LAYERS}.linear"]
+    layers.LinearBase = LinearBase
+    config = config_for({}, "b.o_proj")
+    assert LinearBase(8, prefix="b.o_proj").asked is None
+    for quant_config, expected in ((config, config), (object(), None), (None, None)):
+        current = SimpleNamespace(quant_config=quant_config)
+        sys.modules["quantkit.runtime.vllm.unasked"].get_current_vllm_config_or_none = lambda c=current: c  # type: ignore[attr-defined]
+        assert LinearBase(8, prefix="b.o_proj").asked is expected
+        assert LinearBase(8, "given").asked == "given"
+    init = LinearBase.__init__
+    config_for({})
+    assert LinearBase.__init__ is init
 
 
 def test_shapes_of_packed_matrices_are_not_loaded(vllm):
@@ -262,8 +304,9 @@ def test_dense_layers_are_left_to_vllm(vllm):
         assert type(method).__name__ == "UnquantizedLinearMethod"
     embeddings = "vocab_parallel_embedding"
     # The default is of linears; an embedding is packed only if it is named.
-    assert config.get_quant_method(layer_of(vllm, embeddings, "VocabParallelEmbedding"), "") is None
-    assert config.get_quant_method(layer_of(vllm, embeddings, "ParallelLMHead"), "lm_head") is None
+    for kind, name in (("VocabParallelEmbedding", ""), ("ParallelLMHead", "lm_head")):
+        layer = layer_of(vllm, embeddings, kind, **vocabulary(100, 0, 100, 128))
+        assert config.get_quant_method(layer, name) is None
     assert config.get_quant_method(nn.Module(), "attn") is None
 
 
@@ -272,14 +315,24 @@ def vocabulary(rows: int, start: int, stop: int, padded: int) -> dict[str, Any]:
     return {
         "shard_indices": indices,
         "org_vocab_size": rows,
+        "embedding_dim": 64,
         "num_added_embeddings": 0,
         "num_embeddings_per_partition": padded,
     }
 
 
+def test_an_embedding_of_another_shape_without_a_name_is_dense(vllm):
+    architecture = config_of("llama", architectures=["LlamaForCausalLM"], vocab_size=100)
+    config = config_for({"model.embed_tokens": INT8}, architecture=architecture)
+    positions = layer_of(
+        vllm, "vocab_parallel_embedding", "VocabParallelEmbedding", **vocabulary(64, 0, 64, 64)
+    )
+    assert config.get_quant_method(positions, "") is None
+
+
 def test_a_packed_embedding_without_a_name_is_the_input_embedding_and_its_tied_head_uses_it(vllm):
     table = "model.embed_tokens"
-    architecture = config_of("llama", architectures=["LlamaForCausalLM"])
+    architecture = config_of("llama", architectures=["LlamaForCausalLM"], vocab_size=100)
     config = config_for({table: INT8, "lm_head": INT8}, table, architecture=architecture)
     embedding, head = (
         layer_of(vllm, "vocab_parallel_embedding", kind, **vocabulary(100, 64, 100, 64))

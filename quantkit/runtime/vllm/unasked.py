@@ -1,0 +1,68 @@
+"""Layers that a model class of vLLM makes without the config of the checkpoint.
+
+Mamba and Jamba make linears so, BLOOM its head, Mixtral its embedding. vLLM runs such a layer dense, and its
+loader ends in a bare `AssertionError`, or leaves the packed tensors out.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.model_loader import base_loader
+from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
+
+from quantkit.runtime.serving.config import PackedConfig
+from quantkit.runtime.vllm.methods import LinearBase, VocabParallelEmbedding
+
+_CLASSES = (LinearBase, VocabParallelEmbedding)
+_MISSING = (PPMissingLayer, StageMissingLayer)
+#: Attribute of the functions that replace those of vLLM.
+_OWN = "of_quantkit"
+
+
+def ask_for_all_layers() -> None:
+    """Let every linear, embedding and head ask quantkit's config, and check a model before it loads.
+
+    Models of other quantization methods stay as they are.
+    """
+    for cls in _CLASSES:
+        if not hasattr(cls.__init__, _OWN):
+            cls.__init__ = _with_config(cls.__init__)
+    if not hasattr(base_loader.initialize_model, _OWN):
+        base_loader.initialize_model = _checked(base_loader.initialize_model)
+
+
+def _with_config(init: Callable[..., None]) -> Callable[..., None]:
+    """Return `init` of a layer, which takes quantkit's config where the caller gives none."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def with_config(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        vllm = get_current_vllm_config_or_none()
+        config = None if vllm is None else vllm.quant_config
+        if isinstance(config, PackedConfig) and given.arguments.get("quant_config") is None:
+            given.arguments["quant_config"] = config
+        init(*given.args, **given.kwargs)
+
+    setattr(with_config, _OWN, True)
+    return with_config
+
+
+def _checked(initialize_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `initialize_model`, which raises `UsageError` for a packed matrix without a packed layer."""
+
+    @functools.wraps(initialize_model)
+    def checked(vllm_config: Any, **kwargs: Any) -> Any:
+        model, config = initialize_model(vllm_config, **kwargs), vllm_config.quant_config
+        # A draft model has some layers of the checkpoint, and its tokens are checked by the whole model.
+        is_draft = kwargs.get("model_config", vllm_config.model_config).runner_type == "draft"
+        if isinstance(config, PackedConfig) and not is_draft:
+            absent = {name for name, module in model.named_modules() if isinstance(module, _MISSING)}
+            config.schemes.check_all_asked("vLLM", absent)
+        return model
+
+    setattr(checked, _OWN, True)
+    return checked

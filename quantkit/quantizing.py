@@ -196,6 +196,8 @@ def quantize(
     zero_point: ZeroPoint | None = RecipeOptions.zero_point,
     scale_dtype: str | None = RecipeOptions.scale_dtype,
     packing: PackingName | None = RecipeOptions.packing,
+    activations: str | None = RecipeOptions.activations,
+    scheme: str | None = RecipeOptions.scheme,
     recipe: Recipe | str | Path | None = RecipeOptions.recipe,
     lm_head: str | None = RecipeOptions.lm_head,
     embeddings: str | None = RecipeOptions.embeddings,
@@ -221,6 +223,8 @@ def quantize(
     `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float"),
     `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits", "radix" or "stream") apply to
     every linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says.
+    `activations` ("fp8" or "int8", …) rounds the inputs of these linears, and `scheme` is a name of
+    llm-compressor for all of that, such as "W8A8".
     `embeddings` packs the token embedding, with a head that is tied to it as one table. With `rotate` the
     weights are rotated first, and the model computes the same (`quantization/rotated_checkpoint.py`). With
     `model_free` names and shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains
@@ -242,6 +246,8 @@ def quantize(
         zero_point=zero_point,
         scale_dtype=scale_dtype,
         packing=packing,
+        activations=activations,
+        scheme=scheme,
         recipe=None if isinstance(recipe, Recipe) else recipe,
         lm_head=lm_head,
         embeddings=embeddings,
@@ -271,8 +277,8 @@ def _only(recipe: Recipe, given: RecipeOptions) -> Recipe:
     if given != RecipeOptions():
         raise UsageError(
             "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
-            "scale_dtype, packing, lm_head, embeddings, rules, rotate and model_free, or make the recipe "
-            "with them."
+            "scale_dtype, packing, activations, scheme, lm_head, embeddings, rules, rotate and model_free, "
+            "or make the recipe of them."
         )
     return recipe
 

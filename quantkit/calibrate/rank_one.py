@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from quantkit.packing.schemes import SCALE_TYPES, Scheme
+from quantkit.packing.scale_types import SCALE_TYPES
+from quantkit.packing.schemes import Scheme
 
 #: Yields the rows of a tensor, [n, K] of any float dtype at a time, in order; may be called repeatedly.
 Chunks = Callable[[], Iterable[torch.Tensor]]

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.engines import ENGINES, VLLM, LayerKind, Stored, readers
+from quantkit.checkpoint.engine_support import readers
+from quantkit.checkpoint.engines import ENGINES, VLLM, LayerKind, Stored
 from quantkit.errors import FormatError
-from quantkit.packing.formats import FORMATS
+from quantkit.packing.activations import ActivationScheme, activations_named
+from quantkit.packing.formats import FORMATS, IntFormat
 from quantkit.packing.names import QUANTKIT, Container, StoredFormat
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import Scheme
@@ -37,6 +39,7 @@ class CompressedTensorsFormat:
     fused          True if engines fuse its matrices and give all of them the largest global or single scale
     blocks         True if blocks of rows and columns may share a scale
     bfloat16       True if compressed-tensors always dequantizes to bfloat16
+    activations    names of `ACTIVATIONS` for inputs that it may round; None leaves them as they are
     """
 
     stored: StoredFormat
@@ -53,6 +56,7 @@ class CompressedTensorsFormat:
     fused: bool = False
     bfloat16: bool = False
     blocks: bool = False
+    activations: tuple[str | None, ...] = (None,)
 
     def arguments(self, scheme: Scheme, columns: int) -> dict[str, Any]:
         """Return the `weights` arguments of a config group: `scheme` for rows of `columns` weights.
@@ -76,9 +80,29 @@ class CompressedTensorsFormat:
             arguments["block_structure"] = [scheme.group_rows, scheme.group_columns(columns)]
         return arguments if self.scale_dtype is None else {**arguments, "scale_dtype": self.scale_dtype}
 
+    def rounds(self, inputs: ActivationScheme | None) -> bool:
+        """Return True if its matrices may have inputs that are rounded like this."""
+        return inputs in map(activations_named, self.activations)
+
     def stored_as(self, module: str, kind: LayerKind, scheme: Scheme, shape: tuple[int, int]) -> Stored:
         """Return how engines see matrices of `module` in `scheme`, each of `shape` [N, K]."""
-        return Stored.of(module, kind, self.stored.name, self.arguments(scheme, shape[1]), shape[0])
+        inputs = str(scheme.activations or "")
+        return Stored.of(module, kind, self.stored.name, self.arguments(scheme, shape[1]), shape[0], inputs)
+
+
+def input_arguments(scheme: ActivationScheme | None) -> dict[str, Any] | None:
+    """Return the `input_activations` arguments of a config group; None if inputs are left as they are."""
+    if scheme is None:
+        return None
+    arguments = {
+        "num_bits": scheme.number_format.bits,
+        "type": "int" if isinstance(scheme.number_format, IntFormat) else "float",
+        "symmetric": True,
+        "strategy": "token" if scheme.group_size is None else "group",
+        "group_size": scheme.group_size,
+        "dynamic": True,
+    }
+    return {**arguments, "scale_dtype": "torch.uint8"} if scheme.scale == "e8m0" else arguments
 
 
 _E8M0 = torch.uint8
@@ -95,6 +119,16 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         "int",
         zero_points=("none", "integer"),
     ),
+    CompressedTensorsFormat(_PACKED, ("int4",), _MODEL_SCALES, "int", activations=("int8", "fp8")),
+    CompressedTensorsFormat(
+        StoredFormat("int-quantized", "", torch.int8, codes_per_element=1),
+        ("int8",),
+        _MODEL_SCALES,
+        "int",
+        packing="bytes",
+        columns=4,
+        activations=(None, "int8"),
+    ),
     CompressedTensorsFormat(_PACKED, ("int2",), _MODEL_SCALES, "int"),
     CompressedTensorsFormat(
         _PACKED, ("int3", "int5", "int6", "int7"), _MODEL_SCALES, "int", packing="stream"
@@ -107,6 +141,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         columns=4,
         fused=True,
         blocks=True,
+        activations=(None, "fp8", "fp8-g128"),
     ),
     CompressedTensorsFormat(
         StoredFormat("mxfp8-quantized", "", torch.float8_e4m3fn, _E8M0, codes_per_element=1),
@@ -114,6 +149,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         ("e8m0",),
         "float",
         bfloat16=True,
+        activations=(None, "mxfp8"),
         group_size=32,
         scale_dtype="torch.uint8",
     ),
@@ -123,6 +159,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         ("e8m0",),
         "float",
         bfloat16=True,
+        activations=(None, "mxfp4"),
         group_size=32,
         scale_dtype="torch.uint8",
     ),
@@ -171,6 +208,12 @@ def _has_zero_points(case: _Case) -> bool:
     return any(case.scheme.zero_point in row.zero_points for row in FORMATS_OF_COMPRESSED_TENSORS)
 
 
+def _inputs_of(rows: Rows) -> str:
+    """Return in words which inputs the matrices of `rows` may have."""
+    names = dict.fromkeys(name for row in rows for name in row.activations)
+    return " or ".join(str(activations_named(name) or "16-bit") for name in names)
+
+
 #: Conditions that a row must fulfil, in order, and the reason if none of the remaining rows does.
 _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]], ...] = (
     (
@@ -208,6 +251,13 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
         ),
     ),
     (
+        lambda row, case: row.rounds(case.scheme.activations),
+        lambda rows, case: (
+            f"has {case.scheme.of_weights} only with {_inputs_of(rows)} inputs, these are "
+            f"{case.scheme.activations or '16-bit'}"
+        ),
+    ),
+    (
         lambda row, case: not case.scheme.column_scale,
         lambda rows, case: "has no scales per input feature",
     ),
@@ -234,7 +284,10 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
     ),
     (
         lambda row, case: (
-            not case.experts or bool(readers(row.stored_as("", "experts", case.scheme, (1, case.columns))))
+            not case.experts
+            or bool(
+                readers(row.stored_as("", "experts", case.scheme, (case.scheme.group_rows, case.columns)))
+            )
         ),
         lambda rows, case: (
             f"has {case.scheme.format.name} {case.granularity} with {case.scheme.scale_type.name} scales for "

@@ -1,10 +1,6 @@
-"""Which compressed-tensors checkpoints other engines read, as a table.
+"""Engines that read packed checkpoints. `engine_support.py` says what each reads, in these records."""
 
-The table is about files and holds on every device; an engine may lack a kernel for a device. The rows of vLLM
-and SGLang are tested against their code (`tests/compat/engines.py`), those of transformers by loading.
-"""
-
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -13,11 +9,14 @@ from quantkit.errors import UsageError
 
 LayerKind = Literal["linear", "experts", "lm_head"]
 
-_INT, _FP8, _MXFP8 = "pack-quantized", "float-quantized", "mxfp8-quantized"
-_MXFP4, _NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
-_LINEARS: tuple[LayerKind, ...] = ("linear", "lm_head")
-_EXPERTS: tuple[LayerKind, ...] = ("experts",)
-_ALL = (*_LINEARS, *_EXPERTS)
+#: Formats of compressed-tensors.
+INT, FP8, MXFP8 = "pack-quantized", "float-quantized", "mxfp8-quantized"
+MXFP4, NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+LINEARS: tuple[LayerKind, ...] = ("linear", "lm_head")
+EXPERTS: tuple[LayerKind, ...] = ("experts",)
+ALL_KINDS = (*LINEARS, *EXPERTS)
+#: Strategies of scales, as compressed-tensors calls them.
+GROUPS, WHOLE = ("group", "channel"), ("channel", "tensor")
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,8 @@ class Support:
     bits: tuple[int, ...] = ()
     #: True if the row is of matrices with zero-points alone.
     asymmetric: bool = False
+    #: How inputs are rounded, as `Stored.activations`.
+    activations: tuple[str, ...] = ("",)
     #: True if it reads them only in a checkpoint entirely of this format.
     alone: bool = False
     #: What of it may surprise a user who measured the checkpoint with quantkit.
@@ -116,7 +117,10 @@ BLOCK, OTHER_BLOCKS = "block", "other blocks"
 
 @dataclass(frozen=True)
 class Stored:
-    """Storage of the matrices of a module: format and strategy of compressed-tensors, width of the codes."""
+    """Storage of the matrices of a module: format and strategy of compressed-tensors, width of the codes.
+
+    `activations` says how inputs are rounded, such as `int8 token`; empty if they are not.
+    """
 
     module: str
     kind: LayerKind
@@ -124,16 +128,24 @@ class Stored:
     strategy: str
     bits: int
     symmetric: bool = True
+    activations: str = ""
 
     @classmethod
     def of(
-        cls, module: str, kind: LayerKind, format: str, arguments: Mapping[str, Any], rows: int
+        cls,
+        module: str,
+        kind: LayerKind,
+        format: str,
+        arguments: Mapping[str, Any],
+        rows: int,
+        activations: str = "",
     ) -> "Stored":
         """Return the storage of matrices of `rows` with these `weights` arguments of a config group."""
         whole = arguments.get("block_structure") in (None, [128, 128]) and rows % 128 == 0
         strategy = str(arguments["strategy"])
         strategy = OTHER_BLOCKS if strategy == BLOCK and not whole else strategy
-        return cls(module, kind, format, strategy, arguments["num_bits"], arguments["symmetric"])
+        symmetric: bool = arguments["symmetric"]
+        return cls(module, kind, format, strategy, arguments["num_bits"], symmetric, activations)
 
 
 @dataclass(frozen=True)
@@ -154,165 +166,6 @@ class Refusal:
             f"{' and '.join(map(str, self.engines))} cannot load {self.what}{why}: {self.first}{more}. "
             f"{self.instead}"
         )
-
-
-_GROUPS = ("group", "channel")
-_WHOLE = ("channel", "tensor")
-_GIVE_CHANNELS = "Choose scales per channel: -g channel."
-_TENSOR = "integers with one scale per tensor"
-_GIVE_GROUPS = "Choose scales per channel or group: -g channel or -g 128."
-_FP8_GROUPS = "fp8 with scales per group"
-_HF = ("CompressedTensorsHfQuantizer",)
-_FP8_BLOCKS = "fp8 in other than whole blocks of 128x128"
-_FP8_EXPERTS = "fp8 experts with 16-bit inputs"
-#: `CompressedTensorsW4A4Mxfp4` and the classes beside it do not ask whether inputs are quantized.
-_QUANTIZES_X = "on Blackwell GPUs quantizes x too, so accuracy is not what quantkit measures"
-
-#: Widths of integers that vLLM has one kernel for, and SGLang none.
-_OTHER_BITS = (2, 3, 5, 6, 7)
-_HUMMING = "runs 2, 3, 5, 6 and 7 bits by Humming alone, on NVIDIA GPUs from Turing on, and was not run there"
-_GIVE_INTS = "Give all linears int4 or int8."
-
-#: The first row that fits decides. Storage without a row was not tested, and is not promised.
-SUPPORT: tuple[Support, ...] = (
-    Support(VLLM, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",), bits=_OTHER_BITS, caution=_HUMMING),
-    Support(
-        VLLM,
-        _INT,
-        _GROUPS,
-        _EXPERTS,
-        bits=_OTHER_BITS,
-        what="experts of 2, 3, 5, 6 or 7 bits",
-        why="0.26.0 has experts of 4 and 8 bits only, and 0.32.0 takes Humming for them, which was not run",
-        instead="Give the experts int4 or int8, such as --rule '*.experts.*=int8'.",
-    ),
-    Support(
-        VLLM,
-        _INT,
-        _GROUPS,
-        _EXPERTS,
-        bits=(8,),
-        asymmetric=True,
-        what="int8 experts with zero-points",
-        instead="Give the experts int8 without zero-points, or int4.",
-    ),
-    Support(VLLM, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
-    Support(VLLM, _INT, _GROUPS, _EXPERTS, ("CompressedTensorsWNA16MoEMethod",)),
-    Support(VLLM, _INT, ("tensor",), _ALL, what=_TENSOR, instead=_GIVE_GROUPS),
-    Support(VLLM, _FP8, _WHOLE, _LINEARS, ("CompressedTensorsW8A16Fp8",)),
-    Support(VLLM, _FP8, ("group",), _LINEARS, what=_FP8_GROUPS, instead=_GIVE_CHANNELS),
-    Support(VLLM, _FP8, (BLOCK,), ("linear",), ("CompressedTensorsW8A16Fp8",)),
-    Support(
-        VLLM,
-        _FP8,
-        (BLOCK,),
-        ("lm_head",),
-        what="an lm_head of fp8 in blocks",
-        why="it wants a scale for every token",
-        instead="Give it scales per channel, such as --lm-head fp8.",
-    ),
-    Support(VLLM, _FP8, (OTHER_BLOCKS,), _LINEARS, what=_FP8_BLOCKS, instead=_GIVE_CHANNELS),
-    Support(
-        VLLM,
-        _FP8,
-        (*_WHOLE, "group", BLOCK, OTHER_BLOCKS),
-        _EXPERTS,
-        what=_FP8_EXPERTS,
-        instead="Give the experts int8, mxfp8 or nvfp4, such as --rule '*.experts.*=int8'.",
-    ),
-    Support(VLLM, _MXFP8, ("group",), _LINEARS, ("CompressedTensorsW8A8Mxfp8",), caution=_QUANTIZES_X),
-    Support(
-        VLLM, _MXFP8, ("group",), _EXPERTS, ("CompressedTensorsW8A8Mxfp8MoEMethod",), caution=_QUANTIZES_X
-    ),
-    Support(VLLM, _MXFP4, ("group",), _LINEARS, ("CompressedTensorsW4A4Mxfp4",), caution=_QUANTIZES_X),
-    Support(
-        VLLM, _MXFP4, ("group",), _EXPERTS, ("CompressedTensorsW4A4Mxfp4MoEMethod",), caution=_QUANTIZES_X
-    ),
-    Support(VLLM, _NVFP4, ("tensor_group",), _LINEARS, ("CompressedTensorsW4A4Fp4",)),
-    Support(VLLM, _NVFP4, ("tensor_group",), _EXPERTS, ("CompressedTensorsW4A4Nvfp4MoEMethod",)),
-    Support(
-        SGLANG,
-        _INT,
-        _GROUPS,
-        _ALL,
-        bits=_OTHER_BITS,
-        what="integers of 2, 3, 5, 6 or 7 bits",
-        instead=_GIVE_INTS,
-    ),
-    Support(SGLANG, _INT, _GROUPS, _LINEARS, ("CompressedTensorsWNA16",)),
-    Support(
-        SGLANG,
-        _INT,
-        _GROUPS,
-        _EXPERTS,
-        ("CompressedTensorsWNA16MoE",),
-        what="integer experts beside linears of another format",
-        instead=_GIVE_INTS,
-        alone=True,
-    ),
-    Support(SGLANG, _INT, ("tensor",), _ALL, what=_TENSOR, instead=_GIVE_GROUPS),
-    Support(SGLANG, _FP8, _WHOLE, _LINEARS, ("CompressedTensorsW8A16Fp8",)),
-    Support(SGLANG, _FP8, ("group",), _LINEARS, what=_FP8_GROUPS, instead=_GIVE_CHANNELS),
-    Support(SGLANG, _FP8, (BLOCK, OTHER_BLOCKS), _LINEARS, what="fp8 in blocks", instead=_GIVE_CHANNELS),
-    Support(
-        SGLANG,
-        _FP8,
-        (*_WHOLE, "group", BLOCK, OTHER_BLOCKS),
-        _EXPERTS,
-        what=_FP8_EXPERTS,
-        instead="Give all linears int8 or nvfp4.",
-    ),
-    Support(SGLANG, _MXFP8, ("group",), _ALL, what="mxfp8", instead="Choose int8 or nvfp4."),
-    Support(SGLANG, _MXFP4, ("group",), _LINEARS, what="mxfp4", instead="Choose int4 or nvfp4."),
-    Support(
-        SGLANG,
-        _MXFP4,
-        ("group",),
-        _EXPERTS,
-        what="mxfp4 experts",
-        why="its class for them has other names for the codes",
-        instead="Choose int4 or nvfp4.",
-    ),
-    Support(SGLANG, _NVFP4, ("tensor_group",), _LINEARS, ("CompressedTensorsW4A16Fp4",)),
-    Support(SGLANG, _NVFP4, ("tensor_group",), _EXPERTS, ("CompressedTensorsW4A16Nvfp4MoE",)),
-    Support(TRANSFORMERS, _INT, (*_GROUPS, "tensor"), _ALL, _HF),
-    Support(
-        TRANSFORMERS,
-        _FP8,
-        (*_WHOLE, "group", BLOCK, OTHER_BLOCKS),
-        _LINEARS,
-        _HF,
-    ),
-    Support(TRANSFORMERS, _FP8, _WHOLE, _EXPERTS, _HF),
-    Support(
-        TRANSFORMERS,
-        _FP8,
-        ("group", BLOCK, OTHER_BLOCKS),
-        _EXPERTS,
-        what="fp8 experts with scales per group or block",
-        instead=_GIVE_CHANNELS,
-    ),
-    Support(TRANSFORMERS, _MXFP8, ("group",), _LINEARS, _HF),
-    Support(
-        TRANSFORMERS,
-        _MXFP8,
-        ("group",),
-        _EXPERTS,
-        what="mxfp8 experts without quantkit",
-        instead="There give the experts int8 or mxfp4.",
-    ),
-    Support(TRANSFORMERS, _MXFP4, ("group",), _ALL, _HF),
-    Support(TRANSFORMERS, _NVFP4, ("tensor_group",), _LINEARS, _HF),
-    Support(
-        TRANSFORMERS,
-        _NVFP4,
-        ("tensor_group",),
-        _EXPERTS,
-        what="nvfp4 experts without quantkit",
-        why="it drops their global scales, and says nothing",
-        instead="There give the experts int4 or mxfp4.",
-    ),
-)
 
 
 #: Tensors of a packed matrix that have its rows.
@@ -356,48 +209,3 @@ REORDERED = (
 def reordered(config: Mapping[str, Any]) -> tuple[Reordered, ...]:
     """Return what engines reorder of a model with this config.json."""
     return tuple(row for row in REORDERED if config.get("model_type") in row.model_types)
-
-
-def support(engine: Engine, one: Stored) -> Support:
-    """Return the row of an engine for matrices stored as `one`; a row without classes if untested."""
-    for row in SUPPORT:
-        fits = (
-            one.strategy in row.strategies
-            and one.kind in row.kinds
-            and one.bits in (row.bits or (one.bits,))
-            and not (row.asymmetric and one.symmetric)
-        )
-        if row.engine == engine and row.format == one.format and fits:
-            return row
-    what = f"{one.kind} in {one.format} with scales per {one.strategy}"
-    return Support(
-        engine,
-        one.format,
-        (one.strategy,),
-        (one.kind,),
-        what=what,
-        why="it was not tried",
-        instead="Choose another format or group size.",
-    )
-
-
-def readers(one: Stored) -> tuple[Engine, ...]:
-    """Return the engines that read matrices stored as `one`."""
-    return tuple(engine for engine in ENGINES if support(engine, one).classes)
-
-
-def refusals(layers: Iterable[Stored]) -> tuple[Refusal, ...]:
-    """Return a `Refusal` for each reason why an engine cannot load some of `layers`."""
-    layers = tuple(layers)
-    mixed = len({one.format for one in layers}) > 1
-    found: dict[tuple[str, str, str], dict[Engine, list[str]]] = {}
-    for engine in ENGINES:
-        for one in layers:
-            row = support(engine, one)
-            if not row.classes or (row.alone and mixed):
-                reason = (row.what, row.why, row.instead)
-                found.setdefault(reason, {}).setdefault(engine, []).append(one.module)
-    return tuple(
-        Refusal(tuple(engines), *reason, next(iter(engines.values()))[0], len(next(iter(engines.values()))))
-        for reason, engines in found.items()
-    )

@@ -19,7 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from quantkit.checkpoint.compressed_tensors import compressed_tensors_format, why_not_compressed_tensors
+from quantkit.checkpoint.compressed_tensors import (
+    compressed_tensors_format,
+    input_arguments,
+    why_not_compressed_tensors,
+)
 from quantkit.checkpoint.engines import FUSED, LayerKind
 from quantkit.errors import CheckpointError, FormatError
 from quantkit.packing.names import CONTAINERS, Container
@@ -247,13 +251,13 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
             ignore.update(dict.fromkeys([a.module, *a.stored, *a.aliases]))
             continue
         row = compressed_tensors_format(a.scheme, a.shape[1])
-        weights = row.arguments(a.scheme, a.shape[1])
+        weights, inputs = row.arguments(a.scheme, a.shape[1]), input_arguments(a.scheme.activations)
         group = groups.setdefault(
-            json.dumps([row.stored.name, weights]),
+            json.dumps([row.stored.name, weights, inputs]),
             {
                 "targets": [],
                 "weights": weights,
-                "input_activations": None,
+                "input_activations": inputs,
                 "output_activations": None,
                 "format": row.stored.name,
             },

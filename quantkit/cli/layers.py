@@ -58,7 +58,8 @@ def _print_groups(groups: Collection[Sequence[tuple[str, "LayerRecord"]]]) -> No
 
 def _without_scale(scheme: str) -> str:
     """The scheme without the dtype of its scales, its last word; the JSON outputs have it."""
-    return scheme.rpartition(" ")[0] or scheme
+    weights, comma, inputs = scheme.partition(",")
+    return (weights.rpartition(" ")[0] or weights) + comma + inputs
 
 
 def _pattern(module: str) -> str:

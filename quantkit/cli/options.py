@@ -16,7 +16,7 @@ from quantkit.calibrate.data.calibration_options import (
 )
 from quantkit.calibrate.summaries import DEFAULT_METHOD, SUMMARIES
 from quantkit.errors import UsageError
-from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
+from quantkit.packing.presets import ACTIVATIONS, DEFAULT_FORMAT, PRESETS, SCHEMES
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.cache.kv_formats import KV_FORMATS
@@ -131,6 +131,21 @@ PackingText = Annotated[
         help="bits (what kernels want), radix (codes as digits of bytes: ternary in 1.6 bits, not 2) or "
         "stream (int3, int5, int6 and int7 as compressed-tensors, which vLLM and transformers read).",
         show_default="bits",
+    ),
+]
+Activations = Annotated[
+    str | None,
+    typer.Option(
+        "--activations",
+        help=f"Round the inputs of linears too: {', '.join(ACTIVATIONS)}.",
+        show_default="none",
+    ),
+]
+SchemeName = Annotated[
+    str | None,
+    typer.Option(
+        "--scheme",
+        help=f"Format, group size and activations by a name of llm-compressor: {', '.join(SCHEMES)}.",
     ),
 ]
 BitsPerWeight = Annotated[
@@ -268,6 +283,8 @@ class QuantizeArguments:
     zero_point: ZeroPointKind = None
     scale_dtype: ScaleDtype = None
     packing: PackingText = None
+    activations: Activations = None
+    scheme: SchemeName = None
     recipe: RecipeFile = None
     lm_head: LmHead = None
     embeddings: Embeddings = None
@@ -332,6 +349,8 @@ class QuantizeArguments:
             zero_point=None if self.zero_point is None else parse_zero_point(self.zero_point),
             scale_dtype=self.scale_dtype,
             packing=None if self.packing is None else parse_packing(self.packing),
+            activations=self.activations,
+            scheme=self.scheme,
             recipe=self.recipe,
             lm_head=self.lm_head,
             embeddings=self.embeddings,

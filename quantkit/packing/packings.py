@@ -10,7 +10,7 @@ import torch
 from quantkit.packing import bitpack, radix, stream
 from quantkit.packing.formats import FittedFormat, IntFormat, NumberFormat
 
-PackingName = Literal["bits", "radix", "stream"]
+PackingName = Literal["bits", "radix", "stream", "bytes"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ def _why_not_stream(number_format: NumberFormat, planes: int) -> str | None:
     return None
 
 
+def _why_not_bytes(number_format: NumberFormat, planes: int) -> str | None:
+    if not isinstance(number_format, IntFormat) or number_format.bits * planes != 8:
+        return "a byte in two's complement holds an integer of 8 bits; pack it as 'bits'"
+    return None
+
+
 PACKINGS: dict[str, Packing] = {
     packing.name: packing
     for packing in (
@@ -91,6 +97,16 @@ PACKINGS: dict[str, Packing] = {
             codes_per_cut=lambda form, planes: stream.codes_per_cut(form.bits),
             pack=lambda codes, form, planes: stream.pack(codes, form.bits),
             unpack=lambda packed, form, planes, columns: stream.unpack(packed, form.bits, columns),
+        ),
+        Packing(
+            "bytes",
+            "integers of 8 bits in two's complement: how engines read int8 weights of rounded inputs",
+            why_not=_why_not_bytes,
+            words_per_row=lambda columns, form, planes: bitpack.words_per_row(columns, 8),
+            codes_per_cut=lambda form, planes: bitpack.codes_per_cut(8),
+            # Offset binary and two's complement differ in the highest bit.
+            pack=lambda codes, form, planes: bitpack.pack(codes ^ 0x80, 8),
+            unpack=lambda packed, form, planes, columns: bitpack.unpack(packed, 8, columns) ^ 0x80,
         ),
     )
 }

@@ -1,13 +1,14 @@
-"""Format names of the command line. Imports no torch, as `--help` shows them."""
+"""Names of formats, activations and schemes on the command line. Imports no torch, as `--help` shows them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class Preset:
     """Format name of the command line: number format, and the default group size and scale dtype.
 
-    `scale_dtype` is a name of `schemes.SCALE_DTYPES`; None follows the dtype of the weights, see
+    `scale_dtype` is a name of `scale_types.SCALE_DTYPES`; None follows the dtype of the weights, see
     `default_scale_dtype`.
     """
 
@@ -44,3 +45,55 @@ PRESETS: dict[str, Preset] = {
 
 #: Default format.
 DEFAULT_FORMAT = "int4"
+
+
+@dataclass(frozen=True)
+class ActivationPreset:
+    """Name of `--activations`: the fields of an `ActivationScheme`."""
+
+    format: str
+    group_size: int | None = None
+    scale: Literal["float32", "e8m0"] = "float32"
+
+
+#: How inputs may be rounded: one scale per token, per group of 128, or as the OCP MX specification v1.0.
+ACTIVATIONS: dict[str, ActivationPreset] = {
+    "int8": ActivationPreset("int8"),
+    "fp8": ActivationPreset("fp8-e4m3"),
+    "fp8-g128": ActivationPreset("fp8-e4m3", 128),
+    "mxfp8": ActivationPreset("fp8-e4m3", 32, "e8m0"),
+    "mxfp4": ActivationPreset("fp4-e2m1", 32, "e8m0"),
+    "int4": ActivationPreset("int4"),
+}
+
+
+@dataclass(frozen=True)
+class SchemePreset:
+    """Name of `--scheme`: a format, its group size, zero-point and packing, and the activations."""
+
+    format: str
+    group_size: int | str | None = None
+    zero_point: Literal["integer"] | None = None
+    activations: str | None = None
+    packing: Literal["bits", "stream"] = "bits"
+
+
+#: Names of llm-compressor and compressed-tensors 0.20 for schemes without stored scales of activations.
+SCHEMES: dict[str, SchemePreset] = {
+    "FP8_DYNAMIC": SchemePreset("fp8", activations="fp8"),
+    "FP8_BLOCK": SchemePreset("fp8", "128x128", activations="fp8-g128"),
+    "W8A8": SchemePreset("int8", "channel", activations="int8"),
+    "W4A8": SchemePreset("int4", 128, activations="int8"),
+    "W4AFP8": SchemePreset("int4", 128, activations="fp8"),
+    "W4A4": SchemePreset("int4", 128, activations="int4"),
+    "MXFP8": SchemePreset("mxfp8", activations="mxfp8"),
+    "MXFP4": SchemePreset("mxfp4", activations="mxfp4"),
+    "W8A16": SchemePreset("int8", 128),
+    "W4A16": SchemePreset("int4", 128),
+    "W4A16_ASYM": SchemePreset("int4", 128, "integer"),
+    "W3A16": SchemePreset("int3", 128, packing="stream"),
+    "W2A16": SchemePreset("int2", 128),
+    "MXFP8A16": SchemePreset("mxfp8"),
+    "MXFP4A16": SchemePreset("mxfp4"),
+    "NVFP4A16": SchemePreset("nvfp4"),
+}

@@ -1,7 +1,6 @@
 """Schemes: a number format, and how its scales are shared and stored."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from quantkit.errors import FormatError
+from quantkit.packing.activations import ActivationScheme, activations_named
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import (
     MAX_BITS,
@@ -20,52 +20,13 @@ from quantkit.packing.formats import (
 )
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import PRESETS
+from quantkit.packing.scale_types import SCALE_DTYPES, SCALE_TYPES, ScaleType
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, at_least_16_bits
 
 #: Columns, "channel", "tensor", or a block such as "128x128"; None for the format's default.
 GroupSize = int | str | None
 BLOCK = re.compile(r"([1-9][0-9]{0,7})x([1-9][0-9]{0,7})")
 
-
-@dataclass(frozen=True)
-class ScaleType:
-    """Type in which scales may be stored.
-
-    max        largest scale
-    digits     bits of the significand
-    signed     True if a scale may be negative
-    relative   True if scales are divided by one float32 per tensor, as the dtype's range is small
-    """
-
-    name: str
-    dtype: torch.dtype
-    max: float
-    digits: int
-    signed: bool = True
-    relative: bool = False
-
-    def round(self, scale: torch.Tensor) -> torch.Tensor:
-        """Round to the nearest scales of this type, as float32; infinite on overflow."""
-        # Casts to 8-bit dtypes saturate in some versions of torch and overflow in others.
-        limit = self.max + 2.0 ** (math.floor(math.log2(self.max)) - self.digits)
-        exact = scale.to(torch.float32)
-        return torch.where(exact.abs() > limit, math.inf, exact.to(self.dtype).to(torch.float32))
-
-
-#: Scale types by dtype. To add one, add a row.
-SCALE_TYPES: dict[torch.dtype, ScaleType] = {
-    scale.dtype: scale
-    for scale in (
-        ScaleType("float32", torch.float32, torch.finfo(torch.float32).max, 24),
-        ScaleType("float16", torch.float16, torch.finfo(torch.float16).max, 11),
-        ScaleType("bfloat16", torch.bfloat16, torch.finfo(torch.bfloat16).max, 8),
-        ScaleType("e4m3", torch.float8_e4m3fn, 448.0, 4, relative=True),
-        ScaleType("e8m0", torch.float8_e8m0fnu, 2.0**127, 1, signed=False),
-    )
-}
-
-#: Scale dtypes by their names in files.
-SCALE_DTYPES: dict[str, torch.dtype] = {scale.name: scale.dtype for scale in SCALE_TYPES.values()}
 
 MAX_GROUP_SIZE = 1 << 20
 
@@ -88,6 +49,9 @@ class Scheme:
     codes of all planes, plane 0 in the lowest bits. `column_scale`: every weight is also multiplied by a
     factor of its input feature. `packing`: how codes become words, a row of `PACKINGS`. A `FittedFormat` has
     its values stored with each tensor.
+
+    `activations` says how the linear rounds its inputs; None leaves them as they are. It belongs to the
+    linear: packed tensors and kernels see `of_weights`.
     """
 
     format: NumberFormat
@@ -99,6 +63,7 @@ class Scheme:
     column_scale: bool = False
     packing: PackingName = "bits"
     group_rows: int = 1
+    activations: ActivationScheme | None = None
 
     def __post_init__(self) -> None:
         if type(self.group_size) is not int and self.group_size not in (None, "tensor"):
@@ -169,6 +134,11 @@ class Scheme:
                     f"{kind} does not go with {what}: one scale per {one} is for symmetric schemes of fixed "
                     f"values{dtypes}. Change that, or use a group size or 'channel'."
                 )
+
+    @cached_property
+    def of_weights(self) -> "Scheme":
+        """Return the scheme of the stored weights alone: without `activations`."""
+        return self if self.activations is None else replace(self, activations=None)
 
     @property
     def per_tensor(self) -> bool:
@@ -254,6 +224,10 @@ class Scheme:
         count = PACKINGS[self.packing].codes_per_cut(self.format, self.planes)
         group = self.group_columns(columns)
         groups = {f"groups of {group}": group} if group < columns else {}
+        if self.activations is not None:
+            # Whoever has a part of a row must find the scale that the whole row has.
+            size = self.activations.group_size or columns
+            groups[f"{size} inputs that share a scale"] = size
         return {**groups, f"words of {count} codes": count}
 
     def whole_blocks(self, rows: int) -> int:
@@ -326,13 +300,14 @@ class Scheme:
             "planes": self.planes,
             "column_scale": self.column_scale,
             "packing": self.packing,
+            **({} if self.activations is None else {"activations": self.activations.to_dict()}),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Scheme":
         """Parse the output of `to_dict`; raise `FormatError` for a missing, unknown or ill-typed field."""
-        expected = {field.name for field in fields(cls)} - {"group_rows"}
-        if not isinstance(data, Mapping) or set(data) != expected:
+        expected = {field.name for field in fields(cls)} - {"group_rows", "activations"}
+        if not isinstance(data, Mapping) or set(data) - {"activations"} != expected:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise FormatError(f"a scheme has the fields {sorted(expected)}; found {found}.")
         group_rows, group_size = 1, data["group_size"]
@@ -373,6 +348,7 @@ class Scheme:
             data["column_scale"],
             PACKINGS[data["packing"]].name,
             group_rows,
+            ActivationScheme.from_dict(data["activations"]) if "activations" in data else None,
         )
 
     @cached_property
@@ -394,7 +370,9 @@ class Scheme:
         planes = f" {self.planes}-planes" if self.planes > 1 else ""
         columns = " columns" if self.column_scale else ""
         packing = "" if self.packing == "bits" else f" {self.packing}"
-        return f"{self.format.name} {self.granularity}{zero}{planes}{columns}{packing} {self.scale_type.name}"
+        inputs = "" if self.activations is None else f", x {self.activations}"
+        weights = f"{self.format.name} {self.granularity}{zero}{planes}{columns}{packing}"
+        return f"{weights} {self.scale_type.name}{inputs}"
 
 
 @lru_cache(maxsize=1024)
@@ -419,12 +397,15 @@ def scheme(
     zero_point: ZeroPoint = "none",
     scale_dtype: torch.dtype | None = None,
     packing: PackingName = "bits",
+    activations: str | None = None,
     weight_dtype: torch.dtype = torch.bfloat16,
 ) -> Scheme:
     """Return the scheme of format `name`; its preset gives `group_size` and `scale_dtype` unless given.
 
-    A scale dtype given by neither is bfloat16, or float16 for float16 weights. Raises `FormatError` for an
-    unknown format, a group size out of range, or any option that the format does not support.
+    A scale dtype given by neither is bfloat16, or float16 for float16 weights. `activations` is a name of
+    `presets.ACTIVATIONS`; symmetric 8-bit integers with one are packed as "bytes", as engines read them.
+    Raises `FormatError` for an unknown format, a group size out of range, or any option that the format does
+    not support.
     """
     preset = PRESETS.get(name)
     if preset is None:
@@ -435,7 +416,7 @@ def scheme(
     if scale_dtype is None:
         named = preset.scale_dtype
         scale_dtype = default_scale_dtype(weight_dtype) if named is None else SCALE_DTYPES[named]
-    return Scheme(
+    made = Scheme(
         number_format(preset.format),
         None if size == "channel" else size,
         zero_point,
@@ -445,4 +426,8 @@ def scheme(
         preset.column_scale,
         packing,
         rows,
+        activations_named(activations),
     )
+    fits = PACKINGS["bytes"].why_not(made.format, made.planes) is None and not made.has_zero_point
+    as_bytes = made.activations is not None and packing == "bits" and fits
+    return replace(made, packing="bytes") if as_bytes else made

@@ -32,6 +32,8 @@ class PackedTensor:
     kernel_cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        # How inputs are rounded belongs to the linear.
+        object.__setattr__(self, "scheme", self.scheme.of_weights)
         if min(self.shape) < 1:
             raise FormatError(f"a packed tensor has at least one row and one column, got {self.shape}.")
         names = self.scheme.part_names

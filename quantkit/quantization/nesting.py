@@ -13,7 +13,8 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import FormatError
 from quantkit.packing.formats import IntFormat
-from quantkit.packing.schemes import SCALE_TYPES, Scheme
+from quantkit.packing.scale_types import SCALE_TYPES
+from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.packing.zero_points import ZeroPoint
 

@@ -18,11 +18,12 @@ from quantkit.checkpoint.model_record import LayerRecord, Measured
 from quantkit.checkpoint.quantization_config import PACKED_TABLE, Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError
 from quantkit.model.model_class import named_classes
 from quantkit.model.structure import NO_HEAD, NOT_A_PARAMETER, QUANTIZABLE_DTYPES, TIED, Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
+from quantkit.quantization.plan_checks import check_activations, check_experts
 from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes, readers_beside
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.table import HEAD_KEPT, asked_table, packed_table, with_table
@@ -189,7 +190,8 @@ def plan_of(
         name: None if fate.scheme is None else fate.scheme.for_columns(structure.linears[name].shape[1])
         for name, fate in fates.items()
     }
-    _check_experts(structure, schemes)
+    check_experts(structure, schemes)
+    check_activations(structure, schemes)
 
     def names(module: str) -> tuple[str, ...]:
         return structure.aliases.get(module, ())
@@ -333,20 +335,6 @@ def _packing_task(
     )
     outputs = tuple(spec for _, spec in parts)
     return Task(source, outputs, linear.module, scheme, fate.method, parts)
-
-
-def _check_experts(structure: Structure, schemes: Mapping[str, Scheme | None]) -> None:
-    """Check that all fused parameters of one set of experts are packed, or none is."""
-    fates: dict[str, set[bool]] = {}
-    for name, linear in structure.linears.items():
-        if linear.kind == "experts":
-            fates.setdefault(name.rpartition(".")[0], set()).add(schemes[name] is None)
-    for name, kinds in fates.items():
-        if len(kinds) > 1:
-            raise UsageError(
-                f"the recipe packs some and keeps some of the matrices of {name!r}; experts are one module. "
-                f"Match all of '{name}.*' with one rule."
-            )
 
 
 def _layer(

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
-from quantkit.checkpoint.engines import ENGINES, FUSED, SGLANG, TRANSFORMERS, VLLM, refusals, reordered
+from quantkit.checkpoint.engine_support import refusals
+from quantkit.checkpoint.engines import ENGINES, FUSED, SGLANG, TRANSFORMERS, VLLM, reordered
 from quantkit.checkpoint.quantization_config import Assignment
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.model.model_class import named_classes

@@ -30,9 +30,11 @@ from quantkit.calibrate.methods import METHODS, Method, method_named
 from quantkit.calibrate.summaries import DEFAULT_METHOD
 from quantkit.errors import QuantkitError, UsageError
 from quantkit.files import open_regular
+from quantkit.packing.activations import activations_named
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
-from quantkit.packing.schemes import BLOCK, MAX_GROUP_SIZE, SCALE_DTYPES, GroupSize, Scheme, scheme
+from quantkit.packing.scale_types import SCALE_DTYPES
+from quantkit.packing.schemes import BLOCK, MAX_GROUP_SIZE, GroupSize, Scheme, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 
@@ -47,6 +49,7 @@ class Choice:
     method: str = DEFAULT_METHOD
     keep: bool = False
     packing: PackingName = "bits"
+    activations: str | None = None
 
     def scheme(self, weight_dtype: torch.dtype) -> Scheme | None:
         """Return the scheme for a weight of `weight_dtype`; None to keep it dense."""
@@ -58,6 +61,7 @@ class Choice:
             zero_point=self.zero_point,
             scale_dtype=scale_dtype_named(self.scale_dtype),
             packing=self.packing,
+            activations=self.activations,
             weight_dtype=weight_dtype,
         )
 
@@ -75,7 +79,7 @@ class Choice:
     def of_format(self, name: str) -> "Choice":
         """Return this choice with format `name` and its own group size and scale dtype.
 
-        The zero-point and the packing are kept if the format supports them.
+        The activations are kept, and the zero-point and the packing if the format supports them.
         """
         if name == self.format:
             return replace(self, keep=False)
@@ -87,6 +91,7 @@ class Choice:
             zero_point=self.zero_point if shiftable else "none",
             method=self.method,
             packing=self.packing if packable else "bits",
+            activations=self.activations,
         )
 
 
@@ -132,6 +137,8 @@ class Recipe:
                 f"method {method.name!r} takes calibration data, and an embedding has no inputs. Choose a "
                 f"method without data, such as {DEFAULT_METHOD}."
             )
+        if self.embeddings is not None and self.embeddings.activations is not None:
+            raise UsageError("an embedding has no inputs to round; leave out its activations.")
         if not self.model_free:
             return
         if self.rotate:
@@ -285,6 +292,14 @@ def parse_packing(text: str) -> PackingName:
     return PACKINGS[text].name
 
 
+def parse_activations(text: str) -> str | None:
+    """Parse a name of activations from the command line or a file; None for "none", inputs as they are."""
+    if text == "none":
+        return None
+    activations_named(text)
+    return text
+
+
 def scale_dtype_named(name: str | None) -> torch.dtype | None:
     """Return the scale dtype called `name`; None, for the format's default, stays None."""
     if name is not None and name not in SCALE_DTYPES:
@@ -377,6 +392,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "method": (str,),
     "keep": (bool,),
     "packing": (str,),
+    "activations": (str,),
 }
 
 
@@ -396,4 +412,6 @@ def _choice(data: Any, default: Choice) -> Choice:
         merged["group_size"] = parse_group_size(merged["group_size"])
     merged["zero_point"] = parse_zero_point(merged["zero_point"])
     merged["packing"] = parse_packing(merged["packing"])
+    if merged["activations"] is not None:
+        merged["activations"] = parse_activations(merged["activations"])
     return Choice(**merged)

@@ -24,7 +24,9 @@ class RecipeOptions:
     Rules apply in this order: `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a
     format), the rules of the file, then the default made of the other fields. `embeddings`
     ("FORMAT[:GROUP][:METHOD]") is for the token embedding. The model is rotated if `rotate` or the file says
-    so. `model_free` classifies tensors by names and shapes.
+    so. `model_free` classifies tensors by names and shapes. `activations` (a name of `ACTIVATIONS`) says how
+    linears round their inputs. `scheme` (a name of `SCHEMES`) stands for a format, its zero-point, the
+    activations, and the group size unless that is given.
     """
 
     format: str | None = None
@@ -33,6 +35,8 @@ class RecipeOptions:
     zero_point: "ZeroPoint | None" = None
     scale_dtype: str | None = None
     packing: "PackingName | None" = None
+    activations: str | None = None
+    scheme: str | None = None
     recipe: str | Path | None = None
     lm_head: str | None = None
     embeddings: str | None = None
@@ -55,7 +59,10 @@ class RecipeOptions:
             "zero_point": self.zero_point,
             "scale_dtype": self.scale_dtype,
             "packing": self.packing,
+            "activations": self.activations,
         }
+        if self.scheme is not None:
+            given |= _of_scheme(self.scheme, given)
         if allocated_by is not None:
             # A budget may be combined with a method.
             _check_left_out({**given, "method": None, "recipe": self.recipe}, allocated_by)
@@ -77,6 +84,31 @@ class RecipeOptions:
             embeddings = parse_rule(f"embeddings={self.embeddings}", Choice()).choice
         rotate, rules = self.rotate or from_file.rotate, (*first, *from_file.rules)
         return Recipe(from_file.default, rules, rotate, self.model_free, embeddings)
+
+
+def _of_scheme(name: str, given: Mapping[str, object]) -> dict[str, object]:
+    """Return the options that the scheme `name` stands for; raise `UsageError` if `given` has one of them."""
+    from quantkit.packing.presets import SCHEMES
+
+    preset = SCHEMES.get(name)
+    if preset is None:
+        known = next((one for one in SCHEMES if one.lower() == name.lower()), None)
+        hint = f" Did you mean {known}?" if known else ""
+        raise UsageError(f"scheme {name!r} is unknown; use one of {', '.join(SCHEMES)}.{hint}")
+    for option in ("format", "zero_point", "packing", "activations"):
+        if given[option] is not None:
+            raise UsageError(
+                f"--scheme {name} says the {option.replace('_', '-')}, so it does not go with "
+                f"{_option(option)}. Leave one out."
+            )
+    size = preset.group_size if given["group_size"] is None else given["group_size"]
+    return {
+        "format": preset.format,
+        "group_size": size,
+        "zero_point": preset.zero_point,
+        "packing": None if preset.packing == "bits" else preset.packing,
+        "activations": preset.activations,
+    }
 
 
 def _option(name: str) -> str:

@@ -160,8 +160,9 @@ class PackedExperts(PackedModule):
         if first is None or down is None or self._is_trained(hidden_states, top_k_weights):
             return self._one_by_one(hidden_states, top_k_index, top_k_weights)
         pairs = sort_tokens_by_expert(top_k_index, first, down)
-        between = self._activated(experts_linear(x, pairs, first), top_k_index)
-        y = experts_linear(autocast(between), pairs, down, chained=True)
+        x = self.rounded(self.spec.first, x)
+        between = autocast(self._activated(experts_linear(x, pairs, first), top_k_index))
+        y = experts_linear(self.rounded(DOWN, between), pairs, down, chained=True)
         bias = self._bias(DOWN) if self.spec.biased else None
         return combine_experts(y, top_k_index, top_k_weights, first.experts, bias).to(hidden_states.dtype)
 
@@ -270,7 +271,7 @@ class PackedExperts(PackedModule):
             yield Matrix.of(parts, scheme, columns)
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
-        x = autocast(x)
+        x = self.rounded(parameter, autocast(x))
         biases: Sequence[torch.Tensor | None] = [None] * len(MATRICES[parameter])
         if self.spec.biased:
             biases = self.spec.split(self._bias(parameter)[expert].to(x.dtype), parameter)

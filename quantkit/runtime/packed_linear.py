@@ -205,7 +205,7 @@ class PackedLinear(PackedMatrix):
                 return y
         if bias is None:
             bias = local(self._parameters["bias"])
-        x, bias = autocast(x), None if bias is None else autocast(bias)
+        x, bias = self.rounded("weight", autocast(x)), None if bias is None else autocast(bias)
         if not torch.compiler.is_compiling() and is_plain(x):
             y = self._planned(x, bias)
             if y is not None:

@@ -13,8 +13,10 @@ from quantkit.errors import KernelError
 from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.linear import build_layout, can_restore, linear_parts, restore_words
 from quantkit.kernels.problem import ACTIVATION_DTYPES
+from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.names import Container, is_aligned
-from quantkit.packing.schemes import SCALE_TYPES, Scheme
+from quantkit.packing.scale_types import SCALE_TYPES
+from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -152,7 +154,8 @@ class PackedModule(nn.Module):
         """Create a module for `schemes`: by packed parameter, its effective scheme and its columns K."""
         super().__init__()
         self.container = container
-        self._schemes = {parameter: scheme for parameter, (scheme, _) in schemes.items()}
+        self._schemes = {parameter: scheme.of_weights for parameter, (scheme, _) in schemes.items()}
+        self._activations = {parameter: scheme.activations for parameter, (scheme, _) in schemes.items()}
         self._columns = {parameter: columns for parameter, (_, columns) in schemes.items()}
         for scheme in self._schemes.values():
             _prepare_casts(scheme)
@@ -339,6 +342,16 @@ class PackedModule(nn.Module):
             self._layouts[key] = build()
         layout: _Layout | None = self._layouts[key]
         return layout
+
+    @property
+    def activations(self) -> tuple[ActivationScheme, ...]:
+        """Return how the inputs of its matrices are rounded; empty if they are not."""
+        return tuple(scheme for scheme in self._activations.values() if scheme is not None)
+
+    def rounded(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
+        """Return the inputs `x` [..., K] of `parameter` as its activation scheme rounds them."""
+        scheme = self._activations[parameter]
+        return x if scheme is None else scheme.round(x)
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         return build_layout(self._packed(parameter, index, matrix), dtype)

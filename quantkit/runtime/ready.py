@@ -29,8 +29,20 @@ def make_ready(model: Any) -> None:
             shared.build(dtype)
         for _, module in packed_modules(model):
             module.build_kernel_layouts(dtype)
+    _tell_of_rounding(model)
     if capture.captures_on(model.device):
         _tell(model)
+
+
+def _tell_of_rounding(model: Any) -> None:
+    """Log that linears of `model` round their inputs, and that their products are not those of 8 bits."""
+    kinds = sorted({str(scheme) for _, module in packed_modules(model) for scheme in module.activations})
+    if kinds:
+        _warn_once(
+            f"inputs of linears are rounded to {' and '.join(kinds)}, and multiplied in "
+            f"{str(model.dtype).removeprefix('torch.')}: this shows the accuracy of low-bit products, not "
+            "their speed. Serve the model with an engine that reads it (quantkit formats --schemes) for that."
+        )
 
 
 def _tell(model: Any) -> None:

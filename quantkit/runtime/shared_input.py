@@ -69,7 +69,7 @@ class SharedInput:
             return
         # Rows of the local shard, under tensor parallelism.
         rows = [member.words.shape[0] for member in members]
-        joined = join_layouts(layouts, rows, members[0].scheme, members[0].in_features)
+        joined = join_layouts(layouts, rows, members[0].scheme.of_weights, members[0].in_features)
         if joined is None or any(bias.dtype != dtype for bias in biases):
             return
         whole, parts = joined
@@ -104,6 +104,7 @@ class SharedInput:
         members = self._living()
         if not self._valid(members):
             return None
+        operand = members[0].rounded("weight", operand)
         y = linear_parts(operand, (), joined.bias, members[0].token(), sum(joined.rows), joined.layout)
         first, *rest = y.split_with_sizes(joined.rows, -1)
         self._x, self._rest = x, dict(enumerate(rest, 1))

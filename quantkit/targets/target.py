@@ -140,6 +140,7 @@ class Rows:
 _CHECKS: tuple[tuple[Callable[[StoredMatrix], bool], str], ...] = (
     (lambda one: one.scheme.planes == 1, "its weights are sums of several values"),
     (lambda one: not one.scheme.column_scale, "it has scales of columns"),
+    (lambda one: one.scheme.activations is None, "its inputs are rounded, which that layout does not say"),
     (lambda one: not one.scheme.is_fitted, "its code book is fitted to it"),
 )
 

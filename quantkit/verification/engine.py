@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
-from quantkit.checkpoint.engines import Engine, Support, asked_engine, installed_beside, support
+from quantkit.checkpoint.compressed_tensors import compressed_tensors_format, input_arguments
+from quantkit.checkpoint.engine_support import support
+from quantkit.checkpoint.engines import Engine, Support, asked_engine, installed_beside
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
@@ -187,11 +188,14 @@ def _misread(engine: Engine, section: Mapping[str, Any], assignments: Sequence[A
         if a.experts:
             continue
         seen = None if _matches(a.module, ignored) else _group_of(a, groups.values())
-        found = None if seen is None else (seen.get("format"), seen.get("weights"))
+        found = (
+            None if seen is None else (seen.get("format"), seen.get("weights"), seen.get("input_activations"))
+        )
         expected = None
         if a.scheme is not None:
             row = compressed_tensors_format(a.scheme, a.shape[1])
-            expected = (row.stored.name, row.arguments(a.scheme, a.shape[1]))
+            inputs = input_arguments(a.scheme.activations)
+            expected = (row.stored.name, row.arguments(a.scheme, a.shape[1]), inputs)
         if found != expected:
             wrong.append(
                 (a.module, "dense" if found is None else found[0], "packed" if expected else "dense")

@@ -9,7 +9,8 @@ from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.calibrate.scale_search import ScaleZero, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
-from quantkit.packing.schemes import SCALE_TYPES, Scheme, scheme
+from quantkit.packing.scale_types import SCALE_TYPES
+from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import encode_groups
 from quantkit.packing.zero_points import searched
 

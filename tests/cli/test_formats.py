@@ -179,3 +179,20 @@ def test_the_page_has_the_noise_of_every_scheme() -> None:
 def test_the_custom_format_of_the_page_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(code, {})
+
+
+def test_schemes_name_what_reads_them(run: Run) -> None:
+    rows = {row["name"]: row for row in json.loads(run("formats", "--schemes", "--json").out)}
+    assert rows["W8A8"] == {
+        "name": "W8A8",
+        "weights": "int8 channel bytes bfloat16",
+        "inputs": "int8 token",
+        "readers": ["vLLM", "SGLang", "transformers"],
+    }
+    assert rows["W4A16"]["inputs"] == "as they are" and rows["W4A4"]["readers"] == []
+    table = run("formats", "--schemes").out
+    assert "W4A8        int4 g128 bfloat16          int8 token        transformers" in table
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    assert "\n".join(line.rstrip() for line in table.splitlines()[:6]) in page
+    refused = run("formats", "int4", "--schemes")
+    assert refused.code == 2 and "--schemes lists all schemes; leave out NAME" in refused.err

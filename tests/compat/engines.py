@@ -35,8 +35,8 @@ from quantkit.packing.schemes import Scheme, scheme
 ANSWERS = Path(__file__).with_name("engine_answers.json")
 VERSIONS = ("vllm==0.26.0", "vllm==0.32.0", "vllm==0.33.0", "sglang==0.5.23")
 
-#: Every kind of scheme that is written as compressed-tensors: format, group size, zero-point.
-SCHEMES = (
+#: Every kind of scheme that is written as compressed-tensors: format, group size, zero-point, activations.
+SCHEMES: tuple[tuple[Any, ...], ...] = (
     ("int4", 128, "none"),
     ("int4", 128, "integer"),
     ("int4", "channel", "none"),
@@ -56,6 +56,14 @@ SCHEMES = (
     ("mxfp8", None, "none"),
     ("mxfp4", None, "none"),
     ("nvfp4", None, "none"),
+    ("int8", "channel", "none", "int8"),
+    ("int8", "tensor", "none", "int8"),
+    ("int8", 128, "none", "int8"),
+    *(("int4", size, "none", x) for size in (128, "channel") for x in ("int8", "fp8")),
+    *(("fp8", size, "none", "fp8") for size in ("channel", "tensor", "128x128", 128)),
+    *(("fp8", size, "none", "fp8-g128") for size in ("128x128", "channel", "tensor", 128)),
+    ("mxfp8", None, "none", "mxfp8"),
+    ("mxfp4", None, "none", "mxfp4"),
 )
 KINDS = ("linear", "experts", "lm_head")
 
@@ -254,17 +262,24 @@ def answers_of(engine: Engine) -> dict[str, dict[str, str]]:
     return found
 
 
-def scheme_of(case: tuple[str, Any, Any]) -> Scheme:
+def scheme_of(case: tuple[Any, ...]) -> Scheme:
     """One of `SCHEMES`, in the packing of compressed-tensors."""
-    name, size, zero = case
-    made = scheme(name, group_size=size, zero_point=zero, weight_dtype=torch.bfloat16)
+    name, size, zero, *inputs = case
+    made = scheme(
+        name,
+        group_size=size,
+        zero_point=zero,
+        activations=next(iter(inputs), None),
+        weight_dtype=torch.bfloat16,
+    )
     straddles = PACKINGS["stream"].why_not(made.format, made.planes) is None
     return replace(made, packing="stream") if straddles else made
 
 
 def key_of(case: tuple[object, ...]) -> str:
     """The name of one of `SCHEMES` in the answers."""
-    return " ".join(str(part) for part in case if part not in (None, "none"))
+    weights = " ".join(str(part) for part in case[:3] if part not in (None, "none"))
+    return weights if len(case) == 3 else f"{weights}, x {case[3]}"
 
 
 def tried(engine: Engine, section: dict[str, Any], kind: str) -> str:

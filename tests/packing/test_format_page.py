@@ -17,7 +17,8 @@ from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import FORMATS, FittedFormat
 from quantkit.packing.packings import PACKINGS
 from quantkit.packing.presets import PRESETS
-from quantkit.packing.schemes import MAX_GROUP_SIZE, SCALE_DTYPES, Scheme
+from quantkit.packing.scale_types import SCALE_DTYPES
+from quantkit.packing.schemes import MAX_GROUP_SIZE, Scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ..support.compare import assert_equal

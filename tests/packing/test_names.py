@@ -8,7 +8,7 @@ from quantkit.packing.names import CONTAINERS, QUANTKIT, Container, StoredFormat
 
 from ..support.compare import assert_equal
 
-PACKED, FLOAT, _, MXFP4, _ = stored_formats("compressed-tensors")
+PACKED, _, FLOAT, _, MXFP4, _ = stored_formats("compressed-tensors")
 
 
 def test_compressed_tensors_container_uses_its_vocabulary() -> None:

@@ -21,7 +21,8 @@ from gguf import GGMLQuantizationType as Ggml
 
 from quantkit.checkpoint.compressed_tensors import FORMATS_OF_COMPRESSED_TENSORS, compressed_tensors_format
 from quantkit.packing.formats import FORMATS, FloatFormat
-from quantkit.packing.schemes import SCALE_TYPES, Scheme, scheme
+from quantkit.packing.scale_types import SCALE_TYPES
+from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ..support.compare import assert_equal
@@ -176,6 +177,7 @@ CASES: dict[str, Scheme] = {
     "nvfp4": scheme("nvfp4"),
     "int4": scheme("int4", group_size=32, scale_dtype=torch.float32),
     "int8": scheme("int8", scale_dtype=torch.float32),
+    "int8 bytes": scheme("int8", scale_dtype=torch.float32, packing="bytes"),
     "int2": scheme("int2", group_size=64, scale_dtype=torch.float32),
     **{
         f"int{bits}": scheme(f"int{bits}", group_size=32, scale_dtype=torch.float32, packing="stream")

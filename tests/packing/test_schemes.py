@@ -12,15 +12,8 @@ import torch
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat, IntFormat
 from quantkit.packing.presets import PRESETS
-from quantkit.packing.schemes import (
-    MAX_GROUP_SIZE,
-    SCALE_DTYPES,
-    SCALE_TYPES,
-    Scheme,
-    default_scale_dtype,
-    parse_token,
-    scheme,
-)
+from quantkit.packing.scale_types import SCALE_DTYPES, SCALE_TYPES
+from quantkit.packing.schemes import MAX_GROUP_SIZE, Scheme, default_scale_dtype, parse_token, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint
 
 from ..support.compare import assert_equal

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.calibrate.methods import quantize_tensor
-from quantkit.packing.schemes import SCALE_DTYPES
+from quantkit.packing.scale_types import SCALE_DTYPES
 from quantkit.quantization import stream
 from quantkit.quantizing import quantize
 from quantkit.runtime.replace import packed_modules

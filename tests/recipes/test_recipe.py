@@ -214,7 +214,7 @@ REFUSED = [
     ("[[rule]]\nformat = 'int4'", "a rule needs a 'match' pattern; found None"),
     ("[[rule]]\nmatch = ''", "a rule needs a 'match' pattern; found ''"),
     ("[[rule]]\nmatch = 3", "a rule needs a 'match' pattern; found 3"),
-    ("[[rule]]\nmatch = 'a'\nbits = 4", r"unknown keys \['bits'\]; known are \['format'"),
+    ("[[rule]]\nmatch = 'a'\nbits = 4", r"unknown keys \['bits'\]; known are \['activations', 'format'"),
     ("[default]\nformat = 4", "'format' is 4; expected str"),
     ("[default]\nkeep = 'yes'", "'keep' is 'yes'; expected bool"),
     ("[default]\nzero_point = true", "'zero_point' is True; expected str"),
@@ -414,6 +414,7 @@ def test_the_record_of_a_recipe_holds_all_of_it():
             "method": "mse",
             "keep": False,
             "packing": "bits",
+            "activations": None,
         },
         "rules": [
             {
@@ -425,6 +426,7 @@ def test_the_record_of_a_recipe_holds_all_of_it():
                 "method": "mse",
                 "keep": False,
                 "packing": "bits",
+                "activations": None,
             }
         ],
     }

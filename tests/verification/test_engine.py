@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint import engines
+from quantkit.checkpoint.engine_support import support
 from quantkit.checkpoint.engines import (
     SGLANG,
     VLLM,
@@ -16,7 +17,6 @@ from quantkit.checkpoint.engines import (
     Stored,
     asked_engine,
     installed_beside,
-    support,
 )
 from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.errors import CheckpointError, UsageError

@@ -11,7 +11,7 @@ import typer
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress, say
 from quantkit.cli.plots import check_png, save
-from quantkit.errors import UsageError
+from quantkit.errors import FormatError, UsageError
 from quantkit.report.plots import figure_class
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ def formats(
         str | None, typer.Argument(metavar="NAME", help="A format; all of them if left out.")
     ] = None,
     codes: Annotated[bool, typer.Option("--codes", help="Every code point of NAME and its value.")] = False,
+    schemes: Annotated[
+        bool,
+        typer.Option("--schemes", help="Names of --scheme, and which engines read their linears."),
+    ] = False,
     noise: Annotated[
         bool, typer.Option("--noise", help="Measure the relative squared error of every format.")
     ] = False,
@@ -48,7 +52,11 @@ def formats(
     one that runs y = x W^T here for one row of x in bfloat16.
     """
     _check(name, codes, noise, plot)
-    if noise:
+    if schemes:
+        if name is not None or codes or noise:
+            raise UsageError("--schemes lists all schemes; leave out NAME, --codes and --noise.")
+        _show_schemes(json)
+    elif noise:
         _show_noise(plot, json)
     elif codes:
         assert name is not None
@@ -67,6 +75,45 @@ def _check(name: str | None, codes: bool, noise: bool, plot: Path | None) -> Non
         raise UsageError("--plot draws what --noise measures; add --noise.")
     if plot is not None:
         check_png(plot)
+
+
+def _show_schemes(json: bool) -> None:
+    """Print the weights and inputs of each name of `--scheme`, and the engines that read such a linear."""
+    from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
+    from quantkit.checkpoint.engine_support import readers
+    from quantkit.checkpoint.engines import ENGINES
+    from quantkit.packing.presets import SCHEMES
+    from quantkit.packing.schemes import scheme
+
+    rows = []
+    for name, preset in SCHEMES.items():
+        made = scheme(
+            preset.format,
+            group_size=preset.group_size,
+            zero_point=preset.zero_point or "none",
+            activations=preset.activations,
+            packing=preset.packing,
+        )
+        row: dict[str, Any] = {"name": name, "weights": str(made.of_weights)}
+        row["inputs"] = "as they are" if made.activations is None else str(made.activations)
+        try:
+            found = readers(compressed_tensors_format(made, 256).stored_as("", "linear", made, (256, 256)))
+        except FormatError:
+            found = ()
+        rows.append({**row, "readers": [engine.name for engine in ENGINES if engine in found]})
+    if json:
+        print_json(rows)
+        return
+    headings = ("scheme", "weights", "inputs", "read by")
+    print_table(
+        headings,
+        [
+            (row["name"], row["weights"], row["inputs"], ", ".join(row["readers"]) or "quantkit")
+            for row in rows
+        ],
+        words=headings,
+        narrow=True,
+    )
 
 
 def _show_formats(name: str | None, json: bool) -> None:

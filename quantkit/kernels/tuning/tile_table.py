@@ -120,7 +120,7 @@ def as_computed(scheme: Scheme, k: int) -> Scheme:
     In layouts, one scale per tensor is stored per channel, and scales of blocks are repeated for each row.
     Column scales are multiplied into x.
     """
-    scheme = replace(scheme.for_columns(k), packing="bits", column_scale=False, group_rows=1)
+    scheme = replace(scheme.of_weights.for_columns(k), packing="bits", column_scale=False, group_rows=1)
     return replace(scheme, group_size=None) if scheme.per_tensor else scheme
 
 

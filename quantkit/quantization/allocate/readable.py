@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.checkpoint.compressed_tensors import compressed_tensors_format, why_not_compressed_tensors
-from quantkit.checkpoint.engines import Engine, LayerKind, support
+from quantkit.checkpoint.engine_support import support
+from quantkit.checkpoint.engines import Engine, LayerKind
 from quantkit.errors import UsageError
 from quantkit.model.structure import Linear
 from quantkit.packing.schemes import Scheme

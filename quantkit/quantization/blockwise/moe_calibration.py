@@ -138,6 +138,7 @@ class _Kind:
         first = next(iter(next(iter(tasks.values())).values()))
         assert first.method is not None
         self._method: Method = first.method
+        self._activations = None if first.scheme is None else first.scheme.activations
         self.features = first.source.shape[1]
         self._shared: Hessian | None = None
 
@@ -201,6 +202,9 @@ class _Kind:
             return spec_of(module).between(module, expert, found) if self._leaf == DOWN else found
 
         seen = of(self._experts, self._routed.inputs)
+        if self._leaf == DOWN and self._activations is not None:
+            # Those of gate and up are rounded when the experts are called.
+            seen = self._activations.round(seen)
         if "input_error" not in self._method.needs:
             return seen, None
         assert self._originals is not None and self._routed.originals is not None

@@ -43,6 +43,7 @@ from quantkit.quantization.blockwise.input_groups import Forwards, Stages, input
 from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver, packed_of
 from quantkit.quantization.blockwise.moe_calibration import Routed, call_tensors, coverage, quantize_experts
 from quantkit.quantization.blockwise.refine_block import learn_rounding
+from quantkit.quantization.blockwise.rounded_inputs import rounded_inputs
 from quantkit.quantization.blockwise.states import States
 from quantkit.quantization.task import Task, needs_of
 
@@ -200,7 +201,7 @@ class _Worker:
             twin = self.decoder.duplicate(block)
             with self.decoder.loaded(twin):
                 self._finish(twin, states.exact)
-        with self.decoder.loaded(block, given):
+        with rounded_inputs(block, todo), self.decoder.loaded(block, given):
             self._finish(block, states.passes)
 
     def _finish(self, block: Block, passes: Sequence[ModelPass]) -> None:
@@ -217,6 +218,7 @@ class _Worker:
             finished = BlockOutput(file, todo, report)
             # Duplicate the module before it has weights, which would be copied too.
             twin = None if states.exact is None else self.decoder.duplicate(block)
+            stack.enter_context(rounded_inputs(block, todo))
             stack.enter_context(self.decoder.cached(block))
             stack.enter_context(self.decoder.loaded(block))
 
@@ -350,14 +352,13 @@ class _Worker:
         (task,) = todo.tasks.values()
         assert task.method is not None
         corrects, device = "input_error" in task.needs, self.decoder.device
-
-        def inputs(one: ModelPass) -> torch.Tensor:
-            hidden = one.call.hidden.to(device)
-            return hidden.reshape(-1, hidden.shape[-1])
+        rounds = None if task.scheme is None else task.scheme.activations
 
         def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-            original = None if exact is None or not corrects else inputs(exact[lane])
-            return inputs(states.passes[lane]), original
+            seen = states.passes[lane].call.hidden.to(device).flatten(0, -2)
+            original = None if exact is None or not corrects else exact[lane].call.hidden.to(device)
+            seen = seen if rounds is None else rounds.round(seen)
+            return seen, None if original is None else original.flatten(0, -2)
 
         self.solver.factors.clear()
         with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:

@@ -1,6 +1,7 @@
 """Quantizing with calibration data: what a slow twin finds, whatever memory, workers and interruptions."""
 
 import errno
+import itertools
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,7 @@ from quantkit.files import TEMP_PREFIX
 from quantkit.model import blocks, hidden_states
 from quantkit.model.distributed import Ranks
 from quantkit.model.hidden_states import Home, choose_home
+from quantkit.packing.activations import activations_named
 from quantkit.packing.schemes import scheme
 from quantkit.quantization.blockwise import calibration, layer_quantizer, pipeline
 from quantkit.quantization.blockwise.input_groups import stages_of
@@ -44,22 +46,38 @@ MIXED = ROOT.parent / "shared" / "data" / "calib" / "mixed.jsonl"
 
 #: All methods for models with and without biases and a tied head; for others the one that does the most.
 TWINS = [
-    *((family, method) for family in ("llama", "tied") for method in ("imatrix", "gptq", "best")),
-    *((family, "best") for family in ("qwen2", "qwen3", "mistral", "gemma2")),
+    *((family, method, None) for family in ("llama", "tied") for method in ("imatrix", "gptq", "best")),
+    *((family, "best", None) for family in ("qwen2", "qwen3", "mistral", "gemma2")),
+    ("llama", "gptq", "int4"),
+    ("qwen2", "best", "fp8"),
 ]
 
 
-@pytest.mark.parametrize(("family", "method"), TWINS)
+@pytest.mark.parametrize(("family", "method", "activations"), TWINS)
 @pytest.mark.sampled(3)
-def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(tmp_path, text, family, method):
+def test_stored_weights_are_those_of_a_twin_with_the_whole_model_in_memory(
+    tmp_path, text, family, method, activations
+):
     source, out = write(tmp_path, family, num_hidden_layers=2), tmp_path / "out"
     quantize(
-        source, out, format="int4", group_size=32, method=method, calibration=data(text), lm_head="int4:32"
+        source,
+        out,
+        format="int4",
+        group_size=32,
+        method=method,
+        activations=activations,
+        calibration=data(text),
+        lm_head="int4:32",
     )
     found = load(out, dtype=torch.float32, device="cpu")
     tokens = tokens_of(source, text)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     exact = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    rounds = activations_named(activations)
+    if rounds is not None:
+        for layer, name in itertools.product(range(2), LINEARS):
+            linear = model.get_submodule(f"model.layers.{layer}.{name}")
+            linear.register_forward_pre_hook(lambda _, inputs: rounds.round(inputs[0]))
 
     @torch.no_grad()
     def inputs_of(of: Any, name: str) -> torch.Tensor:

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import quantkit  # noqa: F401  registers the plug-in
-from quantkit.checkpoint.engines import TRANSFORMERS, Stored, support
+from quantkit.checkpoint.engine_support import support
+from quantkit.checkpoint.engines import TRANSFORMERS, Stored
 from quantkit.packing.schemes import Scheme
 
 from ...support.compare import assert_close

@@ -1,0 +1,220 @@
+"""Rows of the table of engines for matrices whose inputs are rounded too: see `engine_support.py`."""
+
+from quantkit.checkpoint.engines import (
+    ALL_KINDS,
+    BLOCK,
+    EXPERTS,
+    FP8,
+    GROUPS,
+    INT,
+    LINEARS,
+    MXFP4,
+    MXFP8,
+    OTHER_BLOCKS,
+    SGLANG,
+    TRANSFORMERS,
+    VLLM,
+    WHOLE,
+    Support,
+)
+
+#: Rounded inputs, as `Stored.activations`.
+_INT8_X, _FP8_X, _FP8_GROUPS_X = ("int8 token",), ("fp8-e4m3 token",), ("fp8-e4m3 g128",)
+_MXFP8_X, _MXFP4_X = ("fp8-e4m3 g32 e8m0",), ("fp4-e2m1 g32 e8m0",)
+INT8 = "int-quantized"
+_GIVE_W8A8 = "Choose scales per channel: --scheme W8A8."
+_GIVE_FP8 = "Choose --scheme FP8_DYNAMIC or FP8_BLOCK."
+_ELSEWHERE = "on other than Blackwell GPUs leaves x as it is, so accuracy is not what quantkit measures"
+_ROUNDS_OTHERWISE = "fp8 with inputs rounded per token and weights in blocks, or the other way round"
+#: (engine, experts that read fp8 with one scale per channel, per tensor, in blocks)
+_FP8_EXPERTS_OF = (
+    (VLLM, ("CompressedTensorsW8A8Fp8MoEMethod",), ("CompressedTensorsW8A8Fp8MoEMethod",)),
+    (SGLANG, ("CompressedTensorsW8A8Fp8MoE",), ()),
+)
+
+#: Matrices whose inputs are rounded too. Engines round as the strategy of the weights says, not the inputs'.
+ACTIVATION_SUPPORT: tuple[Support, ...] = (
+    *(
+        row
+        for engine, of_channels, of_tensor in _FP8_EXPERTS_OF
+        for row in (
+            Support(engine, FP8, WHOLE, LINEARS, ("CompressedTensorsW8A8Fp8",), activations=_FP8_X),
+            Support(engine, FP8, ("channel",), EXPERTS, of_channels, activations=_FP8_X),
+            Support(
+                engine,
+                FP8,
+                ("tensor",),
+                EXPERTS,
+                of_tensor,
+                what="" if of_tensor else "fp8 experts with one scale per tensor",
+                instead=_GIVE_FP8,
+                activations=_FP8_X,
+            ),
+            Support(
+                engine, FP8, (BLOCK,), ("linear",), ("CompressedTensorsW8A8Fp8",), activations=_FP8_GROUPS_X
+            ),
+            Support(engine, FP8, (BLOCK,), EXPERTS, of_channels, activations=_FP8_GROUPS_X),
+            Support(
+                engine,
+                FP8,
+                (BLOCK,),
+                ("lm_head",),
+                what="an lm_head of fp8 in blocks",
+                instead="Give it scales per channel, such as --lm-head fp8.",
+                activations=_FP8_GROUPS_X,
+            ),
+            Support(
+                engine,
+                FP8,
+                (*WHOLE, "group", BLOCK, OTHER_BLOCKS),
+                ALL_KINDS,
+                what=_ROUNDS_OTHERWISE,
+                why="it rounds inputs as its kernel for such weights does",
+                instead=_GIVE_FP8,
+                activations=(*_FP8_X, *_FP8_GROUPS_X),
+            ),
+            Support(engine, INT8, WHOLE, LINEARS, ("CompressedTensorsW8A8Int8",), activations=_INT8_X),
+        )
+    ),
+    Support(VLLM, INT8, WHOLE, EXPERTS, ("CompressedTensorsW8A8Int8MoEMethod",), activations=_INT8_X),
+    Support(
+        SGLANG,
+        INT8,
+        WHOLE,
+        EXPERTS,
+        what="int8 experts with int8 inputs on NVIDIA GPUs",
+        instead="Give the experts fp8 with fp8 inputs.",
+        activations=_INT8_X,
+    ),
+    *(
+        Support(
+            engine,
+            INT8,
+            ("group",),
+            ALL_KINDS,
+            what="int8 in groups with int8 inputs",
+            instead=_GIVE_W8A8,
+            activations=_INT8_X,
+        )
+        for engine in (VLLM, SGLANG)
+    ),
+    Support(
+        VLLM,
+        INT,
+        ("group",),
+        LINEARS,
+        ("CompressedTensorsW4A8Fp8",),
+        activations=_FP8_X,
+        caution="runs on Hopper GPUs alone, and was not run there",
+    ),
+    Support(
+        VLLM,
+        INT,
+        ("group",),
+        EXPERTS,
+        ("CompressedTensorsW4A8Fp8MoEMethod",),
+        activations=_FP8_X,
+        caution="runs on Hopper GPUs alone, and was not run there",
+    ),
+    Support(
+        VLLM,
+        INT,
+        ("channel",),
+        ALL_KINDS,
+        what="int4 per channel with fp8 inputs",
+        instead="Choose groups of 128: --scheme W4AFP8.",
+        activations=_FP8_X,
+    ),
+    Support(
+        VLLM,
+        INT,
+        GROUPS,
+        ALL_KINDS,
+        what="int4 with int8 inputs",
+        why="0.26.0 rounds them to fp8, and newer versions were not tried",
+        instead="Choose --scheme W4AFP8 or W8A8.",
+        activations=_INT8_X,
+    ),
+    Support(
+        SGLANG,
+        INT,
+        GROUPS,
+        ALL_KINDS,
+        what="int4 with rounded inputs",
+        instead="Choose --scheme FP8_DYNAMIC or W8A8.",
+        activations=(*_INT8_X, *_FP8_X),
+    ),
+    Support(
+        VLLM,
+        MXFP8,
+        ("group",),
+        LINEARS,
+        ("CompressedTensorsW8A8Mxfp8",),
+        activations=_MXFP8_X,
+        caution=_ELSEWHERE,
+    ),
+    Support(
+        VLLM,
+        MXFP8,
+        ("group",),
+        EXPERTS,
+        ("CompressedTensorsW8A8Mxfp8MoEMethod",),
+        activations=_MXFP8_X,
+        caution=_ELSEWHERE,
+    ),
+    Support(
+        VLLM,
+        MXFP4,
+        ("group",),
+        LINEARS,
+        ("CompressedTensorsW4A4Mxfp4",),
+        activations=_MXFP4_X,
+        caution=_ELSEWHERE,
+    ),
+    Support(
+        VLLM,
+        MXFP4,
+        ("group",),
+        EXPERTS,
+        ("CompressedTensorsW4A4Mxfp4MoEMethod",),
+        activations=_MXFP4_X,
+        caution=_ELSEWHERE,
+    ),
+    *(
+        Support(
+            SGLANG,
+            form,
+            ("group",),
+            ALL_KINDS,
+            what=f"{form.partition('-')[0]} with rounded inputs",
+            instead="Choose --scheme FP8_DYNAMIC or W8A8.",
+            activations=x,
+        )
+        for form, x in ((MXFP8, _MXFP8_X), (MXFP4, _MXFP4_X))
+    ),
+    *(
+        row
+        for form, strategies, x in (
+            (INT, GROUPS, (*_INT8_X, *_FP8_X)),
+            (INT8, (*WHOLE, "group"), _INT8_X),
+            (FP8, (*WHOLE, "group", BLOCK, OTHER_BLOCKS), (*_FP8_X, *_FP8_GROUPS_X)),
+            (MXFP8, ("group",), _MXFP8_X),
+            (MXFP4, ("group",), _MXFP4_X),
+        )
+        for row in (
+            Support(
+                TRANSFORMERS, form, strategies, LINEARS, ("CompressedTensorsHfQuantizer",), activations=x
+            ),
+            Support(
+                TRANSFORMERS,
+                form,
+                strategies,
+                EXPERTS,
+                what="experts with rounded inputs without quantkit",
+                why="it rounds no inputs of fused experts",
+                instead="There load the model with quantkit.",
+                activations=x,
+            ),
+        )
+    ),
+)

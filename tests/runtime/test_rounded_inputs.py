@@ -1,0 +1,108 @@
+"""Packed modules round their inputs as their schemes say, before the product."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quantkit.calibrate.methods import quantize_tensor
+from quantkit.packing.activations import activations_named
+from quantkit.packing.presets import ACTIVATIONS
+from quantkit.packing.schemes import scheme
+from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.ready import make_ready
+from quantkit.runtime.shared_input import SharedInput
+
+N, K = 96, 256
+
+
+def linear(
+    activations: str | None, format: str = "int4", bias: bool = True
+) -> tuple[PackedLinear, nn.Linear]:
+    """Return a packed linear, and a dense one of the same weights."""
+    torch.manual_seed(0)
+    made = scheme(format, activations=activations)
+    packed = quantize_tensor(torch.randn(N, K), made)
+    assert packed.scheme == made.of_weights
+    layer = PackedLinear(K, N, made.for_columns(K), "quantkit", bias_dtype=torch.float32 if bias else None)
+    parts = {**dict(packed.parts()), "shape": torch.tensor(packed.shape)}
+    for name, spec in layer.part_specs().items():
+        getattr(layer, name).data.copy_(parts[spec.part])
+    dense = nn.Linear(K, N, bias=bias)
+    dense.weight.data = packed.dequantize()
+    if bias:
+        layer.bias.data.copy_(dense.bias)
+    return layer, dense
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_it_is_the_product_of_rounded_inputs(name, format):
+    layer, dense = linear(name, format)
+    x = torch.randn(2, 5, K)
+    rounds = activations_named(name)
+    assert rounds is not None
+    with torch.no_grad():
+        y, expected = layer(x), dense(rounds.round(x))
+        torch.testing.assert_close(y, expected)
+        assert not torch.allclose(y, dense(x), atol=1e-4)
+
+
+def test_the_rows_of_x_do_not_change_the_numbers():
+    layer, _ = linear("int8")
+    x = torch.randn(70, K)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x)[:1], layer(x[:1]), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_reach_x_as_if_nothing_was_rounded():
+    layer, dense = linear("fp8")
+    x = torch.randn(3, K, requires_grad=True)
+    layer(x).sum().backward()
+    (expected,) = torch.autograd.grad(dense(x).sum(), x)
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_linears_that_share_their_input_round_it_too():
+    members = [linear("int8", bias=False)[0] for _ in range(2)]
+    dense = linear("int8", bias=False)[1]
+    SharedInput(members).build(torch.float32)
+    x, rounds = torch.randn(2, K), activations_named("int8")
+    assert rounds is not None
+    with torch.no_grad():
+        for member in members:
+            torch.testing.assert_close(member(x), F.linear(rounds.round(x), dense.weight))
+
+
+def test_compiled_code_rounds_too():
+    layer, _ = linear("fp8-g128")
+    x = torch.randn(4, K)
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_a_part_of_a_token_has_no_scale():
+    assert scheme("int4", activations="int8").column_units(K)["256 inputs that share a scale"] == K
+    assert scheme("int4", activations="fp8-g128").column_units(K)["128 inputs that share a scale"] == 128
+    assert not any("inputs" in unit for unit in scheme("int4").column_units(K))
+
+
+def test_loading_says_that_products_are_not_those_of_low_bits(caplog):
+    class Model(nn.Module):
+        dtype, device = torch.float32, torch.device("cpu")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear("mxfp8")[0]
+
+    with caplog.at_level(logging.WARNING, logger="quantkit"):
+        make_ready(Model())
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "inputs of linears are rounded to fp8-e4m3 g32 e8m0, and multiplied in float32: this shows the "
+        "accuracy of low-bit products, not their speed. Serve the model with an engine that reads it "
+        "(quantkit formats --schemes) for that."
+    )

@@ -359,7 +359,7 @@ def quantize_tensor(
 ) -> PackedTensor:
     """Quantize one weight [N, K] (float16, bfloat16, float32 or float64) and pack it.
 
-    format        format name or a whole `Scheme`
+    format        format name or a whole `Scheme`; how its linears round their inputs is not kept
     group_size    weights per scale; "channel" is one scale per row, "tensor" a single one
     method        name of a method without data
     zero_point    "none", "integer", "float" or another kind of `ZERO_POINTS`

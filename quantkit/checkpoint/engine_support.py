@@ -193,6 +193,7 @@ def support(engine: Engine, one: Stored) -> Support:
             and one.kind in row.kinds
             and one.bits in (row.bits or (one.bits,))
             and one.activations in row.activations
+            and (not row.group_sizes or one.group_size in row.group_sizes)
             and not (row.asymmetric and one.symmetric)
         )
         if row.engine == engine and row.format == one.format and fits:

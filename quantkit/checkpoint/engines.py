@@ -101,6 +101,8 @@ class Support:
     why: str = ""
     instead: str = ""
     bits: tuple[int, ...] = ()
+    #: Columns of the groups that it is of; empty for any.
+    group_sizes: tuple[int, ...] = ()
     #: True if the row is of matrices with zero-points alone.
     asymmetric: bool = False
     #: How inputs are rounded, as `Stored.activations`.
@@ -129,6 +131,7 @@ class Stored:
     bits: int
     symmetric: bool = True
     activations: str = ""
+    group_size: int | None = None
 
     @classmethod
     def of(
@@ -145,7 +148,8 @@ class Stored:
         strategy = str(arguments["strategy"])
         strategy = OTHER_BLOCKS if strategy == BLOCK and not whole else strategy
         symmetric: bool = arguments["symmetric"]
-        return cls(module, kind, format, strategy, arguments["num_bits"], symmetric, activations)
+        size: int | None = arguments["group_size"]
+        return cls(module, kind, format, strategy, arguments["num_bits"], symmetric, activations, size)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from quantkit.packing.presets import ACTIVATIONS
 
 ScaleKind = Literal["float32", "e8m0"]
 SCALE_KINDS: tuple[ScaleKind, ...] = ("float32", "e8m0")
+MAX_GROUP_SIZE = 1 << 20
 #: Smallest scale, so that a token of zeros has a divisor.
 _SMALLEST = torch.finfo(torch.float32).tiny
 #: Carries a float32 whose significand is at least 1.75 to the next exponent: 0.25 in units of its last place.
@@ -42,10 +43,11 @@ class ActivationScheme:
         if self.format not in FORMATS or not self.number_format.has_zero:
             known = ", ".join(dict.fromkeys(preset.format for preset in ACTIVATIONS.values()))
             raise FormatError(f"inputs cannot be rounded to {self.format!r}; use one of {known}.")
-        if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 1):
+        size = self.group_size
+        if size is not None and (type(size) is not int or not 1 <= size <= MAX_GROUP_SIZE):
             raise FormatError(
-                f"the group size of inputs is {self.group_size!r}; use a positive integer, or null for one "
-                "scale per token."
+                f"the group size of inputs is {size!r}; use 1 to {MAX_GROUP_SIZE}, or null for one scale per "
+                "token."
             )
         if self.scale not in SCALE_KINDS:
             raise FormatError(
@@ -89,7 +91,10 @@ class ActivationScheme:
             size = x.shape[-1] if self.group_size is None else self.group_size
             groups = x.to(torch.float32).reshape(*x.shape[:-1], -1, size)
             scale = self.scales(groups)
-            y = self.number_format.round(groups / scale).mul(scale).flatten(-2).to(x.dtype)
+            y = self.number_format.round(groups / scale).mul(scale).flatten(-2)
+            # The largest inputs of float16 may round up to 65536.
+            most = torch.finfo(x.dtype).max
+            y = y.clamp(-most, most).to(x.dtype)
         return x + (y - x).detach() if torch.is_grad_enabled() and x.requires_grad else y
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,10 +133,10 @@ class ActivationScheme:
 
 
 def activations_named(name: str | None) -> ActivationScheme | None:
-    """Return the activation scheme of `--activations name`; None, for 16-bit inputs, stays None."""
-    if name is None:
+    """Return the activation scheme of `--activations name`; None for "none" or None: inputs as they are."""
+    if name is None or name == "none":
         return None
     preset = ACTIVATIONS.get(name)
     if preset is None:
-        raise UsageError(f"activations {name!r} are unknown; use one of {', '.join(ACTIVATIONS)}.")
+        raise UsageError(f"activations {name!r} are unknown; use none or one of {', '.join(ACTIVATIONS)}.")
     return ActivationScheme(preset.format, preset.group_size, preset.scale)

@@ -197,6 +197,12 @@ class Scheme:
             return replace(self, group_size=None)
         return self
 
+    def check_features(self, name: str, columns: int) -> None:
+        """Raise `FormatError` if the inputs of the linear `name`, `columns` features, cannot be rounded."""
+        reason = None if self.activations is None else self.activations.why_not(columns)
+        if reason is not None:
+            raise FormatError(f"{name!r} is stored as {self}, and {reason}. Quantize the model again.")
+
     def group_columns(self, columns: int) -> int:
         """Return how many of a row's `columns` weights share a scale; a ragged last group has fewer."""
         return min(self.group_size, columns) if isinstance(self.group_size, int) else columns

@@ -29,6 +29,6 @@ def check_activations(structure: Structure, schemes: Mapping[str, Scheme | None]
         reason = scheme.activations.why_not(structure.linears[name].shape[1])
         if reason is not None:
             raise UsageError(
-                f"{name!r} cannot be packed as {scheme}: {reason}. Choose --activations with one scale per "
-                f"token, such as fp8 or int8, or keep it dense with --rule '{name}=keep'."
+                f"{name!r} cannot be packed as {scheme}: {reason}. Choose one scale per token, as "
+                f"--scheme FP8_DYNAMIC or --activations fp8 have, or keep it dense with --rule '{name}=keep'."
             )

@@ -49,7 +49,7 @@ class Choice:
     method: str = DEFAULT_METHOD
     keep: bool = False
     packing: PackingName = "bits"
-    activations: str | None = None
+    activations: str = "none"
 
     def scheme(self, weight_dtype: torch.dtype) -> Scheme | None:
         """Return the scheme for a weight of `weight_dtype`; None to keep it dense."""
@@ -137,7 +137,7 @@ class Recipe:
                 f"method {method.name!r} takes calibration data, and an embedding has no inputs. Choose a "
                 f"method without data, such as {DEFAULT_METHOD}."
             )
-        if self.embeddings is not None and self.embeddings.activations is not None:
+        if self.embeddings is not None and self.embeddings.activations != "none":
             raise UsageError("an embedding has no inputs to round; leave out its activations.")
         if not self.model_free:
             return
@@ -292,10 +292,8 @@ def parse_packing(text: str) -> PackingName:
     return PACKINGS[text].name
 
 
-def parse_activations(text: str) -> str | None:
-    """Parse a name of activations from the command line or a file; None for "none", inputs as they are."""
-    if text == "none":
-        return None
+def parse_activations(text: str) -> str:
+    """Parse a name of activations, or "none", from a file."""
     activations_named(text)
     return text
 
@@ -412,6 +410,5 @@ def _choice(data: Any, default: Choice) -> Choice:
         merged["group_size"] = parse_group_size(merged["group_size"])
     merged["zero_point"] = parse_zero_point(merged["zero_point"])
     merged["packing"] = parse_packing(merged["packing"])
-    if merged["activations"] is not None:
-        merged["activations"] = parse_activations(merged["activations"])
+    merged["activations"] = parse_activations(merged["activations"])
     return Choice(**merged)

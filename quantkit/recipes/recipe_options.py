@@ -65,7 +65,8 @@ class RecipeOptions:
             given |= _of_scheme(self.scheme, given)
         if allocated_by is not None:
             # A budget may be combined with a method.
-            _check_left_out({**given, "method": None, "recipe": self.recipe}, allocated_by)
+            named = {**given, "method": None} if self.scheme is None else {"scheme": self.scheme}
+            _check_left_out({**named, "recipe": self.recipe}, allocated_by)
             if self.model_free:
                 raise UsageError(
                     f"--model-free runs no model, and {allocated_by} measures one; leave one out."
@@ -73,6 +74,9 @@ class RecipeOptions:
         default = Choice(**{name: value for name, value in given.items() if value is not None})
         if self.recipe is not None:
             from_file = read_recipe(Path(self.recipe), default)
+            if self.scheme is not None:
+                # A scheme says all of these, also where it leaves them to the defaults.
+                given |= {name: getattr(default, name) for name in _of_scheme(self.scheme, {})}
             _check_agreeing(given, from_file.default, self.recipe)
         else:
             from_file = Recipe(default)
@@ -96,12 +100,12 @@ def _of_scheme(name: str, given: Mapping[str, object]) -> dict[str, object]:
         hint = f" Did you mean {known}?" if known else ""
         raise UsageError(f"scheme {name!r} is unknown; use one of {', '.join(SCHEMES)}.{hint}")
     for option in ("format", "zero_point", "packing", "activations"):
-        if given[option] is not None:
+        if given.get(option) is not None:
             raise UsageError(
                 f"--scheme {name} says the {option.replace('_', '-')}, so it does not go with "
                 f"{_option(option)}. Leave one out."
             )
-    size = preset.group_size if given["group_size"] is None else given["group_size"]
+    size = preset.group_size if given.get("group_size") is None else given["group_size"]
     return {
         "format": preset.format,
         "group_size": size,

@@ -46,6 +46,7 @@ def packed_replacement(
             return None
         rows, columns = matrix_shape(module)
         _refuse_empty(name, columns)
+        scheme.check_features(name, columns)
         bias = module._parameters.get("bias")
         return PackedLinear(
             columns,
@@ -66,6 +67,9 @@ def packed_replacement(
         raise FormatError(f"experts {name!r} cannot be packed: {reason}. Quantize the model again.")
     experts: Any = module
     _refuse_empty(name, *experts.down_proj.shape[1:])
+    _, hidden, intermediate = spec.sizes(experts.down_proj.shape)
+    first.check_features(f"{name}.{leaf}", hidden)
+    down.check_features(f"{name}.{DOWN}", intermediate)
     return PackedExperts.replacing(experts, first, down, container)
 
 

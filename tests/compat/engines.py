@@ -61,7 +61,8 @@ SCHEMES: tuple[tuple[Any, ...], ...] = (
     ("int8", 128, "none", "int8"),
     *(("int4", size, "none", x) for size in (128, "channel") for x in ("int8", "fp8")),
     *(("fp8", size, "none", "fp8") for size in ("channel", "tensor", "128x128", 128)),
-    *(("fp8", size, "none", "fp8-g128") for size in ("128x128", "channel", "tensor", 128)),
+    ("int4", 64, "none", "fp8"),
+    *(("fp8", size, "none", "fp8-g128") for size in ("128x128", "64x64", "channel", "tensor", 128)),
     ("mxfp8", None, "none", "mxfp8"),
     ("mxfp4", None, "none", "mxfp4"),
 )

@@ -17,7 +17,7 @@ from quantkit.packing.presets import ACTIVATIONS, PRESETS, SCHEMES
 from quantkit.packing.schemes import Scheme, parse_token, scheme
 
 NAMES = tuple(ACTIVATIONS)
-GROUPS = "use a positive integer, or null for one scale per token."
+GROUPS = "use 1 to 1048576, or null for one scale per token."
 
 
 def named(name: str) -> ActivationScheme:
@@ -96,6 +96,13 @@ def test_zeros_and_the_smallest_numbers_are_finite(name):
     assert torch.equal(y[0], x[0]) and y.isfinite().all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_largest_inputs_of_float16_stay_finite(name):
+    x = torch.full((1, 128), 65504.0, dtype=torch.float16)
+    x[0, ::2] = -60000
+    assert named(name).round(x).isfinite().all()
+
+
 def test_no_tokens_and_other_shapes():
     rounds = named("fp8-g128")
     assert rounds.round(torch.empty(0, 128)).shape == (0, 128)
@@ -159,6 +166,7 @@ def test_every_scheme_of_llm_compressor_has_a_format_and_activations():
         (("int9",), "inputs cannot be rounded to 'int9'; use one of int8, fp8-e4m3, fp4-e2m1, int4."),
         (("binary",), "inputs cannot be rounded to 'binary'; use one of int8, fp8-e4m3, fp4-e2m1, int4."),
         (("int8", 0), f"the group size of inputs is 0; {GROUPS}"),
+        (("int8", 1 << 70), f"the group size of inputs is {1 << 70}; {GROUPS}"),
         (("int8", True), f"the group size of inputs is True; {GROUPS}"),
         (("int8", None, "e5m2"), "the scale of inputs is 'e5m2'; it is one of float32, e8m0."),
     ],
@@ -186,7 +194,9 @@ def test_a_stored_one_with_a_wrong_field_is_refused(changed):
 def test_unknown_activations_name_the_known_ones():
     with pytest.raises(UsageError) as error:
         activations_named("fp16")
-    assert str(error.value) == f"activations 'fp16' are unknown; use one of {', '.join(ACTIVATIONS)}."
+    known = ", ".join(ACTIVATIONS)
+    assert str(error.value) == f"activations 'fp16' are unknown; use none or one of {known}."
+    assert activations_named(None) is activations_named("none") is None
 
 
 def test_features_that_groups_do_not_divide():

@@ -414,7 +414,7 @@ def test_the_record_of_a_recipe_holds_all_of_it():
             "method": "mse",
             "keep": False,
             "packing": "bits",
-            "activations": None,
+            "activations": "none",
         },
         "rules": [
             {
@@ -426,7 +426,17 @@ def test_the_record_of_a_recipe_holds_all_of_it():
                 "method": "mse",
                 "keep": False,
                 "packing": "bits",
-                "activations": None,
+                "activations": "none",
             }
         ],
     }
+
+
+def test_a_scheme_says_all_that_a_recipe_file_may_say_too(tmp_path):
+    path = write(tmp_path, "[default]\nformat = 'int8'\ngroup_size = 128\nactivations = 'int8'")
+    with pytest.raises(UsageError, match=r"--activations none and \[default\] of recipe .* \(int8\) differ"):
+        RecipeOptions(scheme="W8A16", recipe=path).to_recipe()
+    with pytest.raises(UsageError, match=r"--activations none and .* \(int8\) differ"):
+        RecipeOptions(activations="none", recipe=path).to_recipe()
+    same = write(tmp_path, "[default]\nformat = 'int8'\ngroup_size = 'channel'\nactivations = 'int8'")
+    assert RecipeOptions(scheme="W8A8", recipe=same).to_recipe().default.activations == "int8"

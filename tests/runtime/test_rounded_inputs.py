@@ -1,6 +1,8 @@
 """Packed modules round their inputs as their schemes say, before the product."""
 
+import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from quantkit.calibrate.methods import quantize_tensor
+from quantkit.errors import CheckpointError
 from quantkit.packing.activations import activations_named
 from quantkit.packing.presets import ACTIVATIONS
 from quantkit.packing.schemes import scheme
+from quantkit.quantizing import quantize
+from quantkit.runtime.load import load
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.ready import make_ready
 from quantkit.runtime.shared_input import SharedInput
@@ -106,3 +111,18 @@ def test_loading_says_that_products_are_not_those_of_low_bits(caplog):
         "accuracy of low-bit products, not their speed. Serve the model with an engine that reads it "
         "(quantkit formats --schemes) for that."
     )
+
+
+@pytest.mark.parametrize("leaf", ["q_proj", "down_proj"])
+def test_groups_that_do_not_divide_the_features_are_an_error_that_names_the_linear(tmp_path, leaf):
+    source = Path(__file__).parents[2] / "examples" / "stories260K"
+    quantize(
+        source, tmp_path / "out", format="int4", group_size=4, activations="int8", rules=(f"*{leaf}=keep",)
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["quantkit"]["schemes"][0]["activations"]["group_size"] = 7
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=r"_proj' is stored as int4 .* groups of 7 inputs do not divide"
+    ):
+        load(tmp_path / "out", device="cpu")

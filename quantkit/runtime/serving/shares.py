@@ -34,6 +34,7 @@ class Share:
     def __post_init__(self) -> None:
         if self.scheme is not None:
             rows, columns = self.shape
+            self.scheme.check_features(self.name, columns)
             for cut in self.rows:
                 self._check("rows", cut, rows, self.scheme.row_units())
             self._check("columns", self.columns, columns, self.scheme.column_units(columns))
@@ -44,7 +45,7 @@ class Share:
                 raise UsageError(
                     f"a rank has {axis} {cut[0]} to {cut[1]} of the {length} of {self.name!r}, which are no "
                     f"whole {what}. Use a smaller tensor parallel size, or quantize the model with another "
-                    "format or group size."
+                    "format, group size or --activations."
                 )
 
     @property

@@ -53,7 +53,8 @@ def test_a_refused_cut_says_what_to_do():
         Share("mlp.down_proj", scheme("int3"), (64, 1408), ((0, 64),), (0, 704))
     assert str(caught.value) == (
         "a rank has columns 0 to 704 of the 1408 of 'mlp.down_proj', which are no whole groups of 128. Use a "
-        "smaller tensor parallel size, or quantize the model with another format or group size."
+        "smaller tensor parallel size, or quantize the model with another format, group size or "
+        "--activations."
     )
 
 

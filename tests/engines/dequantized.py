@@ -9,21 +9,18 @@ is packed, and its dequantized weights are written, once in --work. Exit status 
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 import quantkit
 
-from .environments import ROOT, about, add_places, with_vllm
+from .environments import about, add_places, with_vllm
 from .generate import PROMPTS, TOKENS
-from .models import random_model
-from .run import VLLM, pack
+from .models import random_model, sources
+from .run import VLLM, generated, pack
 
 #: Largest difference of a log-probability.
 FARTHEST = 1e-4
@@ -54,17 +51,6 @@ def dequantized(packed: Path) -> Path:
     return out
 
 
-def generated(python: Path, directory: Path, options: dict[str, Any]) -> Any:
-    """Return what vLLM generates from a directory, or its error."""
-    with TemporaryDirectory() as answers:
-        script = Path(__file__).with_name("generate.py")
-        inside = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [str(python), str(script), json.dumps(options), answers, str(directory.resolve())]
-        subprocess.run(command, cwd=answers, env=inside, check=False)
-        file = Path(answers) / f"{directory.name}.json"
-        return json.loads(file.read_text()) if file.exists() else {"error": "vLLM ended without an answer"}
-
-
 def compared(packed: Any, dense: Any) -> dict[str, Any]:
     """Return how many tokens are the same, and how far log-probabilities are apart, or the error."""
     for answer in packed, dense:
@@ -89,14 +75,12 @@ def main() -> int:
     python = with_vllm(arguments.environments, arguments.vllm)
     arguments.work.mkdir(parents=True, exist_ok=True)
     options, found = {"dtype": "float32", "enforce_eager": True}, {}
-    for model in arguments.models:
-        source = arguments.work / model
-        if not source.exists():
-            MODELS[model](source)
+    for model, source in sources(arguments.work, arguments.models, models=MODELS).items():
         for case in arguments.formats:
             packed = pack(arguments.work, model, source, case)
-            answer = generated(python, packed, {**options, "quantization": "quantkit"})
-            found[packed.name] = compared(answer, generated(python, dequantized(packed), options))
+            dense = dequantized(packed)
+            own = generated(python, [packed], {**options, "quantization": "quantkit"})[packed.name]
+            found[packed.name] = compared(own, generated(python, [dense], options)[dense.name])
             print(f"{packed.name:32} {found[packed.name]}")
     if arguments.json is not None:
         table = {

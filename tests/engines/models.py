@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,16 @@ MODELS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def sources(work: Path, kinds: Iterable[str], given: Iterable[str]) -> dict[str, Path]:
-    """Return the directories of models: of `MODELS`, made below `work`, and `given` as NAME=DIRECTORY."""
+def sources(
+    work: Path,
+    kinds: Iterable[str],
+    given: Iterable[str] = (),
+    models: Mapping[str, Callable[[Path], None]] = MODELS,
+) -> dict[str, Path]:
+    """Return the directories of models: of `models`, made below `work`, and `given` as NAME=DIRECTORY."""
     found = {name: Path(place) for name, _, place in (one.partition("=") for one in given)}
     for name in kinds:
         found[name] = work / name
         if not found[name].exists():
-            MODELS[name](found[name])
+            models[name](found[name])
     return found

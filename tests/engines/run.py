@@ -49,9 +49,13 @@ MIXES: dict[str, dict[str, Any]] = {
 }
 
 
-def differences(file: Path, directory: Path) -> dict[str, Any]:
+def answer_of(file: Path) -> Any:
+    """Return what an engine generated, from the file of `generate.py`, or `{"error": text}`."""
+    return json.loads(file.read_text()) if file.exists() else {"error": "vLLM ended without an answer"}
+
+
+def differences(answer: Any, directory: Path) -> dict[str, Any]:
     """Return how many tokens are quantkit's argmax, and how far log-probabilities are apart."""
-    answer = json.loads(file.read_text()) if file.exists() else {"error": "vLLM ended without an answer"}
     if isinstance(answer, dict):
         return answer
     model = quantkit.load(directory, device="cpu", dtype=torch.float32)
@@ -77,14 +81,15 @@ def pack(work: Path, model: str, source: Path, case: str) -> Path:
     return directory
 
 
-def compare(python: Path, directories: Sequence[Path], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Generate from `directories` in one process with vLLM; return the `differences` of each."""
+def generated(python: Path, directories: Sequence[Path], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `answer_of` vLLM for each of `directories`, by name, all in one process."""
     script = Path(__file__).with_name("generate.py")
     with TemporaryDirectory() as answers:
         inside = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [str(python), str(script), json.dumps(options), answers, *map(str, directories)]
+        places = [str(one.resolve()) for one in directories]
+        command = [str(python), str(script), json.dumps(options), answers, *places]
         subprocess.run(command, cwd=answers, env=inside, check=False)
-        return {one.name: differences(Path(answers) / f"{one.name}.json", one) for one in directories}
+        return {one.name: answer_of(Path(answers) / f"{one.name}.json") for one in directories}
 
 
 def is_within(found: dict[str, Any], dtype: str) -> bool:
@@ -113,7 +118,8 @@ def main() -> int:
     found: dict[str, Any] = {}
     for name, source in sources(arguments.work, arguments.models, arguments.model).items():
         packed = [pack(arguments.work, name, source, case) for case in arguments.formats]
-        found |= compare(python, packed, options)
+        answers = generated(python, packed, options)
+        found |= {one.name: differences(answers[one.name], one) for one in packed}
     for name, one in found.items():
         print(f"{name:32} {one if 'error' in one else ' '.join(f'{k} {v}' for k, v in one.items())}")
     if arguments.json is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from .environments import ROOT
 from .generate import PROMPTS, TOKENS
 from .models import MODELS, random_model
-from .run import differences, is_within, pack
+from .run import answer_of, differences, is_within, pack
 
 KERNELS = """
 def assign_req_to_token_pool_cpu(requests, pool, starts, stops, places, width):
@@ -94,7 +94,9 @@ def main() -> int:
     command = [str(arguments.python), str(script), *asked, *map(str, packed)]
     # SGLang ends the processes of its group.
     subprocess.run(command, cwd=arguments.work, env=inside, check=True, start_new_session=True)
-    found = {directory.name: differences(Path(f"{directory}.json"), directory) for directory in packed}
+    found = {
+        directory.name: differences(answer_of(Path(f"{directory}.json")), directory) for directory in packed
+    }
     for name, one in found.items():
         print(f"{name:32} {' '.join(f'{k} {v}' for k, v in one.items())}")
     return 0 if all(is_within(one, options["dtype"]) for one in found.values()) else 1

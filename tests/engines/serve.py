@@ -30,7 +30,7 @@ import quantkit
 
 from .ask import CHAT, TOKENS
 from .environments import ROOT, about, add_places, with_vllm
-from .run import BOUNDS, VLLM, differences
+from .run import BOUNDS, VLLM, answer_of, differences
 
 #: Largest difference of log-probabilities. In bfloat16, SmolLM2-135M-Instruct of quantkit differs from its
 #: float32 by 0.18 with int4 and by 0.09 dense.
@@ -107,7 +107,7 @@ def compare(python: Path, directory: Path, case: Case) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for kind, answer in answers.items():
             file.write_text(json.dumps([answer]))
-            found[kind] = {**differences(file, directory), "text": answer["text"]}
+            found[kind] = {**differences(answer_of(file), directory), "text": answer["text"]}
     stream, whole = answers["stream"], answers["completion"]
     found["stream"]["parts"] = stream["parts"]
     found["stream"]["same as completion"] = (stream["text"], stream["tokens"]) == (

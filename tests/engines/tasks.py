@@ -18,10 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import quantkit
-
 from .environments import ROOT, about, add_places, with_vllm
-from .run import VLLM
+from .run import VLLM, pack
 
 #: Largest relative difference of an accuracy or a perplexity: both compute in float32.
 FARTHEST = 1e-4
@@ -80,9 +78,7 @@ def main() -> int:
     name, _, source = arguments.model.partition("=")
     found: dict[str, Any] = {}
     for case in arguments.formats:
-        directory = arguments.work / f"{name}-{case}"
-        if not directory.exists():
-            quantkit.quantize(source, directory, method="rtn", format=case)
+        directory = pack(arguments.work, name, Path(source), case)
         asked = directory, arguments.tasks, arguments.limit, arguments.data
         found[directory.name] = figures(of_vllm(python, *asked), of_quantkit(*asked))
         for metric, both in found[directory.name].items():

@@ -32,6 +32,34 @@ _FP8_EXPERTS_OF = (
     (SGLANG, ("CompressedTensorsW8A8Fp8MoE",), ()),
 )
 
+#: (format, sizes of groups, inputs, class of linears, class of experts, caution): vLLM's classes of groups.
+_VLLM_GROUPS = (
+    (
+        INT,
+        (128,),
+        _FP8_X,
+        "CompressedTensorsW4A8Fp8",
+        "CompressedTensorsW4A8Fp8MoEMethod",
+        "runs on Hopper GPUs alone, and was not run there",
+    ),
+    (
+        MXFP8,
+        (),
+        _MXFP8_X,
+        "CompressedTensorsW8A8Mxfp8",
+        "CompressedTensorsW8A8Mxfp8MoEMethod",
+        _ELSEWHERE,
+    ),
+    (
+        MXFP4,
+        (),
+        _MXFP4_X,
+        "CompressedTensorsW4A4Mxfp4",
+        "CompressedTensorsW4A4Mxfp4MoEMethod",
+        _ELSEWHERE,
+    ),
+)
+
 #: Matrices whose inputs are rounded too. Engines round as the strategy of the weights says, not the inputs'.
 ACTIVATION_SUPPORT: tuple[Support, ...] = (
     *(
@@ -75,10 +103,19 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
             Support(
                 engine,
                 FP8,
-                (*WHOLE, "group", BLOCK, OTHER_BLOCKS),
+                (*WHOLE, BLOCK, OTHER_BLOCKS),
                 ALL_KINDS,
                 what=_ROUNDS_OTHERWISE,
                 why="it rounds inputs as its kernel for such weights does",
+                instead=_GIVE_FP8,
+                activations=(*_FP8_X, *_FP8_GROUPS_X),
+            ),
+            Support(
+                engine,
+                FP8,
+                ("group",),
+                ALL_KINDS,
+                what="fp8 with scales per group",
                 instead=_GIVE_FP8,
                 activations=(*_FP8_X, *_FP8_GROUPS_X),
             ),
@@ -107,25 +144,10 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
         )
         for engine in (VLLM, SGLANG)
     ),
-    Support(
-        VLLM,
-        INT,
-        ("group",),
-        LINEARS,
-        ("CompressedTensorsW4A8Fp8",),
-        group_sizes=(128,),
-        activations=_FP8_X,
-        caution="runs on Hopper GPUs alone, and was not run there",
-    ),
-    Support(
-        VLLM,
-        INT,
-        ("group",),
-        EXPERTS,
-        ("CompressedTensorsW4A8Fp8MoEMethod",),
-        group_sizes=(128,),
-        activations=_FP8_X,
-        caution="runs on Hopper GPUs alone, and was not run there",
+    *(
+        Support(VLLM, form, ("group",), kinds, (name,), group_sizes=sizes, activations=x, caution=caution)
+        for form, sizes, x, of_linears, of_experts, caution in _VLLM_GROUPS
+        for kinds, name in ((LINEARS, of_linears), (EXPERTS, of_experts))
     ),
     Support(
         VLLM,
@@ -154,42 +176,6 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
         what="int4 with rounded inputs",
         instead="Choose --scheme FP8_DYNAMIC or W8A8.",
         activations=(*_INT8_X, *_FP8_X),
-    ),
-    Support(
-        VLLM,
-        MXFP8,
-        ("group",),
-        LINEARS,
-        ("CompressedTensorsW8A8Mxfp8",),
-        activations=_MXFP8_X,
-        caution=_ELSEWHERE,
-    ),
-    Support(
-        VLLM,
-        MXFP8,
-        ("group",),
-        EXPERTS,
-        ("CompressedTensorsW8A8Mxfp8MoEMethod",),
-        activations=_MXFP8_X,
-        caution=_ELSEWHERE,
-    ),
-    Support(
-        VLLM,
-        MXFP4,
-        ("group",),
-        LINEARS,
-        ("CompressedTensorsW4A4Mxfp4",),
-        activations=_MXFP4_X,
-        caution=_ELSEWHERE,
-    ),
-    Support(
-        VLLM,
-        MXFP4,
-        ("group",),
-        EXPERTS,
-        ("CompressedTensorsW4A4Mxfp4MoEMethod",),
-        activations=_MXFP4_X,
-        caution=_ELSEWHERE,
     ),
     *(
         Support(

@@ -16,10 +16,10 @@ import torch
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.formats import FORMATS, NumberFormat
 from quantkit.packing.presets import ACTIVATIONS
+from quantkit.packing.scale_types import MAX_GROUP_SIZE
 
 ScaleKind = Literal["float32", "e8m0"]
 SCALE_KINDS: tuple[ScaleKind, ...] = ("float32", "e8m0")
-MAX_GROUP_SIZE = 1 << 20
 #: Smallest scale, so that a token of zeros has a divisor.
 _SMALLEST = torch.finfo(torch.float32).tiny
 #: Carries a float32 whose significand is at least 1.75 to the next exponent: 0.25 in units of its last place.
@@ -40,7 +40,7 @@ class ActivationScheme:
     scale: ScaleKind = "float32"
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS or not self.number_format.has_zero:
+        if not isinstance(self.format, str) or self.format not in FORMATS or not self.number_format.has_zero:
             known = ", ".join(dict.fromkeys(preset.format for preset in ACTIVATIONS.values()))
             raise FormatError(f"inputs cannot be rounded to {self.format!r}; use one of {known}.")
         size = self.group_size
@@ -110,17 +110,7 @@ class ActivationScheme:
             raise FormatError(
                 f"the activations of a scheme have the fields {sorted(expected)}; found {found}."
             )
-        if not isinstance(data["format"], str) or not isinstance(data["scale"], str):
-            raise FormatError(
-                f"the activations of a scheme name their format and scale; found {data['format']!r} and "
-                f"{data['scale']!r}."
-            )
-        scale = next((kind for kind in SCALE_KINDS if kind == data["scale"]), None)
-        if scale is None:
-            raise FormatError(
-                f"the scale of inputs is {data['scale']!r}; it is one of {', '.join(SCALE_KINDS)}."
-            )
-        return cls(data["format"], data["group_size"], scale)
+        return cls(**data)
 
     @property
     def granularity(self) -> str:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+#: Most weights of a row, or inputs of a token, that share a scale.
+MAX_GROUP_SIZE = 1 << 20
+
 
 @dataclass(frozen=True)
 class ScaleType:

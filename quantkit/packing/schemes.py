@@ -20,15 +20,13 @@ from quantkit.packing.formats import (
 )
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import PRESETS
-from quantkit.packing.scale_types import SCALE_DTYPES, SCALE_TYPES, ScaleType
+from quantkit.packing.scale_types import MAX_GROUP_SIZE, SCALE_DTYPES, SCALE_TYPES, ScaleType
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, ZeroPointType, at_least_16_bits
 
 #: Columns, "channel", "tensor", or a block such as "128x128"; None for the format's default.
 GroupSize = int | str | None
 BLOCK = re.compile(r"([1-9][0-9]{0,7})x([1-9][0-9]{0,7})")
 
-
-MAX_GROUP_SIZE = 1 << 20
 
 #: All parts of a stored weight, those needed to compute first, in the order that operators take them.
 PARTS = ("packed", "scale", "zero_point", "global_scale", "column_scale", "codebook", "shape")

@@ -33,8 +33,8 @@ from quantkit.files import open_regular
 from quantkit.packing.activations import activations_named
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
-from quantkit.packing.scale_types import SCALE_DTYPES
-from quantkit.packing.schemes import BLOCK, MAX_GROUP_SIZE, GroupSize, Scheme, scheme
+from quantkit.packing.scale_types import MAX_GROUP_SIZE, SCALE_DTYPES
+from quantkit.packing.schemes import BLOCK, GroupSize, Scheme, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 
@@ -292,12 +292,6 @@ def parse_packing(text: str) -> PackingName:
     return PACKINGS[text].name
 
 
-def parse_activations(text: str) -> str:
-    """Parse a name of activations, or "none", from a file."""
-    activations_named(text)
-    return text
-
-
 def scale_dtype_named(name: str | None) -> torch.dtype | None:
     """Return the scale dtype called `name`; None, for the format's default, stays None."""
     if name is not None and name not in SCALE_DTYPES:
@@ -410,5 +404,6 @@ def _choice(data: Any, default: Choice) -> Choice:
         merged["group_size"] = parse_group_size(merged["group_size"])
     merged["zero_point"] = parse_zero_point(merged["zero_point"])
     merged["packing"] = parse_packing(merged["packing"])
-    merged["activations"] = parse_activations(merged["activations"])
+    # Raises for an unknown name.
+    activations_named(merged["activations"])
     return Choice(**merged)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from quantkit.packing.zero_points import ZeroPoint
     from quantkit.recipes.recipe import Choice, Recipe
 
+#: Options that `--scheme` stands for; a group size may be given beside it.
+_SAID_BY_SCHEME = ("format", "zero_point", "packing", "activations")
+
 
 @dataclass(frozen=True)
 class RecipeOptions:
@@ -76,7 +79,7 @@ class RecipeOptions:
             from_file = read_recipe(Path(self.recipe), default)
             if self.scheme is not None:
                 # A scheme says all of these, also where it leaves them to the defaults.
-                given |= {name: getattr(default, name) for name in _of_scheme(self.scheme, {})}
+                given |= {name: getattr(default, name) for name in (*_SAID_BY_SCHEME, "group_size")}
             _check_agreeing(given, from_file.default, self.recipe)
         else:
             from_file = Recipe(default)
@@ -99,13 +102,13 @@ def _of_scheme(name: str, given: Mapping[str, object]) -> dict[str, object]:
         known = next((one for one in SCHEMES if one.lower() == name.lower()), None)
         hint = f" Did you mean {known}?" if known else ""
         raise UsageError(f"scheme {name!r} is unknown; use one of {', '.join(SCHEMES)}.{hint}")
-    for option in ("format", "zero_point", "packing", "activations"):
-        if given.get(option) is not None:
+    for option in _SAID_BY_SCHEME:
+        if given[option] is not None:
             raise UsageError(
                 f"--scheme {name} says the {option.replace('_', '-')}, so it does not go with "
                 f"{_option(option)}. Leave one out."
             )
-    size = preset.group_size if given.get("group_size") is None else given["group_size"]
+    size = preset.group_size if given["group_size"] is None else given["group_size"]
     return {
         "format": preset.format,
         "group_size": size,

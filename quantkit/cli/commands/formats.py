@@ -11,7 +11,7 @@ import typer
 from quantkit.cli import options
 from quantkit.cli.console import print_json, print_table, progress, say
 from quantkit.cli.plots import check_png, save
-from quantkit.errors import FormatError, UsageError
+from quantkit.errors import UsageError
 from quantkit.report.plots import figure_class
 
 if TYPE_CHECKING:
@@ -51,10 +51,8 @@ def formats(
     Bits per weight count all that is stored for a weight of 4096x4096, scales included. The kernel is the
     one that runs y = x W^T here for one row of x in bfloat16.
     """
-    _check(name, codes, noise, plot)
+    _check(name, codes, schemes, noise, plot)
     if schemes:
-        if name is not None or codes or noise:
-            raise UsageError("--schemes lists all schemes; leave out NAME, --codes and --noise.")
         _show_schemes(json)
     elif noise:
         _show_noise(plot, json)
@@ -65,8 +63,10 @@ def formats(
         _show_formats(name, json)
 
 
-def _check(name: str | None, codes: bool, noise: bool, plot: Path | None) -> None:
+def _check(name: str | None, codes: bool, schemes: bool, noise: bool, plot: Path | None) -> None:
     """`UsageError` for options that do not go together, before anything is computed."""
+    if schemes and (name is not None or codes or noise):
+        raise UsageError("--schemes lists all schemes; leave out NAME, --codes and --noise.")
     if codes and name is None:
         raise UsageError("--codes needs the name of a format, such as `quantkit formats nf4 --codes`.")
     if noise and (name is not None or codes):
@@ -79,9 +79,8 @@ def _check(name: str | None, codes: bool, noise: bool, plot: Path | None) -> Non
 
 def _show_schemes(json: bool) -> None:
     """Print the weights and inputs of each name of `--scheme`, and the engines that read such a linear."""
-    from quantkit.checkpoint.compressed_tensors import compressed_tensors_format
+    from quantkit.checkpoint.compressed_tensors import compressed_tensors_format, why_not_compressed_tensors
     from quantkit.checkpoint.engine_support import readers
-    from quantkit.checkpoint.engines import ENGINES
     from quantkit.packing.presets import SCHEMES
     from quantkit.packing.schemes import scheme
 
@@ -96,11 +95,11 @@ def _show_schemes(json: bool) -> None:
         )
         row: dict[str, Any] = {"name": name, "weights": str(made.of_weights)}
         row["inputs"] = "as they are" if made.activations is None else str(made.activations)
-        try:
-            found = readers(compressed_tensors_format(made, 256).stored_as("", "linear", made, (256, 256)))
-        except FormatError:
-            found = ()
-        rows.append({**row, "readers": [engine.name for engine in ENGINES if engine in found]})
+        row["readers"] = []
+        if why_not_compressed_tensors(made, 256) is None:
+            stored = compressed_tensors_format(made, 256).stored_as("", "linear", made, (256, 256))
+            row["readers"] = [engine.name for engine in readers(stored)]
+        rows.append(row)
     if json:
         print_json(rows)
         return

@@ -37,7 +37,7 @@ class StoredSchemes:
         #: With names of transformers, and with those of the engine.
         self._own = self._config = config
         self.container = config.container
-        self._tensors = frozenset(tensors)
+        self._keep_names(tensors)
         self._architecture, self._directory = architecture or {}, directory
         #: Modules, or owners of experts, of which the engine made a layer, if it says so.
         self.asked: set[str] = set()
@@ -46,7 +46,16 @@ class StoredSchemes:
         """Rename the modules as the engine does, by its `mapper`."""
         modules = mapper.apply_dict(dict(self._config.modules))
         self._config = QuantizationConfig(self._config.container, self._config.default, modules)
-        self._tensors = frozenset(mapper.apply_list(sorted(self._tensors)))
+        self._keep_names(mapper.apply_list(sorted(self._tensors)))
+
+    def _keep_names(self, tensors: Iterable[str]) -> None:
+        """Keep the names of tensors, and for each module that has some the names below it."""
+        self._tensors = frozenset(tensors)
+        self._below: dict[str, set[str]] = {}
+        for tensor in self._tensors:
+            for name in _with_owners(tensor):
+                above, _, called = name.rpartition(".")
+                self._below.setdefault(above, set()).add(called)
 
     @property
     def packed(self) -> frozenset[str]:
@@ -75,9 +84,7 @@ class StoredSchemes:
         """
         owner, _, leaf = prefix.rpartition(".")
         above, _, called = owner.rpartition(".")
-        beside = {
-            name[len(above) + 1 :].partition(".")[0] for name in self._tensors if name.startswith(f"{above}.")
-        }
+        beside = self._below.get(above, set())
         if not above or called in beside:
             return None
         found = [self.linears(f"{above}.{one}.{leaf}", fused) for one in sorted(beside)]

@@ -5,7 +5,7 @@ is bit for bit what the format's own tools dequantize to.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +79,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         config=_without_sections(checkpoint.config),
         tensors=tensors,
         side_files=tuple(path for path in checkpoint.side_files if path.name not in _FILES),
-        notes=(*checkpoint.notes, _note(counts)),
+        notes=(*checkpoint.notes, _note(counts), *_notes_on_inputs(settings)),
     )
 
 
@@ -192,6 +192,18 @@ def _refusal(checkpoint: Checkpoint, why: str) -> CheckpointError:
 
 def _readable() -> str:
     return ", ".join(dict.fromkeys(row.name for row in FORMATS))
+
+
+def _notes_on_inputs(settings: Settings) -> Iterator[str]:
+    """Yield a note if the source rounds the inputs of its linears: only their weights are read."""
+    groups = settings.values.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    rounded = any(isinstance(one, Mapping) and one.get("input_activations") for one in groups)
+    if rounded or settings.values.get("activation_scheme"):
+        yield (
+            f"by {settings.where} linears of the source round their inputs too. Those of the result do only "
+            "where --activations or --scheme of `quantkit quantize` says so."
+        )
 
 
 def _note(counts: Mapping[str, int]) -> str:

@@ -68,6 +68,21 @@ def test_a_note_says_what_was_read(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"activation_scheme": "dynamic"},
+        {"config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}},
+    ],
+)
+def test_a_source_that_rounds_its_inputs_says_so(tmp_path: Path, section: dict[str, Any]) -> None:
+    _, note = opened(tmp_path, made("fp8 blocks").parts, {**FP8_CONFIG, **section}).notes
+    assert note == (
+        "by quantization_config of config.json linears of the source round their inputs too. Those of the "
+        "result do only where --activations or --scheme of `quantkit quantize` says so."
+    )
+
+
 def test_files_of_other_tools_are_not_copied(tmp_path: Path) -> None:
     one = made("gptq v2")
     write(tmp_path, one.parts, None, dtype="float32")

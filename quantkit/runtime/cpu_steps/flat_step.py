@@ -154,7 +154,7 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
 
     Its kernel is selected and bound to its weight here.
     """
-    arguments: Any = map_arg(node.args[1:], lambda one: getattr(module, str(one.target)))
+    arguments: Any = map_arg(node.args[1:], lambda one: _constant(module, one))
     parts, layout, bias, token, rows, name = arguments
     x, shape = node.args[0].meta[META], node.meta[META].shape  # type: ignore[union-attr]
     columns, scheme = x.shape[-1], parse_token(token)
@@ -178,6 +178,17 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
         return launch(x.view(flat_shape), weight, tensors, bias).view(shape)
 
     return plain_product if scale is None and x.is_contiguous() else product
+
+
+def _constant(module: GraphModule, node: Node) -> Any:
+    """Return the tensor of `node`: a constant of `module`, or a view of one.
+
+    Words that a file holds in another dtype are views, such as those of fp8.
+    """
+    if node.op == "get_attr":
+        return getattr(module, str(node.target))
+    arguments, options = map_arg((node.args, node.kwargs), lambda one: _constant(module, one))
+    return node.target(*arguments, **options)  # type: ignore[operator]
 
 
 def _use_faster(node: Node) -> None:

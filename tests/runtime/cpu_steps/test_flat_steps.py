@@ -1,6 +1,7 @@
 """Flat steps on a CPU: the numbers of the model's own forward, where they can be, and else the reason."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from quantkit import quantize_tensor
 from quantkit.packing.schemes import scheme
+from quantkit.quantizing import quantize
 from quantkit.runtime import ready
 from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cache.static_cache import static_cache
@@ -15,11 +17,14 @@ from quantkit.runtime.cpu_steps.flat_forward import FlatForward
 from quantkit.runtime.cpu_steps.flat_step import FASTER, flat
 from quantkit.runtime.cuda_graphs.capture import NotCaptured
 from quantkit.runtime.decoding import graphs_of
+from quantkit.runtime.load import load
 from quantkit.runtime.packed_linear import PackedLinear
 from quantkit.runtime.transformers.patches import generation
 
 from ...support.compare import assert_close, assert_equal
 from ..graphed import SEVEN, ids, made
+
+STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="models of these tests are on the GPU then")
 
@@ -93,6 +98,17 @@ def test_generate_runs_flat_steps_and_makes_the_same_tokens(monkeypatch: pytest.
     # A batch of another size is another step.
     assert_equal(model.generate(ids(1), **SEVEN), model.generate(ids(1), **SEVEN, disable_compile=True))
     assert not graphs_of(model).refused
+
+
+@pytest.mark.parametrize(
+    "options", [{"format": "fp8"}, {"scheme": "W8A8"}, {"scheme": "FP8_DYNAMIC"}], ids=str
+)
+def test_words_of_another_dtype_and_rounded_inputs_run_flat(tmp_path: Path, options: dict[str, str]) -> None:
+    quantize(STORIES, tmp_path / "out", **options)
+    model = load(tmp_path / "out", device="cpu", dtype=torch.float32)
+    expected = model.generate(ids(), **SEVEN, disable_compile=True)
+    assert_equal(model.generate(ids(), **SEVEN), expected)
+    assert len(graphs_of(model)._graphs) == 1 and not graphs_of(model).refused
 
 
 def test_a_weight_that_is_replaced_is_seen_by_the_next_generation() -> None:

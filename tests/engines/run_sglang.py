@@ -99,7 +99,7 @@ def main() -> int:
     }
     for name, one in found.items():
         print(f"{name:32} {' '.join(f'{k} {v}' for k, v in one.items())}")
-    return 0 if all(is_within(one, options["dtype"]) for one in found.values()) else 1
+    return 0 if all(is_within(name, one, options["dtype"]) for name, one in found.items()) else 1
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Methods: from a weight to codes, scales and zero-points.
 
-A method is a composition of steps, one row of `METHODS`. Methods without data quantize any weight, here.
+A method is a composition of steps, one row of `METHODS`, or two of them: "smoothquant,gptq" scales input
+features as `smoothquant` and rounds as `gptq`. Methods without data quantize any weight, here.
 Methods with data need the Hessian of a linear's inputs and run in `calibrate/quantize_with_hessian.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -75,7 +77,7 @@ class Method:
     @property
     def summary(self) -> str:
         """Return one line on how the method chooses scales and codes."""
-        return SUMMARIES[self.name].line
+        return "; then ".join(SUMMARIES[name].line for name in self.name.split(","))
 
     @property
     def needs_data(self) -> bool:
@@ -177,12 +179,30 @@ METHODS: dict[str, Method] = {
 }
 
 
+@cache
 def method_named(name: str) -> Method:
-    """Return the method called `name`; raise `UsageError` with a list of all names if unknown."""
-    try:
-        return METHODS[name]
-    except KeyError:
-        raise UsageError(f"unknown method {name!r}; known are {', '.join(METHODS)}.") from None
+    """Return the method called `name`, or "A,B": the scaling of input features of A before the steps of B.
+
+    Raises `UsageError` with a list of all names if one is unknown, or if two cannot be combined.
+    """
+    rows = []
+    for part in name.split(","):
+        if part not in METHODS:
+            raise UsageError(f"unknown method {part!r}; known are {', '.join(METHODS)}.")
+        rows.append(METHODS[part])
+    if len(rows) == 1:
+        return rows[0]
+    scalings = [row.name for row in rows if row.input_scaling is not None]
+    first, last = rows[0], rows[-1]
+    if len(rows) != 2 or scalings != [first.name] or not last.needs_data:
+        scaling = " or ".join(row.name for row in METHODS.values() if row.input_scaling is not None)
+        after = ", ".join(
+            row.name for row in METHODS.values() if row.needs_data and row.input_scaling is None
+        )
+        raise UsageError(
+            f"methods {name!r} cannot be combined: the first of two is {scaling}, the second one of {after}."
+        )
+    return replace(last, name=name, transforms=(*first.transforms, *last.transforms))
 
 
 @dataclass(frozen=True)

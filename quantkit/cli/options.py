@@ -94,7 +94,8 @@ MethodName = Annotated[
     typer.Option(
         "--method",
         "-m",
-        help=f"How weights are rounded: {', '.join(f'{k} ({v.short})' for k, v in SUMMARIES.items())}.",
+        help=f"How weights are rounded: {', '.join(f'{k} ({v.short})' for k, v in SUMMARIES.items())}; "
+        "or two, such as smoothquant,gptq.",
         show_default=DEFAULT_METHOD,
     ),
 ]

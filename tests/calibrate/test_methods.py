@@ -2,12 +2,13 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
 
 from quantkit.calibrate import methods
-from quantkit.calibrate.methods import METHODS, quantize_rows, quantize_tensor
+from quantkit.calibrate.methods import METHODS, method_named, quantize_rows, quantize_tensor
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -240,3 +241,31 @@ def test_a_block_is_quantized_as_one_row_of_its_weights(monkeypatch, method, nam
 def test_methods_with_data_choose_no_scales_of_blocks():
     with pytest.raises(FormatError, match="scales of blocks of rows"):
         METHODS["gptq"].check(scheme("fp8", group_size="128x128"))
+
+
+@pytest.mark.parametrize("last", ["imatrix", "gptq", "best", "signround"])
+@pytest.mark.parametrize("first", ["awq", "smoothquant"])
+def test_inputs_are_scaled_before_the_steps_of_another_method(first, last):
+    joined, alone = method_named(f"{first},{last}"), METHODS[last]
+    assert joined.input_scaling == METHODS[first].input_scaling
+    assert joined.steps == (joined.input_scaling, *alone.steps)
+    assert joined.needs == METHODS[first].input_scaling.needs | alone.needs
+    assert joined.needs_data and first not in METHODS[last].summary
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq,smoothquant", "awq,smoothquant", "awq,awq", "awq,mse", "gptq,best", "awq,gptq,best"]
+)
+def test_methods_that_do_not_go_together_are_named(name):
+    message = (
+        f"methods '{name}' cannot be combined: the first of two is awq or smoothquant, the second one of "
+        "imatrix, gptq, best, signround."
+    )
+    with pytest.raises(UsageError, match=re.escape(message)):
+        method_named(name)
+
+
+@pytest.mark.parametrize(("name", "unknown"), [("awq,", ""), (",gptq", ""), ("awq, gptq", " gptq")])
+def test_a_part_that_is_no_method_is_named(name, unknown):
+    with pytest.raises(UsageError, match=f"unknown method '{unknown}'; known are rtn, mse"):
+        method_named(name)

@@ -194,6 +194,7 @@ SCALED = {
     [
         *((family, "awq") for family in ("llama", "tied", "qwen2", "qwen3", "mistral", "phi3", "glm")),
         *((family, "smoothquant") for family in ("tied", "phi3")),
+        ("tied", "smoothquant,gptq"),
     ],
 )
 @pytest.mark.sampled(3)

@@ -267,16 +267,18 @@ def generating() -> list[str]:
 
 
 ENGINES = {
-    "plugin": "vLLM with quantkit's plug-in",
-    "marlin": "vLLM with Marlin",
-    "vllm": "vLLM with Machete, its choice",
-    "load": "`quantkit.load`, `generate`",
+    "plugin": "vLLM with quantkit's plug-in, int4",
+    "marlin": "vLLM with Marlin, int4",
+    "vllm": "vLLM with Machete, its choice, int4",
+    "dense": "vLLM, dense bf16",
+    "load": "`quantkit.load`, `generate`, int4",
 }
+#: Runs of `vllm_speed.py`: those of one machine make a table.
+ENGINE_RUNS = (("h200-vllm",), ("h100-vllm", "h100-vllm-load"))
 
 
-def in_engines() -> list[str]:
-    """Tokens a second of vLLM's own kernels, of the plug-in, and of `quantkit.load`."""
-    names = ("h100-vllm", "h100-vllm-load")
+def engine_cells(names: Sequence[str]) -> list[list[str]]:
+    """The table of tokens a second that some runs on one machine make together."""
     run = stored(names[0])
     rates = {
         way["way"]: {row["batch"]: row["tokens_per_second"] for row in way["rows"]}
@@ -284,23 +286,34 @@ def in_engines() -> list[str]:
         for way in stored(name)["ways"]
     }
     base = rates[run["against"]]
-    cells = [["int4, tokens/s (against Marlin)", "1 sequence", *(str(batch) for batch in base if batch > 1)]]
+    gpu = names[0].partition("-")[0].upper()
+    cells = [
+        [f"{gpu}, tokens/s (against Marlin)", "1 sequence", *(str(batch) for batch in base if batch > 1)]
+    ]
     for way, title in ENGINES.items():
-        found = [
-            f"{rates[way][batch]:,.0f} ({rates[way][batch] / base[batch]:.2f}x)"
-            if batch in rates[way]
-            else ""
-            for batch in base
-        ]
-        cells.append([title, *found])
+        if way in rates:
+            found = [
+                f"{rates[way][batch]:,.0f} ({rates[way][batch] / base[batch]:.2f}x)"
+                if batch in rates[way]
+                else ""
+                for batch in base
+            ]
+            cells.append([title, *found])
+    return cells
+
+
+def in_engines() -> list[str]:
+    """Tokens a second of vLLM's own kernels, of the plug-in, and of `quantkit.load`."""
+    run = stored(ENGINE_RUNS[0][0])
+    names = [name for names in ENGINE_RUNS for name in names]
     return [
         "## vLLM",
         paragraph(
             f"vLLM {run['vllm']}, shapes of Llama-3 8B, random weights, groups of 128, {run['layers']}",
             f"layers; prompts of {run['prompt']} tokens, {run['new_tokens']} new ones, CUDA graphs; medians,",
-            f"one GPU, without FlashInfer's sampler. {source(*names)}",
+            f"one GPU, without FlashInfer's sampler. On the H200 {run['beside']}. {source(*names)}",
         ),
-        grid(cells),
+        *(grid(engine_cells(names)) for names in ENGINE_RUNS),
     ]
 
 

@@ -183,25 +183,27 @@ METHODS: dict[str, Method] = {
 def method_named(name: str) -> Method:
     """Return the method called `name`, or "A,B": the scaling of input features of A before the steps of B.
 
-    Raises `UsageError` with a list of all names if one is unknown, or if two cannot be combined.
+    B has no input error correction: that compares inputs with those of the original model, which are not
+    scaled. Raises `UsageError` with a list of all names if one is unknown, or if two cannot be combined.
     """
-    rows = []
-    for part in name.split(","):
-        if part not in METHODS:
-            raise UsageError(f"unknown method {part!r}; known are {', '.join(METHODS)}.")
-        rows.append(METHODS[part])
-    if len(rows) == 1:
-        return rows[0]
-    scalings = [row.name for row in rows if row.input_scaling is not None]
-    first, last = rows[0], rows[-1]
-    if len(rows) != 2 or scalings != [first.name] or not last.needs_data:
-        scaling = " or ".join(row.name for row in METHODS.values() if row.input_scaling is not None)
-        after = ", ".join(
-            row.name for row in METHODS.values() if row.needs_data and row.input_scaling is None
-        )
+    names = name.split(",")
+    for one in names:
+        if one not in METHODS:
+            raise UsageError(f"unknown method {one!r}; known are {', '.join(METHODS)}.")
+    if len(names) == 1:
+        return METHODS[name]
+    scaling = [row.name for row in METHODS.values() if row.input_scaling is not None]
+    rounding = [
+        row.name
+        for row in METHODS.values()
+        if row.needs_data and row.name not in scaling and "input_error" not in row.needs
+    ]
+    if len(names) != 2 or names[0] not in scaling or names[1] not in rounding:
         raise UsageError(
-            f"methods {name!r} cannot be combined: the first of two is {scaling}, the second one of {after}."
+            f"methods {name!r} cannot be combined: the first of two is {' or '.join(scaling)}, the second "
+            f"{' or '.join(rounding)}."
         )
+    first, last = (METHODS[one] for one in names)
     return replace(last, name=name, transforms=(*first.transforms, *last.transforms))
 
 

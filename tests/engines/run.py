@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 import quantkit
-from quantkit.packing.presets import ACTIVATIONS, PRESETS, SCHEMES
+from quantkit.packing.activations import activations_named
+from quantkit.packing.presets import PRESETS, SCHEMES
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 
 from .environments import ROOT, about, add_places, with_vllm
@@ -84,12 +85,13 @@ def pack(work: Path, model: str, source: Path, case: str) -> Path:
     return directory
 
 
-def has_groups(source: Path, case: str) -> bool:
+def takes(source: Path, case: str) -> bool:
     """Return False if a case rounds inputs in groups that do not divide the features of a model's linears."""
-    preset = SCHEMES.get(case)
-    group = ACTIVATIONS[preset.activations].group_size if preset and preset.activations else None
+    rounding = activations_named(SCHEMES[case].activations) if case in SCHEMES else None
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    return group is None or all(config[size] % group == 0 for size in ("hidden_size", "intermediate_size"))
+    return rounding is None or not any(
+        rounding.why_not(config[size]) for size in ("hidden_size", "intermediate_size")
+    )
 
 
 def generated(python: Path, directories: Sequence[Path], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def main() -> int:
     options = {**defaults, **arguments.options}
     found: dict[str, Any] = {}
     for name, source in sources(arguments.work, arguments.models, arguments.model).items():
-        cases = [case for case in arguments.formats if has_groups(source, case)]
+        cases = [case for case in arguments.formats if takes(source, case)]
         packed = [pack(arguments.work, name, source, case) for case in cases]
         answers = generated(python, packed, options)
         found |= {one.name: differences(answers[one.name], one) for one in packed}

@@ -15,8 +15,10 @@ from torch.autograd import forward_ad
 
 from quantkit.kernels.gemm.bound import Bound
 from quantkit.kernels.jit.launcher import FixedLaunch, is_watched, stream_getter
+from quantkit.kernels.ops.quantize_x import round_x
 from quantkit.kernels.problem import Outline, Problem
 from quantkit.kernels.registry import choose, choosing
+from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.schemes import Scheme
 
 #: Most plans of a layout: one per M and state of torch.
@@ -44,13 +46,19 @@ class KernelLayout:
 class LaunchPlan:
     """Plan of y [..., n] = x [..., k] W^T + bias [n] for one number of rows of x, on a GPU."""
 
-    __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_stream", "_sums")
+    __slots__ = ("_bound", "_columns", "_dtype", "_index", "_launches", "_rounding", "_stream", "_sums")
 
-    def __init__(self, bound: Bound, launches: tuple[FixedLaunch, ...], index: int) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        launches: tuple[FixedLaunch, ...],
+        index: int,
+        rounding: ActivationScheme | None = None,
+    ) -> None:
         # `bound` keeps the tensors alive whose addresses are in the launches.
         self._bound, self._launches = bound, launches
         self._columns, self._dtype, self._sums = bound.size[1], bound.dtype, bound.sums
-        self._index, self._stream = index, stream_getter()
+        self._index, self._stream, self._rounding = index, stream_getter(), rounding
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Return y [..., n] for `x` [..., k]; None if the plan does not fit x, bias or the state of torch."""
@@ -59,6 +67,8 @@ class LaunchPlan:
         if _current_device() != self._index or is_watched():
             return None
         x = x if x.is_contiguous() else x.contiguous()
+        if self._rounding is not None:
+            x = round_x(x.view(-1, x.shape[-1]), self._rounding).view(x.shape)
         y = x.new_empty((*x.shape[:-1], self._columns))
         given, written = x.data_ptr(), y.data_ptr()
         added = written if bias is None else bias.data_ptr()
@@ -130,16 +140,18 @@ def plan_next(
     columns = x.shape[-1]
     flat = x.reshape(-1, columns).contiguous()
     chosen = choose(Problem.on(x.device, flat.shape[0], rows, columns, scheme, x.dtype, layout.name))
-    plan = None
+    plan, rounding = None, scheme.activations
+    if rounding is not None and chosen.kernel.bind is not None:
+        flat = round_x(flat, rounding)
     if chosen.kernel.bind is not None and not scheme.column_scale:
         if flat.data_ptr() % 16 or is_watched():
             # The next x may fit a plan.
             return
         bias = None if bias is None else bias.contiguous()
-        weight = Outline(scheme, (rows, columns))
+        weight = Outline(scheme.of_weights, (rows, columns))
         bound: Bound = chosen.kernel.bind(flat, weight, layout.tensors, bias, chosen.tile)
         launches = bound.fixed(flat, bias)
-        plan = None if launches is None else LaunchPlan(bound, launches, x.get_device())
+        plan = None if launches is None else LaunchPlan(bound, launches, x.get_device(), rounding)
     if len(layout.plans) >= MOST_PLANS:
         layout.plans.clear()
     layout.plans[key] = plan

@@ -22,6 +22,7 @@ from quantkit.kernels.autograd import (
 from quantkit.kernels.eager import KernelLayout, is_plain, plan_next, planned
 from quantkit.kernels.gemm.unpack import block_rows
 from quantkit.kernels.jit.building import building, wait_for
+from quantkit.kernels.ops.quantize_x import round_x
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
 from quantkit.kernels.registry import (
     FORCE_VARIABLE,
@@ -61,11 +62,12 @@ def linear(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = No
         _check_tensor("bias", bias)
     x, bias = autocast(x), None if bias is None else autocast(bias)
     _check_operands(x, packed, bias)
-    cached: tuple[str, KernelLayout | None] | None = packed.kernel_cache.get(_cache_key(x.dtype))
+    key = f"linear {x.dtype}"
+    cached: tuple[str, KernelLayout | None] | None = packed.kernel_cache.get(key)
     if not torch.compiler.is_compiling() and (cached is None or cached[0] != forced_kernel()):
         built = build_layout(packed, x.dtype)
         cached = (forced_kernel(), built)
-        packed.kernel_cache[_cache_key(x.dtype)] = cached
+        packed.kernel_cache[key] = cached
     layout = None if cached is None else cached[1]
     return linear_parts(x, packed.tensors, bias, packed.scheme, packed.shape[0], layout)
 
@@ -99,7 +101,7 @@ def linear_parts(
     """Compute `linear` for a module that holds the tensors of the packed weight and its layout itself.
 
     `x` is [..., K], `bias` [N], `parts` the tensors named `scheme.part_names`, in that order. `scheme` may be
-    its token. A layout for another activation dtype is not used.
+    its token; x is rounded as it says. A layout for another activation dtype is not used.
 
     The first part, the words, may be left out with a layout of x's dtype that `can_restore`. Joined
     weights have no parts, only such a layout. The caller checks K: `check_features`.
@@ -214,10 +216,6 @@ def _restored(
         return restore(tuple(layout), scheme, shape, scale)
 
 
-def _cache_key(dtype: torch.dtype) -> str:
-    return f"linear {dtype}"
-
-
 def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
     """Raise `KernelError` unless `x` [..., K], `packed` [N, K] and `bias` [N] fit."""
     rows, columns = packed.shape
@@ -303,18 +301,24 @@ def run_linear(
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
     columns = x.shape[-1]
-    parsed = parse_token(scheme)
+    asked = parse_token(scheme)
+    parsed, rounding = asked.of_weights, asked.activations
     _check_activations(x, (parts or layout)[0], bias, out_features)
     flat = x.reshape(-1, columns).contiguous()
     if flat.shape[0] == 0 or out_features == 0:
         return x.new_empty(*x.shape[:-1], out_features)
     if parsed.column_scale:
+        if rounding is not None:
+            # What is rounded is x as it is.
+            flat, asked, rounding = round_x(flat, rounding), parsed, None
         # Counted from the end, as the words may be missing.
         column_scale = parts[parsed.part_names.index("column_scale") - len(parsed.part_names)]
         # Scale x, not W, so that every kernel supports it; rounded like activations.
         flat = flat * column_scale.to(x.dtype)
-    problem = Problem.on(x.device, flat.shape[0], out_features, columns, parsed, x.dtype, layout_name)
+    problem = Problem.on(x.device, flat.shape[0], out_features, columns, asked, x.dtype, layout_name)
     chosen = choose(problem)
+    if rounding is not None and not chosen.kernel.rounds_x:
+        flat, rounding = round_x(flat, rounding), None
     if chosen.kernel.layout is None and not parts:
         raise KernelError(
             f"{chosen.kernel.name} needs the weight as it is stored, and this one was joined with others for "
@@ -338,7 +342,7 @@ def run_linear(
     outlined = not parts or (chosen.kernel.layout is not None and chosen.kernel.layout.whole)
     weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
     options: dict[str, Any] = {} if normed is None else {"normed": normed}
-    options |= {"gate": gate} if gate else {}
+    options |= ({"gate": gate} if gate else {}) | ({} if rounding is None else {"activations": rounding})
     given = tuple(layout) if chosen.kernel.layout is not None else ()
     y = chosen.launch(flat, weight, given, bias, **options)
     # Not an autograd view: models may change it in place, as Llama 4 adds its experts to a shared one.
@@ -412,7 +416,7 @@ def _linear_grad_x(
 ) -> torch.Tensor:
     """Compute `grad [..., N] @ W [N, K]` in grad's dtype, dequantizing a block of rows at a time."""
     rows = grad.shape[-1]
-    weight = _whole(parts, layout, layout_name, parse_token(scheme), (rows, in_features))
+    weight = _whole(parts, layout, layout_name, parse_token(scheme).of_weights, (rows, in_features))
     zeros = weight.zero_points()
     flat = grad.reshape(-1, rows).float()
     out = torch.zeros(flat.shape[0], in_features, dtype=torch.float32, device=grad.device)

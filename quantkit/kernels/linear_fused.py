@@ -30,11 +30,13 @@ def does_norm(
 ) -> bool:
     """Return True if the kernel for x [rows, columns] supports `part` of a norm (`Normed`).
 
-    A norm that is only begun is not yet divided by its RMS, and may exceed float16.
+    It does not where x is rounded after the norm. A norm that is only begun is not yet divided by its RMS,
+    and may exceed float16.
     """
     found = _runs(rows, columns, dtype, device, *weight)
     return (
         found is not None
+        and (part == "begin" or found[0].activations is None)
         and (part == "whole" or dtype == torch.bfloat16)
         and found[1].kernel.no_norm(found[0], found[1].tile, part) is None
     )

@@ -11,6 +11,7 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.triton_support import BFLOAT16_SINCE, WGMMA_MAJOR, gluon_failure
+from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -38,7 +39,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Problem:
-    """Linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, and where it runs."""
+    """Linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, and where it runs.
+
+    x is rounded as `activations` says.
+    """
 
     m: int
     n: int
@@ -54,6 +58,7 @@ class Problem:
     gpu: Gpu | None = None
     #: True if torch's `allow_fp16_accumulation` permits float16 sums of float16 products.
     fp16_accumulation: bool = False
+    activations: ActivationScheme | None = None
 
     @classmethod
     def on(
@@ -66,18 +71,23 @@ class Problem:
         dtype: torch.dtype,
         layout: str | None = None,
     ) -> "Problem":
-        """Return the problem on a device of this machine, with that device's features."""
+        """Return the problem on a device of this machine, with that device's features.
+
+        `scheme` may say how x is rounded.
+        """
         kind = device.type
         fp16_accumulation = (
             dtype == torch.float16 and kind == "cuda" and torch.backends.cuda.matmul.allow_fp16_accumulation
         )
         features, gpu = device_features(device), gpu_of(device)
-        return cls(m, n, k, scheme, dtype, kind, features, layout, gpu, fp16_accumulation)
+        rounding, weights = scheme.activations, scheme.of_weights
+        return cls(m, n, k, weights, dtype, kind, features, layout, gpu, fp16_accumulation, rounding)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         sums = ", float16 sums allowed" if self.fp16_accumulation else ""
-        return f"{self.scheme}, M={self.m} N={self.n} K={self.k}, {dtype} on {self.device}{sums}"
+        rounded = "" if self.activations is None else f", x {self.activations}"
+        return f"{self.scheme}{rounded}, M={self.m} N={self.n} K={self.k}, {dtype} on {self.device}{sums}"
 
 
 #: Returns a reason against, as part of a sentence, with a remedy if there is one; None means yes.
@@ -254,6 +264,9 @@ class Kernel:
     `run(operands, tile, features)` computes y of `quantkit.kernels.gemm.operands.Operands`; with a `grouped`
     also of routed tokens. `representative(problem)` returns the smallest problem for which Triton compiles
     the same code, so that a tile search compiles it once.
+
+    With `rounds_x` it rounds x itself, by the `activations` of the problem, which `launch` takes. For other
+    kernels x is rounded before.
     """
 
     name: str
@@ -269,6 +282,7 @@ class Kernel:
     bind: Callable[..., Any] | None = None
     run: Callable[..., torch.Tensor] | None = None
     grouped: GroupedGemm | None = None
+    rounds_x: bool = False
     representative: Callable[[Problem], Problem] = same_problem
 
 

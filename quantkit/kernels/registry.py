@@ -169,10 +169,17 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
     return tuple(
         (
             kernel.name,
-            _unable(kernel, problem) or (_slower(kernel, problem, measured) if index < before else None),
+            _unable(kernel, problem) or (_slower(kernel, problem, measured) if index < before else None)
+            if not kernel.rounds_x
+            else _why_not_rounding(kernel, problem),
         )
         for index, kernel in enumerate(KERNELS)
     )
+
+
+def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
+    """Return why a kernel that rounds x does not run `problem`. Tile tables are measured without rounding."""
+    return _unable(kernel, problem) or kernel.why_slower(problem)
 
 
 def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
@@ -200,12 +207,25 @@ def forget_tile_tables() -> None:
 
 def _measured(problem: Problem, forced: str = "") -> Measured | None:
     """Return the first tile table's entry for `problem` with a supported kernel, or for a `forced` one."""
-    if problem.gpu is None:
+    if problem.gpu is None or (not forced and _is_rounded_within(problem)):
         return None
     asked = Key.of(problem)
     tables = (stored.table for stored in tile_tables(problem.gpu))
     found = (_fastest(table, asked, problem, forced) for table in tables if asked in table.entries)
     return next((one for one in found if one is not None), None)
+
+
+def why_rounded_before(problem: Problem) -> str | None:
+    """Return why x is rounded before its product; None if a kernel multiplies what it is rounded to."""
+    reasons = [_unsupported(kernel, problem) for kernel in KERNELS if kernel.rounds_x]
+    return None if None in reasons else reasons[0]
+
+
+def _is_rounded_within(problem: Problem) -> bool:
+    """Return True if a kernel that rounds x itself runs `problem`."""
+    return problem.activations is not None and any(
+        kernel.rounds_x and _why_not_rounding(kernel, problem) is None for kernel in KERNELS
+    )
 
 
 def _fastest(table: TileTable, asked: Key, problem: Problem, forced: str) -> Measured | None:

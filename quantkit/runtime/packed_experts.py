@@ -271,7 +271,7 @@ class PackedExperts(PackedModule):
             yield Matrix.of(parts, scheme, columns)
 
     def _project(self, parameter: str, expert: int, x: torch.Tensor) -> list[torch.Tensor]:
-        x = self.rounded(parameter, autocast(x))
+        x = self.operand(parameter, autocast(x))
         biases: Sequence[torch.Tensor | None] = [None] * len(MATRICES[parameter])
         if self.spec.biased:
             biases = self.spec.split(self._bias(parameter)[expert].to(x.dtype), parameter)

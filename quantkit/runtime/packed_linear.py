@@ -186,11 +186,12 @@ class PackedLinear(PackedMatrix):
         return self._parameters[self._words_key], self._parameters["bias"]
 
     def token(self) -> str:
-        """Return the token of the current scheme of the weight."""
+        """Return the token of the current scheme, which on a GPU says how inputs are rounded."""
         scale = self._parameters[self._scale_key]
         token = None if scale is None else self._tokens.get(scale.dtype)
         if token is None:
-            token = self.matrix.scheme.token
+            on_gpu = scale is not None and scale.is_cuda
+            token = self.with_inputs("weight", self.matrix.scheme, on_gpu).token
             if scale is not None and not torch.compiler.is_compiling():
                 self._tokens[scale.dtype] = token
         return token
@@ -205,7 +206,7 @@ class PackedLinear(PackedMatrix):
                 return y
         if bias is None:
             bias = local(self._parameters["bias"])
-        x, bias = self.rounded("weight", autocast(x)), None if bias is None else autocast(bias)
+        x, bias = self.operand("weight", autocast(x)), None if bias is None else autocast(bias)
         if not torch.compiler.is_compiling() and is_plain(x):
             y = self._planned(x, bias)
             if y is not None:

@@ -50,7 +50,11 @@ class PartSpec:
 _CAST: dict[Scheme, dict[torch.dtype, Scheme]] = {}
 
 
-def _prepare_casts(scheme: Scheme) -> None:
+#: Scheme with activations, by scheme of the weights and activations; filled likewise.
+_WITH_INPUTS: dict[tuple[Scheme, ActivationScheme], Scheme] = {}
+
+
+def _prepare_casts(scheme: Scheme, activations: ActivationScheme | None = None) -> None:
     if scheme not in _CAST:
         _CAST[scheme] = {
             dtype: replace(scheme, scale_dtype=dtype)
@@ -59,6 +63,9 @@ def _prepare_casts(scheme: Scheme) -> None:
         }
     for prepared in (scheme, *_CAST[scheme].values()):
         _ = prepared.token
+        if activations is not None:
+            _WITH_INPUTS[prepared, activations] = replace(prepared, activations=activations)
+            _ = _WITH_INPUTS[prepared, activations].token
 
 
 @dataclass(frozen=True)
@@ -157,8 +164,8 @@ class PackedModule(nn.Module):
         self._schemes = {parameter: scheme.of_weights for parameter, (scheme, _) in schemes.items()}
         self._activations = {parameter: scheme.activations for parameter, (scheme, _) in schemes.items()}
         self._columns = {parameter: columns for parameter, (_, columns) in schemes.items()}
-        for scheme in self._schemes.values():
-            _prepare_casts(scheme)
+        for parameter, scheme in self._schemes.items():
+            _prepare_casts(scheme, self._activations[parameter])
         self._stored = {
             parameter: stored_format(scheme, columns, container)
             for parameter, (scheme, columns) in schemes.items()
@@ -248,7 +255,7 @@ class PackedModule(nn.Module):
         """Set the row length of `parameter` to `columns`; other ranks have the rest of each row."""
         self._schemes[parameter] = self._schemes[parameter].for_columns(columns)
         self._columns[parameter] = columns
-        _prepare_casts(self._schemes[parameter])
+        _prepare_casts(self._schemes[parameter], self._activations[parameter])
         self.drop_kernel_layouts()
 
     def _local(self, name: str) -> torch.Tensor:
@@ -353,6 +360,21 @@ class PackedModule(nn.Module):
         scheme = self._activations[parameter]
         return x if scheme is None else scheme.round(x)
 
+    def operand(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` [..., K] for a product with the scheme `with_inputs`: rounded, unless that rounds it."""
+        return x if x.is_cuda else self.rounded(parameter, x)
+
+    def with_inputs(self, parameter: str, scheme: Scheme, on_gpu: bool) -> Scheme:
+        """Return the scheme for a product of `parameter`, whose weights have `scheme`.
+
+        On a GPU it says how inputs are rounded, and the product rounds them. On a CPU the caller does, once
+        for all products of an input.
+        """
+        activations = self._activations[parameter]
+        if activations is None or not on_gpu:
+            return scheme
+        return _WITH_INPUTS.get((scheme, activations)) or replace(scheme, activations=activations)
+
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         return build_layout(self._packed(parameter, index, matrix), dtype)
 
@@ -370,7 +392,8 @@ class PackedModule(nn.Module):
                 f"the words of {self._words_name(parameter)!r} are not in memory: they were never loaded, or "
                 "are those of another module that released them; take them from its state_dict()."
             )
-        return linear_parts(x, parts, bias, matrix.scheme, matrix.shape[0], layout)
+        scheme = self.with_inputs(parameter, matrix.scheme, x.is_cuda)
+        return linear_parts(x, parts, bias, scheme, matrix.shape[0], layout)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # Moves and casts keep Parameter objects, so identity does not reveal them.

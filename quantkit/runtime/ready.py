@@ -6,7 +6,8 @@ from typing import Any
 
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.ops.attention import DTYPES
-from quantkit.kernels.problem import device_features
+from quantkit.kernels.problem import Problem, device_features
+from quantkit.kernels.registry import why_rounded_before
 from quantkit.kernels.triton_support import why_slow
 from quantkit.runtime.cuda_graphs import capture
 from quantkit.runtime.packed_embedding import activation_dtype
@@ -14,6 +15,8 @@ from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.shared_input import shared_inputs
 
 logger = logging.getLogger("quantkit.model")
+#: Rows of x for which 8-bit products are faster than those of 16 bits.
+MANY_ROWS = 512
 
 
 def make_ready(model: Any) -> None:
@@ -35,14 +38,24 @@ def make_ready(model: Any) -> None:
 
 
 def _tell_of_rounding(model: Any) -> None:
-    """Log that linears of `model` round their inputs, and that their products are not those of 8 bits."""
-    kinds = sorted({str(scheme) for _, module in packed_modules(model) for scheme in module.activations})
-    if kinds:
-        _warn_once(
-            f"inputs of linears are rounded to {' and '.join(kinds)}, and multiplied in "
-            f"{str(model.dtype).removeprefix('torch.')}: this shows the accuracy of low-bit products, not "
-            "their speed. Serve the model with an engine that reads it (quantkit formats --schemes) for that."
-        )
+    """Log which linears round their inputs and multiply them in the dtype of `model`, and why."""
+    found: dict[str, list[str]] = {}
+    for _, module in packed_modules(model):
+        for scheme, (rows, columns), count in module.logical().values():
+            if scheme.activations is None:
+                continue
+            problem = Problem.on(model.device, MANY_ROWS, rows, columns, scheme, model.dtype)
+            reason = "experts are grouped" if count > 1 else why_rounded_before(problem)
+            kinds = found.setdefault(reason or "", [])
+            kinds += [kind for kind in (str(scheme.activations),) if kind not in kinds]
+    for reason, kinds in found.items():
+        if reason:
+            _warn_once(
+                f"inputs of linears are rounded to {' and '.join(sorted(kinds))}, and multiplied in "
+                f"{str(model.dtype).removeprefix('torch.')}, as no 8-bit kernel runs them ({reason}): this "
+                "shows the accuracy of low-bit products, not their speed. Serve the model with an engine "
+                "that reads it (quantkit formats --schemes) for that."
+            )
 
 
 def _tell(model: Any) -> None:

@@ -104,7 +104,7 @@ class SharedInput:
         members = self._living()
         if not self._valid(members):
             return None
-        operand = members[0].rounded("weight", operand)
+        operand = members[0].operand("weight", operand)
         y = linear_parts(operand, (), joined.bias, members[0].token(), sum(joined.rows), joined.layout)
         first, *rest = y.split_with_sizes(joined.rows, -1)
         self._x, self._rest = x, dict(enumerate(rest, 1))

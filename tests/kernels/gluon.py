@@ -37,6 +37,8 @@ UNWRITTEN = {
     "fp16": np.float16(np.nan),
     "bf16": np.uint16(0x7FFF),
     "fp32": np.float32(np.nan),
+    "int8": np.int8(0x7F),
+    "fp8e4nv": np.uint8(0x7F),
     "int16": np.int16(0x7FFF),
     "int32": np.int32(0x7FFF7FFF),
 }
@@ -203,14 +205,18 @@ class Products:
 
     def sums(self) -> Any:
         before = self.before.sums() if isinstance(self.before, Products) else self.before
-        weights, x = (
-            wide(data) if data.dtype == np.uint16 else data.astype(np.float32)
-            for data in (self.weights.handle.data, self.x.data)
-        )
+        weights, x = (_numbers(data) for data in (self.weights.handle.data, self.x.data))
         if self.begun.tobytes() != self.x.data.tobytes():
             x = np.full_like(x, np.nan)
         product = weights @ x
-        return tensor(before.handle.data + product, before.dtype)
+        return tensor((before.handle.data + product).astype(before.handle.data.dtype), before.dtype)
+
+
+def _numbers(data: np.ndarray) -> np.ndarray:
+    """The numbers of an operand: bfloat16 and e4m3 are held as their bits."""
+    if data.dtype == np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(data)).view(torch.float8_e4m3fn).float().numpy()
+    return wide(data) if data.dtype == np.uint16 else data.astype(np.float32)
 
 
 def _whole(part: Shared) -> np.ndarray:
@@ -372,7 +378,7 @@ class Gluon:
             to.data[...] = 0
             sizes = zip(begins, descriptor.shape, descriptor.block_shape, strict=True)
             inside = tuple(slice(begin, min(begin + size, end)) for begin, end, size in sizes)
-            found = descriptor.base[inside].view(torch.int16).numpy().view(to.data.dtype)
+            found = descriptor.base[inside].contiguous().view(torch.uint8).numpy().view(to.data.dtype)
             to.data[tuple(slice(0, size) for size in found.shape)] = found
             barrier.change(transferred=-to.data.nbytes)
 
@@ -477,6 +483,12 @@ def _halves(words: Any) -> Any:
     return tensor(halves[..., 0], tl.int16), tensor(halves[..., 1], tl.int16)
 
 
+def _bytes_of(words: Any) -> Any:
+    """The four bytes of each of four equal words."""
+    first = np.ascontiguousarray(words.handle.data[..., 0])
+    return tensor(first[..., None].view(np.int8), tl.int8)
+
+
 #: Inline PTX of the kernels that is no expression: what it gives for its inputs.
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "wgmma.wait_group.sync.aligned 0;": Products.sums,
@@ -485,6 +497,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "bar.warp.sync 0xffffffff; // $0": _nothing,
     "prefetch.global.L2 [$1]; mov.b32 $0, 0;": _nothing,
     "mov.b32 $0, $1;": _same,
+    "mov.b32 $0, $1; // bytes": _bytes_of,
     "{wgmma.wait_group.sync.aligned 7; mov.b32 $0, $1;}": _same,
     "mov.b32 {$0, $1}, $2;": _halves,
     "ld.acquire.gpu.global.b64 $0, [$1];": _loaded,

@@ -107,10 +107,52 @@ def test_loading_says_that_products_are_not_those_of_low_bits(caplog):
         make_ready(Model())
     (record,) = caplog.records
     assert record.getMessage() == (
-        "inputs of linears are rounded to fp8-e4m3 g32 e8m0, and multiplied in float32: this shows the "
-        "accuracy of low-bit products, not their speed. Serve the model with an engine that reads it "
-        "(quantkit formats --schemes) for that."
+        "inputs of linears are rounded to fp8-e4m3 g32 e8m0, and multiplied in float32, as no 8-bit kernel "
+        "runs them (it runs on cuda, the tensors are on cpu): this shows the accuracy of low-bit products, "
+        "not their speed. Serve the model with an engine that reads it (quantkit formats --schemes) for that."
     )
+
+
+#: Rows of x for a kernel of a few and of many rows.
+ON_GPUS = (1, 7, 40, 300)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_on_a_gpu_products_round_their_inputs(name: str, format: str) -> None:
+    layer, dense = linear(name, format)
+    layer, dense = layer.cuda().bfloat16(), dense.cuda().bfloat16().float()
+    rounds = activations_named(name)
+    assert rounds is not None
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for m in ON_GPUS:
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            expected = dense(rounds.round(x).float())
+            # The second call is by a launch plan.
+            for y in (layer(x), layer(x), compiled(x)):
+                torch.testing.assert_close(
+                    y.float(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max())
+                )
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).float().sum(), x)
+    torch.testing.assert_close(
+        grad.float(), dense.weight.sum(0).expand_as(grad), rtol=2e-2, atol=2e-2 * grad.abs().max().item()
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu_linears_of_one_input_round_it() -> None:
+    layers = [linear("fp8", "int4", bias=False)[0].cuda().bfloat16() for _ in range(2)]
+    shared = SharedInput(layers)
+    x = torch.randn(40, K, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        alone = [layer(x) for layer in layers]
+        shared.build(torch.bfloat16)
+        together = [layer(x) for layer in layers]
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * one.abs().max().item())
 
 
 @pytest.mark.parametrize("leaf", ["q_proj", "down_proj"])

@@ -16,6 +16,7 @@ from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma import wgmma_launch
+from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.jit.building import wait_for
 from quantkit.kernels.layouts.fragment_layout import ROWS, build, join, restore
 from quantkit.kernels.layouts.shared_memory import power_of_two
@@ -308,6 +309,15 @@ def _fused(
 
 
 FUSED_KERNELS: tuple[Kernel, ...] = (
+    _fused(
+        name="fused-wgmma-8bit",
+        summary="Gluon, for Hopper: int8 or fp8 products of bytes of the weights and inputs that a scheme "
+        "rounds, which it quantizes first",
+        why_unsupported=support.why_unsupported_wgmma_8bit,
+        why_slower=support.why_slower_wgmma_8bit,
+        run=wgmma_8bit_launch.run,
+        rounds_x=True,
+    ),
     _fused(
         name="fused-gemv",
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "

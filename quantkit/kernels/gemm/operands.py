@@ -17,6 +17,7 @@ from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, shared_bytes
 from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.problem import Gpu, Normed, Problem
+from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.schemes import Scheme
 
 #: Adjacent tiles of rows of x that run together, so that they share weights in the L2 cache.
@@ -91,7 +92,7 @@ class Operands:
 
     The layout is (codes, scale, zero, factor, values). With `routed`, its tensors have a first dimension: the
     matrices of all experts. With `normed`, the kernel computes a part of a norm. With a kind of `gate`, y is
-    the gated half of the columns.
+    the gated half of the columns. With `activations`, the kernel rounds x.
     """
 
     x: torch.Tensor
@@ -102,6 +103,7 @@ class Operands:
     routed: RoutedTokens | None = None
     normed: Normed | None = None
     gate: str = ""
+    activations: ActivationScheme | None = None
     #: GPU to compile for, if x is on the meta device.
     gpu: Gpu | None = None
 

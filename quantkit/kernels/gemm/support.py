@@ -14,8 +14,11 @@ from quantkit.kernels.gemm.gpu_limits import FEW_ROWS, has_few_rows, processors
 from quantkit.kernels.gemm.operands import shape_of, table_bytes
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
 from quantkit.kernels.gemm.small_m import small_m_launch
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import FEW_OF_X
+from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.layouts.dequant_expressions import portable
 from quantkit.kernels.layouts.dequant_ptx import expression
+from quantkit.kernels.ops.quantize_x import why_not_quantized
 from quantkit.kernels.problem import Problem, Verdict, always, one_plane
 
 #: Most rows of x of `fused-portable-gemv`.
@@ -223,6 +226,48 @@ def why_unsupported_wgmma(problem: Problem) -> str | None:
         return "it is for compute capability 9, and a Triton whose Gluon compiles"
     if expression(problem.scheme.format, str(problem.dtype).removeprefix("torch.")) is None:
         return f"it would look up every value of {problem.scheme.format.name} in memory"
+    return None
+
+
+def why_unsupported_wgmma_8bit(problem: Problem) -> str | None:
+    """Return why `fused-wgmma-8bit` cannot run a problem; None if it can."""
+    activations, weight = problem.activations, problem.scheme
+    if activations is None:
+        return "it is for weights whose inputs are rounded to 8 bits"
+    reason = why_no_fused_kernel(problem) or why_not_quantized(activations, problem.k)
+    if reason is not None:
+        return reason
+    shape, grouped = shape_of(problem), activations.group_size is not None
+    reasons = (
+        (
+            not {"wgmma", "gluon"} <= problem.features,
+            "it is for compute capability 9, and a Triton whose Gluon compiles",
+        ),
+        (
+            weight.has_zero_point or weight.global_scale or weight.column_scale,
+            "it takes one scale of each group alone: no zero-points, and no scales of tensors or columns",
+        ),
+        (
+            wgmma_8bit_launch.byte_operand(weight, activations) is None,
+            f"bytes of {weight.format.name} are no operand beside {activations.format}",
+        ),
+        (
+            shape.groups > 1
+            and (shape.group % 128 > 0 or shape.scale_kind != "" or weight.scale_dtype.itemsize != 2),
+            "it takes groups of multiples of 128 columns, with scales of 16 bits",
+        ),
+        (
+            grouped and wgmma_8bit_launch.needs_sums(weight, activations),
+            "it multiplies groups of inputs with 8-bit weights only",
+        ),
+    )
+    return _first(reasons)
+
+
+def why_slower_wgmma_8bit(problem: Problem) -> str | None:
+    """Return why another kernel is at least as fast as `fused-wgmma-8bit`; None if none is."""
+    if problem.m <= FEW_OF_X:
+        return f"up to M={FEW_OF_X} kernels that read x as it is rounded, in 16 bits, are faster"
     return None
 
 

@@ -71,19 +71,21 @@ class Launch:
 
     def _key(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return the key: everything that still varies in what Triton compiles the kernel for."""
-        first, block = arguments[0], ()
-        if not isinstance(first, torch.Tensor):
-            first, block = first.base, tuple(first.block_shape)
-        key = (
-            first.get_device(),
-            block,
+        first = arguments[0]
+        key: tuple[Any, ...] = (
+            (first if isinstance(first, torch.Tensor) else first.base).get_device(),
             *[
-                _kind(a) if isinstance(a, int) else (a.dtype, a.data_ptr() & 15)
-                for a in (first, *arguments[1:])
+                _kind(a)
+                if isinstance(a, int)
+                else (a.dtype, a.data_ptr() & 15)
+                if isinstance(a, torch.Tensor)
+                else (a.base.dtype, a.base.data_ptr() & 15, *a.block_shape)
+                for a in arguments
             ],
         )
         if self._by_size:
-            key += tuple([a.untyped_storage().size() >> 31 for a in arguments if not isinstance(a, int)])
+            tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+            key += tuple([one.untyped_storage().size() >> 31 for one in tensors])
         return key
 
     def _compile(self, arguments: tuple[Any, ...]) -> Any:

@@ -257,7 +257,7 @@ def _consumer(
         if is_written:
             if is_added:
                 total = fixup(total, sums, before, group, TOKEN, BN, BM, ACC)
-            _store(
+            store(
                 total, y, row, m, M, N, scale, factor, bias,
                 BM, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS, ACC, STORE_VECTOR,
             )  # fmt: skip
@@ -381,7 +381,7 @@ def _load_k_step(
 
 
 @gluon.jit
-def _store(
+def store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
     HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, STORE_VECTOR: gl.constexpr,
 ):  # fmt: skip

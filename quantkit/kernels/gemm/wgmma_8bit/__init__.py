@@ -1,0 +1,1 @@
+"""`fused-wgmma-8bit`: WGMMA GEMM of 8-bit operands, for inputs that a scheme rounds, on Hopper."""

@@ -1,0 +1,361 @@
+"""WGMMA GEMM of 8-bit operands for Hopper, any M: y^T = W x^T with x rounded to int8 or e4m3.
+
+    producer, 1 warp         TMA: codes and scales of W, x, and scales or sums of x -> ring of STAGES buffers
+    consumer 0, 4 warps      rows 0 to 63 of W: codes -> registers -> a byte each -> A of wgmma
+    consumer 1, 4 warps      rows 64 to 127
+
+Barriers, persistent tiles and stream-K are those of `wgmma_gemm`. Tensor cores multiply bytes, twice as many
+a cycle as 16-bit numbers. Codes are not dequantized, only unpacked to a byte each:
+
+    8 bits     the byte is the number: e4m3 as it is, int8 with its highest bit flipped
+    4, 2, 1    code c is the byte c: the integer c, or c * 2^-9 as e4m3, whose subnormals are evenly spaced
+
+So weight = scale * (UNIT * byte + OFFSET), and the constant part is a product with a sum:
+
+    y [n, m] = sum over groups g of  scale [n, g] * (UNIT * sum of byte * x + OFFSET * sum of x [m, g])
+
+A register of codes has four of a row for each shift by BITS. Their columns lie half a span apart, so x has
+its columns in that order (`quantkit.kernels.ops.quantize_x`): c and c + span / 2 next to each other.
+
+    int4, span 64      31..28 27..24 23..20 19..16 15..12 11..8  7..4  3..0      bits of a register
+    (register >> 0)           c+33          c+1           c+32         c         & 0x0F0F0F0F: one A register
+    (register >> 4)    c+49          c+17          c+48         c+16             & 0x0F0F0F0F: the next
+
+Sums of e4m3 products have some 14 bits in the tensor cores. With PROMOTE they are added to float32 sums every
+128 columns, as they are wherever a group or an offset needs it.
+"""
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from quantkit.kernels.gemm.portable.portable_gemm_kernel import tile_coordinates
+from quantkit.kernels.gemm.wgmma.wgmma_kernel import store
+from quantkit.kernels.gluon.compat import tma_load
+from quantkit.kernels.gluon.dequant_fragment import codes_layout, pdl_launch_dependents, pdl_wait
+from quantkit.kernels.gluon.scales_smem import dequant_scales, scale_words_layout
+from quantkit.kernels.gluon.stream_k import first_contributor, fixup, store_partials, work_range, work_tile
+
+#: Rows of W of a tile: 64 per consumer.
+BN = gl.constexpr(128)
+
+
+@gluon.jit(do_not_specialize=["M", "WHOLE_TILES", "STEPS_PER_PROGRAM", "TILE_STRIDE", "STEPS", "TOKEN"])
+def wgmma_8bit_gemm(
+    x, codes, scales, beside, x_scale, scale, bias, y, sums, M, N, WHOLE_TILES, STEPS_PER_PROGRAM,
+    TILE_STRIDE, STEPS, TOKEN, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, SCALE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PLANES: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
+    OFFSET: gl.constexpr, X_GROUPS: gl.constexpr, PROMOTE: gl.constexpr, DTYPE: gl.constexpr,
+    BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
+
+    TMA descriptors; where one is not needed, x takes its place:
+
+        x           codes of x [M, K], DTYPE int8 or e4m3, box [TMA_ROWS, 128]
+        codes       of W, int32 [N / 16, K BITS / 256, 128], box [8, BITS / 2, 128]
+        scales      of W with GROUPS > 1, as words int32 [N / 16, blocks * 8], box [8, 8]
+        beside      float32 [K / 128, rows of x], box [1, BM]: scales of x with X_GROUPS, sums of its
+                    codes with an OFFSET
+
+    Pointers; y is passed as bias where there is none:
+
+        x_scale float32 [M]         one per row of x; not read with X_GROUPS
+        scale [N / 16 * 16]         in the order of the fragment layout, one per row; read with GROUPS = 1
+        bias [N], y [M, N]
+        sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
+
+        FLIPPED          mask of bits of codes that are flipped
+        UNIT, OFFSET     a weight is scale * (UNIT * byte + OFFSET)
+        BM               rows of x of a tile, beside BN of W; MMA_M of them are multiplied at a time
+        BLOCKS           blocks of 128 columns of a step and of a stage: 1 or 2
+        STEPS            steps of a row; codes of x beyond K are 0
+    """
+    TMA_ROWS: gl.constexpr = x.block_shape[0]
+    HAS_BESIDE: gl.constexpr = X_GROUPS or OFFSET != 0.0
+    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES * BLOCKS, BM, 128], x.layout)
+    codes_smem = gl.allocate_shared_memory(
+        gl.int32, [STAGES * BLOCKS, BN // 16, codes.block_shape[1], 128], codes.layout
+    )
+    scales_smem = x_smem
+    if GROUPS > 1:
+        scales_smem = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS, BN // 16, 8], scales.layout)
+    beside_smem = x_smem
+    if HAS_BESIDE:
+        beside_smem = gl.allocate_shared_memory(gl.float32, [STAGES * BLOCKS, 1, BM], beside.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=BLOCKS * (BM // TMA_ROWS + 1))
+        mbarrier.init(empty.index(stage), count=BN // 64)
+    smem = (x_smem, codes_smem, scales_smem, beside_smem, full, empty)
+    work = (M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS)
+    operands = (x_scale, scale, bias, y, sums, TOKEN)
+    # Arguments are repeated, because constexprs stay constexprs only in the call itself.
+    gl.warp_specialize([
+        (_consumer, (
+            0, smem, work, operands, GROUPS, SCALE, HAS_BIAS, PLANES, FLIPPED, UNIT, OFFSET, X_GROUPS,
+            PROMOTE, DTYPE, BM, MMA_M, BLOCKS, STAGES, GROUP_M, STORE_VECTOR, PDL,
+        )),
+        (_consumer, (
+            1, smem, work, operands, GROUPS, SCALE, HAS_BIAS, PLANES, FLIPPED, UNIT, OFFSET, X_GROUPS,
+            PROMOTE, DTYPE, BM, MMA_M, BLOCKS, STAGES, GROUP_M, STORE_VECTOR, PDL,
+        )),
+        (_producer, (
+            x, codes, scales, beside, smem, work, GROUPS, PER_BLOCK, HAS_BESIDE, BM, BLOCKS, STAGES, GROUP_M,
+            PDL,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@gluon.jit
+def _producer(
+    x, codes, scales, beside, smem, work, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    HAS_BESIDE: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Copy what consumers take for each 128 columns to shared memory by TMA, in the order in which they do.
+
+    Boxes without a row of x are not copied; their outputs are not stored.
+    """
+    x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
+    M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
+    if PDL:
+        pdl_launch_dependents()
+        pdl_wait()
+    TMA_ROWS: gl.constexpr = x.block_shape[0]
+    CODE_ROWS: gl.constexpr = codes.block_shape[1]
+    BYTES: gl.constexpr = BN * (32 * CODE_ROWS + (2 if GROUPS > 1 else 0)) + (4 * BM if HAS_BESIDE else 0)
+    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
+    whole, work_items, begin, end, has_partial = work_range(
+        M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN, BM
+    )
+    count = 0
+    for number in range(work_items):
+        tile, first, last = work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, STEPS)
+        pm, pn = tile_coordinates(tile, columns, rows, GROUP_M)
+        for step in range(first, last):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), count // STAGES % 2 ^ 1)
+            for i in gl.static_range(BLOCKS):
+                block, buffer = step * BLOCKS + i, stage * BLOCKS + i
+                mbarrier.expect(full.index(stage), BYTES)
+                at = [pn * (BN // 16), block * CODE_ROWS, 0]
+                tma_load(codes, at, full.index(stage), codes_smem.index(buffer))
+                if GROUPS > 1:
+                    at = [pn * (BN // 16), block * 128 // PER_BLOCK * 8]
+                    tma_load(scales, at, full.index(stage), scales_smem.index(buffer))
+                if HAS_BESIDE:
+                    tma_load(beside, [block, pm * BM], full.index(stage), beside_smem.index(buffer))
+                for box in gl.static_range(BM // TMA_ROWS):
+                    row = pm * BM + box * TMA_ROWS
+                    mbarrier.expect(full.index(stage), TMA_ROWS * 128, row < M)
+                    mbarrier.arrive(full.index(stage), count=1, pred=row >= M)
+                    to = x_smem.index(buffer).slice(box * TMA_ROWS, TMA_ROWS, 0)
+                    tma_load(x, [row, block * 128], full.index(stage), to, row < M)
+            count += 1
+
+
+@gluon.jit
+def _consumer(
+    group: gl.constexpr, smem, work, operands, GROUPS: gl.constexpr, SCALE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, PLANES: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
+    OFFSET: gl.constexpr, X_GROUPS: gl.constexpr, PROMOTE: gl.constexpr, DTYPE: gl.constexpr,
+    BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Unpack and multiply rows [64 * `group`, + 64] of each tile of W [BN, K], for BM rows of x."""
+    x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
+    M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
+    x_scale, scale, bias, y, sums, TOKEN = operands
+    SUM: gl.constexpr = gl.int32 if DTYPE == gl.int8 else gl.float32
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MMA_M, 32])
+    PARTS: gl.constexpr = BM // MMA_M
+    columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
+    whole, work_items, begin, end, has_partial = work_range(
+        M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN, BM
+    )
+    count = 0
+    for number in range(work_items):
+        tile, first, last = work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, STEPS)
+        pm, pn = tile_coordinates(tile, columns, rows, GROUP_M)
+        totals = ()
+        for _ in gl.static_range(PARTS):
+            totals = totals + (gl.zeros([64, MMA_M], gl.float32 if PROMOTE else SUM, ACC),)
+        mbarrier.wait(full.index(count % STAGES), count // STAGES % 2)
+        words = _load_codes(codes_smem.index(count % STAGES * BLOCKS), group, PLANES)
+        for step in range(first, last):
+            stage = count % STAGES
+            for block in gl.static_range(BLOCKS):
+                buffer = stage * BLOCKS + block
+                kept = _unpack(words, PLANES, FLIPPED)
+                x, weights = x_smem.index(buffer), _operand(kept, PLANES, DTYPE, ACC)
+                if PROMOTE:
+                    factor = _row_factor(
+                        scales_smem, buffer, group, GROUPS, SCALE, scale.dtype.element_ty, ACC
+                    )
+                added = ()
+                for i in gl.static_range(PARTS):
+                    begin_sum = gl.zeros([64, MMA_M], SUM, ACC) if PROMOTE else totals[i]
+                    rows_of_x = x.slice(i * MMA_M, MMA_M, 0).permute((1, 0))
+                    part = warpgroup_mma(weights, rows_of_x, begin_sum, use_acc=not PROMOTE, is_async=True)
+                    if PROMOTE:
+                        of_x = _of_x(beside_smem, buffer, i, MMA_M, X_GROUPS or OFFSET != 0.0, ACC)
+                    if i == PARTS - 1:
+                        # Load the next codes meanwhile.
+                        following = buffer + 1
+                        if block == BLOCKS - 1:
+                            after = count + 1
+                            if step + 1 < last:
+                                mbarrier.wait(full.index(after % STAGES), after // STAGES % 2)
+                            following = after % STAGES * BLOCKS
+                        words = _load_codes(codes_smem.index(following), group, PLANES)
+                    part = _wait(part, kept)
+                    if i == PARTS - 1 and block == BLOCKS - 1:
+                        mbarrier.arrive(empty.index(stage), count=1)
+                    if PROMOTE:
+                        part = _promote(totals[i], part, factor, of_x, UNIT, OFFSET, X_GROUPS)
+                    added = added + (part,)
+                totals = added
+            count += 1
+        row = pn * BN + group * 64
+        before = first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE)
+        if PDL:
+            # The kernel before this one may still read the memory that this one writes.
+            pdl_wait()
+        for i in gl.static_range(PARTS):
+            m = pm * BM + i * MMA_M
+            total = totals[i].to(gl.float32)
+            if last == STEPS:
+                if first > 0:
+                    total = fixup(total, sums, before, group * PARTS + i, TOKEN, BN * PARTS, MMA_M, ACC)
+                if not X_GROUPS:
+                    at = m + gl.arange(0, MMA_M, gl.SliceLayout(0, ACC))
+                    total *= gl.expand_dims(gl.load(x_scale + at, mask=at < M, other=0.0), 0)
+                store(
+                    total, y, row, m, M, N, scale, None, bias,
+                    MMA_M, GROUPS, SCALE, False, HAS_BIAS, ACC, STORE_VECTOR,
+                )  # fmt: skip
+            else:
+                store_partials(total, sums, group * PARTS + i, TOKEN, BN * PARTS, MMA_M)
+
+
+@gluon.jit
+def _row_factor(
+    scales_smem, buffer, group: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr, STORED: gl.constexpr,
+    ACC: gl.constexpr,
+):  # fmt: skip
+    """Return the scales of rows for a block of columns, float32 [64]; ones if a row has only one."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+    if GROUPS > 1:
+        words = scales_smem.index(buffer).slice(group * 4, 4, 0).load(scale_words_layout(4, 1))
+        values = gl.reshape(dequant_scales(words, STORED, SCALE, gl.float32, 1, 4), (64,))
+        factor = gl.convert_layout(values, ROWS, assert_trivial=True)
+    else:
+        factor = gl.full([64], 1.0, gl.float32, ROWS)
+    return factor
+
+
+@gluon.jit
+def _of_x(
+    beside_smem, buffer, i: gl.constexpr, MMA_M: gl.constexpr, HAS_BESIDE: gl.constexpr, ACC: gl.constexpr
+):
+    """Return part `i` of what there is for each row of x, float32 [MMA_M]; 0 if there is nothing."""
+    if HAS_BESIDE:
+        row = beside_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_beside_layout(MMA_M))
+        of_x = gl.convert_layout(gl.reshape(row, (MMA_M,)), gl.SliceLayout(0, ACC), assert_trivial=True)
+    else:
+        of_x = 0
+    return of_x
+
+
+@gluon.constexpr_function
+def _beside_layout(BM: int) -> gl.DistributedLinearLayout:
+    """Return the layout [1, BM] of numbers of each row of x, as sums [64, BM] have them."""
+    registers = [[0, 1]] + [[0, 1 << bit] for bit in range(3, BM.bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [1, BM])
+
+
+@gluon.jit
+def _promote(
+    total, part, factor, of_x, UNIT: gl.constexpr, OFFSET: gl.constexpr, X_GROUPS: gl.constexpr
+):  # fmt: skip
+    """Add sums `part` [64, MMA_M] of 128 columns to `total` float32, times `factor` float32 [64] of the rows.
+
+    `of_x` are scales with X_GROUPS, or sums with an OFFSET, float32 [MMA_M].
+    """
+    part = part.to(gl.float32)
+    if X_GROUPS:
+        part *= gl.expand_dims(of_x, 0)
+    total += part * gl.expand_dims(factor * UNIT, 1)
+    if OFFSET != 0.0:
+        total += gl.expand_dims(factor * OFFSET, 1) * gl.expand_dims(of_x, 0)
+    return total
+
+
+@gluon.jit
+def _load_codes(codes_smem, group: gl.constexpr, PLANES: gl.constexpr):
+    """Load the codes of a warp group from a buffer: words int32 [4, C, 128]."""
+    return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // PLANES))
+
+
+@gluon.jit
+def _unpack(words, PLANES: gl.constexpr, FLIPPED: gl.constexpr):
+    """Unpack `words` int32 [4, C, 128], for each shift, to four bytes each: int32 of the same shape."""
+    BITS: gl.constexpr = 16 // PLANES
+    unpacked = ()
+    for i in gl.static_range(PLANES // 2):
+        unpacked = unpacked + ((words >> (i * BITS)) & _mask(BITS) if BITS < 8 else words ^ FLIPPED,)
+    return unpacked
+
+
+@gluon.jit
+def _operand(unpacked, PLANES: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr):
+    """View unpacked codes as operand A [64, 128] of DTYPE, in the same registers."""
+    SHIFTS: gl.constexpr = PLANES // 2
+    C: gl.constexpr = 8 // PLANES
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
+    shifted = ()
+    for i in gl.static_range(SHIFTS):
+        shifted = shifted + (_bytes(unpacked[i], C),)
+    if SHIFTS == 1:
+        q = shifted[0]
+    elif SHIFTS == 2:
+        q = gl.join(shifted[0], shifted[1])
+    elif SHIFTS == 4:
+        q = gl.join(gl.join(shifted[0], shifted[2]), gl.join(shifted[1], shifted[3]))
+    # (row tile, span, r, t, e1, row // 8, byte, shift) -> rows, columns
+    q = gl.permute(gl.reshape(q, (4, C, 8, 4, 2, 2, 4, SHIFTS)), (0, 5, 2, 1, 7, 4, 3, 6))
+    q = gl.reshape(q, (64, 128)).to(DTYPE, bitcast=True)
+    return gl.convert_layout(q, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _wait(sums, kept):
+    """Wait for products; `kept` are the registers of their operand A, which nothing may overwrite before."""
+    if len(kept) == 1:
+        sums, _ = warpgroup_mma_wait(0, [sums, kept[0]])
+    elif len(kept) == 2:
+        sums, _, _ = warpgroup_mma_wait(0, [sums, kept[0], kept[1]])
+    else:
+        sums, _, _, _, _ = warpgroup_mma_wait(0, [sums, kept[0], kept[1], kept[2], kept[3]])
+    return sums
+
+
+@gluon.constexpr_function
+def _mask(BITS: int) -> int:
+    """Return the mask of the lowest BITS bits of each byte, as an int32."""
+    mask = ((1 << BITS) - 1) * 0x01010101
+    return mask - (1 << 32) if mask >> 31 else mask
+
+
+@gluon.jit
+def _bytes(words, C: gl.constexpr):
+    """View words int32 [4, C, 128] as bytes int8 [4, C, 128, 4], in the same registers."""
+    # An operand of four equal elements, because PTX has to give as many bytes as it takes words.
+    pairs = gl.join(words, words)
+    four = gl.reshape(gl.join(pairs, pairs), (4, C, 128, 4))
+    return gl.inline_asm_elementwise("mov.b32 $0, $1; // bytes", "=r,r,r,r,r", [four], gl.int8, True, 4)

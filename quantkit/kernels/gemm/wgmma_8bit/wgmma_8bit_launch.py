@@ -1,0 +1,233 @@
+"""`fused-wgmma-8bit`: its tiles, the rules for them, and its launches."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
+from quantkit.kernels.gemm.operands import GROUP_M, Operands, constants, empty
+from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS, WARPS, launch_token
+from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, STAGES, stream_k_schedule
+from quantkit.kernels.jit.launcher import Launch, overlap
+from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
+from quantkit.kernels.ops.quantize_x import QuantizedX, quantize_x
+from quantkit.packing.activations import ActivationScheme
+from quantkit.packing.formats import FloatFormat, IntFormat
+from quantkit.packing.schemes import Scheme
+
+#: Rows of W of a tile.
+BLOCK_N = 128
+#: A subnormal e4m3 with the bits of c is c times this.
+SUBNORMAL = 2.0**-9
+#: Rows of x of one product: Triton has no int8 product with more.
+MOST_INT8 = 128
+#: Most rows of x for which tiles of 128 are as fast as those of 256, whose threads have no registers for
+#: other sums (H200, fp8, 28672 x 4096, M = 512: 94 against 98 us; M = 1024: 196 against 172 us).
+MANY_ROWS = 512
+#: Part of the multiprocessors that tiles must keep busy, else stream-K is faster (H200, int4, 4096 x 14336,
+#: M = 256: 64 tiles take 69 us, with stream-K 43 us).
+BUSY = 0.75
+#: Steps that a fix-up of stream-K takes.
+FIXUP_STEPS = 1.0
+
+
+@dataclass(frozen=True)
+class Wgmma8BitTile:
+    """Tile of `fused-wgmma-8bit`.
+
+    block_m   rows of x of a program
+    blocks    blocks of 128 columns between two barriers
+    stream_k  share the tiles of the last wave by columns
+    promote   add sums of 128 columns in float32; without it e4m3 products are summed in tensor cores alone
+    """
+
+    block_m: int = 128
+    blocks: int = 2
+    stream_k: bool = False
+    promote: bool = True
+
+
+@dataclass(frozen=True)
+class ByteOperand:
+    """How bytes of codes are weights: scale * (unit * (byte ^ flipped) + offset)."""
+
+    flipped: int = 0
+    unit: float = 1.0
+    offset: float = 0.0
+
+
+def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand | None:
+    """Return how codes are the bytes of an operand beside inputs of `activations`; None if they are not."""
+    number_format, integer = scheme.format, activations.format == "int8"
+    if isinstance(number_format, FloatFormat):
+        return ByteOperand() if number_format.name == activations.format else None
+    if not isinstance(number_format, IntFormat) or number_format.bits not in (2, 4, 8):
+        return None
+    if number_format.bits == 8:
+        # Offset binary less 128 is two's complement.
+        return ByteOperand(flipped=-0x7F7F7F80) if integer else None
+    return ByteOperand(unit=1.0 if integer else 1.0 / SUBNORMAL, offset=number_format.values[0])
+
+
+def needs_sums(scheme: Scheme, activations: ActivationScheme) -> bool:
+    """Return True if the kernel reads sums of codes of x."""
+    found = byte_operand(scheme, activations)
+    return found is not None and found.offset != 0.0
+
+
+def wgmma_8bit_tile(shape: Geometry, m: int, promotes: bool, multiprocessors: int) -> Wgmma8BitTile:
+    """Return the tile for m rows of x; `promotes` if sums of 128 columns have a scale or an offset."""
+    rows = 64 if m <= 64 else 128 if promotes or m <= MANY_ROWS else 256
+    tiles = -(-shape.n // BLOCK_N) * -(-m // rows)
+    if rows == 256 and tiles < BUSY * multiprocessors:
+        rows, tiles = 128, -(-shape.n // BLOCK_N) * -(-m // 128)
+    return Wgmma8BitTile(rows, 1 if rows == 256 else 2, tiles < BUSY * multiprocessors, rows < 256)
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """Launch of `wgmma_8bit_gemm`, its shared memory layouts, and its stream-K schedule.
+
+    `sums` is the number of float32 partial sums and flags, `steps` that of steps of a row.
+    """
+
+    kernel: Launch
+    x_layout: Any
+    plain_layouts: tuple[Any, Any]
+    stream_k_schedule: tuple[int, int, int]
+    steps: int
+    sums: int
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    m: int,
+    n: int,
+    k: int,
+    scheme: Scheme,
+    activations: ActivationScheme,
+    dtype: torch.dtype,
+    bias: bool,
+    tile: Wgmma8BitTile,
+    features: frozenset[str],
+    multiprocessors: int,
+) -> _Launches:
+    """Build the launch for x [m, k] and a weight [n, k]."""
+    import triton.language as tl
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_kernel import wgmma_8bit_gemm as kernel
+
+    shape = geometry(n, k, scheme, dtype)
+    known, operand = constants(n, k, scheme, dtype, True), byte_operand(scheme, activations)
+    assert operand is not None
+    grouped, integer = activations.group_size is not None, activations.format == "int8"
+    most = min(tile.block_m, MOST_INT8) if integer else tile.block_m
+    steps = -(-shape.spans * shape.span // (COLUMNS * tile.blocks))
+    tiles = -(-n // BLOCK_N) * -(-m // tile.block_m)
+    schedule = (tiles, 0, steps)
+    if tile.stream_k:
+        schedule = stream_k_schedule(tiles, steps, multiprocessors, FIXUP_STEPS)
+    programs = multiprocessors if schedule[1] else min(multiprocessors, tiles)
+    main = Launch(
+        kernel,
+        (programs,),
+        SCALE=known["SCALE"],
+        PLANES=known["PLANES"],
+        FLIPPED=operand.flipped,
+        UNIT=operand.unit,
+        OFFSET=operand.offset,
+        GROUPS=1 if shape.groups == 1 else 2,
+        PER_BLOCK=shape.per_block if shape.groups > 1 else COLUMNS,
+        HAS_BIAS=bias,
+        X_GROUPS=grouped,
+        PROMOTE=promotes(shape, scheme, activations) or (tile.promote and not integer),
+        DTYPE=tl.int8 if integer else tl.float8e4nv,
+        BM=tile.block_m,
+        MMA_M=most,
+        BLOCKS=tile.blocks,
+        STAGES=stages(shape, tile),
+        GROUP_M=GROUP_M,
+        STORE_VECTOR=math.gcd(n, MAX_STORE_VECTOR),
+        num_warps=WARPS,
+        **overlap(features),
+    )
+    parts = tile.block_m // most
+    # Partial sums, and a 64-bit flag for each part of a warp group.
+    sums = programs * (BLOCK_N * tile.block_m + 2 * (BLOCK_N // 64) * parts) if schedule[1] else 0
+    plain = NVMMASharedLayout(0, 32, 2), NVMMASharedLayout(0, 32, 3)
+    return _Launches(main, NVMMASharedLayout(128, 8, 2), plain, schedule, steps, sums)
+
+
+def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
+    """Return the number of buffers of 128 columns in shared memory: all that fit, up to `STAGES`."""
+    # Codes, scales and x, of which a row may have another number.
+    each = BLOCK_N * COLUMNS * shape.bits // 8 + 2 * BLOCK_N + tile.block_m * (COLUMNS + 4)
+    return min(STAGES, (HOPPER_SHARED - SCRATCH) // (each * tile.blocks))
+
+
+def multiply(
+    op: Operands, x: QuantizedX, activations: ActivationScheme, tile: Wgmma8BitTile, features: frozenset[str]
+) -> torch.Tensor:
+    """Return y [m, n] of quantized `x`, in the dtype of `op.x`."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    m, k = op.x.shape
+    launches = _launches(
+        m, op.n, k, op.scheme, activations, op.x.dtype, op.bias is not None, tile, features,
+        op.multiprocessors,
+    )  # fmt: skip
+
+    def described(tensor: torch.Tensor, box: list[int], layout: Any) -> Any:
+        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
+
+    y, shape = empty(op, m, op.n), op.shape
+    codes, scale, *_ = op.layout
+    of_x = described(x.codes, [min(tile.block_m, TMA_ROWS), COLUMNS], launches.x_layout)
+    matrix, cube = launches.plain_layouts
+    words = codes.view(torch.int32).view(shape.row_tiles, -1, COLUMNS)
+    of_scales = of_beside = of_x
+    if shape.groups > 1:
+        of_scales = described(scale.view(torch.int32).view(shape.row_tiles, -1), [BLOCK_N // 16, 8], matrix)
+    if x.beside.numel():
+        of_beside = described(x.beside, [1, tile.block_m], matrix)
+    launches.kernel(
+        of_x,
+        described(words, [BLOCK_N // 16, shape.bits // 2, COLUMNS], cube),
+        of_scales,
+        of_beside,
+        x.scales,
+        scale,
+        y if op.bias is None else op.bias,
+        y,
+        empty(op, launches.sums, dtype=torch.float32) if launches.sums else y,
+        m,
+        op.n,
+        *launches.stream_k_schedule,
+        launches.steps,
+        launch_token(),
+    )
+    return y
+
+
+def promotes(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> bool:
+    """Return True if sums of 128 columns have a scale or an offset of their own."""
+    return shape.groups > 1 or activations.group_size is not None or needs_sums(scheme, activations)
+
+
+def run(
+    op: Operands, tile: Wgmma8BitTile | None = None, features: frozenset[str] = frozenset()
+) -> torch.Tensor:
+    """Return y [m, n] for x [m, k], quantized first, on GPUs of compute capability 9."""
+    scheme, activations, shape = op.scheme, op.activations, op.shape
+    if activations is None:
+        raise KernelError("fused-wgmma-8bit multiplies inputs that a scheme rounds; this has none.")
+    if tile is None:
+        of_scheme = promotes(shape, scheme, activations)
+        tile = wgmma_8bit_tile(shape, op.x.shape[0], of_scheme, op.multiprocessors)
+    x = quantize_x(op.x, activations, shape.span, needs_sums(scheme, activations))
+    return multiply(op, x, activations, tile, features)

@@ -1,0 +1,138 @@
+"""Dynamic quantization of inputs of linears to 8 bits, in one launch, and its reference."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
+from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.packing.activations import ActivationScheme
+from quantkit.packing.formats import FloatFormat
+
+#: Columns of a block of x, and rows to which scales and sums are padded: those of the largest tile.
+BLOCK, ROWS = 128, 256
+#: Largest K: a program keeps a row in registers.
+MOST_COLUMNS = 32768
+#: By number format: the dtype of its codes.
+DTYPES = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class QuantizedX:
+    """Inputs [M, K] as `codes` int8 or e4m3 [M, B * 128], zeros beyond K; B is even.
+
+    Columns c and c + span / 2 of each span of columns are neighbours. `scales` are float32 [S], or [B, S] for
+    groups of 128; `sums` are the sums of each 128 codes, float32 [B, S]. S is M rounded up to `ROWS`; scales
+    and sums of rows beyond M are undefined.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+
+    @property
+    def beside(self) -> torch.Tensor:
+        """Return what there is for each block of 128 columns, [B, S]: scales or sums; empty for neither."""
+        return self.scales if self.scales.dim() == 2 else self.sums
+
+
+def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, span: int, sums: bool) -> QuantizedX:
+    """Compute `quantize_x` by torch."""
+    m, k = x.shape
+    blocks, grouped = -(-k // (2 * BLOCK)) * 2, scheme.group_size is not None
+    wide = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - k))
+    groups = wide.view(m, blocks, BLOCK) if grouped else wide.view(m, 1, -1)
+    scale = scheme.scales(groups)
+    scale = torch.where(groups.isfinite().all(-1, keepdim=True), scale, torch.nan)
+    rounded = scheme.number_format.round((groups / scale).nan_to_num(0.0)).view(m, -1)
+    ordered = rounded.view(m, -1, 2, span // 2).transpose(2, 3).reshape(m, -1)
+    stride = -(-m // ROWS) * ROWS
+    scales = wide.new_full((blocks, stride) if grouped else (1, stride), torch.nan)
+    scales[:, :m] = scale.squeeze(-1).T
+    added = wide.new_full((blocks, stride) if sums else (0, stride), torch.nan)
+    if sums:
+        added[:, :m] = ordered.view(m, blocks, BLOCK).sum(-1).T
+    return QuantizedX(ordered.to(DTYPES[scheme.format]), scales if grouped else scales[0], added)
+
+
+def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
+    """Return why no kernel quantizes rows of `columns` inputs as `x` says; None if one does."""
+    if x.format not in DTYPES or x.group_size not in (None, BLOCK):
+        return (
+            f"inputs are rounded to {x}, and it multiplies int8 or fp8, with a scale per token or 128 inputs"
+        )
+    if columns > MOST_COLUMNS:
+        return f"it rounds rows of up to {MOST_COLUMNS} inputs, not of {columns}"
+    return None
+
+
+def quantize_x(x: torch.Tensor, scheme: ActivationScheme, span: int, sums: bool) -> QuantizedX:
+    """Quantize contiguous `x` [M, K] for weights whose codes have `span` columns; `sums` if they are read.
+
+    `why_not_quantized` must be None, and K a multiple of the group size.
+    """
+    m, k = x.shape
+    blocks, stride = -(-k // (2 * BLOCK)) * 2, -(-m // ROWS) * ROWS
+    grouped = scheme.group_size is not None
+    codes = torch.empty(m, blocks * BLOCK, dtype=DTYPES[scheme.format], device=x.device)
+    scales = torch.empty((blocks, stride) if grouped else (stride,), dtype=torch.float32, device=x.device)
+    added = torch.empty(blocks if sums else 0, stride, dtype=torch.float32, device=x.device)
+    with launching_on(x.device):
+        _launch(m, k, scheme, span, sums, None, launch_features(x.device))(
+            x, codes, scales, added if sums else scales, stride
+        )
+    return QuantizedX(codes, scales, added)
+
+
+def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
+    """Return contiguous `x` [M, K] rounded as by `scheme.round`, in one launch where there is a kernel."""
+    m, k = x.shape
+    if not x.is_cuda or why_not_quantized(scheme, k) is not None or x.dtype == torch.float32:
+        return scheme.round(x)
+    y = torch.empty_like(x)
+    with launching_on(x.device):
+        # Pairs of neighbours stay as they are.
+        _launch(m, k, scheme, 2, False, x.dtype, launch_features(x.device))(x, y, y, y, 0)
+    return y
+
+
+@lru_cache(maxsize=256)
+def _launch(
+    m: int,
+    k: int,
+    scheme: ActivationScheme,
+    span: int,
+    sums: bool,
+    rounded: torch.dtype | None,
+    features: frozenset[str],
+) -> Launch:
+    """Build the launch for x [m, k]; with a dtype `rounded` it writes rounded inputs, not codes."""
+    from quantkit.kernels.ops.quantize_x_kernel import quantize_x as kernel
+
+    blocks = -(-k // (2 * BLOCK)) * 2
+    padded = power_of_two(blocks * BLOCK)
+    floats = scheme.number_format
+    mantissa, smallest = 0, 0.0
+    if isinstance(floats, FloatFormat):
+        mantissa, smallest = floats.mantissa_bits, 2.0 ** (1 - floats.bias)
+    return Launch(
+        kernel,
+        (m,),
+        K=k,
+        KP=padded,
+        STRIDE=blocks * BLOCK if rounded is None else k,
+        BLOCKS=blocks,
+        SPAN=span,
+        ABSMAX=float(floats.absmax),
+        MANTISSA=mantissa,
+        SMALLEST=smallest,
+        MOST=0.0 if rounded is None else torch.finfo(rounded).max,
+        GROUPED=scheme.group_size is not None,
+        SUMS=sums,
+        # Triton's interpreter rounds twice.
+        FMA="ptx" in features,
+        **overlap(features),
+        # Sixteen numbers per thread.
+        num_warps=min(16, max(1, padded // 512)),
+    )

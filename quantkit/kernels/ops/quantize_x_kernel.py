@@ -1,0 +1,75 @@
+"""Quantize inputs of linears dynamically: codes, scales and sums of codes, or the inputs rounded."""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def quantize_x(
+    x, codes, scales, sums, M_STRIDE, K: tl.constexpr, KP: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCKS: tl.constexpr, SPAN: tl.constexpr, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr, MOST: tl.constexpr, GROUPED: tl.constexpr, SUMS: tl.constexpr,
+    FMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Quantize a row of x [M, K]. Grid: (M,).
+
+        codes int8 or e4m3     [M, STRIDE], zeros beyond K, columns in the order of `SPAN`
+        scales float32         [M_STRIDE], or [BLOCKS, M_STRIDE] with GROUPED: one per 128 columns
+        sums float32           [BLOCKS, M_STRIDE] with SUMS: sum of each 128 codes
+
+    With codes of the dtype of x these are scale * code, up to MOST in magnitude, and scales are not stored.
+
+    Columns c and c + SPAN / 2 of a span become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
+    A row, or group, with NaN or infinity has the scale NaN and codes 0. MANTISSA and SMALLEST are the
+    mantissa bits, 0 for integers, and the smallest normal of codes. With FMA, a * b + c rounds once.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    HALF: tl.constexpr = SPAN // 2
+    pair = tl.arange(0, KP // 2)
+    column = pair // HALF * SPAN + pair % HALF
+    first = tl.load(x + row * K + column, mask=column < K, other=0.0)
+    second = tl.load(x + row * K + column + HALF, mask=column + HALF < K, other=0.0)
+    values = tl.reshape(tl.join(first, second), (KP // 128, 128)).to(tl.float32)
+    # Bits of magnitudes are ordered as magnitudes, with infinity and NaN last.
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
+    if not GROUPED:
+        largest = tl.max(largest, 0, keep_dims=True)
+    broken = largest >= 0x7F800000
+    largest = tl.where(broken, 0, largest).to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(largest, ABSMAX), 1.1754943508222875e-38)
+    if FMA:
+        # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
+        inverse = tl.div_rn(1.0, scale)
+        rounded = values * inverse
+        rounded = tl.fma(tl.fma(-rounded, scale, values), inverse, rounded)
+    else:
+        rounded = tl.div_rn(values, scale)
+    rounded = tl.where(broken, 0.0, rounded)
+    # Adding 1.5 * 2^23 spacings of the values around a number rounds it to a multiple, ties to even.
+    spacing = 12582912.0
+    if MANTISSA > 0:
+        power = (rounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        spacing = tl.maximum(power, SMALLEST) * (12582912.0 / (1 << MANTISSA))
+    rounded = (rounded + spacing) - spacing
+    if MOST > 0:
+        # The largest numbers of float16 may round up to 65536.
+        value = tl.minimum(tl.maximum(rounded * scale, -MOST), MOST)
+        code = tl.where(broken, float("nan"), value).to(codes.dtype.element_ty)
+    else:
+        code = rounded.to(codes.dtype.element_ty)
+    scale = tl.where(broken, float("nan"), scale)
+    block = tl.arange(0, KP // 128)
+    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(codes + row * STRIDE + at, code, mask=at < STRIDE)
+    if MOST == 0:
+        if GROUPED:
+            tl.store(scales + block[:, None] * M_STRIDE + row, scale, mask=block[:, None] < BLOCKS)
+        else:
+            tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+    if SUMS:
+        total = tl.sum(rounded, 1, keep_dims=True)
+        tl.store(sums + block[:, None] * M_STRIDE + row, total, mask=block[:, None] < BLOCKS)

@@ -28,6 +28,7 @@ LETTERS = {
     "fused-portable-gemv": "k",
     "fused-small-m": "n",
     "fused-wgmma": "H",
+    "fused-wgmma-8bit": "B",
     "fused-portable": "t",
     "dequantize": "D",
 }

@@ -151,21 +151,30 @@ def choose_by_rules(problem: Problem) -> Chosen:
     return _first(problem, None)
 
 
+@lru_cache(maxsize=2)
+def _candidates(is_rounded: bool) -> tuple[Kernel, ...]:
+    """Return the kernels in the order of choice: those that round x first, and only where x is rounded."""
+    return tuple(
+        sorted((one for one in KERNELS if is_rounded or not one.rounds_x), key=lambda one: not one.rounds_x)
+    )
+
+
 def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
     """Return for each kernel, in order, its name and why it does not run `problem`, None for no reason."""
     return _explain(problem, _measured(problem))
 
 
 def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, str | None], ...]:
+    kernels = _candidates(problem.activations is not None)
     if measured is None:
         return tuple(
             (
                 kernel.name,
                 _unsupported(kernel, problem) or kernel.why_slower(problem) or _unbuilt(kernel, problem),
             )
-            for kernel in KERNELS
+            for kernel in kernels
         )
-    before = [kernel.name for kernel in KERNELS].index(measured.entry.kernel)
+    before = [kernel.name for kernel in kernels].index(measured.entry.kernel)
     return tuple(
         (
             kernel.name,
@@ -173,7 +182,7 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
             if not kernel.rounds_x
             else _why_not_rounding(kernel, problem),
         )
-        for index, kernel in enumerate(KERNELS)
+        for index, kernel in enumerate(kernels)
     )
 
 
@@ -277,9 +286,9 @@ def _choose(problem: Problem, forced: str) -> Chosen:
 def _first(problem: Problem, measured: Measured | None) -> Chosen:
     """Return the first kernel without a reason against it."""
     verdicts = _explain(problem, measured)
-    for kernel, (_, reason) in zip(KERNELS, verdicts, strict=True):
+    for name, reason in verdicts:
         if reason is None:
-            return _chosen(kernel, problem, measured)
+            return _chosen(kernel_named(name), problem, measured)
     reasons = "\n".join(f"  {name}: {reason}" for name, reason in verdicts)
     raise KernelError(f"no kernel runs {problem}:\n{reasons}")
 

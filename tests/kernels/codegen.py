@@ -41,6 +41,8 @@ from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm
 from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS, constants_of, wgmma_tile
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, WgmmaTile, copies, launch_bounds, stages
+from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
+from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_launch import Wgmma8BitTile
 from quantkit.kernels.layouts.fragment_layout import ROWS, geometry, repack_constants
 from quantkit.kernels.layouts.repack_kernel import repack_codes
 from quantkit.kernels.moe import expert_activation, router
@@ -51,6 +53,7 @@ from quantkit.kernels.moe.permute_kernels import (
     sort_tokens_by_expert,
 )
 from quantkit.kernels.ops import activation, argmax, attention, embedding, kv_append, norm, rope
+from quantkit.packing.presets import SCHEMES
 from quantkit.packing.schemes import scheme
 
 N = K = 4096
@@ -71,6 +74,7 @@ class Case(NamedTuple):
     - dequantize, repack
     - count, sort, sort few, weigh: for routed tokens
     - small-m, decode, wgmma: with the numbers of a tile
+    - bytes: the kernel for rounded inputs, with the numbers of a tile; its preset is a name of `--scheme`
     - attend: with what `build_attention` says; a dtype is the preset, and M the features of a head
     """
 
@@ -314,6 +318,55 @@ def build_wgmma(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     return triton.compile(code, target=target, options=options), found
 
 
+def build_bytes(case: Case, target: GPUTarget) -> tuple[Any, Source]:
+    """The kernel that multiplies bytes, as it is launched in the tile that its name has the numbers of."""
+    preset, dtype = SCHEMES[case.name], torch.bfloat16
+    row = scheme(preset.format, group_size=preset.group_size, activations=preset.activations).for_columns(K)
+    assert row.activations is not None
+    block_m, blocks, promote = map(int, case.kernel.split()[1:])
+    tile = Wgmma8BitTile(block_m, blocks, promote=bool(promote))
+    shape = geometry(N, K, row.of_weights, dtype)
+    launches = wgmma_8bit_launch._launches(
+        case.m,
+        N,
+        K,
+        row.of_weights,
+        row.activations,
+        dtype,
+        True,
+        tile,
+        frozenset({"overlap"}),
+        H200_PROCESSORS,
+    )
+    kernel, options = launches.kernel._kernel, launches.kernel._options
+    names = kernel.arg_names
+    known = {name: options[name] for name in names if name in options}
+    matrix, cube = launches.plain_layouts
+    box = f"[{min(block_m, TMA_ROWS)},{COLUMNS}]"
+    of_x = f"tensordesc<{'i8' if known['DTYPE'].is_int() else 'fp8e4nv'}{box},{launches.x_layout!r}>"
+    has_beside = known["X_GROUPS"] or known["OFFSET"] != 0.0
+    types = {
+        **dict.fromkeys(names, "*bf16"),
+        "x": of_x,
+        "codes": f"tensordesc<i32[8,{shape.bits // 2},{COLUMNS}],{cube!r}>",
+        "scales": f"tensordesc<i32[8,8],{matrix!r}>" if known["GROUPS"] > 1 else of_x,
+        "beside": f"tensordesc<fp32[1,{block_m}],{matrix!r}>" if has_beside else of_x,
+        **dict.fromkeys(("x_scale", "sums"), "*fp32"),
+        **dict.fromkeys(("M", "N", "WHOLE_TILES", "STEPS_PER_PROGRAM", "TILE_STRIDE", "STEPS"), "i32"),
+        "TOKEN": "i64",
+        **dict.fromkeys(known, "constexpr"),
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
+    code = GluonASTSource(
+        kernel,
+        {name: types[name] for name in names},
+        {(names.index(name),): known[name] for name in known},
+        aligned,
+    )
+    found = Source(kernel, known, 4, known["STAGES"], None)
+    return triton.compile(code, target=target, options={"num_warps": 4, "launch_pdl": True}), found
+
+
 def build_small_m(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for some rows of x, in the tile that its name has the numbers of, with a bias.
 
@@ -424,6 +477,8 @@ def build(case: Case) -> tuple[Any, Source]:
         return build_attention(case, target)
     if case.kernel == "ops":
         return build_ops(case, target)
+    if case.kernel.startswith("bytes"):
+        return build_bytes(case, target)
     if case.kernel.startswith("wgmma"):
         return build_wgmma(case, target)
     if case.kernel.startswith("small-m"):
@@ -530,7 +585,7 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
     # "/*0a10*/  @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
     lines = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text, re.MULTILINE)
     lines = [line for line in lines if not line.startswith("NOP")]
-    products = [line for line in lines if line.startswith("HGMMA")]
+    products = [line for line in lines if re.match("[HQI]GMMA", line)]
     # "LDGSTS.E.BYPASS.128" copies 16 bytes to shared memory, one without a width 4.
     copies = [line.split()[0].split(".") for line in lines if line.startswith("LDGSTS")]
     widths = [16 if "128" in copy else 8 if "64" in copy else 4 for copy in copies]
@@ -544,12 +599,31 @@ def machine_code(cubin: bytes, found: Source) -> dict[str, Any]:
         "waits": sum(line.startswith("WARPGROUP") for line in lines),
         # "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8], R24": operand A is R4, not in shared memory as B is.
         "wgmma_registers": sum(
-            re.match(r"HGMMA\S* R\d+, R\d+, gdesc", line) is not None for line in products
+            re.match(r"[HQI]GMMA\S* R\d+, R\d+, gdesc", line) is not None for line in products
         ),
+        "overwritten": overwritten(lines),
         "wide_copies": sum(width for width in widths if width == 16) / sum(widths) if widths else None,
         "wide_loads": sum(re.match(r"LDG\.\S*128", line) is not None for line in lines),
         "per_weight": per_weight(len(lines), 32, found),
     }
+
+
+def overwritten(lines: list[str]) -> list[str]:
+    """Instructions that write a register of operand A, of four, between a product and the wait for it."""
+    read: set[int] = set()
+    found = []
+    for line in lines:
+        if (product := re.match(r"[HQI]GMMA\S* R\d+, R(\d+), gdesc", line)) is not None:
+            read |= {int(product[1]) + i for i in range(4)}
+        elif line.startswith("WARPGROUP.DEPBAR"):
+            read = set()
+        elif (written := re.match(r"([A-Z]\S*) (?:P\d+, )?R(\d+)\b", line)) is not None:
+            # "LDS.128 R4, [R2]" writes four, "CS2R R6, SRZ" and "IMAD.WIDE R6, ..." two.
+            kind, first = written[1], int(written[2])
+            wide = 4 if ".128" in kind else 2 if re.search(r"\.64|CS2R|WIDE", kind) else 1
+            if read & set(range(first, first + wide)):
+                found.append(line)
+    return found
 
 
 def loops_of_products(text: str) -> dict[str, int]:
@@ -563,7 +637,7 @@ def loops_of_products(text: str) -> dict[str, int]:
     # "BRA 0x2170"
     jumps = [(int(line.split("0x")[1], 16), at) for at, line in lines if re.match("BRA.* 0x", line)]
     loops: set[tuple[int, int]] = set()
-    for product in (at for at, line in lines if line.startswith(("HGMMA", "HMMA", "IMMA"))):
+    for product in (at for at, line in lines if re.match("[HQI]GMMA|HMMA|IMMA", line)):
         around = [(first, last) for first, last in jumps if first <= product <= last]
         loops |= {min(around, key=lambda loop: loop[1] - loop[0])} if around else set()
     spills = [at for at, line in lines if line.startswith(("STL", "LDL"))]

@@ -12,6 +12,7 @@ from quantkit.kernels.linear import linear
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, VERBOSE_VARIABLE, choose, explain, kernel_named
 from quantkit.kernels.report import selections
+from quantkit.packing.activations import activations_named
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import scheme
 
@@ -143,6 +144,9 @@ def test_something_runs_every_preset_here():
 def test_no_kernel_lists_every_reason():
     with pytest.raises(KernelError) as error:
         choose(replace(problem(), device="meta"))
+    assert all(f"{row.name}: it runs on" in str(error.value) for row in KERNELS if not row.rounds_x)
+    with pytest.raises(KernelError) as error:
+        choose(replace(problem(), device="meta", activations=activations_named("fp8")))
     assert all(f"{row.name}: it runs on" in str(error.value) for row in KERNELS)
 
 

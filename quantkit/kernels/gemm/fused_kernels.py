@@ -310,15 +310,6 @@ def _fused(
 
 FUSED_KERNELS: tuple[Kernel, ...] = (
     _fused(
-        name="fused-wgmma-8bit",
-        summary="Gluon, for Hopper: int8 or fp8 products of bytes of the weights and inputs that a scheme "
-        "rounds, which it quantizes first",
-        why_unsupported=support.why_unsupported_wgmma_8bit,
-        why_slower=support.why_slower_wgmma_8bit,
-        run=wgmma_8bit_launch.run,
-        rounds_x=True,
-    ),
-    _fused(
         name="fused-gemv",
         summary="Gluon: codes stream through registers past an x in shared memory, for up to 16 rows of x; "
         "integers of up to 8 bits are multiplied as such, with digits of x",
@@ -382,6 +373,15 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         why_slower=support.why_slower_wgmma,
         run=wgmma_launch.run,
         tile_space=wgmma_launch.TILE_SPACE,
+    ),
+    _fused(
+        name="fused-wgmma-8bit",
+        summary="Gluon, for Hopper: int8 or fp8 products of bytes of the weights and inputs that a scheme "
+        "rounds, which it quantizes first",
+        why_unsupported=support.why_unsupported_wgmma_8bit,
+        why_slower=support.why_slower_wgmma_8bit,
+        run=wgmma_8bit_launch.run,
+        rounds_x=True,
     ),
     _fused(
         name="fused-portable",

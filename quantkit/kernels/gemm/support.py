@@ -231,11 +231,12 @@ def why_unsupported_wgmma(problem: Problem) -> str | None:
 
 def why_unsupported_wgmma_8bit(problem: Problem) -> str | None:
     """Return why `fused-wgmma-8bit` cannot run a problem; None if it can."""
+    if (reason := why_no_fused_kernel(problem)) is not None:
+        return reason
     activations, weight = problem.activations, problem.scheme
     if activations is None:
         return "it is for weights whose inputs are rounded to 8 bits"
-    reason = why_no_fused_kernel(problem) or why_not_quantized(activations, problem.k)
-    if reason is not None:
+    if (reason := why_not_quantized(activations, problem.k)) is not None:
         return reason
     shape, grouped = shape_of(problem), activations.group_size is not None
     reasons = (

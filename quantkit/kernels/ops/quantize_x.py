@@ -38,7 +38,7 @@ class QuantizedX:
 
 
 def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, span: int, sums: bool) -> QuantizedX:
-    """Compute `quantize_x` by torch."""
+    """Compute `quantize_x` of `x` [M, K] by torch."""
     m, k = x.shape
     blocks, grouped = -(-k // (2 * BLOCK)) * 2, scheme.group_size is not None
     wide = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - k))
@@ -85,10 +85,15 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, span: int, sums: bool)
     return QuantizedX(codes, scales, added)
 
 
+def is_on_gpu(x: torch.Tensor) -> bool:
+    """Return True if kernels can read `x` [...]; a function, so that tests interpret them on a CPU."""
+    return x.is_cuda
+
+
 def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
     """Return contiguous `x` [M, K] rounded as by `scheme.round`, in one launch where there is a kernel."""
     m, k = x.shape
-    if not x.is_cuda or why_not_quantized(scheme, k) is not None or x.dtype == torch.float32:
+    if not is_on_gpu(x) or why_not_quantized(scheme, k) is not None or x.dtype == torch.float32:
         return scheme.round(x)
     y = torch.empty_like(x)
     with launching_on(x.device):

@@ -40,6 +40,7 @@ def quantize_x(
         largest = tl.max(largest, 0, keep_dims=True)
     broken = largest >= 0x7F800000
     largest = tl.where(broken, 0, largest).to(tl.float32, bitcast=True)
+    values = tl.where(broken, 0.0, values)
     scale = tl.maximum(tl.div_rn(largest, ABSMAX), 1.1754943508222875e-38)
     if FMA:
         # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
@@ -48,7 +49,6 @@ def quantize_x(
         rounded = tl.fma(tl.fma(-rounded, scale, values), inverse, rounded)
     else:
         rounded = tl.div_rn(values, scale)
-    rounded = tl.where(broken, 0.0, rounded)
     # Adding 1.5 * 2^23 spacings of the values around a number rounds it to a multiple, ties to even.
     spacing = 12582912.0
     if MANTISSA > 0:

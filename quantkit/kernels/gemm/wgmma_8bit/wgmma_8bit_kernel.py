@@ -116,7 +116,7 @@ def _producer(
     HAS_BESIDE: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copy what consumers take for each 128 columns to shared memory by TMA, in the order in which they do.
+    """Copy codes of W [128, 128], scales, and x [BM, 128] to shared memory by TMA, for consumers in order.
 
     Boxes without a row of x are not copied; their outputs are not stored.
     """
@@ -335,7 +335,7 @@ def _operand(unpacked, PLANES: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.conste
 
 @gluon.jit
 def _wait(sums, kept):
-    """Wait for products; `kept` are the registers of their operand A, which nothing may overwrite before."""
+    """Wait for products `sums` [64, MMA_M]; nothing may overwrite `kept`, their operand A, before."""
     if len(kept) == 1:
         sums, _ = warpgroup_mma_wait(0, [sums, kept[0]])
     elif len(kept) == 2:

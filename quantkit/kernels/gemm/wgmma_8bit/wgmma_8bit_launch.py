@@ -53,7 +53,7 @@ class Wgmma8BitTile:
 
 @dataclass(frozen=True)
 class ByteOperand:
-    """How bytes of codes are weights: scale * (unit * (byte ^ flipped) + offset)."""
+    """Weights as bytes of their codes: scale * (unit * (byte ^ flipped) + offset)."""
 
     flipped: int = 0
     unit: float = 1.0
@@ -183,6 +183,7 @@ def multiply(
     )  # fmt: skip
 
     def described(tensor: torch.Tensor, box: list[int], layout: Any) -> Any:
+        """Return the TMA descriptor of `tensor` [...] with a box of that rank."""
         return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
 
     y, shape = empty(op, m, op.n), op.shape

@@ -151,12 +151,10 @@ def choose_by_rules(problem: Problem) -> Chosen:
     return _first(problem, None)
 
 
-@lru_cache(maxsize=2)
-def _candidates(is_rounded: bool) -> tuple[Kernel, ...]:
-    """Return the kernels in the order of choice: those that round x first, and only where x is rounded."""
-    return tuple(
-        sorted((one for one in KERNELS if is_rounded or not one.rounds_x), key=lambda one: not one.rounds_x)
-    )
+def _candidates(problem: Problem) -> tuple[Kernel, ...]:
+    """Return the kernels in the order of choice: those that round x first, and only where it is rounded."""
+    rounding = [kernel for kernel in KERNELS if kernel.rounds_x and problem.activations is not None]
+    return (*rounding, *[kernel for kernel in KERNELS if not kernel.rounds_x])
 
 
 def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
@@ -165,7 +163,7 @@ def explain(problem: Problem) -> tuple[tuple[str, str | None], ...]:
 
 
 def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, str | None], ...]:
-    kernels = _candidates(problem.activations is not None)
+    kernels = _candidates(problem)
     if measured is None:
         return tuple(
             (
@@ -226,7 +224,9 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
 
 def why_rounded_before(problem: Problem) -> str | None:
     """Return why x is rounded before its product; None if a kernel multiplies what it is rounded to."""
-    reasons = [_unsupported(kernel, problem) for kernel in KERNELS if kernel.rounds_x]
+    rounding = [kernel for kernel in KERNELS if kernel.rounds_x]
+    here = [kernel for kernel in rounding if problem.device in kernel.devices]
+    reasons = [_unsupported(kernel, problem) for kernel in here or rounding]
     return None if None in reasons else reasons[0]
 
 

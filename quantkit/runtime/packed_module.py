@@ -11,8 +11,10 @@ from torch import nn
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.errors import KernelError
 from quantkit.kernels.eager import KernelLayout
-from quantkit.kernels.linear import build_layout, can_restore, linear_parts, restore_words
+from quantkit.kernels.gemm.cpu_int8 import is_int8_product
+from quantkit.kernels.linear import linear_parts, restore_words
 from quantkit.kernels.problem import ACTIVATION_DTYPES
+from quantkit.kernels.weight_layouts import build_layout, can_restore
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.names import Container, is_aligned
 from quantkit.packing.scale_types import SCALE_TYPES
@@ -48,8 +50,6 @@ class PartSpec:
 #: Scheme after a cast of its scales, by scheme and scale dtype. Filled when modules are made, because
 #: torch.compile cannot trace the making of a scheme token.
 _CAST: dict[Scheme, dict[torch.dtype, Scheme]] = {}
-
-
 #: Scheme with activations, by scheme of the weights and activations; filled likewise.
 _WITH_INPUTS: dict[tuple[Scheme, ActivationScheme], Scheme] = {}
 
@@ -163,6 +163,8 @@ class PackedModule(nn.Module):
         self.container = container
         self._schemes = {parameter: scheme.of_weights for parameter, (scheme, _) in schemes.items()}
         self._activations = {parameter: scheme.activations for parameter, (scheme, _) in schemes.items()}
+        #: Parameters whose products round their inputs on a CPU as well; on a GPU all do.
+        self._int8 = {parameter for parameter, (scheme, _) in schemes.items() if is_int8_product(scheme)}
         self._columns = {parameter: columns for parameter, (_, columns) in schemes.items()}
         for parameter, scheme in self._schemes.items():
             _prepare_casts(scheme, self._activations[parameter])
@@ -362,21 +364,21 @@ class PackedModule(nn.Module):
 
     def operand(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
         """Return `x` [..., K] for a product with the scheme `with_inputs`: rounded, unless that rounds it."""
-        return x if x.is_cuda else self.rounded(parameter, x)
+        return x if x.is_cuda or parameter in self._int8 else self.rounded(parameter, x)
 
     def with_inputs(self, parameter: str, scheme: Scheme, on_gpu: bool) -> Scheme:
         """Return the scheme for a product of `parameter`, whose weights have `scheme`.
 
-        On a GPU it says how inputs are rounded, and the product rounds them. On a CPU the caller does, once
-        for all products of an input.
+        On a GPU, and for int8 products, it says how inputs are rounded. Else the caller rounds them, once.
         """
         activations = self._activations[parameter]
-        if activations is None or not on_gpu:
+        if activations is None or not (on_gpu or parameter in self._int8):
             return scheme
         return _WITH_INPUTS.get((scheme, activations)) or replace(scheme, activations=activations)
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
-        return build_layout(self._packed(parameter, index, matrix), dtype)
+        rounding = self._activations[parameter] if parameter in self._int8 else None
+        return build_layout(self._packed(parameter, index, matrix), dtype, rounding)
 
     def _product(
         self, parameter: str, index: int, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from quantkit.kernels.eager import KernelLayout
-from quantkit.kernels.linear import autocast, join_layouts, linear_parts, most_joined_rows
+from quantkit.kernels.linear import autocast, linear_parts
+from quantkit.kernels.weight_layouts import join_layouts, most_joined_rows
 
 if TYPE_CHECKING:
     from quantkit.runtime.packed_linear import PackedLinear

@@ -84,7 +84,7 @@ TABLES = {"book4", "nf4"}
 AMD = 942
 #: The same of the kernel for many rows, at the begin and the end of a tile.
 HOPPER_SPILLS = 20
-#: The same of `fused-wgmma-8bit` for two blocks of columns with sums of x: faster than one without spills (H200,
+#: The same of `fused-wgmma-8bit` for two blocks of columns with sums of x: faster than one block (H200, int4,
 #: 28672 x 4096, M = 4096: 1008 against 1094 us).
 BYTES_SPILLS = 40
 #: Formats and tiles of `fused-wgmma` with many columns at a time that stand for the others.

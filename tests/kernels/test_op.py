@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from quantkit.errors import FormatError, KernelError
-from quantkit.kernels.linear import build_layout, linear, linear_parts
+from quantkit.kernels.linear import linear, linear_parts
 from quantkit.kernels.registry import FORCE_VARIABLE
+from quantkit.kernels.weight_layouts import build_layout
 
 from ..support.compare import assert_close, assert_equal
 

@@ -18,9 +18,10 @@ from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
 from quantkit.errors import KernelError
 from quantkit.kernels import registry
 from quantkit.kernels.layouts.fragment_layout import build, geometry, join, read_codes, restore
-from quantkit.kernels.linear import build_layout, linear_parts
+from quantkit.kernels.linear import linear_parts
 from quantkit.kernels.problem import Kernel, Layout, Problem, always
 from quantkit.kernels.registry import FORCE_VARIABLE
+from quantkit.kernels.weight_layouts import build_layout
 from quantkit.model.experts import DOWN, GATE_UP
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor

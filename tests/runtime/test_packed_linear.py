@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from quantkit.errors import FormatError, KernelError
-from quantkit.kernels import linear as kernels
+from quantkit.kernels import weight_layouts
 from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.model.architectures import why_not_packable
@@ -222,9 +222,9 @@ def builds(monkeypatch) -> list[tuple[int, torch.dtype]]:
     """Calls of `build_layout`, each as the address of the words and the activation dtype."""
     calls: list[tuple[int, torch.dtype]] = []
 
-    def build(packed: PackedTensor, dtype):
+    def build(packed: PackedTensor, dtype, rounding):
         calls.append((packed.words.data_ptr(), dtype))
-        return kernels.build_layout(packed, dtype)
+        return weight_layouts.build_layout(packed, dtype, rounding)
 
     monkeypatch.setattr(packed_module, "build_layout", build)
     return calls

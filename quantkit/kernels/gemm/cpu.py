@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.kernels.gemm.cpu_int8 import DIGITS_ROW
+from quantkit.kernels.gemm.cpu_int8 import DIGITS_ROW, DYNAMIC_ROW
 from quantkit.kernels.gemm.unpack import block_rows
 from quantkit.kernels.problem import Kernel, Layout, LayoutTensors, Problem, one_plane
 from quantkit.packing.formats import IntFormat
@@ -175,4 +175,5 @@ CPU_KERNELS = (
         launch=_int8_launch,
     ),
     DIGITS_ROW,
+    DYNAMIC_ROW,
 )

@@ -1,7 +1,8 @@
-"""CPU kernel `int-digits`: float activations times integer weights, as exact int8 products.
+"""CPU kernels `int8-dynamic` and `int-digits`: integer weights times activations, as exact int8 products.
 
 The values of most low-bit formats are small integers times one power of two: int4 is -8..7, fp6-e2m3 is
-(-60..60)/8, binary is -1 and 1. An activation is written in fixed point as three int8 digits,
+(-60..60)/8, binary is -1 and 1. `int8-dynamic` multiplies them with inputs that a scheme rounds to int8, with
+one scale per token. For other inputs, `int-digits` writes an activation in fixed point as three int8 digits,
 
     x = unit * (65536*d2 + 256*d1 + d0)        unit a power of two, |x| <= unit * 2**22
 
@@ -12,12 +13,15 @@ faster, because it reads a quarter of the bytes.
 """
 
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
 
 from quantkit.kernels.problem import Kernel, Layout, Problem, one_plane
+from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -30,6 +34,9 @@ _MIN_EXPONENT = -126
 
 #: Columns of one product in longer groups. 128 to 512 take the same time; 2048 take twice as long.
 _SEGMENT = 256
+#: Rows of x that `int8-dynamic` multiplies at a time. With 512, sums leave the cache, for 1.5 times the time
+#: (K and N of 2048, a core with AVX512).
+_ROWS = 128
 #: Most columns of a segment: sums of products of int8 stay below 2**31.
 _MAX_SEGMENT = 1 << 16
 
@@ -91,14 +98,26 @@ def _why_slower(problem: Problem) -> str | None:
     return None
 
 
-def _build(weight: PackedTensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Build codes int8 [segments, N, segment] and scales float32 [segments, N]; NaN for NaN codes."""
+def _whole_groups(scheme: Scheme, columns: int) -> tuple[int, int]:
+    """Return the columns of a group, or of a row without groups, and how many a row has."""
+    return scheme.group_columns(columns), scheme.groups(columns)
+
+
+def _build(
+    weight: PackedTensor,
+    dtype: torch.dtype,
+    divide: Callable[[Scheme, int], tuple[int, int]] = segmentation,
+) -> tuple[torch.Tensor, ...]:
+    """Build codes int8 [segments, N, segment] and scales float32 [segments, N]; NaN for NaN codes.
+
+    `divide` returns the columns of a segment, and segments of a row.
+    """
     scheme = weight.scheme
     rows, columns = weight.shape
     found = integer_values(scheme.format)
     assert found is not None
     values, shift = found
-    segment, segments = segmentation(scheme, columns)
+    segment, segments = divide(scheme, columns)
     device = weight.device
     table = torch.tensor(values, dtype=torch.int8, device=device)
     reserved = torch.tensor([math.isnan(value) for value in scheme.format.values], device=device)
@@ -161,6 +180,79 @@ def _launch(
     return y.to(x.dtype)
 
 
+def is_int8_product(scheme: Scheme) -> bool:
+    """Return True if a weight of integers has inputs that are rounded to int8, with one scale per token."""
+    inputs = scheme.activations
+    return (
+        inputs is not None
+        and (inputs.format, inputs.group_size, inputs.scale) == ("int8", None, "float32")
+        and integer_values(scheme.format) is not None
+        and scheme.planes == 1
+        and not scheme.column_scale
+    )
+
+
+def _why_not_dynamic(problem: Problem) -> str | None:
+    """Return why `int8-dynamic` cannot run a problem; None if it can."""
+    if not is_int8_product(replace(problem.scheme, activations=problem.activations)):
+        return "it multiplies integers with inputs that are rounded to int8, one scale per token"
+    if _whole_groups(problem.scheme, problem.k)[0] > _MAX_SEGMENT:
+        return f"an int32 overflows in rows of {problem.k}; use a group size up to {_MAX_SEGMENT}"
+    return _why_unsupported(problem)
+
+
+def _why_dynamic_is_slower(problem: Problem) -> str | None:
+    """Return why another kernel is faster than `int8-dynamic`; None if none is."""
+    if "vnni" not in problem.features:
+        return "this CPU has no VNNI instructions, without which int8 products are slow"
+    if problem.dtype != torch.float32 and problem.scheme.groups(problem.k) > 1:
+        return f"decoding in groups is faster with torch's weight-only product at {problem.dtype}"
+    return None
+
+
+def _quantized(x: torch.Tensor, inputs: ActivationScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `x` [M, K] as int8 [M, K] and scales float32 [M, 1]; NaN for a row with NaN or infinity."""
+    rows = x.float()
+    scale = inputs.scales(rows)
+    # Infinity less itself is NaN.
+    return torch.div(rows, scale).round_().to(torch.int8), scale + (scale - scale)
+
+
+def _launch_dynamic(
+    x: torch.Tensor,
+    weight: PackedTensor,
+    layout: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+    activations: ActivationScheme,
+) -> torch.Tensor:
+    """Return y [M, N] for `x` [M, K], rounded by `activations`."""
+    values, scale = layout
+    segments, _, segment = values.shape
+    some = []
+    for rows in x.split(_ROWS):
+        codes, x_scale = _quantized(rows, activations)
+        if segments * segment > codes.shape[1]:
+            codes = F.pad(codes, (0, segments * segment - codes.shape[1]))
+        y = torch._int_mm(codes[:, :segment], values[0].T).float().mul_(scale[0])
+        for index in range(1, segments):
+            part = codes[:, index * segment : (index + 1) * segment]
+            y.addcmul_(torch._int_mm(part, values[index].T).float(), scale[index])
+        y.mul_(x_scale)
+        some.append((y if bias is None else y.add_(bias)).to(x.dtype))
+    return some[0] if len(some) == 1 else torch.cat(some)
+
+
+DYNAMIC_ROW = Kernel(
+    name="int8-dynamic",
+    summary="exact int8 products with inputs that a scheme rounds to int8, which it quantizes first; float32 "
+    "sums; holds one more byte per weight",
+    devices=("cpu",),
+    why_unsupported=_why_not_dynamic,
+    why_slower=_why_dynamic_is_slower,
+    layout=Layout("int8-dynamic", partial(_build, divide=_whole_groups)),
+    launch=_launch_dynamic,
+    rounds_x=True,
+)
 DIGITS_ROW = Kernel(
     name="int-digits",
     summary="exact int8 products of the weights and three digits of the activations; float32 sums; holds "

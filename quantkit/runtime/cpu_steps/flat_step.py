@@ -157,9 +157,9 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
     arguments: Any = map_arg(node.args[1:], lambda one: _constant(module, one))
     parts, layout, bias, token, rows, name = arguments
     x, shape = node.args[0].meta[META], node.meta[META].shape  # type: ignore[union-attr]
-    columns, scheme = x.shape[-1], parse_token(token)
-    problem = Problem.on(torch.device("cpu"), x.numel() // columns, rows, columns, scheme, x.dtype, name)
-    chosen = choose(problem)
+    columns, asked = x.shape[-1], parse_token(token)
+    problem = Problem.on(torch.device("cpu"), x.numel() // columns, rows, columns, asked, x.dtype, name)
+    chosen, scheme, rounding = choose(problem), asked.of_weights, asked.activations
     log_choice(problem, chosen)
     # A joined weight has a layout only.
     weight = (
@@ -169,15 +169,18 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
     scale = weight.part("column_scale") if isinstance(weight, PackedTensor) else None
     scale = None if scale is None else scale.to(x.dtype)
     launch, flat_shape = chosen.launch, (problem.m, columns)
+    if rounding is not None and chosen.kernel.rounds_x:
+        launch, rounding = partial(launch, activations=rounding), None
 
     def product(x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(flat_shape).contiguous()
+        flat = flat if rounding is None else rounding.round(flat)
         return launch(flat if scale is None else flat * scale, weight, tensors, bias).view(shape)
 
     def plain_product(x: torch.Tensor) -> torch.Tensor:
         return launch(x.view(flat_shape), weight, tensors, bias).view(shape)
 
-    return plain_product if scale is None and x.is_contiguous() else product
+    return plain_product if scale is None and rounding is None and x.is_contiguous() else product
 
 
 def _constant(module: GraphModule, node: Node) -> Any:

@@ -1,0 +1,65 @@
+"""Kernel layouts of weights: built for the kernel that decodes fastest, and joined."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from quantkit.kernels.eager import KernelLayout
+from quantkit.kernels.jit.building import building, wait_for
+from quantkit.kernels.problem import Problem
+from quantkit.kernels.registry import choose, layout_named, warn_unfused
+from quantkit.packing.activations import ActivationScheme
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor
+
+
+def build_layout(
+    weight: PackedTensor, activation_dtype: torch.dtype, rounding: ActivationScheme | None = None
+) -> KernelLayout | None:
+    """Build the layout with which decoding (M = 1) is fastest on the device of `weight` [N, K].
+
+    `rounding` says how products round x, if they do. Returns None if that kernel reads the storage layout.
+    Raises `KernelError` if no kernel supports the weight, and `FormatError` for NaN codes or scales. Inside
+    `building`, the layout may be used, and `FormatError` is raised, when that block ends.
+    """
+    scheme = weight.scheme if rounding is None else replace(weight.scheme, activations=rounding)
+    problem = Problem.on(weight.device, 1, *weight.shape, scheme, activation_dtype)
+    row = choose(problem).kernel
+    if row.layout is None:
+        warn_unfused(problem, row)
+        return None
+    # Tensors of inference mode could not be saved for a backward pass.
+    with torch.no_grad(), torch.inference_mode(False), building():
+        tensors = row.layout.build(weight, activation_dtype)
+    return KernelLayout(row.layout.name, activation_dtype, tensors)
+
+
+def join_layouts(
+    layouts: Sequence[KernelLayout], rows: Sequence[int], scheme: Scheme, k: int
+) -> tuple[KernelLayout, tuple[KernelLayout, ...]] | None:
+    """Join layouts of weights [rows[i], k] of one scheme along N; return the whole, and views of it.
+
+    `linear_parts` with the whole computes all products. Returns None if these layouts cannot be joined.
+    """
+    names, dtypes = {layout.name for layout in layouts}, {layout.dtype for layout in layouts}
+    if len(names) != 1 or len(dtypes) != 1:
+        return None
+    name, dtype = names.pop(), dtypes.pop()
+    with torch.no_grad(), torch.inference_mode(False), building():
+        joined = layout_named(name).join([layout.tensors for layout in layouts], rows, scheme, k, dtype)
+        if joined is None:
+            return None
+        whole, parts = joined
+        wait_for(whole[0].device)
+    return KernelLayout(name, dtype, whole), tuple(KernelLayout(name, dtype, part) for part in parts)
+
+
+def most_joined_rows(layout: KernelLayout) -> int:
+    """Return the largest M for which joined weights in `layout` are used."""
+    return layout_named(layout.name).most_rows
+
+
+def can_restore(layout: KernelLayout | None) -> bool:
+    """Return True if the words of the weight can be restored from its layout, and so need not be kept."""
+    return layout is not None and layout_named(layout.name).restore is not None

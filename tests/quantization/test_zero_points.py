@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 import quantkit
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError, KernelError, UsageError
-from quantkit.kernels.linear import linear
+from quantkit.kernels.linear import linear, linear_parts
 from quantkit.kernels.problem import GPU_FEATURES, Problem
 from quantkit.kernels.registry import FORCE_VARIABLE, KERNELS, choose, kernel_named
+from quantkit.kernels.weight_layouts import build_layout
+from quantkit.packing.activations import activations_named
 from quantkit.packing.formats import NumberFormat
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -116,6 +118,18 @@ def test_cpu_kernels_multiply_or_say_why_not(
 ) -> None:
     packed = quantize_tensor(weight(64, 256), "int4", group_size=32, zero_point=kind.name)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    if kernel_named(row).rounds_x:
+        rounding = activations_named("int8")
+        asked = replace(packed.scheme, activations=rounding)
+        assert kernel_named(row).why_unsupported(Problem.on(x.device, 3, 64, 256, asked, x.dtype)) == (
+            kind.why_not_int8
+        )
+        if kind.why_not_int8 is None:
+            assert rounding is not None
+            y = linear_parts(x, packed.tensors, None, asked, 64, build_layout(packed, x.dtype, rounding))
+            expected = rounding.round(x.double()).double() @ packed.dequantize().double().T
+            assert (y.double() - expected).norm() / expected.norm() < 2e-2
+        return
     problem = Problem.on(x.device, 3, 64, 256, packed.scheme, x.dtype)
     reason = kernel_named(row).why_unsupported(problem)
     monkeypatch.setenv(FORCE_VARIABLE, row)

@@ -229,7 +229,7 @@ def _launch_dynamic(
     values, scale = layout
     segments, _, segment = values.shape
     some = []
-    for rows in x.split(_ROWS):
+    for rows in torch.split(x, _ROWS):
         codes, x_scale = _quantized(rows, activations)
         if segments * segment > codes.shape[1]:
             codes = F.pad(codes, (0, segments * segment - codes.shape[1]))

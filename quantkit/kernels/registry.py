@@ -224,9 +224,10 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
 
 def why_rounded_before(problem: Problem) -> str | None:
     """Return why x is rounded before its product; None if a kernel multiplies what it is rounded to."""
-    rounding = [kernel for kernel in KERNELS if kernel.rounds_x]
-    here = [kernel for kernel in rounding if problem.device in kernel.devices]
-    reasons = [_unsupported(kernel, problem) for kernel in here or rounding]
+    here = [kernel for kernel in KERNELS if kernel.rounds_x and problem.device in kernel.devices]
+    reasons = [_unsupported(kernel, problem) or kernel.why_slower(problem) for kernel in here]
+    if not reasons:
+        return f"none is for {problem.device}"
     return None if None in reasons else reasons[0]
 
 

@@ -101,8 +101,8 @@ class PackedLinear(PackedMatrix):
         self.in_features = in_features
         self.out_features = out_features
         self._words_key, self._scale_key = (entry.name for entry in self._entries["weight"][:2])
-        #: Scheme tokens by dtype of the scale, which a cast of the model may change.
-        self._tokens: dict[torch.dtype, str] = {}
+        #: Scheme tokens by dtype of the scale, which a cast may change, and True for those of a GPU.
+        self._tokens: dict[tuple[torch.dtype, bool], str] = {}
         #: The group of linears that share this input, and the index of this one in it.
         self._shared: tuple[SharesInput, int] | None = None
         bias = None if bias_dtype is None else torch.empty(out_features, dtype=bias_dtype)
@@ -188,12 +188,12 @@ class PackedLinear(PackedMatrix):
     def token(self) -> str:
         """Return the token of the current scheme, which on a GPU says how inputs are rounded."""
         scale = self._parameters[self._scale_key]
-        token = None if scale is None else self._tokens.get(scale.dtype)
+        on_gpu = scale is not None and scale.is_cuda
+        token = None if scale is None else self._tokens.get((scale.dtype, on_gpu))
         if token is None:
-            on_gpu = scale is not None and scale.is_cuda
             token = self.with_inputs("weight", self.matrix.scheme, on_gpu).token
             if scale is not None and not torch.compiler.is_compiling():
-                self._tokens[scale.dtype] = token
+                self._tokens[scale.dtype, on_gpu] = token
         return token
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

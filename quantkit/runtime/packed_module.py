@@ -47,10 +47,9 @@ class PartSpec:
     logical: Mapping[int, tuple[int, int]]
 
 
-#: Scheme after a cast of its scales, by scheme and scale dtype. Filled when modules are made, because
-#: torch.compile cannot trace the making of a scheme token.
+#: Scheme after a cast of its scales, by scheme and scale dtype; and with activations, by scheme of the weights.
+#: Filled when modules are made, because torch.compile cannot trace the making of a scheme token.
 _CAST: dict[Scheme, dict[torch.dtype, Scheme]] = {}
-#: Scheme with activations, by scheme of the weights and activations; filled likewise.
 _WITH_INPUTS: dict[tuple[Scheme, ActivationScheme], Scheme] = {}
 
 
@@ -163,7 +162,7 @@ class PackedModule(nn.Module):
         self.container = container
         self._schemes = {parameter: scheme.of_weights for parameter, (scheme, _) in schemes.items()}
         self._activations = {parameter: scheme.activations for parameter, (scheme, _) in schemes.items()}
-        #: Parameters whose products round their inputs on a CPU as well; on a GPU all do.
+        #: Parameters whose products round inputs on a CPU too; on a GPU all do.
         self._int8 = {parameter for parameter, (scheme, _) in schemes.items() if is_int8_product(scheme)}
         self._columns = {parameter: columns for parameter, (_, columns) in schemes.items()}
         for parameter, scheme in self._schemes.items():
@@ -180,7 +179,7 @@ class PackedModule(nn.Module):
             )
             for parameter, scheme in self._schemes.items()
         }
-        #: Built layouts, or None, by (parameter, matrix index, activation dtype).
+        #: Layouts, or None, by (parameter, matrix index, activation dtype).
         self._layouts: dict[tuple[str, int, torch.dtype], Any] = {}
         self._layout_owners: dict[str, weakref.ref[torch.Tensor]] = {}
         self._freed: dict[str, FreedWeight] = {}
@@ -363,7 +362,7 @@ class PackedModule(nn.Module):
         return x if scheme is None else scheme.round(x)
 
     def operand(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` [..., K] for a product with the scheme `with_inputs`: rounded, unless that rounds it."""
+        """Return `x` [..., K], rounded unless products of `parameter` round it (`with_inputs`)."""
         return x if x.is_cuda or parameter in self._int8 else self.rounded(parameter, x)
 
     def with_inputs(self, parameter: str, scheme: Scheme, on_gpu: bool) -> Scheme:
@@ -377,8 +376,9 @@ class PackedModule(nn.Module):
         return _WITH_INPUTS.get((scheme, activations)) or replace(scheme, activations=activations)
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
-        rounding = self._activations[parameter] if parameter in self._int8 else None
-        return build_layout(self._packed(parameter, index, matrix), dtype, rounding)
+        packed = self._packed(parameter, index, matrix)
+        rounding = self.with_inputs(parameter, matrix.scheme, packed.words.is_cuda).activations
+        return build_layout(packed, dtype, rounding)
 
     def _product(
         self, parameter: str, index: int, matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None

@@ -11,6 +11,7 @@ from quantkit.kernels.registry import why_rounded_before
 from quantkit.kernels.triton_support import why_slow
 from quantkit.runtime.cuda_graphs import capture
 from quantkit.runtime.packed_embedding import activation_dtype
+from quantkit.runtime.packed_experts import PackedExperts
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.shared_input import shared_inputs
 
@@ -41,11 +42,13 @@ def _tell_of_rounding(model: Any) -> None:
     """Log which linears round their inputs and multiply them in the dtype of `model`, and why."""
     found: dict[str, list[str]] = {}
     for _, module in packed_modules(model):
-        for scheme, (rows, columns), count in module.logical().values():
+        for scheme, (rows, columns), _ in module.logical().values():
             if scheme.activations is None:
                 continue
             problem = Problem.on(model.device, MANY_ROWS, rows, columns, scheme, model.dtype)
-            reason = "experts are grouped" if count > 1 else why_rounded_before(problem)
+            # On a GPU experts are grouped, for kernels of 16 bits.
+            grouped = isinstance(module, PackedExperts) and problem.device == "cuda"
+            reason = "experts are grouped" if grouped else why_rounded_before(problem)
             kinds = found.setdefault(reason or "", [])
             kinds += [kind for kind in (str(scheme.activations),) if kind not in kinds]
     for reason, kinds in found.items():

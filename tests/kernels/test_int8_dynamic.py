@@ -104,8 +104,8 @@ def test_it_is_chosen_where_it_is_faster() -> None:
 @pytest.mark.parametrize(
     ("name", "activations", "reason"),
     [
-        ("fp8", "int8", "multiplies integers with inputs that are rounded to int8"),
-        ("int4", "fp8", "multiplies integers with inputs that are rounded to int8"),
+        ("fp8", "int8", "with inputs in int8, one scale per token"),
+        ("int4", "fp8", "with inputs in int8, one scale per token"),
     ],
 )
 def test_it_says_what_it_does_not_multiply(name: str, activations: str, reason: str) -> None:
@@ -114,3 +114,21 @@ def test_it_says_what_it_does_not_multiply(name: str, activations: str, reason: 
         1, 1024, 1024, asked.of_weights, torch.float32, "cpu", frozenset(), activations=asked.activations
     )
     assert reason in (dict(explain(problem))["int8-dynamic"] or "")
+
+
+@pytest.mark.parametrize(("k", "group_size"), [(1, "channel"), (64, 1)])
+def test_products_of_one_column_are_left_to_others(
+    make_packed: Callable[..., PackedTensor], k: int, group_size: int | str
+) -> None:
+    # torch's int8 product of one column reads what nobody wrote.
+    packed = make_packed("int4", (40, k), group_size=group_size)
+    asked = replace(packed.scheme, activations=INT8)
+    problem = Problem(
+        3, 40, k, packed.scheme, torch.float32, "cpu", frozenset({"vnni"}), None, activations=INT8
+    )
+    reasons = dict(explain(problem))
+    assert all("one column" in (reasons[name] or "") for name in ("int8-dynamic", "int-digits"))
+    x = torch.randn(3, k)
+    y = linear_parts(x, packed.tensors, None, asked, 40, build_layout(packed, x.dtype, INT8))
+    expected = INT8.round(x).double() @ packed.dequantize(torch.float32).double().T
+    assert_close(y.double(), expected, norm=1e-5)

@@ -108,9 +108,9 @@ def test_loading_says_that_products_are_not_those_of_low_bits(caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "inputs of linears are rounded to fp8-e4m3 g32 e8m0, and multiplied in float32, as no 8-bit kernel "
-        "runs them (it multiplies integers with inputs that are rounded to int8, one scale per token): this "
-        "shows the accuracy of low-bit products, not their speed. Serve the model with an engine that reads "
-        "it (quantkit formats --schemes) for that."
+        "runs them (it multiplies single integers, not columns' scales, with inputs in int8, one scale per "
+        "token): this shows the accuracy of low-bit products, not their speed. Serve the model with an "
+        "engine that reads it (quantkit formats --schemes) for that."
     )
 
 

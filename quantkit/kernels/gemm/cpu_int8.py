@@ -37,6 +37,8 @@ _SEGMENT = 256
 #: Rows of x that `int8-dynamic` multiplies at a time. With 512, sums leave the cache, for 1.5 times the time
 #: (K and N of 2048, a core with AVX512).
 _ROWS = 128
+#: Fewest columns of a segment: `torch._int_mm` of one column reads memory that nobody wrote (torch 2.13).
+_LEAST_SEGMENT = 2
 #: Most columns of a segment: sums of products of int8 stay below 2**31.
 _MAX_SEGMENT = 1 << 16
 
@@ -80,8 +82,13 @@ def _why_unsupported(problem: Problem) -> str | None:
         return reason
     if scheme.has_zero_point and scheme.format.bits == 8:
         return "8-bit codes less a zero-point need 9 bits; quantize symmetrically"
-    if segmentation(scheme, problem.k)[0] > _MAX_SEGMENT:
-        return f"an int32 overflows in groups of {scheme.group_size}; use a group size up to {_MAX_SEGMENT}"
+    segment = segmentation(scheme, problem.k)[0]
+    if not _LEAST_SEGMENT <= segment <= _MAX_SEGMENT:
+        return (
+            "torch's int8 product is wrong for one column"
+            if segment < _LEAST_SEGMENT
+            else f"an int32 overflows in groups of {scheme.group_size}"
+        ) + f"; use a group size of {_LEAST_SEGMENT} to {_MAX_SEGMENT}"
     return None
 
 
@@ -195,7 +202,7 @@ def is_int8_product(scheme: Scheme) -> bool:
 def _why_not_dynamic(problem: Problem) -> str | None:
     """Return why `int8-dynamic` cannot run a problem; None if it can."""
     if not is_int8_product(replace(problem.scheme, activations=problem.activations)):
-        return "it multiplies integers with inputs that are rounded to int8, one scale per token"
+        return "it multiplies single integers, not columns' scales, with inputs in int8, one scale per token"
     if _whole_groups(problem.scheme, problem.k)[0] > _MAX_SEGMENT:
         return f"an int32 overflows in rows of {problem.k}; use a group size up to {_MAX_SEGMENT}"
     return _why_unsupported(problem)

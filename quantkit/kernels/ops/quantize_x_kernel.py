@@ -18,7 +18,8 @@ def quantize_x(
         scales float32         [M_STRIDE], or [BLOCKS, M_STRIDE] with GROUPED: one per 128 columns
         sums float32           [BLOCKS, M_STRIDE] with SUMS: sum of each 128 codes
 
-    With codes of the dtype of x these are scale * code, up to MOST in magnitude, and scales are not stored.
+    With MOST > 0 it writes the rounded inputs, scale * code, instead of codes, and no scales. They have the
+    dtype of x, whose largest number is MOST.
 
     Columns c and c + SPAN / 2 of a span become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
     A row, or group, with NaN or infinity has the scale NaN and codes 0. MANTISSA and SMALLEST are the

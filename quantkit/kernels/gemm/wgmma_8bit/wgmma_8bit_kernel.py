@@ -8,7 +8,7 @@ Barriers, persistent tiles and stream-K are those of `wgmma_gemm`. Tensor cores 
 a cycle as 16-bit numbers. Codes are not dequantized, only unpacked to a byte each:
 
     8 bits     the byte is the number: e4m3 as it is, int8 with its highest bit flipped
-    4, 2, 1    code c is the byte c: the integer c, or c * 2^-9 as e4m3, whose subnormals are evenly spaced
+    4, 2       code c is the byte c: the integer c, or c * 2^-9 as e4m3, whose subnormals are evenly spaced
 
 So weight = scale * (UNIT * byte + OFFSET), and the constant part is a product with a sum:
 
@@ -355,7 +355,7 @@ def _mask(BITS: int) -> int:
 @gluon.jit
 def _bytes(words, C: gl.constexpr):
     """View words int32 [4, C, 128] as bytes int8 [4, C, 128, 4], in the same registers."""
-    # An operand of four equal elements, because PTX has to give as many bytes as it takes words.
+    # Inline PTX takes as many elements as it gives: four copies of a word for its four bytes.
     pairs = gl.join(words, words)
     four = gl.reshape(gl.join(pairs, pairs), (4, C, 128, 4))
     return gl.inline_asm_elementwise("mov.b32 $0, $1; // bytes", "=r,r,r,r,r", [four], gl.int8, True, 4)

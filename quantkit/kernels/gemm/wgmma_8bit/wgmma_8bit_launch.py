@@ -25,8 +25,8 @@ BLOCK_N = 128
 SUBNORMAL = 2.0**-9
 #: Rows of x of one product: Triton has no int8 product with more.
 MOST_INT8 = 128
-#: Most rows of x for which tiles of 128 are as fast as those of 256, whose threads have no registers for
-#: other sums (H200, fp8, 28672 x 4096, M = 512: 94 against 98 us; M = 1024: 196 against 172 us).
+#: Most rows of x for which tiles of 128 are as fast as those of 256, whose threads lack the registers to
+#: promote sums (H200, fp8, 28672 x 4096, M = 512: 94 against 98 us; M = 1024: 196 against 172 us).
 MANY_ROWS = 512
 #: Part of the multiprocessors that tiles must keep busy, else stream-K is faster (H200, int4, 4096 x 14336,
 #: M = 256: 64 tiles take 69 us, with stream-K 43 us).
@@ -165,7 +165,7 @@ def _launches(
 
 def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
     """Return the number of buffers of 128 columns in shared memory: all that fit, up to `STAGES`."""
-    # Codes, scales and x, of which a row may have another number.
+    # Codes and scales of W, and x with the number beside each of its rows.
     each = BLOCK_N * COLUMNS * shape.bits // 8 + 2 * BLOCK_N + tile.block_m * (COLUMNS + 4)
     return min(STAGES, (HOPPER_SHARED - SCRATCH) // (each * tile.blocks))
 

@@ -47,7 +47,7 @@ class PartSpec:
     logical: Mapping[int, tuple[int, int]]
 
 
-#: Scheme after a cast of its scales, by scheme and scale dtype; with activations, by scheme of the weights too.
+#: Scheme after a cast of its scales, by scheme and scale dtype; with activations, by that of the weights too.
 #: Filled when modules are made, because torch.compile cannot trace the making of a scheme token.
 _CAST: dict[Scheme, dict[torch.dtype, Scheme]] = {}
 _WITH_INPUTS: dict[tuple[Scheme, ActivationScheme], Scheme] = {}

@@ -27,13 +27,21 @@ CODEGEN = ROOT / "tests" / "kernels" / "codegen.py"
 KINDS = ("int8", "int7", "int4", "int3", "binary", "fp6", "book4", "mxfp4", "nvfp4")
 #: Kernels as `codegen.py` names them, with rows of x.
 KERNELS = (
-    ("stream 8 2 1 2 0", 2),
-    ("narrow 8 8 2 0", 16),
-    ("narrow 8 4 2 1", 8),
-    ("hopper", 4096),
-    ("tiled", 64),
-    ("skinny", 1),
-    ("dense", 1),
+    ("decode 8 2 1 2 0", 2),
+    ("small-m 8 8 2 0", 16),
+    ("small-m 8 4 2 1", 8),
+    ("wgmma", 4096),
+    ("portable-gemm", 64),
+    ("portable-gemv", 1),
+    ("dequantize", 1),
+)
+#: The kernel for rounded inputs, and names of `--scheme`.
+ROUNDED = (
+    ("bytes 128 2 1", "W4AFP8"),
+    ("bytes 128 2 1", "FP8_BLOCK"),
+    ("bytes 256 1 0", "FP8_DYNAMIC"),
+    ("bytes 256 1 0", "W8A8"),
+    ("bytes 64 2 1", "W4A8"),
 )
 
 
@@ -50,6 +58,7 @@ def main() -> int:
     arguments = parser.parse_args()
     names = [name for name in PRESETS if PRESETS[name].planes == 1] if arguments.all else KINDS
     cases = [(kernel, name, 90, m) for name in names for kernel, m in KERNELS]
+    cases += [(kernel, name, 90, 512) for kernel, name in ROUNDED]
     failures = 0
     for version in arguments.versions:
         found = compile_with(installed(arguments.environments, version), cases)
@@ -107,6 +116,8 @@ def why_wrong(facts: dict[str, Any]) -> str | None:
         return str(facts["error"]).strip().splitlines()[-1]
     if facts["shared"] > facts["limit"]:
         return f"{facts['shared']} bytes of shared memory, where there are {facts['limit']}"
+    if facts["overwritten"]:
+        return f"operands of running products are overwritten: {facts['overwritten']}"
     if len(facts["chains"]) <= 1 and set(facts["in_flight"]) - {0}:
         return f"products in flight where operands are overwritten: {facts['in_flight']}"
     return None

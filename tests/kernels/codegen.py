@@ -143,6 +143,7 @@ def source(case: Case, row: Any, dtype: torch.dtype) -> Source:
             "PDL": 90 <= case.capability < 942,
         }
         return Source(portable_gemv, known, tile.warps, 1, None)
+    assert case.kernel in ("portable-gemm", "portable-gemm experts", "fp16 sums"), case
     tile = portable_gemm_tile(shape, case.m, SHARED.get(case.capability, HOPPER_SHARED), features=features)
     if experts:
         tile = replace(tile, split_k=1)

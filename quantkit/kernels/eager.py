@@ -141,9 +141,8 @@ def plan_next(
     flat = x.reshape(-1, columns).contiguous()
     chosen = choose(Problem.on(x.device, flat.shape[0], rows, columns, scheme, x.dtype, layout.name))
     plan, rounding = None, scheme.activations
-    if rounding is not None and chosen.kernel.bind is not None:
-        flat = round_x(flat, rounding)
     if chosen.kernel.bind is not None and not scheme.column_scale:
+        flat = flat if rounding is None else round_x(flat, rounding)
         if flat.data_ptr() % 16 or is_watched():
             # The next x may fit a plan.
             return

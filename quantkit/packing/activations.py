@@ -74,7 +74,8 @@ class ActivationScheme:
         largest = groups.abs().amax(-1, keepdim=True)
         if self.scale == "float32":
             # A tensor, because a GPU multiplies by the inverse of a number.
-            return (largest / largest.new_full((), self.number_format.absmax)).clamp(min=_SMALLEST)
+            scale = (largest / largest.new_full((), self.number_format.absmax)).clamp(min=_SMALLEST)
+            return torch.where(largest.isfinite(), scale, math.nan)
         exponent = (largest.view(torch.int32) + _CARRY) >> 23
         exponent = (exponent - math.floor(math.log2(self.number_format.absmax))).clamp(1, 254)
         scale = (exponent << 23).view(torch.float32)

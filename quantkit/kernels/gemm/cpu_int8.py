@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from quantkit.kernels.problem import Kernel, Layout, Problem, one_plane
 from quantkit.packing.activations import ActivationScheme
-from quantkit.packing.formats import NumberFormat
+from quantkit.packing.formats import IntFormat, NumberFormat
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -192,7 +192,8 @@ def is_int8_product(scheme: Scheme) -> bool:
     inputs = scheme.activations
     return (
         inputs is not None
-        and (inputs.format, inputs.group_size, inputs.scale) == ("int8", None, "float32")
+        and isinstance(inputs.number_format, IntFormat)
+        and (inputs.number_format.bits, inputs.group_size, inputs.scale) == (8, None, "float32")
         and integer_values(scheme.format) is not None
         and scheme.planes == 1
         and not scheme.column_scale
@@ -221,8 +222,7 @@ def _quantized(x: torch.Tensor, inputs: ActivationScheme) -> tuple[torch.Tensor,
     """Return `x` [M, K] as int8 [M, K] and scales float32 [M, 1]; NaN for a row with NaN or infinity."""
     rows = x.float()
     scale = inputs.scales(rows)
-    # Infinity less itself is NaN.
-    return torch.div(rows, scale).round_().to(torch.int8), scale + (scale - scale)
+    return torch.div(rows, scale).round_().to(torch.int8), scale
 
 
 def _launch_dynamic(

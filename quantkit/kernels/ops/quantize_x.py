@@ -9,14 +9,14 @@ from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on,
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.problem import device_features
 from quantkit.packing.activations import ActivationScheme
-from quantkit.packing.formats import FloatFormat
+from quantkit.packing.formats import FORMATS, FloatFormat
 
 #: Columns of a block of x, and rows to which scales and sums are padded: those of the largest tile.
 BLOCK, ROWS = 128, 256
 #: Largest K: a program keeps a row in registers.
 MOST_COLUMNS = 32768
-#: By number format: the dtype of its codes.
-DTYPES = {"int8": torch.int8, "fp8-e4m3": torch.float8_e4m3fn}
+#: Dtypes of codes, by number format.
+DTYPES = {FORMATS["int8"]: torch.int8, FORMATS["fp8-e4m3"]: torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, span: int, s
     wide = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - k))
     groups = wide.view(m, blocks, BLOCK) if grouped else wide.view(m, 1, -1)
     scale = scheme.scales(groups)
-    scale = torch.where(groups.isfinite().all(-1, keepdim=True), scale, torch.nan)
     rounded = scheme.number_format.round((groups / scale).nan_to_num(0.0)).view(m, -1)
     ordered = rounded.view(m, -1, 2, span // 2).transpose(2, 3).reshape(m, -1)
     stride = -(-m // ROWS) * ROWS
@@ -54,12 +53,12 @@ def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, span: int, s
     added = wide.new_full((blocks, stride) if sums else (0, stride), torch.nan)
     if sums:
         added[:, :m] = ordered.view(m, blocks, BLOCK).sum(-1).T
-    return QuantizedX(ordered.to(DTYPES[scheme.format]), scales if grouped else scales[0], added)
+    return QuantizedX(ordered.to(DTYPES[scheme.number_format]), scales if grouped else scales[0], added)
 
 
 def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
     """Return why no kernel quantizes rows of `columns` inputs as `x` says; None if one does."""
-    if x.format not in DTYPES or x.group_size not in (None, BLOCK):
+    if x.number_format not in DTYPES or x.group_size not in (None, BLOCK):
         return (
             f"inputs are rounded to {x}, and it multiplies int8 or fp8, with a scale per token or 128 inputs"
         )
@@ -76,7 +75,7 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, span: int, sums: bool)
     m, k = x.shape
     blocks, stride = -(-k // (2 * BLOCK)) * 2, -(-m // ROWS) * ROWS
     grouped = scheme.group_size is not None
-    codes = torch.empty(m, blocks * BLOCK, dtype=DTYPES[scheme.format], device=x.device)
+    codes = torch.empty(m, blocks * BLOCK, dtype=DTYPES[scheme.number_format], device=x.device)
     scales = torch.empty((blocks, stride) if grouped else (stride,), dtype=torch.float32, device=x.device)
     added = torch.empty(blocks if sums else 0, stride, dtype=torch.float32, device=x.device)
     with launching_on(x.device):

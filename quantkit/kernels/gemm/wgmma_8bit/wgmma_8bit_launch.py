@@ -14,7 +14,7 @@ from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS,
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, STAGES, stream_k_schedule
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
-from quantkit.kernels.ops.quantize_x import QuantizedX, quantize_x
+from quantkit.kernels.ops.quantize_x import quantize_x
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import FloatFormat, IntFormat
 from quantkit.packing.schemes import Scheme
@@ -62,9 +62,10 @@ class ByteOperand:
 
 def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand | None:
     """Return how codes are the bytes of an operand beside inputs of `activations`; None if they are not."""
-    number_format, integer = scheme.format, activations.format == "int8"
+    number_format, inputs = scheme.format, activations.number_format
+    integer = isinstance(inputs, IntFormat)
     if isinstance(number_format, FloatFormat):
-        return ByteOperand() if number_format.name == activations.format else None
+        return ByteOperand() if number_format == inputs else None
     if not isinstance(number_format, IntFormat) or number_format.bits not in (2, 4, 8):
         return None
     if number_format.bits == 8:
@@ -125,7 +126,7 @@ def _launches(
     shape = geometry(n, k, scheme, dtype)
     known, operand = constants(n, k, scheme, dtype, True), byte_operand(scheme, activations)
     assert operand is not None
-    grouped, integer = activations.group_size is not None, activations.format == "int8"
+    grouped, integer = activations.group_size is not None, isinstance(activations.number_format, IntFormat)
     most = min(tile.block_m, MOST_INT8) if integer else tile.block_m
     steps = -(-shape.spans * shape.span // (COLUMNS * tile.blocks))
     tiles = -(-n // BLOCK_N) * -(-m // tile.block_m)
@@ -170,15 +171,25 @@ def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
     return min(STAGES, (HOPPER_SHARED - SCRATCH) // (each * tile.blocks))
 
 
-def multiply(
-    op: Operands, x: QuantizedX, activations: ActivationScheme, tile: Wgmma8BitTile, features: frozenset[str]
+def promotes(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> bool:
+    """Return True if sums of 128 columns have a scale or an offset of their own."""
+    return shape.groups > 1 or activations.group_size is not None or needs_sums(scheme, activations)
+
+
+def run(
+    op: Operands, tile: Wgmma8BitTile | None = None, features: frozenset[str] = frozenset()
 ) -> torch.Tensor:
-    """Return y [m, n] of quantized `x`, in the dtype of `op.x`."""
+    """Return y [m, n] for x [m, k], quantized first, on GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    m, k = op.x.shape
+    (m, k), scheme, activations, shape = op.x.shape, op.scheme, op.activations, op.shape
+    if activations is None:
+        raise KernelError("fused-wgmma-8bit multiplies inputs that a scheme rounds; this has none.")
+    if tile is None:
+        tile = wgmma_8bit_tile(shape, m, promotes(shape, scheme, activations), op.multiprocessors)
+    x = quantize_x(op.x, activations, shape.span, needs_sums(scheme, activations))
     launches = _launches(
-        m, op.n, k, op.scheme, activations, op.x.dtype, op.bias is not None, tile, features,
+        m, op.n, k, scheme, activations, op.x.dtype, op.bias is not None, tile, features,
         op.multiprocessors,
     )  # fmt: skip
 
@@ -186,7 +197,7 @@ def multiply(
         """Return the TMA descriptor of `tensor` [...] with a box of that rank."""
         return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
 
-    y, shape = empty(op, m, op.n), op.shape
+    y = empty(op, m, op.n)
     codes, scale, *_ = op.layout
     of_x = described(x.codes, [min(tile.block_m, TMA_ROWS), COLUMNS], launches.x_layout)
     matrix, cube = launches.plain_layouts
@@ -213,22 +224,3 @@ def multiply(
         launch_token(),
     )
     return y
-
-
-def promotes(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if sums of 128 columns have a scale or an offset of their own."""
-    return shape.groups > 1 or activations.group_size is not None or needs_sums(scheme, activations)
-
-
-def run(
-    op: Operands, tile: Wgmma8BitTile | None = None, features: frozenset[str] = frozenset()
-) -> torch.Tensor:
-    """Return y [m, n] for x [m, k], quantized first, on GPUs of compute capability 9."""
-    scheme, activations, shape = op.scheme, op.activations, op.shape
-    if activations is None:
-        raise KernelError("fused-wgmma-8bit multiplies inputs that a scheme rounds; this has none.")
-    if tile is None:
-        of_scheme = promotes(shape, scheme, activations)
-        tile = wgmma_8bit_tile(shape, op.x.shape[0], of_scheme, op.multiprocessors)
-    x = quantize_x(op.x, activations, shape.span, needs_sums(scheme, activations))
-    return multiply(op, x, activations, tile, features)

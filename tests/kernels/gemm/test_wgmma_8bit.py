@@ -18,6 +18,7 @@ from quantkit.kernels.ops.quantize_x import quantize_x, quantize_x_reference, ro
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.registry import choose, explain
 from quantkit.packing.activations import activations_named
+from quantkit.packing.formats import FloatFormat
 from quantkit.packing.presets import SCHEMES
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -93,7 +94,8 @@ def test_products_of_bytes_are_those_of_rounded_inputs(
 @needs_hopper
 @pytest.mark.parametrize("name", ["W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC"])
 def test_sums_of_integers_are_exact(make_packed: Callable[..., PackedTensor], name: str) -> None:
-    # Integers up to the largest code, one of which each row has: scales are powers of two.
+    # Integers, and the largest number of the format in each row of x: scales are powers of two. Tensor cores
+    # add products of e4m3 with some 13 bits below the largest, so weights of FP8 are small integers.
     assert HOPPER is not None
     dtype, features = HOPPER
     n, k, m = 144, 256, 70
@@ -104,7 +106,10 @@ def test_sums_of_integers_are_exact(make_packed: Callable[..., PackedTensor], na
     scale = torch.exp2(
         torch.randint(-3, 3, packed.group_scale().shape, generator=torch.Generator().manual_seed(3))
     )
-    packed = PackedTensor.from_codes(packed.codes().cpu(), scale, None, packed.scheme).to(DEVICE)
+    of_weights = packed.scheme.format
+    small = torch.randint(-7, 8, (n, k), generator=torch.Generator().manual_seed(4)).float()
+    codes = of_weights.encode(small) if isinstance(of_weights, FloatFormat) else packed.codes().cpu()
+    packed = PackedTensor.from_codes(codes, scale, None, packed.scheme).to(DEVICE)
     x = few.to(DEVICE, dtype)
     op = replace(op, x=x, layout=build(packed, dtype), bias=None)
     y = wgmma_8bit_launch.run(op, None, features)

@@ -338,7 +338,7 @@ def whole_models() -> list[str]:
     parts = []
     for path in sorted(RESULTS.glob("*-bench.json")):
         run = stored(path.stem)
-        head = ["model", "sequences", "mode", "first token, ms", "tokens/s", "between tokens, ms"]
+        head = ["model", "prompt", "sequences", "mode", "first token, ms", "tokens/s", "between tokens, ms"]
         cells = [[*head, "of the bandwidth", "joules a token"]]
         for one in run["speed"]:
             limit = one["machine"]["read_bandwidth"]
@@ -348,7 +348,7 @@ def whole_models() -> list[str]:
             f"## A whole model: {path.stem.removesuffix('-bench')}",
             paragraph(
                 f"Shapes of Llama-3.1 8B, random weights, {run['layers']} layers, the head in int8;",
-                f"prompts of {first['cells'][0]['prompt']} tokens, {first['new_tokens']} new ones,",
+                f"{first['new_tokens']} new tokens,",
                 f"the median of {first['repeats']} repetitions by `quantkit bench`. {source(path.stem)}",
             ),
             grid(cells),
@@ -360,6 +360,7 @@ def figures(cell: dict[str, Any], limit: float) -> list[str]:
     """The cells of one generation that `bench` measured, on a device that reads `limit` bytes a second."""
     decode, read, joules = cell["decode"], cell["read_bandwidth"], cell["joules"]
     return [
+        str(cell["prompt"]),
         str(cell["batch"]),
         cell["mode"],
         f"{1e3 * cell['first_token']['median']:.3g}",

@@ -3,8 +3,8 @@
     python benchmarks/whole_model.py --formats int4,W4AFP8 --json benchmarks/results/h100-bench.json
 
 The weights are random. Names are of `--format` or `--scheme`. The dense model is measured beside the first.
-The first length of `--prompt` is measured with all of `--batch`, the others with its first. Linears are quantized by
-`rtn`, the head to int8. On a GPU the mode is `cuda-graph`.
+The first length of `--prompt` is measured with all of `--batch`, the others with its first. Linears are
+quantized by `rtn`, the head to int8. On a GPU the mode is `cuda-graph`.
 """
 
 import argparse

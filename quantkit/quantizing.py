@@ -46,7 +46,7 @@ from quantkit.quantization.allocate.allocate import Allocated, allocate_formats
 from quantkit.quantization.allocate.allocation import Allocation
 from quantkit.quantization.allocate.budget import Budget
 from quantkit.quantization.blockwise.block_tasks import needs_data
-from quantkit.quantization.blockwise.calibration import Calibration, calibrate, discard_work
+from quantkit.quantization.blockwise.calibration import Calibration, calibrate, discard_work, with_inputs
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.plan import Plan, make_plan
@@ -337,6 +337,7 @@ def quantize_checkpoint(
             if on_plan is not None:
                 on_plan(checkpoint, planned)
         if calibrated is not None:
+            calibrated, planned = with_inputs(calibrated, planned, output, Path(out), ranks, report)
             calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
         unchecked = None
         if output is not None:

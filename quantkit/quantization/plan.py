@@ -191,7 +191,7 @@ def plan_of(
         for name, fate in fates.items()
     }
     check_experts(structure, schemes)
-    check_activations(structure, schemes)
+    check_activations(structure, fates)
 
     def names(module: str) -> tuple[str, ...]:
         return structure.aliases.get(module, ())

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from quantkit.calibrate.linear_stats import Need
 from quantkit.calibrate.methods import Method
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
@@ -27,6 +29,23 @@ class Task:
     method: Method | None = None
     parts: tuple[tuple[str, TensorSpec], ...] = ()
     beside: tuple[StoredTensor, ...] = ()
+
+    @property
+    def is_static(self) -> bool:
+        """Return True if the inputs of its linear have static scales."""
+        return (
+            self.scheme is not None and self.scheme.activations is not None and self.scheme.activations.static
+        )
+
+    @property
+    def known(self) -> dict[str, torch.Tensor]:
+        """Return the parts that do not depend on its weights: the logical shape, and the scale of inputs."""
+        inputs = None if self.scheme is None else self.scheme.activations
+        parts = {"shape": torch.tensor(self.source.shape)}
+        if inputs is not None and inputs.part is not None:
+            assert inputs.stored is not None, f"the inputs of {self.module} were not measured"
+            parts[inputs.part] = torch.tensor([inputs.stored])
+        return parts
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,7 @@ from .conftest import SOURCE, STORIES, Run
         (("--text", STORIES, "--window", "64", "--stride", "65"), 2, "stride is 65; use 1 to 64"),
         (("--text", STORIES, "--logits-space", "much"), 2, "size 'much' is not"),
         (("--text", STORIES, "--dtype", "int3"), 2, "unknown dtype 'int3'"),
-        (("--text", STORIES, "--device", "tpu", "--max-windows", "1"), 2, "device 'tpu' is unknown"),
+        (("--text", STORIES, "--device", "tpu", "--max-windows", "1"), 2, "unknown device 'tpu'"),
         (("--text", STORIES, "--json", "missing/eval.json"), 5, "cannot write missing/eval.json"),
         (("--text", STORIES, "--report", STORIES), 5, "cannot create the directory"),
         (("--text", STORIES, "--window", "1"), 2, "Invalid value for '--window'"),

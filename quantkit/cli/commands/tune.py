@@ -9,7 +9,7 @@ import typer
 
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, print_table, progress, say
-from quantkit.errors import EnvironmentProblem, KernelError, UsageError
+from quantkit.errors import EnvironmentProblem, KernelError, UsageError, unknown_name
 
 if TYPE_CHECKING:
     from quantkit.kernels.problem import Gpu
@@ -190,7 +190,7 @@ def _searched(names: str | None) -> frozenset[str] | None:
     known = [row.name for row in KERNELS if row.tile_space is not None]
     found = options.parse_list(names, "--kernels")
     if unknown := [name for name in found if name not in known]:
-        raise UsageError(f"--kernels has {', '.join(unknown)}; kernels with tiles are {', '.join(known)}.")
+        raise unknown_name("kernel with tiles", unknown[0], known)
     return frozenset(found)
 
 

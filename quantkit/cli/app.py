@@ -27,11 +27,10 @@ app = typer.Typer(
     cls=Group,
     help="Quantize language models to packed low-bit checkpoints, run them, and measure what it cost.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     # Plain help: rich would take what is in square brackets for markup.
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 #: Commands that compute, on a CPU unless there is a GPU, and take `--threads`.
 COMPUTING: dict[str, Callable[..., None]] = {

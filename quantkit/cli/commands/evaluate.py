@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.about import pip_install
-from quantkit.cli import options
+from quantkit.cli import options, parsing
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file
+from quantkit.cli.records import with_fields
 from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.signals import advising
@@ -79,7 +80,7 @@ class EvalArguments:
     ] = None
     logits_space: Annotated[
         str, typer.Option("--logits-space", metavar="SIZE", help="Disk for the original's logits at a time.")
-    ] = options.shown_size(EvalOptions.budget_bytes)
+    ] = parsing.shown_size(EvalOptions.budget_bytes)
     work: Annotated[
         Path | None,
         typer.Option(
@@ -103,7 +104,7 @@ class EvalArguments:
     @property
     def task_names(self) -> tuple[str, ...]:
         """Each of `tasks` once."""
-        return () if self.tasks is None else tuple(options.parse_list(self.tasks, "--tasks"))
+        return () if self.tasks is None else tuple(parsing.parse_list(self.tasks, "--tasks"))
 
     def check(self) -> None:
         """Refuse at once what would fail, or be ignored, after the work."""
@@ -142,11 +143,11 @@ class EvalArguments:
             batch=self.batch,
             noise_floor=comparing if self.noise_floor is None else self.noise_floor,
             per_block=bool(comparing and self.text) if self.per_block is None else self.per_block,
-            budget_bytes=options.parse_size(self.logits_space),
+            budget_bytes=parsing.parse_size(self.logits_space),
         )
 
 
-@options.with_fields
+@with_fields
 def evaluate(directories: options.Models, given: EvalArguments) -> None:
     """Measure models on texts and tasks, and compare them.
 

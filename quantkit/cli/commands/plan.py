@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, progress, say, warn
 from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
+from quantkit.cli.records import with_fields
 from quantkit.errors import UsageError
 from quantkit.files import size_text
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from quantkit.quantization.plan import Plan
 
 
-@options.with_fields
+@with_fields
 def plan(
     source: options.Source,
     given: options.QuantizeArguments,

@@ -66,7 +66,7 @@ class StoredKind:
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint is.
+    """Description of a checkpoint.
 
     method            quant_method or the like; "" for an unquantized checkpoint
     architecture      class or architecture by its own metadata, None without it

@@ -47,8 +47,7 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     tensors: Mapping[str, StoredTensor] = checkpoint.tensors
     packed_bytes, packed_weights, packed_elements = 0, 0, 0
     counted: int | None = None
-    low_bit = dict.fromkeys(tensor.stored_as for tensor in checkpoint.tensors.values() if tensor.stored_as)
-    described = " + ".join(filter(None, low_bit)) or "dense"
+    described = " + ".join(_low_bit(checkpoint.tensors)) or "dense"
     if isinstance(section, dict) and SECTION in section:
         config = QuantizationConfig.from_dict(section)
         described = describe(config)
@@ -63,6 +62,11 @@ def measure(checkpoint: Checkpoint) -> Sizes:
         method = section.get("quant_method") if isinstance(section, dict) else section
         described = f"quant_method {method}"
         tensors, counted = _logical_tensors(checkpoint)
+        described = ", ".join((described, *_low_bit(tensors)))
+    if not packed_weights:
+        low_bit = [tensor for tensor in tensors.values() if tensor.stored_as is not None]
+        packed_bytes = sum(tensor.stored_bytes for tensor in low_bit)
+        packed_weights = packed_elements = sum(tensor.elements for tensor in low_bit)
     elements = counted or sum(tensor.elements for tensor in tensors.values())
     manifest = _manifest(checkpoint.directory)
     found = 8 * checkpoint.nbytes / (elements - packed_elements + packed_weights)
@@ -73,6 +77,11 @@ def measure(checkpoint: Checkpoint) -> Sizes:
         described,
         _methods(manifest),
     )
+
+
+def _low_bit(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the low-bit formats of dequantized tensors, each once."""
+    return list(dict.fromkeys(tensor.stored_as for tensor in tensors.values() if tensor.stored_as))
 
 
 def _logical_tensors(checkpoint: Checkpoint) -> tuple[Mapping[str, StoredTensor], int | None]:

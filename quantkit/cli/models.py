@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 
@@ -25,7 +26,7 @@ def log_kernels() -> None:
 
 def silence() -> None:
     """Keep progress bars and advice of the libraries underneath off the screen, and out of pipes."""
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -37,8 +38,8 @@ def silence() -> None:
 @cache
 def _silence_tqdm() -> None:
     """Draw no bars of tqdm: compressed-tensors, datasets and lm-eval do so whatever transformers is told."""
-    from tqdm import tqdm
-
+    # It has no types.
+    tqdm: Any = import_module("tqdm").tqdm
     begin = tqdm.__init__
 
     def begin_silent(bar: Any, *arguments: Any, **options: Any) -> None:

@@ -129,7 +129,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def likeliest(name: str, known: Iterable[str]) -> str | None:
+def closest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the one of `known` that `name` most likely is, in any case; None if several are as likely."""
     names = list(known)
     lower = name[:100].lower()
@@ -156,7 +156,7 @@ def unknown_name(
     It lists these names, then says the `remedy`, a sentence, and the likeliest name.
     """
     names = list(known)
-    meant = likeliest(name, names)
+    meant = closest_name(name, names)
     suggestion = "" if meant is None else f"Did you mean {meant}?"
     text = f"unknown {kind} {name!r}; known are {', '.join(names)}."
     made = error(" ".join(filter(None, (text, remedy, suggestion))))

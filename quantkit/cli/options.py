@@ -18,6 +18,7 @@ from quantkit.errors import UsageError
 from quantkit.packing.presets import (
     ACTIVATIONS,
     DEFAULT_FORMAT,
+    MENU_NAMES,
     PACKING_NAMES,
     PRESETS,
     SCALE_DTYPE_NAMES,
@@ -192,8 +193,12 @@ AllocatedFormats = Annotated[
     str | None,
     typer.Option(
         "--formats",
-        help="With one of these budgets, what to choose from: FORMAT or FORMAT:GROUP, comma-separated.",
-        show_default="a menu of int, fp and MX formats",
+        help="With one of these budgets, what to choose from, comma-separated: FORMAT, FORMAT:GROUP, or "
+        "engine (int4, int8, fp8, mxfp8, mxfp4 and nvfp4 as other engines read and decode them fast), fast "
+        "(int2 to int8, fp6, fp8 and the like too, which only quantkit reads) or all (book4 too, which "
+        "decodes slowly).",
+        show_default="engine, or all for a time",
+        autocompletion=completion.lists(*MENU_NAMES, *PRESETS),
     ),
 ]
 EngineName = Annotated[

@@ -51,6 +51,10 @@ ZERO_POINT_NAMES = ("none", "integer", "float")
 SCALE_DTYPE_NAMES = ("float32", "float16", "bfloat16", "e4m3", "e8m0")
 PACKING_NAMES = ("bits", "radix", "stream")
 
+#: What `--formats` may say in place of formats.
+ENGINE_MENU = "engine"
+MENU_NAMES = (ENGINE_MENU, "fast", "all")
+
 
 @dataclass(frozen=True)
 class ActivationPreset:

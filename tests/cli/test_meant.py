@@ -7,7 +7,7 @@ import pytest
 from quantkit.calibrate.data.texts import parse_sources
 from quantkit.calibrate.summaries import SUMMARIES
 from quantkit.cli import app, meant
-from quantkit.errors import SYNONYMS, FormatError, UsageError, likeliest, unknown_name
+from quantkit.errors import SYNONYMS, FormatError, UsageError, closest_name, unknown_name
 from quantkit.packing.presets import PRESETS, SCHEMES
 
 from .conftest import SOURCE, Run
@@ -112,11 +112,11 @@ def test_what_is_advised_is_there(run: Run) -> None:
 
 def test_a_name_is_suggested_only_if_one_is_likeliest() -> None:
     known = ("int8", "int4", "float16")
-    assert [likeliest(name, known) for name in ("in4", "INT8", "fp16", "int9", "zstd", "")] == [
+    assert [closest_name(name, known) for name in ("in4", "INT8", "fp16", "int9", "zstd", "")] == [
         *("int4", "int8", "float16"),
         *(None, None, None),
     ]
-    assert likeliest("int4" * 10**6, known) is None
+    assert closest_name("int4" * 10**6, known) is None
     assert not set(SYNONYMS) & {*SUMMARIES, *SCHEMES}
 
 

@@ -389,13 +389,31 @@ def test_bits_per_weight_that_cannot_be(run: Run, options: tuple[object, ...], m
     assert message in done.err.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rule", "*=keep"), "there is nothing to quantize in "),
+        (("--calibration", STORIES), "calibration data was given, but no method of the recipe takes any."),
+        (("-m", "gptq", "--calibration", "wikitext2"), "a data set of the hub as hf:Salesforce/wikitext/"),
+        (("-m", "gptq", "--calibration", "missing.txt"), "calibration file missing.txt is not there."),
+    ],
+)
+def test_plan_refuses_what_quantize_refuses(
+    run: Run, tmp_path: Path, options: tuple[object, ...], message: str
+) -> None:
+    planned, done = run("plan", SOURCE, *options), run("quantize", SOURCE, tmp_path / "out", *options)
+    assert (planned.code, planned.err) == (done.code, done.err)
+    assert (planned.code, planned.out) == (2, "") and message in planned.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_options_that_only_go_with_bits_per_weight(run: Run) -> None:
     done = run("plan", SOURCE, "--formats", "int4")
     assert (done.code, done.out) == (2, "")
     assert "--formats is what --bits-per-weight and --milliseconds-per-token choose from" in done.err
     done = run("plan", SOURCE, *DATA)
     assert (done.code, done.out) == (2, "")
-    assert "--bits-per-weight and --milliseconds-per-token. Leave them " in done.err
+    assert "or a budget, such as --bits-per-weight." in done.err
 
 
 def test_milliseconds_per_token(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

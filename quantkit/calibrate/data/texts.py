@@ -19,7 +19,7 @@ from quantkit.calibrate.data.documents import (
     kind_of,
     read_documents,
 )
-from quantkit.errors import QuantkitError, UsageError, likeliest
+from quantkit.errors import QuantkitError, UsageError, closest_name
 
 #: Default text. `SOURCES.md` beside it gives its origin and license.
 BUNDLED = Path(__file__).parent / "text" / "default.jsonl.gz"
@@ -121,7 +121,7 @@ def _where(name: str, text: str) -> Path | DataSetName:
         return parse_data_set(name)
     if kind_of(path.name) and not path.is_dir():
         beside = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
-        meant = likeliest(path.name, (one.name for one in beside if kind_of(one.name)))
+        meant = closest_name(path.name, (one.name for one in beside if kind_of(one.name)))
         remedy = "Check the path." if meant is None else f"Did you mean {path.with_name(meant)}?"
         raise UsageError(f"calibration file {name} is not there. {remedy}")
     known = DATA_SETS.get(name.lower().replace("-", "").replace("_", ""))

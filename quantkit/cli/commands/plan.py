@@ -8,7 +8,6 @@ from quantkit.cli import options
 from quantkit.cli.console import note, print_json, progress, say, warn
 from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
 from quantkit.cli.records import with_fields
-from quantkit.errors import UsageError
 from quantkit.files import size_text
 from quantkit.quantization.quantize_options import QuantizeOptions
 
@@ -31,19 +30,11 @@ def plan(
     sensitivities measured.
     """
     from quantkit import quantizing
-    from quantkit.quantization.blockwise.block_tasks import needs_data
     from quantkit.quantization.stream import peak_bytes
 
     asked = given.to_options()
     with progress("measuring") as report:
         checkpoint, planned = quantizing.plan(source, asked, progress=report)
-    without_data = asked.budget is None and not needs_data(planned)
-    if without_data and asked.calibration != QuantizeOptions.calibration:
-        raise UsageError(
-            "plan takes --calibration, --calibration-samples, --calibration-length and --seed for methods "
-            "with data, such as gptq, and for --bits-per-weight and --milliseconds-per-token. Leave them "
-            "out, or give one of those."
-        )
     memory = gpu_memory_of(checkpoint, planned, asked)
     if given.json:
         print_json({**plan_dict(planned), **memory_dict(memory)})

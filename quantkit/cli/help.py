@@ -13,14 +13,13 @@ _QUANTIZE: Mapping[str, str] = {
     "Formats and methods": "format method group-size zero-point scale-dtype packing activations scheme "
     "rotate kv-scales",
     "Which layers": "rule recipe lm-head embeddings model-free",
-    "Formats chosen within a budget": "bits-per-weight milliseconds-per-token gpu formats engine fit context "
-    "batch",
+    "Formats chosen within a budget": "bits-per-weight milliseconds-per-token gpu formats engine",
     "Calibration": "calibration calibration-samples calibration-length seed",
     "Output": "resume overwrite check max-shard-size every-layer json",
 }
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "quantize": _QUANTIZE,
-    "plan": _QUANTIZE,
+    "plan": {**_QUANTIZE, "Formats that fit a memory": "fit context batch kv-cache"},
     "eval": {
         "What is measured": "against text tasks task-path limit window stride max-windows noise-floor "
         "per-block",
@@ -41,7 +40,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "convert": ("quantkit convert GPTQ_MODEL out",),
     "export": ("quantkit export int4 int4-gguf --to gguf",),
-    "plan": ("quantkit plan MODEL --format int4", "quantkit plan MODEL --rule '*.down_proj=int8' --json"),
+    "plan": ("quantkit plan MODEL --format int4", "quantkit plan MODEL --fit 24GB --context 32768"),
     "verify": ("quantkit verify int4", "quantkit verify int4 --engine vllm"),
     "eval": ("quantkit eval int4 int8 --against MODEL --text wiki.txt --report report",),
     "bench": (

@@ -123,6 +123,8 @@ OPTIONS: Mapping[str, str] = {
     "--batch 1": "batch-size",
     "--max-shard-size 2GB": "max-size shard-size",
     "--to gguf": "target outtype",
+    "--fit 24GB": "memory vram gpu-memory max-memory",
+    "--context 8192": "ctx-size max-model-len context-length",
     "--against SOURCE": "baseline reference original",
 }
 #: Options of other tools for what is an argument here: its metavar, what to say, and their names.

@@ -99,7 +99,7 @@ def test_options_and_commands_of_other_tools_are_known(
 
 
 def test_what_is_advised_is_there(run: Run) -> None:
-    helps = {name: run(name, "--help").out for name in ("quantize", "export", "generate", "eval")}
+    helps = {name: run(name, "--help").out for name in ("quantize", "plan", "export", "generate", "eval")}
     every = " ".join(helps.values())
     for advice in (*meant.OPTIONS, *(row.advice for row in meant.MEANT)):
         for option in re.findall(r"--[\w-]+", advice):

@@ -2,7 +2,7 @@
 
 import torch
 
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, unknown_name
 
 #: Kinds of devices with kernels.
 KINDS = ("cpu", "cuda")
@@ -39,7 +39,7 @@ def named_device(device: str | torch.device) -> torch.device:
     except RuntimeError:
         picked = None
     if picked is None or picked.type not in KINDS:
-        raise UsageError(f"device {str(device)!r} is unknown; use auto, cpu or cuda.")
+        raise unknown_name("device", str(device), ("auto", *KINDS))
     return picked
 
 

@@ -4,12 +4,52 @@ Every message names the tensor, file or option, the value found, the value expec
 `exit_code` is the exit code of the command line for the error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 from quantkit.escaping import printable
 
 #: Longest message, in characters; the middle of a longer one is left out.
 MAX_MESSAGE = 10_000
+
+
+#: Words of other tools for a name that quantkit has; used where that name is among those that are known.
+SYNONYMS = {
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "sym": "none",
+    "symmetric": "none",
+    "asym": "integer",
+    "asymmetric": "integer",
+    "fp8": "e4m3",
+    "llama.cpp": "gguf",
+    "llamacpp": "gguf",
+    "autogptq": "gptq",
+    "gptqmodel": "gptq",
+    "autoawq": "awq",
+    "autoround": "signround",
+    "auto-round": "signround",
+    "absmax": "rtn",
+    "minmax": "rtn",
+    "round": "rtn",
+}
+#: Likeness from which two names may be one with a slip: `difflib`'s default, of 0 to 1.
+_ALIKE = 0.6
+
+
+@dataclass(frozen=True)
+class UnknownName:
+    """Name that a table does not have: what it was to name, and the sentence that suggests another, or ""."""
+
+    kind: str
+    name: str
+    suggestion: str
 
 
 class QuantkitError(Exception):
@@ -20,6 +60,8 @@ class QuantkitError(Exception):
     """
 
     exit_code = 1
+    #: The name that no table has, if that is the error.
+    unknown: UnknownName | None = None
 
     def __init__(self, message: str) -> None:
         if len(message) > MAX_MESSAGE:
@@ -85,3 +127,38 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.append(error)
         yield error
         error = error.__cause__ or error.__context__
+
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the one of `known` that `name` most likely is, in any case; None if several are as likely."""
+    names = list(known)
+    lower = name[:100].lower()
+    if (meant := SYNONYMS.get(lower)) in names:
+        return meant
+    if not lower:
+        return None
+    likeness = {one: SequenceMatcher(None, one.lower(), lower).ratio() for one in names}
+    best = max(likeness.values(), default=0.0)
+    found = [one for one, ratio in likeness.items() if ratio == best >= _ALIKE]
+    return found[0] if len(found) == 1 else None
+
+
+def unknown_name(
+    kind: str,
+    name: str,
+    known: Iterable[str],
+    *,
+    remedy: str = "",
+    error: type[QuantkitError] = UsageError,
+) -> QuantkitError:
+    """Return the error for a `name` that is none of the `known` names of a `kind` of thing.
+
+    It lists these names, then says the `remedy`, a sentence, and the likeliest name.
+    """
+    names = list(known)
+    meant = closest_name(name, names)
+    suggestion = "" if meant is None else f"Did you mean {meant}?"
+    text = f"unknown {kind} {name!r}; known are {', '.join(names)}."
+    made = error(" ".join(filter(None, (text, remedy, suggestion))))
+    made.unknown = UnknownName(kind, name, suggestion)
+    return made

@@ -15,7 +15,7 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, unknown_name
 from quantkit.memory import enough_memory
 from quantkit.progress import Advance, Progress, counting
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -76,7 +76,7 @@ def export(
     values; `UsageError` for an unknown target, and `QuantkitError` for every other refusal.
     """
     if to not in TARGETS:
-        raise UsageError(f"unknown target {to!r}; expected one of {', '.join(TARGETS)}.")
+        raise unknown_name("target", to, TARGETS)
     directory = Path(packed)
     with enough_memory(str(packed)):
         checkpoint, structure = open_packed(directory)

@@ -32,7 +32,7 @@ from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.output.journal import read_journal
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.devices import pick_device
-from quantkit.errors import CheckpointError, QuantkitError, UsageError
+from quantkit.errors import QuantkitError, UsageError
 from quantkit.memory import enough_memory, free_memory, say_if_short
 from quantkit.model.distributed import Ranks, join_ranks
 from quantkit.model.model_free import read_tensors, with_other_parts
@@ -46,11 +46,16 @@ from quantkit.quantization.allocate.allocate import Allocated, allocate_formats
 from quantkit.quantization.allocate.allocation import Allocation
 from quantkit.quantization.allocate.budget import Budget
 from quantkit.quantization.blockwise.block_tasks import needs_data
-from quantkit.quantization.blockwise.calibration import Calibration, calibrate, discard_work, with_inputs
+from quantkit.quantization.blockwise.calibration import (
+    Calibration,
+    blocks_with_data,
+    calibrate,
+    discard_work,
+    with_inputs,
+)
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.plan import Plan, make_plan
-from quantkit.quantization.plan_warnings import why_nothing
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.rotated_checkpoint import rotated
 from quantkit.quantization.run_record import model_record, run_record
@@ -59,8 +64,7 @@ from quantkit.quantization.stream import write_shards
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.verification.check_output import check_finished, check_headers_of, check_unfinished
-from quantkit.verification.engine import for_engine
-from quantkit.verification.readers import with_readers
+from quantkit.verification.plan_check import checked
 
 #: Estimated bytes per output tensor in header, index, journal and manifest together.
 RECORD_BYTES = 1 << 10
@@ -87,7 +91,7 @@ class QuantizeResult:
         return {name: measured.relative_error for name, measured in self.measured.items()}
 
 
-def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
+def open_structure(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
     """Open the source as the recipe asks, rotated or not, and read its structure.
 
     Raises `QuantkitError` if it cannot be quantized.
@@ -116,29 +120,17 @@ def plan(
     recipe = options.to_recipe()
     options = replace(options, recipe=recipe)
     directory = resolve(source, headers_only=options.budget is None)
-    checkpoint, structure = _open(directory, recipe, options.allow_auto_map)
+    checkpoint, structure = open_structure(directory, recipe, options.allow_auto_map)
     if options.budget is None:
         planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
-        return checkpoint, _with_readers(planned, checkpoint, options)
-    with enough_memory(str(source)):
-        device = pick_device(options.device)
-        found = _allocated(checkpoint, structure, options, options.budget, device, progress)
-    planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
-    return checkpoint, _with_readers(planned, checkpoint, options)
-
-
-def _with_readers(planned: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> Plan:
-    if options.engine is not None:
-        planned = for_engine(planned, options.engine)
-    try:
-        return with_readers(planned, checkpoint)
-    except CheckpointError as error:
-        if not options.to_recipe().model_free:
-            raise
-        raise CheckpointError(
-            "names and shapes do not tell the linears of a class that transformers has. Leave out "
-            f"--model-free. ({error})"
-        ) from error
+    else:
+        with enough_memory(str(source)):
+            device = pick_device(options.device)
+            found = _allocated(checkpoint, structure, options, options.budget, device, progress)
+        planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
+    planned = checked(planned, checkpoint, structure, options, source)
+    blocks_with_data(checkpoint, planned, options.calibration, torch.device("cpu"))
+    return checkpoint, planned
 
 
 def _allocated(
@@ -300,7 +292,7 @@ def quantize_checkpoint(
         ranks = stack.enter_context(join_ranks()) if ranks is None else ranks
         target = ranks.device(pick_device(options.device))
         located = locate(source)
-        checkpoint, structure = _open(located.directory, recipe, options.allow_auto_map)
+        checkpoint, structure = open_structure(located.directory, recipe, options.allow_auto_map)
         allocation: dict[str, Any] = {}
         if (budget := options.budget) is None:
             planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
@@ -316,10 +308,7 @@ def quantize_checkpoint(
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
             recipe = found.recipe
             planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
-        if not planned.quantized_weights:
-            reason = why_nothing(structure, checkpoint.tensors)
-            raise UsageError(f"there is nothing to quantize in {source}: {reason}")
-        planned = _with_readers(planned, checkpoint, options)
+        planned = checked(planned, checkpoint, structure, options, source)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))

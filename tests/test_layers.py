@@ -28,7 +28,17 @@ ALLOWED = {
     "report": {"checkpoint", "eval", "bench"},
     "publish": PROVING | {"verification", "eval", "bench", "report"},
     "cli": PROVING
-    | {"verification", "eval", "bench", "report", "publish", "quantizing", "converting", "exporting"},
+    | {
+        "verification",
+        "eval",
+        "bench",
+        "report",
+        "publish",
+        "quantizing",
+        "converting",
+        "exporting",
+        "fitting",
+    },
 }
 #: Lines of a file, and parameters of a function that is no kernel.
 LONGEST, MOST_PARAMETERS = 450, 10

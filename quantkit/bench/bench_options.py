@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from quantkit.calibrate.data.seeds import check_seed
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -63,10 +63,11 @@ class BenchOptions:
         from quantkit.eval.models import dtype_named
 
         known = dict.fromkeys(mode for modes in MODES.values() for mode in modes)
-        unknown = set(self.modes or ()) - known.keys()
-        if unknown or self.modes == ():
-            given = ", ".join(map(repr, sorted(unknown))) or "none"
-            raise UsageError(f"modes are {', '.join(known)}, not {given}.")
+        if self.modes == ():
+            raise UsageError(f"modes are empty; name at least one of {', '.join(known)}.")
+        for mode in self.modes or ():
+            if mode not in known:
+                raise unknown_name("mode", mode, known)
         numbers = (*(self.batches or ()), *(self.prompts or ()), self.repeats)
         if min(numbers) < 1 or (self.new_tokens is not None and self.new_tokens < 2):
             raise UsageError(

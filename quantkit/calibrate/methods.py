@@ -22,7 +22,7 @@ from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, InputScaling
 from quantkit.calibrate.signround import SignRound
 from quantkit.calibrate.steps import Refinement, Rounding, ScaleSearch, Step, Transform
 from quantkit.calibrate.summaries import SUMMARIES
-from quantkit.errors import FormatError, UsageError
+from quantkit.errors import FormatError, UsageError, unknown_name
 from quantkit.packing.packings import PackingName
 from quantkit.packing.schemes import GroupSize, Scheme, scheme
 from quantkit.packing.tensor import PackedTensor, quantize_units, store_zero_points
@@ -189,7 +189,7 @@ def method_named(name: str) -> Method:
     names = name.split(",")
     for one in names:
         if one not in METHODS:
-            raise UsageError(f"unknown method {one!r}; known are {', '.join(METHODS)}.")
+            raise unknown_name("method", one, METHODS)
     if len(names) == 1:
         return METHODS[name]
     scaling = [row.name for row in METHODS.values() if row.input_scaling is not None]

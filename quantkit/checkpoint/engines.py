@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, unknown_name
 
 LayerKind = Literal["linear", "experts", "lm_head"]
 
@@ -55,7 +55,7 @@ def asked_engine(text: str) -> tuple[Engine, str]:
     package, separator, asked = text.partition("==")
     engine = SERVERS.get(package)
     if engine is None:
-        raise UsageError(f"--engine is {text!r}; quantkit knows {' and '.join(SERVERS)}.")
+        raise unknown_name("engine", package, SERVERS)
     if separator and asked not in engine.tried:
         raise UsageError(
             f"--engine is {text!r}, and {engine.name} {asked} was not tried. Versions that were: "

@@ -122,6 +122,11 @@ class Checkpoint:
         return cls(files[0].parent, {}, tensors, tuple(files), (), (), stamps)
 
     @property
+    def place(self) -> Path:
+        """Return where the user has it: the directory, or the GGUF file of which its files were made."""
+        return self.shards[0] if self.derived else self.directory
+
+    @property
     def is_quantized(self) -> bool:
         """Return True if config.json says that some weights are packed, by any tool."""
         return "quantization_config" in self.config

@@ -20,16 +20,17 @@ from quantkit.cli.commands.publish import push, report
 from quantkit.cli.commands.quantize import quantize
 from quantkit.cli.commands.tune import tune
 from quantkit.cli.commands.verify import verify
+from quantkit.cli.help import Command, Group
 from quantkit.cli.threads import with_threads
 
 app = typer.Typer(
+    cls=Group,
     help="Quantize language models to packed low-bit checkpoints, run them, and measure what it cost.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     # Plain help: rich would take what is in square brackets for markup.
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 #: Commands that compute, on a CPU unless there is a GPU, and take `--threads`.
 COMPUTING: dict[str, Callable[..., None]] = {
@@ -45,13 +46,13 @@ COMPUTING: dict[str, Callable[..., None]] = {
     "demo": demo,
 }
 for _name, _command in COMPUTING.items():
-    app.command(name=_name)(with_threads(_command))
-app.command()(inspect)
-app.command()(report)
-app.command()(push)
-app.command()(tune)
-app.command()(formats)
-app.command()(methods)
+    app.command(name=_name, cls=Command)(with_threads(_command))
+app.command(cls=Command)(inspect)
+app.command(cls=Command)(report)
+app.command(cls=Command)(push)
+app.command(cls=Command)(tune)
+app.command(cls=Command)(formats)
+app.command(cls=Command)(methods)
 
 
 def _print_version(wanted: bool) -> None:
@@ -65,7 +66,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version.")
+        bool,
+        typer.Option("--version", "-V", is_eager=True, callback=_print_version, help="Show the version."),
     ] = False,
 ) -> None:
     pass

@@ -45,13 +45,14 @@ def main() -> None:
 def _end(error: BaseException) -> NoReturn:
     """Say what went wrong, and exit; bugs are raised."""
     from quantkit.cli.console import err, fail
+    from quantkit.cli.meant import explained
     from quantkit.errors import OtherRankFailed, QuantkitError, causes
     from quantkit.escaping import one_line
 
     if isinstance(error, QuantkitError):
         # Of an `OtherRankFailed` the other rank says what was wrong.
         if not isinstance(error, OtherRankFailed):
-            fail(str(error))
+            fail(explained(error))
         sys.exit(error.exit_code)
     code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else getattr(error, "code", None)
     if code not in {128 + number for number in NUMBERS}:

@@ -1,11 +1,8 @@
 """Options that several commands take, and what they mean."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from inspect import Parameter, Signature, signature
-from operator import itemgetter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,8 +12,19 @@ from quantkit.calibrate.data.calibration_options import (
     CalibrationOptions,
 )
 from quantkit.calibrate.summaries import DEFAULT_METHOD, SUMMARIES
+from quantkit.cli import completion
+from quantkit.cli.parsing import parse_list, parse_size, shown_size
 from quantkit.errors import UsageError
-from quantkit.packing.presets import ACTIVATIONS, DEFAULT_FORMAT, PRESETS, SCHEMES
+from quantkit.packing.presets import (
+    ACTIVATIONS,
+    DEFAULT_FORMAT,
+    MENU_NAMES,
+    PACKING_NAMES,
+    PRESETS,
+    SCALE_DTYPE_NAMES,
+    SCHEMES,
+    ZERO_POINT_NAMES,
+)
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.cache.kv_formats import KV_FORMATS
@@ -24,28 +32,13 @@ from quantkit.runtime.cache.kv_formats import KV_FORMATS
 if TYPE_CHECKING:
     from quantkit.quantization.allocate.budget import Budget
 
-_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_UNITS = {unit.upper(): size for unit, size in _SIZES.items()}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as `500MB` or `2GiB`; `UsageError` for anything else."""
-    digits = text.strip().rstrip("BKMGIbkmgi ")
-    unit = text.strip()[len(digits) :].strip().upper() or "B"
-    if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
-        raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
-    return int(digits) * _UNITS[unit]
-
-
-def shown_size(count: int) -> str:
-    """A size as `parse_size` reads it, in the largest unit that it is a whole number of."""
-    unit, size = max(((unit, size) for unit, size in _SIZES.items() if count % size == 0), key=itemgetter(1))
-    return f"{count // size}{unit}"
-
-
 Source = Annotated[
     str,
-    typer.Argument(metavar="SOURCE", help="A checkpoint directory, a GGUF file, or a model id on the hub."),
+    typer.Argument(
+        metavar="SOURCE",
+        help="A checkpoint directory, a GGUF file, or a model id on the hub.",
+        autocompletion=completion.models,
+    ),
 ]
 OutDirectory = Annotated[
     Path,
@@ -66,16 +59,27 @@ CheckOutput = Annotated[
 ]
 Model = Annotated[
     str,
-    typer.Argument(metavar="DIR", help="A checkpoint directory, packed or not, or a model id on the hub."),
+    typer.Argument(
+        metavar="DIR",
+        help="A checkpoint directory, packed or not, or a model id on the hub.",
+        autocompletion=completion.models,
+    ),
 ]
 Models = Annotated[
     list[str],
-    typer.Argument(metavar="DIR...", help="Checkpoint directories, packed or not, or model ids on the hub."),
+    typer.Argument(
+        metavar="DIR...",
+        help="Checkpoint directories, packed or not, or model ids on the hub.",
+        autocompletion=completion.models,
+    ),
 ]
 KvCache = Annotated[
     str | None,
     typer.Option(
-        "--kv-cache", help=f"Format of the KV cache: {', '.join(KV_FORMATS)}.", show_default="the dtype"
+        "--kv-cache",
+        help=f"Format of the KV cache: {', '.join(KV_FORMATS)}.",
+        show_default="the dtype",
+        autocompletion=completion.names(*KV_FORMATS),
     ),
 ]
 PackedDirectory = Annotated[
@@ -87,7 +91,13 @@ PackedDirectory = Annotated[
 ]
 Format = Annotated[
     str | None,
-    typer.Option("--format", "-f", help=f"Number format: {', '.join(PRESETS)}.", show_default=DEFAULT_FORMAT),
+    typer.Option(
+        "--format",
+        "-f",
+        help=f"Number format: {', '.join(PRESETS)}.",
+        show_default=DEFAULT_FORMAT,
+        autocompletion=completion.names(*PRESETS),
+    ),
 ]
 MethodName = Annotated[
     str | None,
@@ -97,6 +107,7 @@ MethodName = Annotated[
         help=f"How weights are rounded: {', '.join(f'{k} ({v.short})' for k, v in SUMMARIES.items())}; "
         "or two, such as smoothquant,gptq.",
         show_default=DEFAULT_METHOD,
+        autocompletion=completion.lists(*SUMMARIES),
     ),
 ]
 GroupSizeText = Annotated[
@@ -113,16 +124,18 @@ ZeroPointKind = Annotated[
     str | None,
     typer.Option(
         "--zero-point",
-        help="Of int formats, per group: none, integer or float.",
+        help=f"Of int formats, per group: {', '.join(ZERO_POINT_NAMES)}.",
         show_default="none",
+        autocompletion=completion.names(*ZERO_POINT_NAMES),
     ),
 ]
 ScaleDtype = Annotated[
     str | None,
     typer.Option(
         "--scale-dtype",
-        help="float32, float16, bfloat16, e4m3 (with a float32 factor per tensor) or e8m0.",
+        help=f"Of the scales: {', '.join(SCALE_DTYPE_NAMES)}; e4m3 has a float32 factor per tensor.",
         show_default="by format and weights",
+        autocompletion=completion.names(*SCALE_DTYPE_NAMES),
     ),
 ]
 PackingText = Annotated[
@@ -132,6 +145,7 @@ PackingText = Annotated[
         help="bits (what kernels want), radix (codes as digits of bytes: ternary in 1.6 bits, not 2) or "
         "stream (int3, int5, int6 and int7 as compressed-tensors, which vLLM and transformers read).",
         show_default="bits",
+        autocompletion=completion.names(*PACKING_NAMES),
     ),
 ]
 Activations = Annotated[
@@ -140,6 +154,7 @@ Activations = Annotated[
         "--activations",
         help=f"Round the inputs of linears too: {', '.join(ACTIVATIONS)}.",
         show_default="none",
+        autocompletion=completion.names(*ACTIVATIONS),
     ),
 ]
 SchemeName = Annotated[
@@ -147,6 +162,7 @@ SchemeName = Annotated[
     typer.Option(
         "--scheme",
         help=f"Format, group size and activations by a name of llm-compressor: {', '.join(SCHEMES)}.",
+        autocompletion=completion.names(*SCHEMES),
     ),
 ]
 BitsPerWeight = Annotated[
@@ -177,8 +193,12 @@ AllocatedFormats = Annotated[
     str | None,
     typer.Option(
         "--formats",
-        help="With one of these budgets, what to choose from: FORMAT or FORMAT:GROUP, comma-separated.",
-        show_default="a menu of int, fp and MX formats",
+        help="With one of these budgets, what to choose from, comma-separated: FORMAT, FORMAT:GROUP, or "
+        "engine (int4, int8, fp8, mxfp8, mxfp4 and nvfp4 as other engines read and decode them fast), fast "
+        "(int2 to int8, fp6, fp8 and the like too, which only quantkit reads) or all (book4 too, which "
+        "decodes slowly).",
+        show_default="engine, or all for a time",
+        autocompletion=completion.lists(*MENU_NAMES, *PRESETS),
     ),
 ]
 EngineName = Annotated[
@@ -187,11 +207,17 @@ EngineName = Annotated[
         "--engine",
         help="The result must load in vllm or sglang, of the newest version known or such as vllm==0.26.0. "
         "With a budget, formats are chosen among those that it reads.",
+        autocompletion=completion.names("vllm", "sglang"),
     ),
 ]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
 LmHead = Annotated[
-    str | None, typer.Option("--lm-head", help="Format for lm_head, which stays dense otherwise.")
+    str | None,
+    typer.Option(
+        "--lm-head",
+        help="Format for lm_head, which stays dense otherwise.",
+        autocompletion=completion.names(*PRESETS),
+    ),
 ]
 Embeddings = Annotated[
     str | None,
@@ -253,9 +279,21 @@ CalibrationLength = Annotated[
     typer.Option("--calibration-length", help="Tokens of a sample.", show_default=str(DEFAULT_LENGTH)),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Which samples of the texts are drawn.")]
-Device = Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu or cuda.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="auto (a GPU if there is one), cpu or cuda.",
+        autocompletion=completion.names("auto", "cpu", "cuda"),
+    ),
+]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="Of activations: float32, bfloat16, float16, or auto (as config.json).")
+    str,
+    typer.Option(
+        "--dtype",
+        help="Of activations: float32, bfloat16, float16, or auto (as config.json).",
+        autocompletion=completion.names("auto", "float32", "bfloat16", "float16"),
+    ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say which kernels run and why not others.")]
 EveryLayer = Annotated[bool, typer.Option("--every-layer", help="A line per layer, not per kind of layer.")]
@@ -374,54 +412,3 @@ class QuantizeArguments:
             check=check,
             engine=self.engine,
         )
-
-
-def with_fields(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as a command: in place of its parameter that is a record, one for each field of that.
-
-    typer reads options from a signature, and has no other way for commands to share them.
-    """
-    hints = get_type_hints(function, include_extras=True)
-    records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    ((name, record),) = records.items()
-    shared = get_type_hints(record, include_extras=True)
-    parameters: list[Parameter] = []
-    for parameter in signature(function).parameters.values():
-        if parameter.name != name:
-            parameters.append(
-                parameter.replace(annotation=hints[parameter.name], kind=Parameter.KEYWORD_ONLY)
-            )
-            continue
-        parameters += [
-            Parameter(
-                field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=shared[field.name]
-            )
-            for field in fields(record)
-        ]
-
-    def command(**given: Any) -> None:
-        filled = record(**{field.name: given.pop(field.name) for field in fields(record)})
-        function(**given, **{name: filled})
-
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return command
-
-
-def parse_list(text: str, option: str) -> list[str]:
-    """What `option` names, separated by commas, each once; `UsageError` where it names nothing."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise UsageError(f"{option} is empty; name at least one.")
-    return names
-
-
-def parse_rows_of_x(text: str) -> list[int]:
-    """The numbers of `--m`."""
-    from quantkit.kernels.tuning.tile_table import MAX_M
-
-    numbers = [int(name[:9]) if name.isascii() and name.isdigit() else 0 for name in parse_list(text, "--m")]
-    if not all(1 <= number <= MAX_M for number in numbers):
-        raise UsageError(f"--m is {text!r}; it is numbers from 1 to {MAX_M}, comma-separated.")
-    return numbers

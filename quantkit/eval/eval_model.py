@@ -1,10 +1,13 @@
 """Evaluated model: a checkpoint directory, its tokens, and settings that must agree."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from quantkit.calibrate.data.documents import read_text
+from quantkit.checkpoint.gguf.open_gguf import gguf_file, open_gguf
 from quantkit.checkpoint.hub.repository import resolve
+from quantkit.checkpoint.low_bit.dequantized import dequantized
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.eval_options import EvalOptions
@@ -92,7 +95,7 @@ class Subject:
 
         Raises `UsageError` for a text or option, `CheckpointError` for an unusable checkpoint.
         """
-        checkpoint = Checkpoint.open(resolve(source))
+        checkpoint = open_evaluated(resolve(source))
         directory = checkpoint.directory
         tokenizer = open_tokenizer(directory)
         vocabulary, limit = language_limits(directory)
@@ -108,6 +111,7 @@ class Subject:
         for text in texts:
             check_tokens(text, vocabulary, directory)
         notes = [note for text in texts for note in text.notes]
+        notes += [] if (rounded := _note_on_inputs(checkpoint)) is None else [rounded]
         return cls(
             checkpoint,
             vocabulary,
@@ -140,3 +144,40 @@ def check_comparable(model: Subject, reference: Subject) -> None:
                 f"{where}: their tokenizers, both of {model.tokenizer_size} entries, give different "
                 f"tokens or windows for {mine_text.name}. {remedy}"
             )
+
+
+def open_evaluated(path: Path) -> Checkpoint:
+    """Open a directory or a GGUF file to evaluate it.
+
+    What another tool packed is dequantized as it is read, exactly and for every dtype. So no package and no
+    GPU of that tool is needed. Only compressed-tensors, and formats without a reader, are left to
+    transformers. Raises `CheckpointError` for a damaged checkpoint.
+    """
+    file = gguf_file(path)
+    if file is not None:
+        return open_gguf(file)
+    checkpoint = Checkpoint.open(path)
+    section = checkpoint.config.get("quantization_config")
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if method == "compressed-tensors" and find_spec("compressed_tensors") is not None:
+        return checkpoint
+    return with_numbers(checkpoint)
+
+
+def with_numbers(checkpoint: Checkpoint) -> Checkpoint:
+    """Return `checkpoint` as `quantize` reads it, with low-bit weights dequantized.
+
+    Formats without a reader stay as they are: quantkit's own packed directories, and what transformers may
+    load.
+    """
+    try:
+        return dequantized(checkpoint)
+    except CheckpointError:
+        return checkpoint
+
+
+def _note_on_inputs(checkpoint: Checkpoint) -> str | None:
+    """Return a note if the tool that packed `checkpoint` rounds inputs, which dequantized weights do not."""
+    if not any(text.startswith("by ") and "round their inputs" in text for text in checkpoint.notes):
+        return None
+    return f"{checkpoint.place.name}: its linears round their inputs in engines, and did not here"

@@ -14,6 +14,7 @@ from quantkit.devices import pick_device
 from quantkit.errors import BlocksError, UsageError
 from quantkit.eval.eval_model import Batch, Settings, Subject, check_comparable
 from quantkit.eval.eval_options import EvalOptions
+from quantkit.eval.failures import Guard, OnFailure
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
@@ -77,8 +78,12 @@ def evaluate_many(
     reference: Reference | None = None,
     partial: Partial | None = None,
     progress: Progress | None = None,
+    on_failure: OnFailure | None = None,
 ) -> tuple[EvalReport, ...]:
     """Score checkpoints (directories or hub ids, packed or dense) on texts and tasks; one report each.
+
+    With `on_failure`, a model that fails is left out of the result, after a call with it and its error; the
+    others are scored. Without, its error is raised.
 
     `reference` is the opened `options.against`, with the same settings, for reuse by later calls. Only one
     model is in memory at a time. Finished parts are stored in `partial`; a later call with the same arguments
@@ -97,7 +102,7 @@ def evaluate_many(
     elif models:
         first = models[0] if against is None else against
         options = replace(options, dtype=dtype_for(options.dtype, options.device, first))
-    settings = Settings.of(options)
+    settings, guard = Settings.of(options), Guard(on_failure)
     if (options.noise_floor or options.per_block) and against is None and reference is None:
         raise UsageError(
             "the noise floor and the losses of blocks are those against a reference. Give the original to "
@@ -105,13 +110,13 @@ def evaluate_many(
         )
     if reference is not None:
         _check_reference(reference, settings, against)
-        return _evaluate(models, settings, options, reference, partial, progress)
+        return _evaluate(models, settings, options, reference, partial, progress, guard)
     if against is None:
-        return _evaluate(models, settings, options, None, partial, progress)
+        return _evaluate(models, settings, options, None, partial, progress, guard)
     if options.cache_dir is None and partial is not None:
         options = replace(options, cache_dir=partial.logits)
     with Reference(against, options) as opened:
-        return _evaluate(models, settings, options, opened, partial, progress)
+        return _evaluate(models, settings, options, opened, partial, progress, guard)
 
 
 def _check_reference(reference: Reference, settings: Settings, against: Path | str | None) -> None:
@@ -128,8 +133,9 @@ def _check_reference(reference: Reference, settings: Settings, against: Path | s
 
 @dataclass
 class _Run:
-    """Results for one model in one dtype while its blocks are scored."""
+    """Results for one model, as the user names it, in one dtype while its blocks are scored."""
 
+    model: str
     subject: Subject
     dtype: str
     kv_cache: str | None
@@ -154,7 +160,12 @@ class _Run:
 
 
 def _start(
-    subject: Subject, dtype: str, settings: Settings, reference: Reference | None, partial: Partial | None
+    model: str,
+    subject: Subject,
+    dtype: str,
+    settings: Settings,
+    reference: Reference | None,
+    partial: Partial | None,
 ) -> _Run:
     """Start a run of `subject` with the scores that an interrupted run left in `partial`."""
     if reference is None:
@@ -170,7 +181,7 @@ def _start(
         "kv_cache": settings.kv_cache,
         **_conditions(settings),
     }
-    run = _Run(subject, dtype, settings.kv_cache, _digest(identity), blocks)
+    run = _Run(model, subject, dtype, settings.kv_cache, _digest(identity), blocks)
     if partial is not None:
         for batch in (batch for block in blocks for batch in block):
             shape = (batch.stop - batch.start, subject.texts[batch.text].scored)
@@ -201,24 +212,33 @@ def _evaluate(
     reference: Reference | None,
     partial: Partial | None,
     progress: Progress | None,
+    guard: Guard,
 ) -> tuple[EvalReport, ...]:
     tasks = options.tasks
     # Check headers, tokenizers, vocabularies and tasks before any model runs.
-    subjects = [Subject.open(model, settings) for model in models]
-    sizes = [measure(subject.checkpoint) for subject in subjects]
-    if reference is not None:
-        for subject in subjects:
-            check_comparable(subject, reference.subject)
+    runs: list[_Run] = []
+    sizes: dict[str, Sizes] = {}
+    for model in dict.fromkeys(map(str, models)):
+        with guard.of(model):
+            subject = Subject.open(model, settings)
+            sizes[model] = measure(subject.checkpoint)
+            if reference is not None:
+                check_comparable(subject, reference.subject)
+            runs.append(_start(model, subject, settings.dtype, settings, reference, partial))
+    if not runs:
+        return ()
     manager = None if tasks is None else task_manager(tasks)
-    runs = [_start(subject, settings.dtype, settings, reference, partial) for subject in subjects]
     control = None
     if reference is not None and options.noise_floor:
         plain = replace(settings, kv_cache=None)
-        control = _start(reference.subject, CONTROL_DTYPES[settings.dtype], plain, reference, partial)
-    _score([*runs, *([] if control is None else [control])], settings, reference, partial, progress)
+        dtype, original = CONTROL_DTYPES[settings.dtype], reference.subject
+        control = _start(str(original.checkpoint.place), original, dtype, plain, reference, partial)
+    every = [*runs, *([] if control is None else [control])]
+    _score(every, settings, reference, partial, progress, guard)
     if reference is not None and options.per_block and settings.texts:
-        for run in runs:
-            _measure_blocks(run, reference.subject, settings, partial, progress)
+        for run in (run for run in runs if run.model not in guard.failed):
+            with guard.of(run.model):
+                _measure_blocks(run, reference.subject, settings, partial, progress)
 
     def ask(subject: Subject, dtype: str) -> TaskRun | None:
         if tasks is None:
@@ -227,14 +247,17 @@ def _evaluate(
 
     reference_answers = None if reference is None else ask(reference.subject, settings.dtype)
     floor = None
-    if control is not None:
+    if control is not None and control.model not in guard.failed:
         again = ask(control.subject, control.dtype)
         floor = NoiseFloor(control.dtype, control.metrics(), _compared(again, reference_answers))
-    answers = [ask(subject, settings.dtype) for subject in subjects]
-    return tuple(
-        _report(run, size, settings, reference, floor, answer, reference_answers)
-        for run, size, answer in zip(runs, sizes, answers, strict=True)
-    )
+    reports = []
+    for run in (run for run in runs if run.model not in guard.failed):
+        with guard.of(run.model):
+            answers = ask(run.subject, settings.dtype)
+            reports.append(
+                _report(run, sizes[run.model], settings, reference, floor, answers, reference_answers)
+            )
+    return tuple(reports)
 
 
 def _measure_blocks(
@@ -242,7 +265,7 @@ def _measure_blocks(
 ) -> None:
     """Measure the cost of each block of the model of `run`; add a note if that is impossible."""
     if not run.subject.checkpoint.is_quantized:
-        name = run.subject.checkpoint.directory.name
+        name = run.subject.checkpoint.place.name
         run.notes.append(f"the KL of its blocks was not measured: {name} is not quantized")
         return
     text = reference.texts[0]
@@ -313,6 +336,7 @@ def _score(
     reference: Reference | None,
     partial: Partial | None,
     progress: Progress | None,
+    guard: Guard,
 ) -> None:
     """Score missing batches: the outer loop is over blocks of batches, so that the reference runs once."""
     blocks = range(max(len(run.blocks) for run in runs))
@@ -325,9 +349,10 @@ def _score(
         if reference is not None and wanted[block]:
             reference.prepare(block, wanted[block], advance)
         for run in runs:
-            if run.missing(block):
+            if run.missing(block) and run.model not in guard.failed:
                 started = time.monotonic()
-                _score_block(run, block, settings, reference, partial, advance)
+                with guard.of(run.model):
+                    _score_block(run, block, settings, reference, partial, advance)
                 run.seconds += time.monotonic() - started
 
 
@@ -346,7 +371,7 @@ def _score_block(
     """Score the missing batches of a block with the model of `run`, loaded for it."""
     device = str(pick_device(settings.device))
     subject = run.subject
-    name = subject.checkpoint.directory.name
+    name = subject.checkpoint.place.name
     passes = open_passes(subject.checkpoint, dtype_named(run.dtype), device, run.kv_cache)
     try:
         for text in subject.texts:
@@ -382,12 +407,12 @@ def _report(
     if run.continued:
         count = sum(map(len, run.blocks))
         notes += (
-            f"{subject.checkpoint.directory.name}: {run.continued} of {count} batches of windows come from a "
+            f"{subject.checkpoint.place.name}: {run.continued} of {count} batches of windows come from a "
             "run that was interrupted",
         )
     return EvalReport(
-        model=str(subject.checkpoint.directory),
-        against=None if reference is None else str(reference.subject.checkpoint.directory),
+        model=str(subject.checkpoint.place),
+        against=None if reference is None else str(reference.subject.checkpoint.place),
         texts=run.metrics(),
         sizes=sizes,
         reference_sizes=None if reference is None else measure(reference.subject.checkpoint),
@@ -407,5 +432,5 @@ def _report(
         tasks=_compared(answers, reference_answers),
         task_results={} if answers is None else answers.results,
         notes=notes,
-        label=subject.checkpoint.directory.name,
+        label=subject.checkpoint.place.name,
     )

@@ -11,7 +11,7 @@ import torch
 from quantkit import __version__
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.devices import pick_device
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, unknown_name
 from quantkit.model.tokenizer import tokenizer
 
 DTYPES: dict[str, torch.dtype] = {
@@ -24,7 +24,7 @@ DTYPES: dict[str, torch.dtype] = {
 def dtype_named(name: str) -> torch.dtype:
     """Return the torch dtype called `name`; raise `UsageError` with a list of all names if unknown."""
     if name not in DTYPES:
-        raise UsageError(f"unknown dtype {name!r}; use one of {', '.join(DTYPES)}.")
+        raise unknown_name("dtype", name, DTYPES)
     return DTYPES[name]
 
 

@@ -18,11 +18,9 @@ from types import TracebackType
 
 import torch
 
-from quantkit.checkpoint.low_bit.dequantized import dequantized
-from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, OutputError, UsageError
-from quantkit.eval.eval_model import Batch, Settings, Subject
+from quantkit.eval.eval_model import Batch, Settings, Subject, with_numbers
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.models import dtype_for, dtype_named, versions
 from quantkit.eval.runner import open_passes
@@ -61,18 +59,6 @@ def plan_blocks(
     return (*blocks, tuple(block))
 
 
-def _with_numbers(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` as `quantize` reads it, with low-bit weights dequantized.
-
-    Formats without a reader stay as they are: quantkit's own packed directories, and what transformers may
-    load.
-    """
-    try:
-        return dequantized(checkpoint)
-    except CheckpointError:
-        return checkpoint
-
-
 class Reference:
     """Logits of a reference model, computed block by block and reused by every model compared with it.
 
@@ -90,7 +76,7 @@ class Reference:
         dtype = dtype_for(options.dtype, options.device, source)
         self.settings = Settings.of(replace(options, dtype=dtype, kv_cache=None))
         opened = Subject.open(source, self.settings)
-        self.subject = replace(opened, checkpoint=_with_numbers(opened.checkpoint))
+        self.subject = replace(opened, checkpoint=with_numbers(opened.checkpoint))
         self.directory = self.subject.checkpoint.directory
         #: Seconds spent so far on running the reference model, and a note on it.
         self.seconds = 0.0

@@ -181,7 +181,7 @@ def open_passes(
     if low_bit:
         why = "is low-bit already, and its weights are dequantized as they are read"
     note = (
-        f"{checkpoint.directory.name} {why}: it ran block by block, which reads its weights once for every "
+        f"{checkpoint.place.name} {why}: it ran block by block, which reads its weights once for every "
         f"{WAITING_TOKENS} tokens"
     )
     return _BlockByBlock(Decoder(checkpoint, where, dtype), checkpoint.directory, note)

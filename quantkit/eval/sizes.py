@@ -13,6 +13,7 @@ from quantkit.checkpoint.quantization_config import SECTION, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
+from quantkit.model.model_class import parameter_count
 from quantkit.packing.names import StoredFormat, packed_parameters
 from quantkit.packing.schemes import PARTS, Scheme
 
@@ -45,8 +46,8 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     section = checkpoint.config.get("quantization_config")
     tensors: Mapping[str, StoredTensor] = checkpoint.tensors
     packed_bytes, packed_weights, packed_elements = 0, 0, 0
-    low_bit = dict.fromkeys(tensor.stored_as for tensor in checkpoint.tensors.values() if tensor.stored_as)
-    described = " + ".join(filter(None, low_bit)) or "dense"
+    counted: int | None = None
+    described = " + ".join(_low_bit(checkpoint.tensors)) or "dense"
     if isinstance(section, dict) and SECTION in section:
         config = QuantizationConfig.from_dict(section)
         described = describe(config)
@@ -60,8 +61,13 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     elif section:
         method = section.get("quant_method") if isinstance(section, dict) else section
         described = f"quant_method {method}"
-        tensors = _logical_tensors(checkpoint)
-    elements = sum(tensor.elements for tensor in tensors.values())
+        tensors, counted = _logical_tensors(checkpoint)
+        described = ", ".join((described, *_low_bit(tensors)))
+    if not packed_weights:
+        low_bit = [tensor for tensor in tensors.values() if tensor.stored_as is not None]
+        packed_bytes = sum(tensor.stored_bytes for tensor in low_bit)
+        packed_weights = packed_elements = sum(tensor.elements for tensor in low_bit)
+    elements = counted or sum(tensor.elements for tensor in tensors.values())
     manifest = _manifest(checkpoint.directory)
     found = 8 * checkpoint.nbytes / (elements - packed_elements + packed_weights)
     return Sizes(
@@ -73,13 +79,21 @@ def measure(checkpoint: Checkpoint) -> Sizes:
     )
 
 
-def _logical_tensors(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
-    """Return the tensors of another tool's checkpoint with logical shapes, or as stored if unsupported."""
+def _low_bit(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the low-bit formats of dequantized tensors, each once."""
+    return list(dict.fromkeys(tensor.stored_as for tensor in tensors.values() if tensor.stored_as))
+
+
+def _logical_tensors(checkpoint: Checkpoint) -> tuple[Mapping[str, StoredTensor], int | None]:
+    """Return the tensors of another tool's checkpoint with logical shapes, and the weights of its class.
+
+    Only one of them is known: formats that transformers runs and quantkit does not read may have several
+    weights in an element, so that the parameters of the class count.
+    """
     try:
-        return dequantized(checkpoint).tensors
+        return dequantized(checkpoint).tensors, None
     except CheckpointError:
-        # Formats that transformers runs and quantkit does not read: an element may hold several weights.
-        return checkpoint.tensors
+        return checkpoint.tensors, parameter_count(checkpoint.config, checkpoint.directory)
 
 
 def describe(config: QuantizationConfig) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import KernelError
+from quantkit.errors import KernelError, unknown_name
 from quantkit.kernels.gemm.cpu import CPU_KERNELS
 from quantkit.kernels.gemm.fused_kernels import FUSED_KERNELS
 from quantkit.kernels.gemm.unpack import UNPACK_KERNEL
@@ -38,8 +38,8 @@ def kernel_named(name: str) -> Kernel:
     for kernel in KERNELS:
         if kernel.name == name:
             return kernel
-    known = ", ".join(kernel.name for kernel in KERNELS)
-    raise KernelError(f"there is no kernel {name!r}; known are {known}. Check {FORCE_VARIABLE}.")
+    known = (kernel.name for kernel in KERNELS)
+    raise unknown_name("kernel", name, known, remedy=f"Check {FORCE_VARIABLE}.", error=KernelError)
 
 
 def layout_named(name: str) -> Layout:

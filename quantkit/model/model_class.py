@@ -147,6 +147,15 @@ def meta_model(config: Mapping[str, Any], directory: Path, *, buffers: bool = Fa
     return build(cls, parsed, directory, buffers=buffers)
 
 
+def parameter_count(config: Mapping[str, Any], directory: Path) -> int | None:
+    """Return the parameters of the class of a config, tied ones once; None if it has no class to build."""
+    try:
+        model = meta_model(config, directory)
+    except CheckpointError:
+        return None
+    return sum(parameter.numel() for parameter in model.parameters()) or None
+
+
 def build(cls: Any, parsed: Any, directory: Path, *, buffers: bool = False) -> "nn.Module":
     """Build a model of class `cls` without weights; see `meta_model`."""
     import torch

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from quantkit.errors import FormatError, UsageError
+from quantkit.errors import FormatError, unknown_name
 from quantkit.packing.formats import FORMATS, NumberFormat
 from quantkit.packing.presets import ACTIVATIONS
 from quantkit.packing.scale_types import MAX_GROUP_SIZE
@@ -205,7 +205,7 @@ def activations_named(name: str | None) -> ActivationScheme | None:
         return None
     preset = ACTIVATIONS.get(name)
     if preset is None:
-        raise UsageError(f"activations {name!r} are unknown; use none or one of {', '.join(ACTIVATIONS)}.")
+        raise unknown_name("activations", name, ("none", *ACTIVATIONS))
     return ActivationScheme(preset.format, preset.group_size, preset.scale, preset.static)
 
 

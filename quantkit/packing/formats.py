@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, unknown_name
 from quantkit.packing.bucketize import codes_between
 
 MAX_BITS = 8
@@ -411,5 +411,4 @@ def number_format(name: str) -> NumberFormat:
     try:
         return FORMATS[ALIASES.get(name, name)]
     except KeyError:
-        known = ", ".join([*FORMATS, *ALIASES])
-        raise FormatError(f"unknown number format {name!r}; known are {known}.") from None
+        raise unknown_name("number format", name, [*FORMATS, *ALIASES], error=FormatError) from None

@@ -46,6 +46,15 @@ PRESETS: dict[str, Preset] = {
 #: Default format.
 DEFAULT_FORMAT = "int4"
 
+#: Zero-points, dtypes of scales and packings that a user may ask for.
+ZERO_POINT_NAMES = ("none", "integer", "float")
+SCALE_DTYPE_NAMES = ("float32", "float16", "bfloat16", "e4m3", "e8m0")
+PACKING_NAMES = ("bits", "radix", "stream")
+
+#: What `--formats` may say in place of formats.
+ENGINE_MENU = "engine"
+MENU_NAMES = (ENGINE_MENU, "fast", "all")
+
 
 @dataclass(frozen=True)
 class ActivationPreset:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, unknown_name
 from quantkit.packing.activations import INPUT_PARTS, ActivationScheme, activations_named
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import (
@@ -77,9 +77,7 @@ class Scheme:
                 "group per output channel, or 'tensor' for one scale in all."
             )
         if self.zero_point not in ZERO_POINTS:
-            raise FormatError(
-                f"zero-point {self.zero_point!r} is unknown; use one of {', '.join(ZERO_POINTS)}."
-            )
+            raise unknown_name("zero-point", str(self.zero_point), ZERO_POINTS, error=FormatError)
         if (reason := self.zero_point_type.why_not(self.format)) is not None:
             raise FormatError(f"{reason}.")
         if self.scale_dtype not in SCALE_TYPES:
@@ -417,7 +415,7 @@ def scheme(
     """
     preset = PRESETS.get(name)
     if preset is None:
-        raise FormatError(f"unknown format {name!r}; known are {', '.join(PRESETS)}.")
+        raise unknown_name("format", name, PRESETS, error=FormatError)
     size: Any = preset.group_size if group_size is None else group_size
     block = BLOCK.fullmatch(size) if isinstance(size, str) else None
     rows, size = (int(block[1]), int(block[2])) if block else (1, size)

@@ -4,9 +4,12 @@ Each row is a format with the granularity that is worth its bits (docs/accuracy.
 loses more than another is never chosen, so a superfluous row costs only measuring time.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from quantkit.errors import FormatError, UsageError
+from quantkit.packing.formats import FORMATS, FittedFormat
+from quantkit.packing.presets import MENU_NAMES, PRESETS
 from quantkit.recipes.recipe import Choice, parse_group_size
 
 MENU: tuple[Choice, ...] = (
@@ -49,6 +52,21 @@ NAMED_OF_ENGINES: tuple[Choice, ...] = (
 )
 
 
+#: Menus that a word of `--formats` names. `fast` leaves out fitted code books, which decode slower than dense
+#: on a GPU (docs/accuracy.md); rows of `engine` decode fast too, and other engines read them.
+MENUS: Mapping[str, tuple[Choice, ...]] = dict(
+    zip(
+        MENU_NAMES,
+        (
+            MENU_OF_ENGINES,
+            tuple(row for row in MENU if not isinstance(FORMATS[PRESETS[row.format].format], FittedFormat)),
+            MENU,
+        ),
+        strict=True,
+    )
+)
+
+
 def candidates(
     method: str,
     formats: tuple[str, ...] | None = None,
@@ -58,14 +76,17 @@ def candidates(
     """Return the rows of `menu` that `method` supports, each with that method.
 
     `formats` are names such as `int4`, for all rows of that format in `menu` and `named`, or the format's
-    preset if it has no row. `FORMAT:GROUP` is one granularity, in the packing of those rows. Raises
-    `UsageError` for unknown or unsupported formats.
+    preset if it has no row. `FORMAT:GROUP` is one granularity, in the packing of those rows. A name of
+    `MENUS` is its rows that `method` supports. Raises `UsageError` for unknown or unsupported formats.
     """
     if formats is None:
         rows = tuple(replace(row, method=method) for row in menu)
         return tuple(row for row in rows if _refusal(row) is None)
     found: dict[Choice, None] = {}
     for text in formats:
+        if text in MENUS:
+            found |= dict.fromkeys(candidates(method, menu=MENUS[text]))
+            continue
         for row in _named(text, (*menu, *named)):
             chosen = replace(row, method=method)
             if (refusal := _refusal(chosen)) is not None:

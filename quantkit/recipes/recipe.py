@@ -28,7 +28,7 @@ import torch
 
 from quantkit.calibrate.methods import METHODS, Method, method_named
 from quantkit.calibrate.summaries import DEFAULT_METHOD
-from quantkit.errors import QuantkitError, UsageError
+from quantkit.errors import QuantkitError, UsageError, unknown_name
 from quantkit.files import open_regular
 from quantkit.packing.activations import activations_named
 from quantkit.packing.packings import PACKINGS, PackingName
@@ -281,21 +281,21 @@ def parse_group_size(text: str | None) -> GroupSize:
 def parse_zero_point(text: str) -> ZeroPoint:
     """Parse a kind of zero-point from the command line or a file."""
     if text not in searched():
-        raise UsageError(f"zero-point {text!r} is unknown; use one of {', '.join(searched())}.")
+        raise unknown_name("zero-point", text, searched())
     return ZERO_POINTS[text].name
 
 
 def parse_packing(text: str) -> PackingName:
     """Parse a packing from the command line or a file."""
     if text not in PACKINGS:
-        raise UsageError(f"packing {text!r} is unknown; use one of {', '.join(PACKINGS)}.")
+        raise unknown_name("packing", text, PACKINGS)
     return PACKINGS[text].name
 
 
 def scale_dtype_named(name: str | None) -> torch.dtype | None:
     """Return the scale dtype called `name`; None, for the format's default, stays None."""
     if name is not None and name not in SCALE_DTYPES:
-        raise UsageError(f"scale dtype {name!r} is unknown; use one of {', '.join(SCALE_DTYPES)}.")
+        raise unknown_name("scale dtype", name, SCALE_DTYPES)
     return None if name is None else SCALE_DTYPES[name]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from quantkit.packing.packings import PackingName
@@ -99,9 +99,7 @@ def _of_scheme(name: str, given: Mapping[str, object]) -> dict[str, object]:
 
     preset = SCHEMES.get(name)
     if preset is None:
-        known = next((one for one in SCHEMES if one.lower() == name.lower()), None)
-        hint = f" Did you mean {known}?" if known else ""
-        raise UsageError(f"scheme {name!r} is unknown; use one of {', '.join(SCHEMES)}.{hint}")
+        raise unknown_name("scheme", name, SCHEMES)
     for option in _SAID_BY_SCHEME:
         if given[option] is not None:
             raise UsageError(

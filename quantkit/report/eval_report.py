@@ -57,6 +57,8 @@ def write_report(
 
 def hashes(directory: Path) -> dict[str, str]:
     """Return the hex SHA-256 of a model's configuration and weights, on which its figures depend."""
+    if directory.is_file():
+        return {directory.name: hash_file(directory)}
     return {path.name: hash_file(path) for path in Checkpoint.open(directory).stamps}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
+from quantkit.checkpoint.gguf.open_gguf import gguf_file
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.checkpoint.output.journal import JOURNAL_NAME
@@ -45,6 +46,19 @@ def is_saved(directory: Path) -> bool:
         ) from error
     section = read_json(config).get("quantization_config")
     return isinstance(section, dict) and SECTION in section
+
+
+def is_foreign(path: Path) -> bool:
+    """Return True for a GGUF file or a checkpoint directory without anything that quantkit wrote."""
+    if path.suffix == ".gguf" or gguf_file(path) is not None:
+        return True
+    try:
+        own = any((path / name).exists() for name in (MANIFEST_NAME, JOURNAL_NAME))
+        return not own and (path / CONFIG_NAME).is_file() and not is_saved(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot examine {path}: {os_error_text(error)}. Check the disk and the permissions."
+        ) from error
 
 
 def read_record(directory: Path) -> ModelRecord:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from quantkit.report.eval_report import floor_label
 
-from .conftest import SOURCE, STORIES, Run
+from .conftest import SOURCE, STORIES, Run, edit_json
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ from .conftest import SOURCE, STORIES, Run
         (("--text", STORIES, "--window", "64", "--stride", "65"), 2, "stride is 65; use 1 to 64"),
         (("--text", STORIES, "--logits-space", "much"), 2, "size 'much' is not"),
         (("--text", STORIES, "--dtype", "int3"), 2, "unknown dtype 'int3'"),
-        (("--text", STORIES, "--device", "tpu", "--max-windows", "1"), 2, "device 'tpu' is unknown"),
+        (("--text", STORIES, "--device", "tpu", "--max-windows", "1"), 2, "unknown device 'tpu'"),
         (("--text", STORIES, "--json", "missing/eval.json"), 5, "cannot write missing/eval.json"),
         (("--text", STORIES, "--report", STORIES), 5, "cannot create the directory"),
         (("--text", STORIES, "--window", "1"), 2, "Invalid value for '--window'"),
@@ -110,3 +111,48 @@ def test_eval_without_a_reference(run: Run, packed: Path) -> None:
         "window 4096 was cut to 512, the positions that the model has; so was the stride of 600"
         in " ".join(done.err.split())
     )
+
+
+def test_a_model_that_fails_hides_no_other(run: Run, packed: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(packed, tmp_path / "broken"))
+    for file in broken.glob("tokenizer*"):
+        file.unlink()
+    work, figures = tmp_path / "work", tmp_path / "eval.json"
+    done = run(
+        *("eval", broken, packed, tmp_path / "missing", "--text", STORIES, "--window", 64),
+        *("--max-windows", 1, "--json", figures, "--work", work),
+    )
+    assert done.code == 2
+    assert re.search(r"^int4 +4\.277 +7\.845 ", done.out, re.MULTILINE)
+    assert "broken" not in done.out
+    first, second = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert first.startswith(f"error: {broken} has ") and "tokenizer" in first
+    assert second.startswith(f"error: '{tmp_path / 'missing'}' is no directory; ")
+    assert json.loads(figures.read_text())["label"] == "int4"
+    # The same command goes on from there once the others are mended.
+    assert work.is_dir()
+
+
+def test_what_is_wrong_for_all_models_is_said_once(run: Run, packed: Path) -> None:
+    done = run("eval", packed, SOURCE, "--text", "missing.txt")
+    assert (done.code, done.out, done.err.count("missing.txt: cannot be read")) == (2, "", 1)
+
+
+def test_what_other_tools_packed_is_read_without_them_and_counted(run: Run, tmp_path: Path) -> None:
+    """The bits of low-bit weights with all their parts, and no bars of other libraries in a pipe."""
+    own, foreign, mlx = tmp_path / "own", tmp_path / "foreign", tmp_path / "mlx"
+    options = ("--format", "int4", "-g", 32, "--rule", "*.down_proj=keep", "--no-check")
+    assert run("quantize", SOURCE, own, *options).code == 0
+    assert run("export", own, mlx, "--to", "mlx").code == 0
+    shutil.copytree(own, foreign)
+    (foreign / "quantkit_manifest.json").unlink()
+    edit_json(foreign / "config.json", lambda config: config["quantization_config"].pop("quantkit"))
+    done = run("eval", own, foreign, mlx, "--text", STORIES, "--window", 64, "--max-windows", 1)
+    assert done.code == 0, done.err
+    rows = {line.split()[0]: line.split()[1:] for line in done.out.splitlines()}
+    assert [rows[name][:2] for name in ("own", "foreign", "mlx")] == [
+        *(["4.522", "13.875"], ["4.522", "13.875"], ["5.000", "14.190"]),
+    ]
+    assert rows["own"][-1] == rows["foreign"][-1] == rows["mlx"][-1]
+    assert "mlx is low-bit already, and its weights are dequantized as they are read" in done.err
+    assert all(line.startswith("note: ") for line in done.err.splitlines()), done.err

@@ -69,9 +69,9 @@ def test_what_a_model_refuses_while_it_generates_is_an_error(
         (("--temperature", "-1"), "Invalid value for '--temperature'"),
         (("--temperature", "nan"), "Invalid value for '--temperature'"),
         (("--seed", str(1 << 64)), f"seed is {1 << 64}; use 0 to {(1 << 63) - 1}."),
-        (("--kv-cache", "int3"), "unknown format of a KV cache 'int3'"),
+        (("--kv-cache", "int3"), "unknown KV cache format 'int3'"),
         (("--dtype", "int3"), "unknown dtype 'int3'"),
-        (("--device", "tpu"), "device 'tpu' is unknown"),
+        (("--device", "tpu"), "unknown device 'tpu'"),
     ],
 )
 def test_wrong_options_of_generate(run: Run, packed: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -84,7 +84,10 @@ def test_plan_tells_what_a_gpu_that_is_not_here_needs(run: Run, monkeypatch: pyt
     told = json.loads(run("plan", SOURCE, "-m", "gptq", "--device", "cuda", *many, "--json").out)
     assert told["gpu_memory"]["quantizing"] > 1e9 * sizes["gptq"]
     assert "gpu_memory" not in json.loads(run("plan", SOURCE, "--device", "cpu", "--json").out)
-    assert "device 'gpu' is unknown; use auto, cpu or cuda" in run("plan", SOURCE, "--device", "gpu").err
+    assert (
+        "unknown device 'gpu'; known are auto, cpu, cuda. Did you mean cuda?"
+        in run("plan", SOURCE, "--device", "gpu").err
+    )
 
 
 def test_a_recipe_file_decides_formats(run: Run, tmp_path: Path) -> None:
@@ -138,13 +141,13 @@ def test_zero_points_and_scales_of_every_kind(run: Run, arguments: tuple[str, ..
         (("-m", "magic"), 2, "unknown method 'magic'; known are rtn, mse"),
         (("-g", "0"), 2, "group size '0' is not a positive integer, 'channel' or 'tensor'"),
         (("-f", "binary", "--zero-point", "float"), 4, "format 'binary' has no zero-point"),
-        (("--zero-point", "half"), 2, "zero-point 'half' is unknown; use one of none, integer, float"),
+        (("--zero-point", "half"), 2, "unknown zero-point 'half'; known are none, integer, float"),
         (("--packing", "radix"), 4, "packing 'radix' is not for 'int4': its 16 values fill 4 bits"),
-        (("--packing", "trits"), 2, "packing 'trits' is unknown; use one of bits, radix"),
-        (("--scale-dtype", "e5m2"), 2, "scale dtype 'e5m2' is unknown; use one of float32, float16"),
-        (("--activations", "fp16"), 2, "activations 'fp16' are unknown; use none or one of int8, fp8"),
+        (("--packing", "trits"), 2, "unknown packing 'trits'; known are bits, radix"),
+        (("--scale-dtype", "e5m2"), 2, "unknown scale dtype 'e5m2'; known are float32, float16"),
+        (("--activations", "fp16"), 2, "unknown activations 'fp16'; known are none, int8, fp8"),
         (("--activations", "fp8-g128"), 2, "groups of 128 inputs do not divide 172 features. Choose one sca"),
-        (("--scheme", "w8a8"), 2, "scheme 'w8a8' is unknown; use one of FP8_DYNAMIC"),
+        (("--scheme", "w8a8"), 2, "unknown scheme 'w8a8'; known are FP8_DYNAMIC"),
         (("--scheme", "w8a8"), 2, "Did you mean W8A8?"),
         (("--scheme", "W8A8", "-f", "int4"), 2, "--scheme W8A8 says the format, so it does not go with --fo"),
         (("--scheme", "W8A8", "--activations", "fp8"), 2, "does not go with --activations. Leave one out."),
@@ -156,7 +159,7 @@ def test_zero_points_and_scales_of_every_kind(run: Run, arguments: tuple[str, ..
         (("--rule", "*=keep"), 2, "there is nothing to quantize"),
         (("--recipe", "missing.toml"), 2, "recipe missing.toml cannot be read"),
         (("--max-shard-size", "10x"), 2, "size '10x' is not a positive number with a unit"),
-        (("--device", "tpu"), 2, "device 'tpu' is unknown; use auto, cpu or cuda"),
+        (("--device", "tpu"), 2, "unknown device 'tpu'; known are auto, cpu, cuda"),
         (("--resume", "--overwrite"), 2, "resume and overwrite exclude each other"),
     ],
 )
@@ -386,13 +389,31 @@ def test_bits_per_weight_that_cannot_be(run: Run, options: tuple[object, ...], m
     assert message in done.err.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rule", "*=keep"), "there is nothing to quantize in "),
+        (("--calibration", STORIES), "calibration data was given, but no method of the recipe takes any."),
+        (("-m", "gptq", "--calibration", "wikitext2"), "a data set of the hub as hf:Salesforce/wikitext/"),
+        (("-m", "gptq", "--calibration", "missing.txt"), "calibration file missing.txt is not there."),
+    ],
+)
+def test_plan_refuses_what_quantize_refuses(
+    run: Run, tmp_path: Path, options: tuple[object, ...], message: str
+) -> None:
+    planned, done = run("plan", SOURCE, *options), run("quantize", SOURCE, tmp_path / "out", *options)
+    assert (planned.code, planned.err) == (done.code, done.err)
+    assert (planned.code, planned.out) == (2, "") and message in planned.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_options_that_only_go_with_bits_per_weight(run: Run) -> None:
     done = run("plan", SOURCE, "--formats", "int4")
     assert (done.code, done.out) == (2, "")
     assert "--formats is what --bits-per-weight and --milliseconds-per-token choose from" in done.err
     done = run("plan", SOURCE, *DATA)
     assert (done.code, done.out) == (2, "")
-    assert "--bits-per-weight and --milliseconds-per-token. Leave them " in done.err
+    assert "or a budget, such as --bits-per-weight." in done.err
 
 
 def test_milliseconds_per_token(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ def test_weights_without_tiles_are_named(run: Callable[..., Any]) -> None:
         (
             ("--shapes", "64x64", "--kernels", "fused-portable,dequantize"),
             2,
-            "--kernels has dequantize; kernels with tiles are fused-gemv, fused-portable-gemv, "
+            "unknown kernel with tiles 'dequantize'; known are fused-gemv, fused-portable-gemv, "
             "fused-small-m, fused-wgmma, fused-portable.",
         ),
         (("--shapes", "64x64", "--m", "0"), 2, "--m is '0'; it is numbers from 1 to 65536"),

@@ -201,7 +201,7 @@ def test_the_cost_of_a_quantized_kv_cache(stories, texts, monkeypatch):
         found = evaluate(stories, kv_cache=kv_cache, **options)
         assert all(least < metrics.kl_mean < most for metrics in found.texts.values())
         assert found.noise_floor == plain.noise_floor and found.to_dict()["kv_cache"] == kv_cache
-    with pytest.raises(UsageError, match="unknown format of a KV cache 'int2'"):
+    with pytest.raises(UsageError, match="unknown KV cache format 'int2'"):
         evaluate(stories, texts=texts, kv_cache="int2", device="cpu")
     with pytest.raises(UsageError, match="tasks run without"):
         evaluate(stories, texts=texts, kv_cache="int8", tasks=Tasks(("arc_easy",)))

@@ -31,7 +31,8 @@ def test_a_checkpoint_of_another_tool_has_the_bits_of_the_same_bytes(tmp_path: P
     path.write_text(json.dumps(config))
     found = measure(Checkpoint.open(out))
     assert found.model == own.model < 16
-    assert (found.format, found.linears) == ("quant_method compressed-tensors", None)
+    assert found.format.startswith("quant_method compressed-tensors, ")
+    assert found.linears == pytest.approx(own.linears, rel=0.02)
 
 
 def test_a_format_that_is_not_read_is_counted_as_it_is_stored(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_forcing_overrides_speed_but_not_ability(monkeypatch):
 def test_forcing_an_unknown_row_lists_the_known(monkeypatch):
     monkeypatch.setenv(FORCE_VARIABLE, "torch-int5")
     with pytest.raises(
-        KernelError, match=r"no kernel 'torch-int5'; known are torch-int4, .*unpack.*QUANTKIT_KERNEL"
+        KernelError, match=r"unknown kernel 'torch-int5'; known are torch-int4, .*unpack.*QUANTKIT_KERNEL"
     ):
         choose(problem())
 

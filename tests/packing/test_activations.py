@@ -262,7 +262,7 @@ def test_unknown_activations_name_the_known_ones():
     with pytest.raises(UsageError) as error:
         activations_named("fp16")
     known = ", ".join(ACTIVATIONS)
-    assert str(error.value) == f"activations 'fp16' are unknown; use none or one of {known}."
+    assert str(error.value) == f"unknown activations 'fp16'; known are none, {known}."
     assert activations_named(None) is activations_named("none") is None
 
 

@@ -327,7 +327,7 @@ def test_a_finished_output_is_replaced_only_on_request(tmp_path):
         ({"resume": True, "overwrite": True}, "exclude each other"),
         ({"recipe": Recipe(), "format": "int8"}, "a Recipe says all"),
         ({"recipe": Recipe(), "rules": ("a=keep",)}, "a Recipe says all"),
-        ({"device": "tpu"}, "device 'tpu' is unknown"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"rules": ("model.*=keep",)}, "the recipe keeps every linear. Leave out its rules with keep"),
         ({"rules": ("nowhere=keep",)}, "matches no linear"),
     ],

@@ -179,12 +179,12 @@ def test_a_model_is_quantized_loaded_cast_and_run(kind: ZeroPointType, tmp_path:
 def test_options_take_it_and_name_it(kind: ZeroPointType) -> None:
     assert parse_zero_point(kind.name) == kind.name
     assert str(scheme("int4", zero_point=kind.name)) == f"int4 g128{kind.suffix} bfloat16"
-    with pytest.raises(UsageError, match=f"unknown; use one of none, integer, float, {kind.name}"):
+    with pytest.raises(UsageError, match=f"known are none, integer, float, {kind.name}"):
         parse_zero_point("other")
 
 
 def test_a_kind_that_is_not_in_the_table_is_refused() -> None:
-    with pytest.raises(FormatError, match="zero-point 'byte' is unknown; use one of none, integer, float"):
+    with pytest.raises(FormatError, match="unknown zero-point 'byte'; known are none, integer, float"):
         scheme("int4", zero_point=_made_up("byte"))
 
 

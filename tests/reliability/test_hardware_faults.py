@@ -214,7 +214,7 @@ def test_a_kernel_that_was_asked_for_and_does_not_exist(
 ) -> None:
     assert run("quantize", SOURCE, out, *QUICK).code == 0
     monkeypatch.setenv("QUANTKIT_KERNEL", "warp-drive")
-    message = Message("'warp-drive'", "there is no kernel", "known are torch-int4", "Check QUANTKIT_KERNEL")
+    message = Message("'warp-drive'", "unknown kernel", "known are torch-int4", "Check QUANTKIT_KERNEL")
     refused(run, ("generate", out, "hello"), KernelError, message, out.parent)
 
 

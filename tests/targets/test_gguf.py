@@ -260,7 +260,7 @@ def test_what_is_no_packed_directory_of_a_known_model(
     done = run("export", sources("llama"), tmp_path / "out", "--to", "gguf")
     assert done.code == 3 and "is no packed directory of quantkit" in done.err
     done = run("export", sources("llama"), tmp_path / "out", "--to", "onnx")
-    assert done.code == 2 and "unknown target 'onnx'; expected one of gptq, awq, gguf, mlx" in done.err
+    assert done.code == 2 and "unknown target 'onnx'; known are gptq, awq, gguf, mlx" in done.err
     done = run("export", pack("gemma2", format="int8"), tmp_path / "out", "--to", "gguf")
     assert done.code == 3 and "model_type is 'gemma2'; quantkit exports llama, mistral, qwen2" in done.err
     assert not (tmp_path / "out").exists()

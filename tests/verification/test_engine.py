@@ -233,7 +233,7 @@ def test_an_engine_is_asked_for_by_name_and_version():
     assert asked_engine("vllm") == (VLLM, "0.33.0")
     assert asked_engine("vllm==0.26.0") == (VLLM, "0.26.0")
     assert asked_engine("sglang") == (SGLANG, "0.5.23")
-    with pytest.raises(UsageError, match="--engine is 'tgi'; quantkit knows vllm and sglang"):
+    with pytest.raises(UsageError, match="unknown engine 'tgi'; known are vllm, sglang"):
         asked_engine("tgi")
     with pytest.raises(UsageError, match=r"vLLM 0.1 was not tried. Versions that were: 0.26.0, 0.32.0, 0.33"):
         asked_engine("vllm==0.1")

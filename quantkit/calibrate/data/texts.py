@@ -19,11 +19,20 @@ from quantkit.calibrate.data.documents import (
     kind_of,
     read_documents,
 )
-from quantkit.errors import QuantkitError, UsageError
+from quantkit.errors import QuantkitError, UsageError, closest_name
 
 #: Default text. `SOURCES.md` beside it gives its origin and license.
 BUNDLED = Path(__file__).parent / "text" / "default.jsonl.gz"
 BUNDLED_NAME = "the text that comes with quantkit"
+
+#: What other tools call by a name of their own, as data sets of the hub.
+DATA_SETS = {
+    "c4": "hf:allenai/c4/en",
+    "wikitext": "hf:Salesforce/wikitext/wikitext-2-raw-v1",
+    "wikitext2": "hf:Salesforce/wikitext/wikitext-2-raw-v1",
+    "ultrachat": "hf:HuggingFaceH4/ultrachat_200k",
+    "ultrachat200k": "hf:HuggingFaceH4/ultrachat_200k",
+}
 
 #: Characters read per token of the samples: tokens are seldom longer. Data sets are read to eight times that,
 #: so that there is something to draw from.
@@ -111,10 +120,14 @@ def _where(name: str, text: str) -> Path | DataSetName:
     if name.startswith(PREFIX) and not path.exists():
         return parse_data_set(name)
     if kind_of(path.name) and not path.is_dir():
-        raise UsageError(f"calibration file {name} is not there. Check the path.")
+        beside = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
+        meant = closest_name(path.name, (one.name for one in beside if kind_of(one.name)))
+        remedy = "Check the path." if meant is None else f"Did you mean {path.with_name(meant)}?"
+        raise UsageError(f"calibration file {name} is not there. {remedy}")
+    known = DATA_SETS.get(name.lower().replace("-", "").replace("_", ""))
     raise UsageError(
         f"calibration source {name!r} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file. Give one, "
-        f"or a data set of the hub as {PREFIX}OWNER/NAME."
+        f"or a data set of the hub as {known or f'{PREFIX}OWNER/NAME'}."
     )
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from quantkit.bench.bench_options import SERVE_DEFAULTS, SPEED_DEFAULTS, BenchOptions, ServeOptions
-from quantkit.cli import options
+from quantkit.cli import options, parsing
 from quantkit.cli.console import note, print_table, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, is_pipe, make_directory, write_file
+from quantkit.cli.records import with_fields
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class BenchArguments:
         )
 
 
-@options.with_fields
+@with_fields
 def bench(directory: options.Model, given: BenchArguments) -> None:
     """Measure how fast a model is and what memory it takes.
 
@@ -265,7 +266,7 @@ def _print(table: "Table", wanted: Sequence[str] | None = None) -> None:
 
 
 def _counts(text: str, option: str) -> tuple[int, ...]:
-    names = options.parse_list(text, option)
+    names = parsing.parse_list(text, option)
     if not all(map(_is_count, names)):
         raise UsageError(f"{option} is {text!r}; it is numbers from 1, comma-separated.")
     return tuple(map(int, names))
@@ -273,7 +274,7 @@ def _counts(text: str, option: str) -> tuple[int, ...]:
 
 def _rates(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(name) for name in options.parse_list(text, "--rate"))
+        return tuple(float(name) for name in parsing.parse_list(text, "--rate"))
     except ValueError:
         raise UsageError(f"--rate is {text!r}; it is requests per second, comma-separated.") from None
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.cli import options
+from quantkit.cli import options, parsing
 from quantkit.cli.console import note, print_json, progress, say
+from quantkit.cli.records import with_fields
 from quantkit.files import size_text
 from quantkit.signals import advising
 
@@ -28,7 +29,7 @@ class ConvertArguments:
     json: options.Json = False
 
 
-@options.with_fields
+@with_fields
 def convert(source: options.Source, out_directory: options.OutDirectory, given: ConvertArguments) -> None:
     """Convert a low-bit checkpoint and keep every value.
 
@@ -57,7 +58,7 @@ def convert(source: options.Source, out_directory: options.OutDirectory, given: 
         return resume_advice(out_directory, overwrite=given.overwrite) if begun else None
 
     asked = converting.ConvertOptions(
-        max_shard_bytes=options.parse_size(given.max_shard_size),
+        max_shard_bytes=parsing.parse_size(given.max_shard_size),
         allow_auto_map=given.allow_auto_map,
         resume=given.resume,
         overwrite=given.overwrite,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli import options
+from quantkit.cli import options, parsing
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import REPORT_FILES, make_directory
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -45,7 +45,7 @@ def demo(
     from quantkit.recipes.recipe_options import RecipeOptions
     from quantkit.report.eval_report import write_report
 
-    names = options.parse_list(formats, "--formats")
+    names = parsing.parse_list(formats, "--formats")
     size = parse_group_size(group_size)
     # What can be refused is refused before the first model is quantized.
     recipes = {name: RecipeOptions(format=name, group_size=size).to_recipe() for name in names}

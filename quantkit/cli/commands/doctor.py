@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.about import TESTED_TRANSFORMERS
-from quantkit.cli import options
+from quantkit.cli import options, parsing
 from quantkit.cli.console import note, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def doctor(
     from quantkit.kernels.registry import FORCE_VARIABLE, forced_kernel, kernel_named
     from quantkit.kernels.report import experts_text
 
-    rows_of_x = options.parse_rows_of_x(m)
+    rows_of_x = parsing.parse_rows_of_x(m)
     if forced_kernel():
         forced = kernel_named(forced_kernel()).name
         note(

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.about import pip_install
-from quantkit.cli import options
-from quantkit.cli.console import note, progress, say
+from quantkit.cli import options, parsing
+from quantkit.cli.console import fail, note, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file
-from quantkit.errors import EnvironmentProblem, UsageError
+from quantkit.cli.meant import explained
+from quantkit.cli.records import with_fields
+from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.signals import advising
 
@@ -79,7 +81,7 @@ class EvalArguments:
     ] = None
     logits_space: Annotated[
         str, typer.Option("--logits-space", metavar="SIZE", help="Disk for the original's logits at a time.")
-    ] = options.shown_size(EvalOptions.budget_bytes)
+    ] = parsing.shown_size(EvalOptions.budget_bytes)
     work: Annotated[
         Path | None,
         typer.Option(
@@ -103,7 +105,7 @@ class EvalArguments:
     @property
     def task_names(self) -> tuple[str, ...]:
         """Each of `tasks` once."""
-        return () if self.tasks is None else tuple(options.parse_list(self.tasks, "--tasks"))
+        return () if self.tasks is None else tuple(parsing.parse_list(self.tasks, "--tasks"))
 
     def check(self) -> None:
         """Refuse at once what would fail, or be ignored, after the work."""
@@ -142,11 +144,11 @@ class EvalArguments:
             batch=self.batch,
             noise_floor=comparing if self.noise_floor is None else self.noise_floor,
             per_block=bool(comparing and self.text) if self.per_block is None else self.per_block,
-            budget_bytes=options.parse_size(self.logits_space),
+            budget_bytes=parsing.parse_size(self.logits_space),
         )
 
 
-@options.with_fields
+@with_fields
 def evaluate(directories: options.Models, given: EvalArguments) -> None:
     """Measure models on texts and tasks, and compare them.
 
@@ -157,10 +159,9 @@ def evaluate(directories: options.Models, given: EvalArguments) -> None:
     if given.report is not None:
         make_directory(given.report, REPORT_FILES)
     from quantkit.cli.figures import print_reports
-    from quantkit.cli.models import log_kernels, using_transformers
+    from quantkit.cli.models import log_kernels, silence
     from quantkit.eval.evaluate import evaluate_many
     from quantkit.eval.result_cache import Partial
-    from quantkit.report.eval_report import write_report
 
     if given.verbose:
         log_kernels()
@@ -175,21 +176,44 @@ def evaluate(directories: options.Models, given: EvalArguments) -> None:
             return None
         return f"what is done so far is in {partial.directory}; the same command goes on from there"
 
-    with (
-        advising(advice),
-        progress("evaluating") as advance,
-        using_transformers(", ".join(directories)),
-    ):
-        results = evaluate_many(directories, given.to_options(), partial=partial, progress=advance)
-    print_reports(results)
+    failures: list[QuantkitError] = []
+
+    def failed(model: str, error: QuantkitError) -> None:
+        # What is wrong with a text is wrong for every model.
+        if str(error) not in map(str, failures):
+            failures.append(error)
+
+    with advising(advice), progress("evaluating") as advance:
+        silence()
+        # The only model has no others to keep its error from.
+        results = evaluate_many(
+            directories,
+            given.to_options(),
+            partial=partial,
+            progress=advance,
+            on_failure=failed if len(directories) > 1 else None,
+        )
+    if results:
+        print_reports(results)
+        _write(given, results)
+    for error in failures[:-1]:
+        fail(explained(error))
+    if failures:
+        raise failures[-1]
+    if partial is not None and (left := partial.remove()) is not None:
+        note(left)
+
+
+def _write(given: EvalArguments, results: Sequence["EvalReport"]) -> None:
+    """Write the files that were asked for."""
+    from quantkit.report.eval_report import write_report
+
     if given.json is not None:
         write_file(given.json, _figures(results))
         say(f"wrote {given.json}")
     if given.report is not None:
         write_report(given.report, results, shlex.join(["quantkit", *sys.argv[1:]]))
         say(f"wrote {given.report / 'report.html'}")
-    if partial is not None and (left := partial.remove()) is not None:
-        note(left)
 
 
 def _figures(results: Sequence["EvalReport"]) -> str:

@@ -1,12 +1,16 @@
 """`quantkit plan`: what quantizing would write, from headers alone."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import note, print_json, progress, say, warn
+from quantkit.cli.console import note, print_json, print_table, progress, say, warn
 from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
+from quantkit.cli.parsing import parse_list, parse_size
+from quantkit.cli.records import with_fields
 from quantkit.errors import UsageError
 from quantkit.files import size_text
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -17,11 +21,33 @@ if TYPE_CHECKING:
     from quantkit.quantization.gpu_memory import GpuMemory
     from quantkit.quantization.plan import Plan
 
+#: Tokens that a model is taken to be used with.
+CONTEXT = 8192
 
-@options.with_fields
+
+@with_fields
 def plan(
     source: options.Source,
     given: options.QuantizeArguments,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            "--fit",
+            metavar="SIZE",
+            help="Show in which formats the model fits a memory such as 24GB with the KV cache of --context "
+            "and --batch; --formats says which to try.",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context", min=1, help="With --fit, tokens of prompt and answer.", show_default=str(CONTEXT)
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="With --fit, sequences at a time.", show_default="1")
+    ] = None,
+    kv_cache: options.KvCache = None,
 ) -> None:
     """Show what quantizing would write, without doing it.
 
@@ -30,19 +56,17 @@ def plan(
     sensitivities measured.
     """
     from quantkit import quantizing
-    from quantkit.quantization.blockwise.block_tasks import needs_data
     from quantkit.quantization.stream import peak_bytes
 
+    if fit is not None:
+        _show_fits(source, given, fit, context, batch, kv_cache)
+        return
+    for option, value in (("--context", context), ("--batch", batch), ("--kv-cache", kv_cache)):
+        if value is not None:
+            raise UsageError(f"{option} is for --fit, the memory that the model must fit. Give that too.")
     asked = given.to_options()
     with progress("measuring") as report:
         checkpoint, planned = quantizing.plan(source, asked, progress=report)
-    without_data = asked.budget is None and not needs_data(planned)
-    if without_data and asked.calibration != QuantizeOptions.calibration:
-        raise UsageError(
-            "plan takes --calibration, --calibration-samples, --calibration-length and --seed for methods "
-            "with data, such as gptq, and for --bits-per-weight and --milliseconds-per-token. Leave them "
-            "out, or give one of those."
-        )
     memory = gpu_memory_of(checkpoint, planned, asked)
     if given.json:
         print_json({**plan_dict(planned), **memory_dict(memory)})
@@ -53,6 +77,74 @@ def plan(
     say(f"peak memory beyond the libraries: about {size_text(peak_bytes(planned))}")
     print_memory(memory)
     print_warnings(planned)
+
+
+def _show_fits(
+    source: str,
+    given: options.QuantizeArguments,
+    fit: str,
+    context: int | None,
+    batch: int | None,
+    kv_cache: str | None,
+) -> None:
+    """Print the formats in which a model fits, and the command for the one with the most bits."""
+    from quantkit import fitting
+
+    for option in ("bits_per_weight", "milliseconds_per_token", "engine", "gpu"):
+        if getattr(given, option) is not None:
+            raise UsageError(
+                f"--fit tries formats one by one, so it does not go with --{option.replace('_', '-')}. Leave "
+                "one out."
+            )
+    need = fitting.Need(
+        parse_size(fit), context or CONTEXT, batch or 1, kv_cache, on_gpu=not given.device.startswith("cpu")
+    )
+    formats = None if given.formats is None else parse_list(given.formats, "--formats")
+    asked = replace(given, formats=None).to_options()
+    checkpoint, found = fitting.fits(source, asked, need, formats)
+    fitting_ones = [one for one in found if one.total <= need.memory]
+    if given.json:
+        rows = [
+            {
+                "format": None if one.choice is None else one.choice.format,
+                "options": one.options,
+                "weights": one.weights,
+                "kv_cache": one.cache,
+                "beside": one.beside,
+                "total": one.total,
+                "bits_per_weight": one.bits_per_weight,
+                "readers": list(one.readers),
+                "fits": one.total <= need.memory,
+            }
+            for one in found
+        ]
+        print_json({"memory": need.memory, "context": need.context, "batch": need.batch, "formats": rows})
+        return
+    for warning in checkpoint.warnings:
+        note(warning)
+    headings = ("options of quantize", "size", "KV cache", "total", "bits", "read by", "fits")
+    table = [
+        (
+            one.options or "(16 bits, as it is)",
+            *map(size_text, (one.weights, one.cache, one.total)),
+            f"{one.bits_per_weight:.2f}",
+            "engines" if one.readers else "quantkit",
+            "yes" if one.total <= need.memory else "no",
+        )
+        for one in found
+    ]
+    print_table(headings, table, words=(headings[0], "read by", "fits"), folded=(headings[0],), narrow=True)
+    many = f"{need.batch} x " if need.batch > 1 else ""
+    say(f"KV cache of {many}{need.context} tokens in {need.kv_cache or '16 bits'}; bits of the whole model")
+    if need.beside:
+        say(f"total has {size_text(need.beside)} of CUDA's context and workspaces, as counted on an H200")
+    if fitting_ones:
+        best = fitting_ones[0]
+        method = "" if given.method is None else f" --method {given.method}"
+        command = f"quantkit quantize {source} OUT {best.options}{method}"
+        say(f"most bits that fit {fit}: " + ("as it is" if best.choice is None else f"`{command}`"))
+    else:
+        say(f"nothing fits {fit}: try a shorter --context, --kv-cache int8 or int4, or --formats all")
 
 
 def gpu_memory_of(checkpoint: "Checkpoint", planned: "Plan", options: QuantizeOptions) -> "GpuMemory | None":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, progress, say
+from quantkit.cli.records import with_fields
 from quantkit.files import size_text
 from quantkit.signals import advising
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 LOST = 0.5
 
 
-@options.with_fields
+@with_fields
 def quantize(
     source: options.Source,
     out_directory: options.OutDirectory,

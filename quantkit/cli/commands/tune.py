@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli import options
+from quantkit.cli import options, parsing
 from quantkit.cli.console import note, print_json, print_table, progress, say
-from quantkit.errors import EnvironmentProblem, KernelError, UsageError
+from quantkit.errors import EnvironmentProblem, KernelError, UsageError, unknown_name
 
 if TYPE_CHECKING:
     from quantkit.kernels.problem import Gpu
@@ -79,7 +79,7 @@ def tune(
 
     weights = _weights(directory, shapes, formats, dtype, fp16_accumulation)
     # The entry of a power of two is that of the numbers below it too.
-    rows_of_x = sorted({bucket(number) for number in options.parse_rows_of_x(m)})
+    rows_of_x = sorted({bucket(number) for number in parsing.parse_rows_of_x(m)})
     searched = _searched(kernels)
     gpu, features = _gpu()
     tuning = _Tuning.begin(gpu)
@@ -188,9 +188,9 @@ def _searched(names: str | None) -> frozenset[str] | None:
     if names is None:
         return None
     known = [row.name for row in KERNELS if row.tile_space is not None]
-    found = options.parse_list(names, "--kernels")
+    found = parsing.parse_list(names, "--kernels")
     if unknown := [name for name in found if name not in known]:
-        raise UsageError(f"--kernels has {', '.join(unknown)}; kernels with tiles are {', '.join(known)}.")
+        raise unknown_name("kernel with tiles", unknown[0], known)
     return frozenset(found)
 
 
@@ -217,10 +217,10 @@ def _weights(
     else:
         assert shapes is not None
         schemes = []
-        for name in options.parse_list(formats, "--formats"):
+        for name in parsing.parse_list(formats, "--formats"):
             number_format, _, size = name.partition(":")
             schemes.append(scheme(number_format, group_size=parse_group_size(size or None)))
-        named = dict.fromkeys(shapes_named(options.parse_list(shapes, "--shapes")).values())
+        named = dict.fromkeys(shapes_named(parsing.parse_list(shapes, "--shapes")).values())
         pairs = [(one, shape) for shape in named for one in schemes]
     weights = [
         Weight(as_computed(one, shape[1]), *shape, dtypes[dtype], fp16_accumulation) for one, shape in pairs

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from quantkit.errors import UsageError
+from quantkit.errors import unknown_name
 
 #: [N, K] of linears by model: as in transformers, and with q, k, v and gate, up fused, as in engines.
 MODEL_SHAPES: Mapping[str, Mapping[str, tuple[int, int]]] = {
@@ -64,8 +64,11 @@ def shapes_named(names: Iterable[str]) -> dict[str, tuple[int, int]]:
             found[name] = MODEL_SHAPES[known][linear]
         else:
             linears = ", ".join(MODEL_SHAPES["llama3-8b"])
-            raise UsageError(
-                f"unknown shape {name!r}; known are {', '.join(MODEL_SHAPES)}, one linear of them such as "
-                f"llama3-8b.down (of {linears}), and NxK such as 4096x14336."
+            raise unknown_name(
+                "shape",
+                name,
+                MODEL_SHAPES,
+                remedy=f"One linear of them is such as llama3-8b.down (of {linears}); or give NxK such as "
+                "4096x14336.",
             )
     return found

@@ -21,11 +21,12 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.blocks import Decoder
 from quantkit.model.structure import QUANTIZABLE_DTYPES, Linear, Structure
+from quantkit.packing.presets import ENGINE_MENU
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Progress
 from quantkit.quantization.allocate.allocation import Allocation, Share
 from quantkit.quantization.allocate.budget import Budget, Limit, Price, stored_bytes
-from quantkit.quantization.allocate.readable import readable
+from quantkit.quantization.allocate.readable import expressible, readable
 from quantkit.quantization.allocate.sensitivity import TOKENS, Losses, Sensitivities, measure
 from quantkit.quantization.allocate.sensitivity_cache import SensitivityCache, cache_key
 from quantkit.quantization.plan_warnings import fused_sets
@@ -100,7 +101,7 @@ def allocate_formats(
     """
     method, limit = method_named(recipe.default.method), budget.limit
     menus = (MENU,) if engine is None else (MENU_OF_ENGINES, NAMED_OF_ENGINES)
-    choices = candidates(method.name, budget.formats, *menus)
+    choices = candidates(method.name, budget.asked if engine is None else budget.formats, *menus)
     groups = groups_of(structure, recipe)
     if not groups:
         raise UsageError(
@@ -109,7 +110,9 @@ def allocate_formats(
         )
     schemes = {linear.module: _schemes(checkpoint, linear, choices) for group in groups for linear in group}
     if engine is None:
-        allowed_of = [frozenset(range(len(choices)))] * len(groups)
+        every = frozenset(range(len(choices)))
+        portable = budget.asked == (ENGINE_MENU,)
+        allowed_of = [expressible(group, schemes) if portable else every for group in groups]
     else:
         allowed_of = readable(engine, groups, schemes)
     costs, unpriced = _costs(limit, limit.price(checkpoint), groups, schemes, allowed_of)
@@ -212,7 +215,8 @@ def _check_reachable(limit: Limit, costs: Sequence[Mapping[int, int]], allowed: 
     low, high = math.ceil(1e3 * least / in_one) / 1e3, math.floor(1e3 * most / in_one) / 1e3
     raise UsageError(
         f"{limit.amount:g} {limit.unit} are out of reach: with these formats the linears take {low:.3f} to "
-        f"{high:.3f}, all parts counted. Ask for as many, or name other formats with --formats."
+        f"{high:.3f}, all parts counted. Ask for as many, or name other formats with --formats, such as "
+        "--formats all."
     )
 
 

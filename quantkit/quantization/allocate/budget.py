@@ -35,6 +35,8 @@ class Limit(ABC):
     example: ClassVar[str]
     #: How a user can make unknown prices known.
     remedy: ClassVar[str] = ""
+    #: Menu of `candidates.MENUS` to choose from by default.
+    menu: ClassVar[str] = "all"
 
     def __post_init__(self) -> None:
         if not 0 < self.amount < math.inf:
@@ -80,6 +82,8 @@ class BitsPerWeight(Limit):
     key: ClassVar[str] = "bits_per_weight"
     counts: ClassVar[str] = "bytes"
     example: ClassVar[str] = "4.5"
+    #: A budget of bits says nothing of speed, nor of who reads the result; formats that have both come first.
+    menu: ClassVar[str] = "engine"
     unit = "bits per weight"
 
     def in_one(self, weights: int) -> float:
@@ -142,10 +146,15 @@ class MillisecondsPerToken(Limit):
 
 @dataclass(frozen=True)
 class Budget:
-    """Limit, and the formats to choose from; None for the formats of `recipes/candidates.py`."""
+    """Limit, and the formats or menus to choose from; None for the menu of the limit."""
 
     limit: Limit
     formats: tuple[str, ...] | None = None
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Return the formats or menus to choose from."""
+        return (self.limit.menu,) if self.formats is None else self.formats
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""

@@ -55,6 +55,26 @@ def readable(
     return left
 
 
+def expressible(group: Sequence[Linear], schemes: Mapping[str, Sequence[Scheme]]) -> frozenset[int]:
+    """Return the numbers of the schemes in which compressed-tensors holds every linear of a group.
+
+    All numbers if there is none: the group is then for quantkit alone.
+    """
+    every = frozenset(range(len(schemes[group[0].module])))
+    found = frozenset(
+        number
+        for number in every
+        if all(
+            why_not_compressed_tensors(
+                schemes[linear.module][number], linear.shape[1], experts=linear.kind == "experts"
+            )
+            is None
+            for linear in group
+        )
+    )
+    return found or every
+
+
 def _stored(engine: Engine, linear: Linear, scheme: Scheme) -> _Stored | None:
     """Return how a linear is stored in `scheme`, None if `engine` does not read that."""
     (rows, columns), experts = linear.shape, linear.kind == "experts"

@@ -22,7 +22,7 @@ from quantkit.model.distributed import Ranks
 from quantkit.model.parts import OUTSIDE_DECODER, Parts
 from quantkit.progress import Advance
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
-from quantkit.quantization.blockwise.calibration_data import read_samples
+from quantkit.quantization.blockwise.calibration_data import read_samples, sample_shape
 from quantkit.quantization.blockwise.input_ranges import bind_task, measure_inputs, static_modules
 from quantkit.quantization.blockwise.pipeline import compute_dtype, quantize_blocks
 from quantkit.quantization.plan import Plan
@@ -47,15 +47,10 @@ class Calibration:
 
         Every check that can refuse a run is made here, before any work.
         """
-        if not needs_data(planned):
-            if options.sources is not None and planned.allocation is None:
-                raise UsageError(
-                    "calibration data was given, but no method of the recipe takes any. Leave it out, or "
-                    "choose one that does, such as --method gptq; `quantkit methods` lists them."
-                )
+        found = blocks_with_data(checkpoint, planned, options, device)
+        if found is None:
             return None
-        decoder = Decoder(checkpoint, device, compute_dtype(checkpoint, device))
-        blocks = tuple(block_tasks(planned, decoder, str(checkpoint.config.get("model_type"))))
+        decoder, blocks = found
         samples = read_samples(checkpoint, options, decoder.embedding_rows)
         if not samples.beside:
             _refuse_without_images(blocks, decoder.parts)
@@ -92,6 +87,27 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """Return everything that the written bytes depend on."""
         return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}
+
+
+def blocks_with_data(
+    checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, device: torch.device
+) -> tuple[Decoder, tuple[BlockTasks, ...]] | None:
+    """Return the decoder of a plan and the tasks of its blocks; None if no method needs data.
+
+    Reads headers only. `plan` and `quantize` call it alike, so that both refuse the same: options of
+    calibration that nothing uses, sources that are not there, and linears that no block runs.
+    """
+    if not needs_data(planned):
+        if options.sources is not None and planned.allocation is None:
+            raise UsageError(
+                "calibration data was given, but no method of the recipe takes any. Leave it out, or choose "
+                "one that does, such as --method gptq (`quantkit methods` lists them), "
+                "or a budget, such as --bits-per-weight."
+            )
+        return None
+    sample_shape(checkpoint, options)
+    decoder = Decoder(checkpoint, device, compute_dtype(checkpoint, device))
+    return decoder, tuple(block_tasks(planned, decoder, str(checkpoint.config.get("model_type"))))
 
 
 def _refuse_without_images(blocks: Sequence[BlockTasks], parts: Parts) -> None:

@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from quantkit.calibrate.hadamard import Rotation
 from quantkit.calibrate.methods import quantize_tensor
-from quantkit.errors import FormatError, UsageError
+from quantkit.errors import FormatError, UsageError, unknown_name
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.cache.kv_formats import KV_FORMATS
@@ -35,7 +35,7 @@ KV_SCHEMES: dict[str, Scheme] = {
 def kv_scheme(format: str) -> Scheme:
     """Return the scheme of a KV cache format; raise `UsageError` for an unknown format."""
     if format not in KV_SCHEMES:
-        raise UsageError(f"unknown format of a KV cache {format!r}; use one of {', '.join(KV_SCHEMES)}.")
+        raise unknown_name("KV cache format", format, KV_SCHEMES)
     return KV_SCHEMES[format]
 
 

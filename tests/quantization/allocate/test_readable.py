@@ -11,11 +11,11 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.structure import read_structure
 from quantkit.quantization.allocate.allocate import groups_of
-from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget, MillisecondsPerToken
 from quantkit.quantization.allocate.readable import readable
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import plan, quantize_checkpoint
-from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, NAMED_OF_ENGINES, candidates
+from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, MENUS, NAMED_OF_ENGINES, candidates
 from quantkit.recipes.recipe import Choice, Recipe
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.verification.engine import engine_report
@@ -115,3 +115,24 @@ def test_a_plan_that_the_engine_would_not_load_is_refused(options: dict[str, Any
         plan(STORIES, QuantizeOptions(RecipeOptions(**options), engine="vllm==0.32.0"))
     assert says in str(raised.value)
     assert plan(STORIES, QuantizeOptions(RecipeOptions(format="int8"), engine="vllm"))[1].readers
+
+
+def test_words_name_menus_beside_formats() -> None:
+    menus = {word: {row.format for row in candidates("rtn", (word,))} for word in MENUS}
+    assert menus["engine"] == {"int4", "int8", "fp8", "mxfp8", "mxfp4", "nvfp4"}
+    assert menus["all"] - menus["fast"] == {"book4"} and {"int3", "fp6"} < menus["fast"]
+    both = candidates("rtn", ("engine", "int3:64"))
+    assert both[-1] == Choice("int3", 64, method="rtn") and len(both) == len(MENU_OF_ENGINES) + 1
+    assert {row.format for row in candidates("hqq", ("engine",))} == {"int4", "int8"}
+    assert Budget(BitsPerWeight(4.5)).asked == ("engine",)
+    assert Budget(MillisecondsPerToken(4.5, "nvidia_h200")).asked == ("all",)
+
+
+def test_a_budget_of_bits_makes_a_checkpoint_that_engines_read() -> None:
+    """Rows of 172 have no whole groups of 128 and 64: such groups are no choice for them."""
+    budget, options = BitsPerWeight(4.6), RecipeOptions(method="rtn")
+    planned = plan(STORIES, QuantizeOptions(options, Budget(budget), DATA, device="cpu"))[1]
+    assert planned.config.container == "compressed-tensors" and planned.not_portable == ()
+    assert set(planned.readers) >= {"vLLM", "SGLang"}
+    with pytest.raises(UsageError, match=r"3\.5 bits per weight are out of reach.*such as --formats all\.$"):
+        plan(STORIES, QuantizeOptions(options, Budget(BitsPerWeight(3.5)), DATA, device="cpu"))

@@ -174,5 +174,5 @@ def test_states_that_are_no_numbers_are_refused() -> None:
 
 
 def test_an_unknown_format_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UsageError, match="unknown format of a KV cache 'int3'; use one of int8, int4"):
+    with pytest.raises(UsageError, match="unknown KV cache format 'int3'; known are int8, int4"):
         PackedCache(AutoConfig.from_pretrained(STORIES), "int3")

@@ -1,0 +1,52 @@
+"""Size of the KV cache of a model, from its config alone."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import UsageError
+from quantkit.model.model_class import model_config
+
+#: Kinds of layers (`layer_types` of a config) whose cache grows to a size in the config, or with the context.
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+_GROWING = ("full_attention", "attention")
+
+
+def cached_tokens(config: Any, context: int) -> list[int]:
+    """Return the tokens that each layer with keys and values of its own caches for a `context` of tokens.
+
+    A layer with a sliding window or chunks caches at most these. Layers of linear attention have a state of
+    constant size, which is not counted. Layers that share the cache of earlier ones have none.
+    """
+    layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    found = []
+    for kind in kinds[:layers]:
+        if kind in _WINDOWS:
+            found.append(min(context, int(getattr(config, _WINDOWS[kind], None) or context)))
+        elif kind in _GROWING:
+            found.append(context)
+    return found
+
+
+def kv_bytes(
+    config: Mapping[str, Any], directory: Path, context: int, batch: int, row_bytes: Callable[[int], int]
+) -> int:
+    """Return the bytes of keys and values of `batch` sequences of `context` tokens.
+
+    `row_bytes(n)` is the bytes of a key or value of one token and head with n numbers. Raises `UsageError`
+    for a model without such a cache, or whose config does not tell its sizes.
+    """
+    text = model_config(config, directory).get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None)
+    if size is None and heads and getattr(text, "hidden_size", None):
+        size = text.hidden_size // text.num_attention_heads
+    compressed = getattr(text, "kv_lora_rank", None)
+    if not isinstance(heads, int) or not isinstance(size, int) or compressed:
+        raise UsageError(
+            f"{directory / 'config.json'}: it is not known how much a {text.model_type!r} caches for a token "
+            "(multi-head latent attention, or heads and sizes under other names). Leave out --fit, and take "
+            "the sizes of weights from `quantkit plan`."
+        )
+    return sum(cached_tokens(text, context)) * batch * heads * 2 * row_bytes(size)

@@ -1,0 +1,36 @@
+"""Check a plan before it runs, for `plan` and `quantize` alike."""
+
+from pathlib import Path
+
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import CheckpointError, UsageError
+from quantkit.model.structure import Structure
+from quantkit.quantization.plan import Plan
+from quantkit.quantization.plan_warnings import why_nothing
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.verification.engine import for_engine
+from quantkit.verification.readers import with_readers
+
+
+def checked(
+    planned: Plan, checkpoint: Checkpoint, structure: Structure, options: QuantizeOptions, source: str | Path
+) -> Plan:
+    """Return `planned` with its readers; raise `QuantkitError` for a plan that must not run."""
+    if not planned.quantized_weights:
+        reason = why_nothing(structure, checkpoint.tensors)
+        raise UsageError(f"there is nothing to quantize in {source}: {reason}")
+    return _with_readers(planned, checkpoint, options)
+
+
+def _with_readers(planned: Plan, checkpoint: Checkpoint, options: QuantizeOptions) -> Plan:
+    if options.engine is not None:
+        planned = for_engine(planned, options.engine)
+    try:
+        return with_readers(planned, checkpoint)
+    except CheckpointError as error:
+        if not options.to_recipe().model_free:
+            raise
+        raise CheckpointError(
+            "names and shapes do not tell the linears of a class that transformers has. Leave out "
+            f"--model-free. ({error})"
+        ) from error

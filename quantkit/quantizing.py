@@ -193,6 +193,7 @@ def quantize(
     recipe: Recipe | str | Path | None = RecipeOptions.recipe,
     lm_head: str | None = RecipeOptions.lm_head,
     embeddings: str | None = RecipeOptions.embeddings,
+    kv_scales: str | None = RecipeOptions.kv_scales,
     rules: tuple[str, ...] = RecipeOptions.rules,
     rotate: bool = RecipeOptions.rotate,
     model_free: bool = RecipeOptions.model_free,
@@ -217,7 +218,8 @@ def quantize(
     every linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says.
     `activations` ("fp8" or "int8", …) rounds the inputs of these linears, and `scheme` is a name of
     llm-compressor for all of that, such as "W8A8".
-    `embeddings` packs the token embedding, with a head that is tied to it as one table. With `rotate` the
+    `embeddings` packs the token embedding, with a head that is tied to it as one table. `kv_scales`, "fp8",
+    stores scales of keys and values for the KV cache of an engine. With `rotate` the
     weights are rotated first, and the model computes the same (`quantization/rotated_checkpoint.py`). With
     `model_free` names and shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains
     the options from `device` to `engine`.
@@ -243,6 +245,7 @@ def quantize(
         recipe=None if isinstance(recipe, Recipe) else recipe,
         lm_head=lm_head,
         embeddings=embeddings,
+        kv_scales=kv_scales,
         rules=tuple(rules),
         rotate=rotate,
         model_free=model_free,
@@ -269,8 +272,8 @@ def _only(recipe: Recipe, given: RecipeOptions) -> Recipe:
     if given != RecipeOptions():
         raise UsageError(
             "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
-            "scale_dtype, packing, activations, scheme, lm_head, embeddings, rules, rotate and model_free, "
-            "or make the recipe of them."
+            "scale_dtype, packing, activations, scheme, lm_head, embeddings, kv_scales, rules, rotate and "
+            "model_free, or make the recipe of them."
         )
     return recipe
 

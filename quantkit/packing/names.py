@@ -16,6 +16,9 @@ Container = Literal["compressed-tensors", "quantkit"]
 
 CONTAINERS: tuple[Container, ...] = ("compressed-tensors", "quantkit")
 
+#: Scale of the keys or values of an attention layer, a part beside the linear that makes them.
+KV_PARTS = {"k_proj": "k_scale", "v_proj": "v_scale"}
+
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 

@@ -66,6 +66,9 @@ class ActivationPreset:
     static: bool = False
 
 
+#: Formats of KV caches for which checkpoints store scales.
+KV_SCALES = ("fp8",)
+
 #: How inputs may be rounded: one scale per token, per group of 128, per tensor, as the OCP MX specification
 #: v1.0, or as NVIDIA's NVFP4.
 ACTIVATIONS: dict[str, ActivationPreset] = {

@@ -23,11 +23,11 @@ from quantkit.model.model_class import named_classes
 from quantkit.model.structure import NO_HEAD, NOT_A_PARAMETER, QUANTIZABLE_DTYPES, TIED, Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
-from quantkit.quantization.plan_checks import check_activations, check_experts
+from quantkit.quantization.plan_checks import check_activations, check_experts, check_kv_scales
 from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes, readers_beside
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.table import HEAD_KEPT, asked_table, packed_table, with_table
-from quantkit.quantization.task import Task
+from quantkit.quantization.task import Task, with_kv_scale
 from quantkit.recipes.recipe import Fate, Recipe
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ def make_plan(
         },
     )
     table = asked_table(checkpoint, structure, recipe, fates)
-    return plan_of(checkpoint, structure, fates, table, max_shard_bytes=max_shard_bytes)
+    kv_scales = recipe.kv_scales is not None
+    return plan_of(checkpoint, structure, fates, table, max_shard_bytes=max_shard_bytes, kv_scales=kv_scales)
 
 
 def plan_of(
@@ -178,9 +179,11 @@ def plan_of(
     table: Fate | None = None,
     *,
     max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
+    kv_scales: bool = False,
 ) -> Plan:
     """Plan the output for given fates: of every linear, by module, and of the token embedding, `table`.
 
+    With `kv_scales` each attention layer gets the scales of its keys and values.
     Raises as `make_plan` does. Reads no weights.
     """
     if table is not None:
@@ -214,6 +217,8 @@ def plan_of(
         for name, stored in structure.unpackable.items()
     )
     config = QuantizationConfig.from_assignments(assignments)
+    config = replace(config, kv_scales=kv_scales)
+    attention = check_kv_scales(schemes) if kv_scales else frozenset()
     untied = _untied_head(structure, schemes)
 
     tasks, copied = [], set[str]()
@@ -226,6 +231,7 @@ def plan_of(
         if linear is not None and scheme is not None:
             task = _packing_task(name, source, linear, scheme, fates[linear.module], config.container)
             task = replace(task, beside=beside.get(name, ()))
+            task = with_kv_scale(task, name) if linear.module.rpartition(".")[0] in attention else task
         elif f"{name}.weight" in structure.cuts:
             # Dense experts keep their one fused tensor.
             whole = structure.cuts[f"{name}.weight"].source

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from quantkit.errors import UsageError
 from quantkit.model.structure import Linear, Structure
+from quantkit.packing.names import KV_PARTS
 from quantkit.packing.schemes import Scheme
 from quantkit.recipes.recipe import Fate
 
@@ -28,6 +29,23 @@ def check_experts(structure: Structure, schemes: Mapping[str, Scheme | None]) ->
                 f"the recipe packs some and keeps some of the matrices of {name!r}; experts are one module. "
                 f"Match all of '{name}.*' with one rule."
             )
+
+
+def check_kv_scales(schemes: Mapping[str, Scheme | None]) -> frozenset[str]:
+    """Return the attention layers, which hold packed k_proj and v_proj, by name; `UsageError` without any."""
+    found = {
+        name.rpartition(".")[0] for name, scheme in schemes.items() if scheme and name.endswith(".k_proj")
+    }
+    alone = {
+        f"{parent}.{leaf}" for parent in found for leaf in KV_PARTS if not schemes.get(f"{parent}.{leaf}")
+    }
+    if alone or not found:
+        what = f"{min(alone)} is not packed" if alone else "no k_proj and v_proj are packed"
+        raise UsageError(
+            f"--kv-scales stores scales beside the packed k_proj and v_proj of each layer, and {what}. Pack "
+            "them, or leave out --kv-scales: engines then take 1 for each scale."
+        )
+    return frozenset(found)
 
 
 def check_activations(structure: Structure, fates: Mapping[str, Fate]) -> None:

@@ -32,7 +32,7 @@ from quantkit.errors import QuantkitError, UsageError, unknown_name
 from quantkit.files import open_regular
 from quantkit.packing.activations import activations_named
 from quantkit.packing.packings import PACKINGS, PackingName
-from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
+from quantkit.packing.presets import DEFAULT_FORMAT, KV_SCALES, PRESETS
 from quantkit.packing.scale_types import MAX_GROUP_SIZE, SCALE_DTYPES
 from quantkit.packing.schemes import BLOCK, GroupSize, Scheme, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
@@ -127,8 +127,12 @@ class Recipe:
     rotate: bool = False
     model_free: bool = False
     embeddings: Choice | None = None
+    #: Format of a KV cache for which scales of keys and values are measured and stored.
+    kv_scales: str | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_scales not in (None, *KV_SCALES):
+            raise unknown_name("format of KV scales", str(self.kv_scales), KV_SCALES)
         choices = (self.default, *(rule.choice for rule in self.rules))
         for choice in (*choices, *([] if self.embeddings is None else [self.embeddings])):
             choice.check()
@@ -141,6 +145,8 @@ class Recipe:
             raise UsageError("an embedding has no inputs to round; leave out its activations.")
         if not self.model_free:
             return
+        if self.kv_scales is not None:
+            raise UsageError("--model-free runs no model, and --kv-scales measures one; leave one out.")
         if self.rotate:
             raise UsageError("--model-free does not go with --rotate, which asks the class of the model.")
         for choice in choices:
@@ -186,6 +192,7 @@ class Recipe:
             "rotate": self.rotate,
             **({} if self.embeddings is None else {"embeddings": vars(self.embeddings)}),
             **({"model_free": True} if self.model_free else {}),
+            **({} if self.kv_scales is None else {"kv_scales": self.kv_scales}),
             "default": vars(self.default),
             "rules": [
                 {"match": rule.match, **vars(rule.choice), **({} if rule.why is None else {"why": rule.why})}
@@ -196,10 +203,14 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Any) -> "Recipe":
         """Parse the output of `to_dict`; raise `UsageError` for anything else."""
-        if not isinstance(data, dict) or data.keys() - {"embeddings"} != {"rotate", "default", "rules"}:
+        if not isinstance(data, dict) or data.keys() - {"embeddings", "kv_scales"} != {
+            "rotate",
+            "default",
+            "rules",
+        }:
             raise UsageError(
                 "a recipe is an object of 'rotate', 'default' and 'rules', and of 'embeddings' if it packs "
-                "them."
+                "them, and 'kv_scales' if it measures them."
             )
         rules = data["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
@@ -217,7 +228,13 @@ class Recipe:
         )
         embeddings = None if table is None else _choice(table, Choice())
         rotate = _flag(data["rotate"])
-        return cls(_choice(default, Choice()), tuple(found), rotate, embeddings=embeddings)
+        return cls(
+            _choice(default, Choice()),
+            tuple(found),
+            rotate,
+            embeddings=embeddings,
+            kv_scales=data.get("kv_scales"),
+        )
 
 
 def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dtype) -> Fate:

@@ -43,6 +43,8 @@ class RecipeOptions:
     recipe: str | Path | None = None
     lm_head: str | None = None
     embeddings: str | None = None
+    #: Format of a KV cache, "fp8", for which scales of keys and values are measured and stored.
+    kv_scales: str | None = None
     rules: tuple[str, ...] = ()
     rotate: bool = False
     model_free: bool = False
@@ -90,7 +92,8 @@ class RecipeOptions:
         if self.embeddings is not None:
             embeddings = parse_rule(f"embeddings={self.embeddings}", Choice()).choice
         rotate, rules = self.rotate or from_file.rotate, (*first, *from_file.rules)
-        return Recipe(from_file.default, rules, rotate, self.model_free, embeddings)
+        kv_scales = self.kv_scales or from_file.kv_scales
+        return Recipe(from_file.default, rules, rotate, self.model_free, embeddings, kv_scales)
 
 
 def _of_scheme(name: str, given: Mapping[str, object]) -> dict[str, object]:

@@ -23,7 +23,7 @@ from quantkit.model.parts import OUTSIDE_DECODER, Parts
 from quantkit.progress import Advance
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
 from quantkit.quantization.blockwise.calibration_data import read_samples, sample_shape
-from quantkit.quantization.blockwise.input_ranges import bind_task, measure_inputs, static_modules
+from quantkit.quantization.blockwise.input_ranges import Ranges, Wanted, bind_task, measure
 from quantkit.quantization.blockwise.pipeline import compute_dtype, quantize_blocks
 from quantkit.quantization.plan import Plan
 from quantkit.workers import cpu_workers, working
@@ -165,18 +165,18 @@ def with_inputs(
 
     Only the first rank has an `output`; it measures for all.
     """
-    modules = static_modules(planned)
+    wanted = Wanted.of(planned)
 
-    def measured() -> dict[str, float] | None:
+    def measured() -> Ranges | None:
         assert output is not None
         if output.complete or all(output.is_done(shard.filename) for shard in planned.shards):
             return None
         decoder = calibration.decoder
         lanes = cpu_workers() if decoder.device.type == "cpu" else 1
         with working(lanes, "measure inputs") as workers:
-            return measure_inputs(decoder, calibration.samples, modules, workers, ranks, out, report)
+            return measure(decoder, calibration.samples, wanted, workers, ranks, out, report)
 
-    found = ranks.broadcast(measured) if modules else None
+    found = ranks.broadcast(measured) if wanted else None
     if found is None:
         return calibration, planned
 

@@ -13,6 +13,9 @@ from quantkit.errors import UsageError
 from quantkit.packing.activations import activations_named
 from quantkit.quantizing import quantize
 from quantkit.recipes.recipe import Choice, Recipe, Rule
+from quantkit.runtime.cache.cache_name import CACHE
+from quantkit.runtime.cache.kv_cache import PackedCache, PackedLayer
+from quantkit.runtime.cache.stored_scales import stored_scales
 from quantkit.runtime.load import load
 from quantkit.verification.verify import verify
 
@@ -110,11 +113,53 @@ def test_what_has_no_range_is_refused(tmp_path, text):
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+def test_kv_scales_are_those_of_the_largest_keys_and_values(tmp_path, text, family):
+    source, out = write(tmp_path, family, num_hidden_layers=2), tmp_path / "out"
+    quantize(source, out, format="int8", kv_scales="fp8", calibration=data(text))
+    stored = load_file(out / "model.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    tokens = tokens_of(source, text)
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=True, **{CACHE: cache})
+    for index, layer in enumerate(cache.layers):
+        for name, states in (("k_scale", layer.keys), ("v_scale", layer.values)):
+            found = stored[f"model.layers.{index}.self_attn.{name}"]
+            assert found.shape == (1,) and found.dtype == torch.float32
+            assert_close(found, states.abs().amax()[None] / 448, rtol=1e-5, atol=0, name=f"{index} {name}")
+    assert not any(check.problems for check in verify(out, reload=False))
+    packed = load(out, dtype=torch.float32, device="cpu")
+    found = stored_scales(packed)
+    assert sorted(found) == [0, 1]
+    own = PackedCache.of_model(packed, "fp8")
+    index = next(at for at, layer in enumerate(own.layers) if isinstance(layer, PackedLayer))
+    keys, scale = torch.randn(2, 2, 5, 16), found[index][0].scale
+    expected = (keys / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    got, _ = own.update(keys, keys, index)
+    assert_equal(got, expected)
+    # Other formats find scales of their own.
+    other = PackedCache.of_model(packed, "int8").update(keys, keys, index)[0]
+    assert not torch.equal(other, expected)
+
+
+def test_kv_scales_need_packed_keys_and_values(tmp_path, text):
+    source = write(tmp_path, "llama", num_hidden_layers=1)
+    with pytest.raises(UsageError) as error:
+        quantize(source, tmp_path / "a", kv_scales="fp8", rules=("*k_proj=keep",), calibration=data(text))
+    assert str(error.value) == (
+        "--kv-scales stores scales beside the packed k_proj and v_proj of each layer, and no k_proj and "
+        "v_proj are packed. Pack them, or leave out --kv-scales: engines then take 1 for each scale."
+    )
+    with pytest.raises(UsageError, match=r"unknown format of KV scales 'int8'; known are fp8"):
+        quantize(source, tmp_path / "a", kv_scales="int8", calibration=data(text))
+
+
 def test_saved_models_keep_the_number(tmp_path, text):
     source, out, again = write(tmp_path, "llama", num_hidden_layers=1), tmp_path / "out", tmp_path / "again"
-    quantize(source, out, scheme="FP8", calibration=data(text))
+    quantize(source, out, scheme="FP8", kv_scales="fp8", calibration=data(text))
     load(out, dtype=torch.float32, device="cpu").save_pretrained(again)
     before, after = load_file(out / "model.safetensors"), load_file(again / "model.safetensors")
     for name in before:
-        if name.endswith("input_scale"):
+        if name.endswith(("input_scale", "k_scale", "v_scale")):
             assert_equal(after[name], before[name], name)

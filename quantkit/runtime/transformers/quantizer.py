@@ -172,7 +172,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        # With adapters: transformers refuses to train packed weights themselves, as they have no gradients.
+        return True
 
     @property
     def is_compileable(self) -> bool:

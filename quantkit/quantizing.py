@@ -87,7 +87,7 @@ class QuantizeResult:
         return {name: measured.relative_error for name, measured in self.measured.items()}
 
 
-def _open(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
+def open_model(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
     """Open the source as the recipe asks, rotated or not, and read its structure.
 
     Raises `QuantkitError` if it cannot be quantized.
@@ -116,7 +116,7 @@ def plan(
     recipe = options.to_recipe()
     options = replace(options, recipe=recipe)
     directory = resolve(source, headers_only=options.budget is None)
-    checkpoint, structure = _open(directory, recipe, options.allow_auto_map)
+    checkpoint, structure = open_model(directory, recipe, options.allow_auto_map)
     if options.budget is None:
         planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
         return checkpoint, _with_readers(planned, checkpoint, options)
@@ -300,7 +300,7 @@ def quantize_checkpoint(
         ranks = stack.enter_context(join_ranks()) if ranks is None else ranks
         target = ranks.device(pick_device(options.device))
         located = locate(source)
-        checkpoint, structure = _open(located.directory, recipe, options.allow_auto_map)
+        checkpoint, structure = open_model(located.directory, recipe, options.allow_auto_map)
         allocation: dict[str, Any] = {}
         if (budget := options.budget) is None:
             planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
@@ -382,7 +382,9 @@ def write_output(
         check_headers_of(output, planned, checkpoint)
         if not check:
             return {}
-        logits, unchecked = check_unfinished(output, planned, measured.layers, device)
+        logits, unchecked = check_unfinished(
+            output, planned.model_config, planned.output_bytes, measured.layers, device
+        )
         return logits
 
     output.finish(

@@ -28,7 +28,17 @@ ALLOWED = {
     "report": {"checkpoint", "eval", "bench"},
     "publish": PROVING | {"verification", "eval", "bench", "report"},
     "cli": PROVING
-    | {"verification", "eval", "bench", "report", "publish", "quantizing", "converting", "exporting"},
+    | {
+        "verification",
+        "eval",
+        "bench",
+        "report",
+        "publish",
+        "quantizing",
+        "converting",
+        "exporting",
+        "merging",
+    },
 }
 #: Lines of a file, and parameters of a function that is no kernel.
 LONGEST, MOST_PARAMETERS = 450, 10
@@ -36,6 +46,7 @@ LONGEST, MOST_PARAMETERS = 450, 10
 MANY_PARAMETERS = {
     "quantize": "public: a script's call has an option per parameter and needs no other import",
     "evaluate": "public: as `quantize`",
+    "merge": "public: as `quantize`",
     "rotated_attention": "the tensors of the two operations in whose place it is",
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)

@@ -30,6 +30,7 @@ from quantkit.memory import enough_memory
 from quantkit.model.structure import Structure
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Advance, Progress, counting
+from quantkit.progress_bar import reporting
 from quantkit.quantization.requantize import requantize
 from quantkit.quantization.run_record import versions
 from quantkit.quantization.side_files import check_side_files
@@ -108,7 +109,7 @@ def merge(
     resume: bool = False,
     overwrite: bool = False,
     check: bool = True,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> MergeResult:
     """Merge the LoRA in the directory `adapter` into the packed directory `packed`, and write `out`.
 
@@ -124,7 +125,7 @@ def merge(
     """
     options = ConvertOptions(resume=resume, overwrite=overwrite, check=check)
     target = pick_device(device)
-    with enough_memory(str(packed)):
+    with enough_memory(str(packed)), reporting(progress, "merging") as shown:
         lora = LoraAdapter.open(Path(adapter))
         view, structure = open_packed(Path(packed))
         files = _open(Path(packed))
@@ -147,7 +148,7 @@ def merge(
         names = [path.name for path in (*files.shards, *side)]
         expected = files.nbytes + sum(files.stamps[path].size for path in side)
         late = [INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
-        report = counting(files.nbytes, progress)
+        report = counting(files.nbytes, shown)
         weights.check(found)
         with OutputDirectory.open(
             Path(out), files.directory, options.mode, run, expected, names=names + late
@@ -428,8 +429,12 @@ def _record(
                 relative_error=error,
                 reason=f"{layer.reason}, merged with a LoRA",
                 note=measured[one.module].note,
-                **dict.fromkeys(("output_error", "damping", "expert_tokens", "block_error")),
+                output_error=None,
+                damping=None,
+                expert_tokens=None,
+                block_error=None,
             )
-    known = {} if record.source is not None else {"source": str(files.directory), "source_kind": "directory"}
-    size = record.source_bytes if record.source_bytes is not None else files.nbytes
-    return replace(record, layers=layers, versions=versions(), source_bytes=size, **known)
+    merged = replace(record, layers=layers, versions=versions())
+    if record.source is not None:
+        return merged
+    return replace(merged, source=str(files.directory), source_kind="directory", source_bytes=files.nbytes)

@@ -1,7 +1,7 @@
 """Read a LoRA adapter as PEFT saves it: factors A [r, K] and B [N, r] of the linears that it changes.
 
-An adapted linear computes y = x W^T + s x A^T B^T (Hu et al., arXiv 2106.09685), so its weight is W + s B A.
-The scaling s is alpha / r, or alpha / sqrt(r) of rank-stabilized LoRA (arXiv 2312.03732).
+An adapted linear computes y = x W^T + s x A^T B^T (arXiv 2106.09685). So its weight is W + s B A. The
+scaling s is alpha / r, or alpha / sqrt(r) of rank-stabilized LoRA (arXiv 2312.03732).
 """
 
 import math
@@ -76,8 +76,8 @@ class LoraAdapter:
     def open(cls, directory: Path) -> "LoraAdapter":
         """Read the config and the header of an adapter.
 
-        Raises `CheckpointError` for a directory that is no adapter, one of another kind than LoRA, and one
-        that does more than add s B A to weights.
+        Raises `CheckpointError` for a directory that is no adapter, and for an adapter that does more than
+        add s B A to weights.
         """
         config = _config(directory)
         path = directory / WEIGHTS_NAME

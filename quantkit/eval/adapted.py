@@ -40,7 +40,7 @@ def compare(packed: Path, adapter: Path, merged: Path, text: Path, device: torch
         load_language_model(packed, device=device, dtype=dtype), str(adapter), torch_device=str(device)
     ).eval()
     scores = []
-    for tokens in windows.tokens.to(device).split(1):
+    for tokens in torch.split(windows.tokens.to(device), 1):
         with torch.inference_mode():
             logits, expected = (one(input_ids=tokens).logits for one in (found, adapted))
         scores.append(

@@ -414,9 +414,9 @@ def test_a_wrong_configuration_is_refused(tiny, changes, message):
         AutoModelForCausalLM.from_pretrained(checkpoint.packed)
 
 
-def test_quantizing_while_loading_is_refused(tiny):
+def test_the_config_of_a_packed_checkpoint_quantizes_nothing(tiny):
     checkpoint = tiny()
-    with pytest.raises(ValueError, match="pre-quantized"):
+    with pytest.raises(UsageError, match="is of a packed checkpoint, and the one to load is dense"):
         AutoModelForCausalLM.from_pretrained(
             checkpoint.dense, quantization_config=QuantkitConfig(**checkpoint.quantization_config)
         )

@@ -69,6 +69,15 @@ class EvalReport:
     reference_logits: int | None = None
     kv_cache: str | None = None
 
+    def __repr__(self) -> str:
+        texts = (
+            f"{name}: {one.nll:.4g} nats per token"
+            + ("" if one.kl_mean is None else f", KL {one.kl_mean:.3g}")
+            for name, one in self.texts.items()
+        )
+        tasks = (f"{one.task}: {one.accuracy:.1%}" for one in self.tasks)
+        return f"EvalReport({self.label or self.model!r}, {'; '.join([*texts, *tasks])})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, free of NaN and infinities."""
         reference = self.reference_sizes
@@ -109,3 +118,8 @@ class EvalReport:
     def to_json(self) -> str:
         """Return `to_dict` as JSON text. A null perplexity overflowed a float64; `nll` is its logarithm."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+
+def _in_words(metrics: TextMetrics) -> str:
+    compared = "" if metrics.kl_mean is None else f", KL {metrics.kl_mean:.3g}"
+    return f"{metrics.nll:.4g} nats per token{compared}"

@@ -295,6 +295,9 @@ class Scheme:
         )
         return frozenset(part for part in one if one[part] != other[part])
 
+    def __repr__(self) -> str:
+        return f"Scheme({str(self)!r})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the scheme as JSON values; `from_dict` is the inverse."""
         return {

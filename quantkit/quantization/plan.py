@@ -19,6 +19,7 @@ from quantkit.checkpoint.quantization_config import PACKED_TABLE, Assignment, Qu
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError
+from quantkit.files import size_text
 from quantkit.model.model_class import named_classes
 from quantkit.model.structure import NO_HEAD, NOT_A_PARAMETER, QUANTIZABLE_DTYPES, TIED, Linear, Structure
 from quantkit.packing.names import Container
@@ -84,6 +85,13 @@ class Plan:
     allocation: "Allocation | None" = None
     readers: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        packed = sum(layer.scheme is not None for layer in self.layers)
+        bits = self.bits_per_weight["linears"]
+        size = f"{size_text(self.source_bytes)} to {size_text(self.output_bytes)}"
+        in_bits = "" if bits is None else f", {bits:.4g} bits per weight"
+        return f"Plan({packed} of {len(self.layers)} linears packed{in_bits}, {size})"
 
     @property
     def output_bytes(self) -> int:

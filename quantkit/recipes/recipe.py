@@ -40,7 +40,10 @@ from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 @dataclass(frozen=True)
 class Choice:
-    """Treatment of a linear: a format with its options and a method, or `keep` to leave it dense."""
+    """Treatment of a linear: a format with its options and a method, or `keep` to leave it dense.
+
+    `exact` is a whole scheme, in place of the format and its options.
+    """
 
     format: str = DEFAULT_FORMAT
     group_size: GroupSize = None
@@ -50,11 +53,12 @@ class Choice:
     keep: bool = False
     packing: PackingName = "bits"
     activations: str = "none"
+    exact: Scheme | None = None
 
     def scheme(self, weight_dtype: torch.dtype) -> Scheme | None:
         """Return the scheme for a weight of `weight_dtype`; None to keep it dense."""
-        if self.keep:
-            return None
+        if self.keep or self.exact is not None:
+            return None if self.keep else self.exact
         return scheme(
             self.format,
             group_size=self.group_size,
@@ -76,11 +80,18 @@ class Choice:
         if chosen is not None:
             method.check(chosen)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        named = {name: value for name, value in vars(self).items() if name != "exact"}
+        return named if self.exact is None else {**named, "exact": self.exact.to_dict()}
+
     def of_format(self, name: str) -> "Choice":
         """Return this choice with format `name` and its own group size and scale dtype.
 
         The activations are kept, and the zero-point and the packing if the format supports them.
         """
+        if self.exact is not None:
+            return Choice(name, method=self.method)
         if name == self.format:
             return replace(self, keep=False)
         other = scheme(name) if name in PRESETS else None
@@ -190,12 +201,16 @@ class Recipe:
         """Return JSON values for the manifest; `from_dict` is the inverse."""
         return {
             "rotate": self.rotate,
-            **({} if self.embeddings is None else {"embeddings": vars(self.embeddings)}),
+            **({} if self.embeddings is None else {"embeddings": self.embeddings.to_dict()}),
             **({"model_free": True} if self.model_free else {}),
             **({} if self.kv_scales is None else {"kv_scales": self.kv_scales}),
-            "default": vars(self.default),
+            "default": self.default.to_dict(),
             "rules": [
-                {"match": rule.match, **vars(rule.choice), **({} if rule.why is None else {"why": rule.why})}
+                {
+                    "match": rule.match,
+                    **rule.choice.to_dict(),
+                    **({} if rule.why is None else {"why": rule.why}),
+                }
                 for rule in self.rules
             ],
         }
@@ -220,21 +235,23 @@ class Recipe:
             why = rule.get("why")
             if why is not None and not isinstance(why, str):
                 raise UsageError(f"the 'why' of a rule is {why!r}; it is a text.")
-            given = {k: v for k, v in rule.items() if v is not None and k != "why"}
-            found.append(replace(_rule(given, Choice()), why=why))
+            given = {k: v for k, v in rule.items() if v is not None and k not in ("why", "exact")}
+            made = _rule(given, Choice())
+            found.append(Rule(made.match, _exactly(made.choice, rule), why))
         default, table = (
-            {k: v for k, v in one.items() if v is not None} if isinstance(one, dict) else one
+            {k: v for k, v in one.items() if v is not None and k != "exact"} if isinstance(one, dict) else one
             for one in (data["default"], data.get("embeddings"))
         )
-        embeddings = None if table is None else _choice(table, Choice())
-        rotate = _flag(data["rotate"])
-        return cls(
-            _choice(default, Choice()),
-            tuple(found),
-            rotate,
-            embeddings=embeddings,
-            kv_scales=data.get("kv_scales"),
-        )
+        embeddings = None if table is None else _exactly(_choice(table, Choice()), data["embeddings"])
+        chosen = _exactly(_choice(default, Choice()), data["default"])
+        kv_scales = data.get("kv_scales")
+        return cls(chosen, tuple(found), _flag(data["rotate"]), embeddings=embeddings, kv_scales=kv_scales)
+
+
+def _exactly(choice: Choice, data: Mapping[str, Any]) -> Choice:
+    """Return `choice` with the whole scheme that its `to_dict` has, if it has one."""
+    exact = data.get("exact")
+    return choice if exact is None else replace(choice, exact=Scheme.from_dict(exact))
 
 
 def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dtype) -> Fate:
@@ -351,10 +368,10 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
         data = _parse_toml(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}.") from error
-    if unknown := set(data) - {"rotate", "embeddings", "default", "rule"}:
+    if unknown := set(data) - {"rotate", "embeddings", "kv_scales", "default", "rule"}:
         raise UsageError(
-            f"recipe {path} has unknown keys {sorted(unknown)}; it has 'rotate', 'embeddings', 'default' and "
-            "'rule'."
+            f"recipe {path} has unknown keys {sorted(unknown)}; it has 'rotate', 'embeddings', 'kv_scales', "
+            "'default' and 'rule'."
         )
     try:
         base = _choice(data.get("default", {}), default)
@@ -363,7 +380,8 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
             raise UsageError("'rule' must be an array of tables; write [[rule]] above each.")
         rotate = _flag(data.get("rotate", False))
         embeddings = _choice(data["embeddings"], Choice()) if "embeddings" in data else None
-        return Recipe(base, tuple(_written_rule(rule, base) for rule in rules), rotate, embeddings=embeddings)
+        written = tuple(_written_rule(rule, base) for rule in rules)
+        return Recipe(base, written, rotate, embeddings=embeddings, kv_scales=data.get("kv_scales"))
     except QuantkitError as error:
         raise UsageError(f"recipe {path}: {error}") from error
 
@@ -408,7 +426,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def _choice(data: Any, default: Choice) -> Choice:
     if not isinstance(data, dict):
         raise UsageError(f"'default' must be a table; found {type(data).__name__}.")
-    known = {field.name for field in fields(Choice)}
+    known = {field.name for field in fields(Choice)} - {"exact"}
     if unknown := set(data) - known:
         raise UsageError(f"unknown keys {sorted(unknown)}; known are {sorted(known)}.")
     for key, value in data.items():
@@ -416,6 +434,8 @@ def _choice(data: Any, default: Choice) -> Choice:
             expected = " or ".join(kind.__name__ for kind in _TYPES[key])
             raise UsageError(f"{key!r} is {value!r}; expected {expected}.")
     inherited = default.of_format(data["format"]) if "format" in data else default
+    if inherited.exact is not None and (idle := sorted(data.keys() - {"method", "keep"})):
+        raise UsageError(f"a Scheme says all about the format, so {idle} would do nothing; leave that out.")
     merged = {**vars(inherited), **data}
     if isinstance(merged["group_size"], str):
         merged["group_size"] = parse_group_size(merged["group_size"])

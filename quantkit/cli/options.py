@@ -17,6 +17,7 @@ from quantkit.calibrate.data.calibration_options import (
 from quantkit.calibrate.summaries import DEFAULT_METHOD, SUMMARIES
 from quantkit.errors import UsageError
 from quantkit.packing.presets import ACTIVATIONS, DEFAULT_FORMAT, PRESETS, SCHEMES
+from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.cache.kv_formats import KV_FORMATS
@@ -35,6 +36,19 @@ def parse_size(text: str) -> int:
     if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
         raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
     return int(digits) * _UNITS[unit]
+
+
+def parse_time(text: str) -> float:
+    """Seconds of a time such as `90s`, `30m` or `1.5h`; `UsageError` for anything else."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    number, unit = text.strip()[:-1], text.strip()[-1:].lower()
+    try:
+        seconds = float(number) * units[unit]
+    except (KeyError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise UsageError(f"time {text!r} is not a positive number with a unit, such as 90s, 30m or 2h.")
+    return seconds
 
 
 def shown_size(count: int) -> str:
@@ -252,6 +266,19 @@ CalibrationLength = Annotated[
     int | None,
     typer.Option("--calibration-length", help="Tokens of a sample.", show_default=str(DEFAULT_LENGTH)),
 ]
+Time = Annotated[
+    str | None,
+    typer.Option(
+        "--time",
+        metavar="TIME",
+        help="Of --method distill: how long the training takes, such as 30m or 2h.",
+        show_default="10m, and more for a model of more than 100 M weights",
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", help="Of --method distill: the number of steps, in place of a time."),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Which samples of the texts are drawn.")]
 Device = Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu or cuda.")]
 Dtype = Annotated[
@@ -301,6 +328,8 @@ class QuantizeArguments:
     calibration_samples: CalibrationSamples = None
     calibration_length: CalibrationLength = None
     seed: Seed = CalibrationOptions.seed
+    time: Time = None
+    steps: Steps = None
     device: Device = QuantizeOptions.device
     max_shard_size: ShardSize = SHARD_SIZE
     allow_auto_map: AllowAutoMap = False
@@ -373,6 +402,7 @@ class QuantizeArguments:
             overwrite=overwrite,
             check=check,
             engine=self.engine,
+            distillation=DistillOptions(self.steps, None if self.time is None else parse_time(self.time)),
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantkit.calibrate.linear_stats import Need
+from quantkit.calibrate.linear_stats import OF_MODEL, Need
 from quantkit.calibrate.methods import Method
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.packing.schemes import Scheme
@@ -37,6 +37,11 @@ class Task:
     def needs(self) -> frozenset[Need]:
         """Return what its method needs of calibration data."""
         return frozenset() if self.method is None else self.method.needs
+
+    @property
+    def needs_inputs(self) -> frozenset[Need]:
+        """Return what its method needs of the inputs of the linear."""
+        return self.needs - OF_MODEL
 
 
 def needs_of(tasks: Iterable[Task]) -> frozenset[Need]:

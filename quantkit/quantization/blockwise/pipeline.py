@@ -157,7 +157,8 @@ class _Worker:
             name = ranks.broadcast(lambda: states.block)
             if name is None:
                 for one in sorted(missing):
-                    self.quantize_idle(by_name[one], output, report)
+                    todo = by_name[one]
+                    self.quantize_idle(todo.without(list(todo.tasks)), output, report)
                 return
             todo = by_name.get(name, BlockTasks(name, {}))
             block = self.decoder.block(name)
@@ -166,7 +167,10 @@ class _Worker:
                 continue
             missing.remove(name)
             if todo.is_head:
-                self.quantize_head(todo, states, output, report)
+                quantize = (
+                    partial(self.quantize_head, states=states) if todo.calibrated else self.quantize_idle
+                )
+                quantize(todo, output=output, report=report)
                 continue
             if READS_AHEAD[self.decoder.device.type] and (following := _following(blocks, todo)):
                 self.decoder.read_ahead(self.decoder.block(following))
@@ -332,8 +336,7 @@ class _Worker:
         }
 
     def quantize_idle(self, todo: BlockTasks, output: WorkFiles, report: Advance) -> None:
-        """Quantize a block that does not run on tokens into its work file."""
-        todo = todo.without(list(todo.tasks))
+        """Quantize a block without data into its work file: it does not run on tokens, or needs none."""
         self.solver.factors.clear()
         with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
             finished = BlockOutput(file, todo, report)

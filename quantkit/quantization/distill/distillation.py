@@ -7,7 +7,7 @@ distilled         the packed linears and norms in their final form, from which s
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -237,6 +237,8 @@ def _own(one: Distillation, model: Any, output: OutputDirectory, report: Progres
             if count >= most or passed * (1 + 1 / len(found)) > limit:
                 break
     own = torch.cat(found)[:most] if found else tokens[:0]
+    if not len(own):
+        return own
     with output.shard(SAMPLES, [TensorSpec("tokens", "I32", tuple(own.shape))], FORMAT) as file:
         file.write("tokens", own.int())
     return own

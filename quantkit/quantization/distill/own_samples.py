@@ -48,6 +48,8 @@ def _written(model: Any, prompts: torch.Tensor, length: int, seed: int) -> torch
         pad_token_id=0,
         use_cache=True,
     )
+    # Fields that are None here would be taken from the model's own.
+    model.generation_config = GenerationConfig()
     devices = [prompts.device] if prompts.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         torch.manual_seed(seed)

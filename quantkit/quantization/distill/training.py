@@ -24,6 +24,8 @@ WARM_UP = 20
 MEASURED, COLD = 10, 3
 #: Decay of Adam's means of gradients and of their squares.
 BETAS = (0.9, 0.98)
+#: Adam's epsilon: gradients of single codes are small.
+EPSILON = 1e-15
 #: Learning rate by kind of number: a field of `DistillOptions`.
 RATES = {
     "codes": "code_rate",
@@ -106,7 +108,10 @@ class Training:
             rate = getattr(options, RATES[number]) * student.trained[parameter].steps[number]
             groups.append({"params": [one], "lr": 0.0, "first": rate})
         self._optimizer = torch.optim.Adam(
-            [group for group in groups if group["first"]], betas=BETAS, fused=kind == "cuda" or None
+            [group for group in groups if group["first"]],
+            betas=BETAS,
+            eps=EPSILON,
+            fused=kind == "cuda" or None,
         )
 
     def run(
@@ -230,9 +235,14 @@ def deterministic(device: torch.device) -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     torch.use_deterministic_algorithms(True, warn_only=True)
+    filled, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        False,
+    )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic.*")
             yield
     finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -140,12 +140,12 @@ def main() -> None:
             print(f"{row} failed:\n{place.with_suffix('.log').read_text()[-3000:]}", flush=True)
             continue
         found = json.loads(place.with_suffix(".json").read_text())
-        facts = found["facts"] or {"before": float("nan"), "after": float("nan"), "steps": 0}
+        facts = found["facts"] or {"kl_before": float("nan"), "kl_after": float("nan"), "steps": 0}
         divergences = " / ".join(f"{kl:.4f}" for kl in found["kl"])
+        own = f"{facts['kl_before']:.4f}, {facts['kl_after']:.4f}"
+        steps, seconds = facts["steps"], found["seconds"]
         print(
-            f"| {row} | {found['bits']:.3f} | {divergences} | {facts['before']:.4f}, {facts['after']:.4f} "
-            f"| {facts['steps']} | {found['seconds']:.0f} |",
-            flush=True,
+            f"| {row} | {found['bits']:.3f} | {divergences} | {own} | {steps} | {seconds:.0f} |", flush=True
         )
 
 

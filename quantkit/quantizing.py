@@ -46,8 +46,9 @@ from quantkit.quantization.allocate.budget import Budget
 from quantkit.quantization.blockwise.block_tasks import needs_data
 from quantkit.quantization.blockwise.calibration import Calibration, calibrate, discard_work
 from quantkit.quantization.blockwise.calibration_data import read_samples
+from quantkit.quantization.distill.distill import distill
 from quantkit.quantization.distill.distill_options import DistillOptions
-from quantkit.quantization.distill.distillation import Distillation, distill
+from quantkit.quantization.distill.distillation import Distillation
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.plan import Plan, make_plan
 from quantkit.quantization.plan_warnings import why_nothing

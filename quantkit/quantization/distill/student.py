@@ -58,9 +58,9 @@ class Student:
 
     @property
     def numbers(self) -> dict[str, torch.Tensor]:
-        """Return everything that is trained, float32, as `PARAMETER:KIND`."""
+        """Return everything that is trained, float32, as `PARAMETER.KIND`."""
         return {
-            f"{parameter}:{kind}": tensor
+            f"{parameter}.{kind}": tensor
             for parameter, one in self.trained.items()
             for kind, tensor in one.numbers.items()
         }
@@ -89,7 +89,7 @@ class Student:
     def gradients(self, of_weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the gradients of `numbers` for those of `weights()`."""
         return {
-            f"{parameter}:{kind}": gradient
+            f"{parameter}.{kind}": gradient
             for parameter, found in of_weights.items()
             for kind, gradient in self.trained[parameter].gradients(found).items()
         }

@@ -327,9 +327,10 @@ def quantize_checkpoint(
         distilled = Distillation.of(planned, calibrated, options.distillation, ranks)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
-        run = {**run_record(checkpoint, recipe, target, options.max_shard_bytes, calibrated), **allocation}
-        if distilled is not None:
-            run["distillation"] = distilled.to_dict()
+        run = {
+            **run_record(checkpoint, recipe, target, options.max_shard_bytes, calibrated, distilled),
+            **allocation,
+        }
         _say_if_short(checkpoint, planned, options.calibration, target)
         check_alike(ranks, {**run, "source": checkpoint.fingerprint(of_copies=True)}, calibrated)
         report = counting(source_bytes(planned, calibrated), progress if ranks.first else None)
@@ -346,8 +347,7 @@ def quantize_checkpoint(
             calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
         unchecked = None
         if output is not None:
-            if distilled is not None:
-                distill(distilled, output, progress)
+            distill(distilled, output, progress)
             record = partial(model_record, located, planned, recipe, calibrated=calibrated)
             unchecked = write_output(
                 checkpoint, planned, output, target, report, calibrated, record, options.check, distilled

@@ -14,6 +14,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.distributed import Ranks
 from quantkit.quantization.blockwise.calibration import Calibration
+from quantkit.quantization.distill.distillation import Distillation
 from quantkit.quantization.plan import Plan
 from quantkit.recipes.recipe import Recipe
 
@@ -24,10 +25,12 @@ def run_record(
     device: torch.device,
     max_shard_bytes: int,
     calibrated: Calibration | None,
+    distilled: Distillation | None,
 ) -> dict[str, Any]:
     """Return everything that determines the written bytes."""
     return {
         **({} if calibrated is None else {"calibration": calibrated.to_dict()}),
+        **({} if distilled is None else {"distillation": distilled.to_dict()}),
         "source": checkpoint.fingerprint(),
         "recipe": recipe.to_dict(),
         "device": device.type,

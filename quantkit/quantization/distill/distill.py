@@ -34,12 +34,14 @@ STATE_SECONDS = 120.0
 SAMPLING = 0.2
 
 
-def distill(one: Distillation, output: OutputDirectory, progress: Progress | None) -> None:
+def distill(one: Distillation | None, output: OutputDirectory, progress: Progress | None) -> None:
     """Write the work file with the trained linears and norms, unless it or all shards are done.
+
+    None trains nothing.
 
     `progress` is called with the steps done, all steps, and a text with the loss and the time left.
     """
-    if output.complete or output.is_done(RESULT):
+    if one is None or output.complete or output.is_done(RESULT):
         return
     if all(output.is_done(shard.filename) for shard in one.planned.shards):
         return

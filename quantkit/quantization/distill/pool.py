@@ -44,7 +44,7 @@ class Pool:
         places = torch.arange(first, first + count)
         turns = places // len(rows)
         ids = torch.empty_like(places)
-        for turn in turns.unique().tolist():
+        for turn in sorted(set(turns.tolist())):
             here = turns == turn
             ids[here] = self._order(kind, turn, len(rows))[places[here] % len(rows)]
         return rows[ids]

@@ -86,12 +86,12 @@ class Student:
         found: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return found
 
-    def gradients(self, of_weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the gradients of `numbers` for those of `weights()`."""
+    def gradients(self, of_weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the gradients of `numbers` for those of `weights()`, which are freed one by one."""
         return {
             f"{parameter}.{kind}": gradient
-            for parameter, found in of_weights.items()
-            for kind, gradient in self.trained[parameter].gradients(found).items()
+            for parameter in list(of_weights)
+            for kind, gradient in self.trained[parameter].gradients(of_weights.pop(parameter)).items()
         }
 
 

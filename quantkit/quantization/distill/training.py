@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -127,7 +128,7 @@ class Training:
             found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             for name, gradient in zip(weights, found, strict=True):
                 if gradient is not None:
-                    sums[name] = sums[name].add_(gradient) if name in sums else gradient.float()
+                    sums[name] = sums[name] + gradient.float() if name in sums else gradient
             total += loss.detach()
         return total, student.gradients(sums)
 
@@ -178,7 +179,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    filling = torch.utils.deterministic
+    filling: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     filling.fill_uninitialized_memory = False

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -15,6 +14,7 @@ from quantkit.calibrate.data.calibration_options import (
     CalibrationOptions,
 )
 from quantkit.calibrate.summaries import DEFAULT_METHOD, SUMMARIES
+from quantkit.cli.units import parse_size, parse_time, shown_size
 from quantkit.errors import UsageError
 from quantkit.packing.presets import ACTIVATIONS, DEFAULT_FORMAT, PRESETS, SCHEMES
 from quantkit.quantization.distill.distill_options import DistillOptions
@@ -24,38 +24,6 @@ from quantkit.runtime.cache.kv_formats import KV_FORMATS
 
 if TYPE_CHECKING:
     from quantkit.quantization.allocate.budget import Budget
-
-_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_UNITS = {unit.upper(): size for unit, size in _SIZES.items()}
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as `500MB` or `2GiB`; `UsageError` for anything else."""
-    digits = text.strip().rstrip("BKMGIbkmgi ")
-    unit = text.strip()[len(digits) :].strip().upper() or "B"
-    if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
-        raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
-    return int(digits) * _UNITS[unit]
-
-
-def parse_time(text: str) -> float:
-    """Seconds of a time such as `90s`, `30m` or `1.5h`; `UsageError` for anything else."""
-    units = {"s": 1, "m": 60, "h": 3600}
-    number, unit = text.strip()[:-1], text.strip()[-1:].lower()
-    try:
-        seconds = float(number) * units[unit]
-    except (KeyError, ValueError):
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise UsageError(f"time {text!r} is not a positive number with a unit, such as 90s, 30m or 2h.")
-    return seconds
-
-
-def shown_size(count: int) -> str:
-    """A size as `parse_size` reads it, in the largest unit that it is a whole number of."""
-    unit, size = max(((unit, size) for unit, size in _SIZES.items() if count % size == 0), key=itemgetter(1))
-    return f"{count // size}{unit}"
-
 
 Source = Annotated[
     str,

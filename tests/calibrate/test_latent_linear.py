@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.calibrate.latent_linear import LatentLinear
+from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.packing.tensor import PackedTensor, plane_codes
 

@@ -11,7 +11,7 @@ import pytest
 
 from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.summaries import SUMMARIES
-from quantkit.cli import console, options
+from quantkit.cli import console, units
 from quantkit.cli.commands import demo
 from quantkit.files import size_text
 from quantkit.packing.presets import PRESETS
@@ -182,8 +182,8 @@ def test_version_is_three_numbers(run: Run) -> None:
     ("text", "size"), [("1", 1), ("10B", 10), ("500MB", 500_000_000), ("2 GiB", 2 << 30), ("3kb", 3000)]
 )
 def test_sizes_are_read_as_they_are_shown(text: str, size: int) -> None:
-    assert options.parse_size(text) == size
-    assert options.parse_size(options.shown_size(size)) == size
+    assert units.parse_size(text) == size
+    assert units.parse_size(units.shown_size(size)) == size
 
 
 def test_sizes_are_shown_in_powers_of_1000() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.cli import options
+from quantkit.cli import options, units
 from quantkit.cli.console import note, print_json, progress, say
 from quantkit.files import size_text
 from quantkit.signals import advising
@@ -57,7 +57,7 @@ def convert(source: options.Source, out_directory: options.OutDirectory, given: 
         return resume_advice(out_directory, overwrite=given.overwrite) if begun else None
 
     asked = converting.ConvertOptions(
-        max_shard_bytes=options.parse_size(given.max_shard_size),
+        max_shard_bytes=units.parse_size(given.max_shard_size),
         allow_auto_map=given.allow_auto_map,
         resume=given.resume,
         overwrite=given.overwrite,

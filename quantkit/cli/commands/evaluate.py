@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.about import pip_install
-from quantkit.cli import options
+from quantkit.cli import options, units
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file
 from quantkit.errors import EnvironmentProblem, UsageError
@@ -79,7 +79,7 @@ class EvalArguments:
     ] = None
     logits_space: Annotated[
         str, typer.Option("--logits-space", metavar="SIZE", help="Disk for the original's logits at a time.")
-    ] = options.shown_size(EvalOptions.budget_bytes)
+    ] = units.shown_size(EvalOptions.budget_bytes)
     work: Annotated[
         Path | None,
         typer.Option(
@@ -142,7 +142,7 @@ class EvalArguments:
             batch=self.batch,
             noise_floor=comparing if self.noise_floor is None else self.noise_floor,
             per_block=bool(comparing and self.text) if self.per_block is None else self.per_block,
-            budget_bytes=options.parse_size(self.logits_space),
+            budget_bytes=units.parse_size(self.logits_space),
         )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli import options
+from quantkit.cli import options, units
 from quantkit.cli.console import note, print_json, progress, say
 from quantkit.files import size_text
 from quantkit.signals import advising
@@ -39,7 +39,7 @@ def export(
     from quantkit.cli.files import resume_advice
 
     asked = exporting.ExportOptions(
-        max_shard_bytes=options.parse_size(max_shard_size), resume=resume, overwrite=overwrite
+        max_shard_bytes=units.parse_size(max_shard_size), resume=resume, overwrite=overwrite
     )
 
     def advice() -> str | None:

@@ -157,8 +157,7 @@ class _Worker:
             name = ranks.broadcast(lambda: states.block)
             if name is None:
                 for one in sorted(missing):
-                    todo = by_name[one]
-                    self.quantize_idle(todo.without(list(todo.tasks)), output, report)
+                    self.quantize_idle(by_name[one].without(by_name[one].tasks.keys()), output, report)
                 return
             todo = by_name.get(name, BlockTasks(name, {}))
             block = self.decoder.block(name)
@@ -167,10 +166,7 @@ class _Worker:
                 continue
             missing.remove(name)
             if todo.is_head:
-                quantize = (
-                    partial(self.quantize_head, states=states) if todo.calibrated else self.quantize_idle
-                )
-                quantize(todo, output=output, report=report)
+                self.quantize_head(todo, states, output, report)
                 continue
             if READS_AHEAD[self.decoder.device.type] and (following := _following(blocks, todo)):
                 self.decoder.read_ahead(self.decoder.block(following))
@@ -351,6 +347,8 @@ class _Worker:
         report: Advance,
     ) -> None:
         """Quantize the lm_head into its work file, by its inputs in passes that wait before it."""
+        if not todo.calibrated:
+            return self.quantize_idle(todo, output, report)
         exact = states.exact
         (task,) = todo.tasks.values()
         assert task.method is not None

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.latent_linear import LatentLinear
+from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.model.blocks import Decoder

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.latent_linear import LatentLinear
+from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec

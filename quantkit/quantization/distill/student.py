@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from quantkit.calibrate.latent_linear import LatentLinear
+from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.packing.activations import ActivationScheme
 
 

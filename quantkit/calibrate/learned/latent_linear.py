@@ -2,8 +2,8 @@
 
 A code is the one nearest to a latent number, in units of its scale. Scales are ratios to their first values,
 rounded to the scale dtype whenever they are used. Gradients pass both roundings straight through (Bengio et
-al., arXiv 1308.3432): the gradient of a latent is that of its weight times the scale, and the gradient of a
-scale is that of its weights times their values in units of it, summed over its group.
+al., arXiv 1308.3432). So the gradient of a latent is that of its weight, times the scale. That of a scale is
+the sum over its group of the gradients of weights, times their values in units of it.
 
 Each latent stays within half a step of the values of its format. A weight that is far outside would otherwise
 need many steps to come back, and its code would not change meanwhile.

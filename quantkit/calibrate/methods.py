@@ -114,7 +114,7 @@ class Method:
         last = [str(step) for step in (self.refine, self.distill) if step is not None]
         return {
             "transform": ", ".join(step.name for step in self.transforms) or "none",
-            "statistics": " and ".join(text for need, text in _STATISTICS.items() if need in self.needs)
+            "statistics": ", ".join(text for need, text in _STATISTICS.items() if need in self.needs)
             or "none",
             "grid": str(self.scale_search),
             "rounding": ", ".join([str(self.rounding), *last]),

@@ -18,6 +18,7 @@ from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summar
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
 from quantkit.eval.reference import Reference, plan_blocks
+from quantkit.eval.reference_text import continuations, reference_text
 from quantkit.eval.result_cache import Partial
 from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.runner import open_passes
@@ -46,6 +47,7 @@ def evaluate(
     batch: int = EvalOptions.batch,
     noise_floor: bool = EvalOptions.noise_floor,
     per_block: bool = EvalOptions.per_block,
+    own_text: int = EvalOptions.own_text,
     reference: Reference | None = None,
     progress: Progress | None = None,
 ) -> EvalReport:
@@ -66,6 +68,7 @@ def evaluate(
         batch=batch,
         noise_floor=noise_floor,
         per_block=per_block,
+        own_text=own_text,
     )
     return evaluate_many([model], options, reference=reference, progress=progress)[0]
 
@@ -87,7 +90,7 @@ def evaluate_many(
     Raises `UsageError` for options, texts and tasks, and `CheckpointError` for checkpoints that are broken or
     not comparable. Raises `OutputError` if logits or partial results cannot be written.
     """
-    if not options.texts and options.tasks is None:
+    if not options.texts and options.tasks is None and not options.own_text:
         raise UsageError("there is nothing to evaluate on. Give at least one text or task.")
     if options.kv_cache is not None and options.tasks is not None:
         raise UsageError("a KV cache is for texts, and tasks run without. Evaluate tasks on their own.")
@@ -97,6 +100,8 @@ def evaluate_many(
     elif models:
         first = models[0] if against is None else against
         options = replace(options, dtype=dtype_for(options.dtype, options.device, first))
+    if options.own_text:
+        options = replace(options, written=reference_text(options, reference))
     settings = Settings.of(options)
     if (options.noise_floor or options.per_block) and against is None and reference is None:
         raise UsageError(
@@ -231,9 +236,19 @@ def _evaluate(
         again = ask(control.subject, control.dtype)
         floor = NoiseFloor(control.dtype, control.metrics(), _compared(again, reference_answers))
     answers = [ask(subject, settings.dtype) for subject in subjects]
-    return tuple(
+    reports = (
         _report(run, size, settings, reference, floor, answer, reference_answers)
         for run, size, answer in zip(runs, sizes, answers, strict=True)
+    )
+    if (written := settings.written) is None:
+        return tuple(reports)
+    return tuple(
+        replace(
+            report,
+            continuations=continuations(subject.checkpoint, written, settings.dtype, settings.device),
+            reference_continuations=written.counts,
+        )
+        for report, subject in zip(reports, subjects, strict=True)
     )
 
 

@@ -324,7 +324,7 @@ def quantize_checkpoint(
             raise UsageError(f"there is nothing to quantize in {source}: {reason}")
         planned = _with_readers(planned, checkpoint, options)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
-        distilled = Distillation.of(planned, calibrated, options.distillation, ranks)
+        distilled = Distillation.of(checkpoint, planned, calibrated, options, ranks)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
         run = {

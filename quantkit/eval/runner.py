@@ -119,7 +119,7 @@ class _BlockByBlock(Passes):
 
     @property
     def embedding_rows(self) -> int:
-        return self._model.embedding_rows
+        return int(self._model.embedding_rows)
 
     def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
         # The arguments of blocks belong to windows of one shape.

@@ -64,6 +64,11 @@ class LatentLinear:
             "column_scale": 1.0,
         }
 
+    @property
+    def elements(self) -> int:
+        """Return the number of latents."""
+        return self.numbers["codes"].numel()
+
     def _count(self) -> int:
         return 2**self._format.bits if "zero_point" in self.numbers else len(self._format.numbers)
 

@@ -47,7 +47,7 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
         return
     report: Progress = progress or (lambda done, total, label: None)
     started, calibrated = time.monotonic(), one.calibrated
-    decoder, tokens = calibrated.decoder, calibrated.samples.tokens
+    decoder, tokens = calibrated.decoder, one.text.tokens
     model = decoder.whole()
     own = _samples_of(one, model, output, report)
     student = build_student(model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, output)
@@ -74,7 +74,7 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
         "kl_after": training.measure(),
         "steps": training.at.step,
         "tokens": training.at.step * training.batch * tokens.shape[1],
-        "sequences": {"length": tokens.shape[1], "calibration": len(tokens), "own": len(own)},
+        "sequences": {"length": tokens.shape[1], "text": len(tokens), "own": len(own)},
         "settings": {**asdict(one.options), "batch": training.batch},
     }
     _write(one, student, output, facts)
@@ -82,7 +82,7 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
 
 def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: Progress) -> torch.Tensor:
     """Return what the original writes, int64 [P, T]; from the work file if an earlier process wrote it."""
-    tokens, options = one.calibrated.samples.tokens, one.options
+    tokens, options = one.text.tokens, one.options
     if output.is_done(SAMPLES):
         return Checkpoint.of_files([output.path / SAMPLES]).read("tokens").long()
     if not options.own or not model.can_generate():

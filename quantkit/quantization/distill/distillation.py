@@ -6,21 +6,27 @@ distilled         the packed linears and norms in their final form, from which s
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from quantkit.calibrate.data.samples import Samples
 from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError
 from quantkit.model.distributed import Ranks
 from quantkit.quantization.blockwise.calibration import Calibration
+from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.distill.build_student import parameter_of
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.plan import Plan
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.task import Task
 
 SAMPLES, RESULT = "distill-samples.safetensors", "distilled.safetensors"
 STATES = ("distill-state-0.safetensors", "distill-state-1.safetensors")
+#: Most sequences of the calibration text: many more than calibration needs.
+MOST_TEXT = 8192
 #: Default time: seconds per weight, and the least.
 SECONDS_PER_WEIGHT, LEAST_SECONDS = 600 / 100e6, 600.0
 #: Note for a matrix whose method trains it, if the training does not cover it.
@@ -29,23 +35,29 @@ NOT_TRAINED = "its codes are those before the training, which is not for experts
 
 @dataclass(frozen=True, eq=False)
 class Distillation:
-    """Linears and norms to train, by parameter, and the run that they belong to."""
+    """Linears and norms to train, by parameter, the run that they belong to, and text to train on."""
 
     linears: Mapping[str, Task]
     norms: Mapping[str, Task]
     options: DistillOptions
     calibrated: Calibration
     planned: Plan
+    text: Samples
 
     @classmethod
     def of(
-        cls, planned: Plan, calibrated: Calibration | None, options: DistillOptions, ranks: Ranks
+        cls,
+        checkpoint: Checkpoint,
+        planned: Plan,
+        calibrated: Calibration | None,
+        asked: QuantizeOptions,
+        ranks: Ranks,
     ) -> "Distillation | None":
         """Return the distillation of a plan; None if no method trains end to end.
 
         Raises `UsageError` for options without such a method, and for several ranks.
         """
-        linears: dict[str, Task] = {}
+        options, linears = asked.distillation, dict[str, Task]()
         for block in () if calibrated is None else calibrated.blocks:
             for name, task in block.tasks.items():
                 if task.method is not None and task.method.distill and name not in block.parts:
@@ -69,7 +81,9 @@ class Distillation:
         vectors = [name for name, shape in decoder.shapes.items() if len(shape) == 1]
         stored = {name: decoder.stored_name(name) for name in vectors if name.endswith(".weight")}
         norms = {name: dense[one] for name, one in stored.items() if one in dense and options.norm_rate}
-        return cls(linears, norms, options, calibrated, planned)
+        more = replace(asked.calibration, samples=MOST_TEXT)
+        text = read_samples(checkpoint, more, decoder.embedding_rows)
+        return cls(linears, norms, options, calibrated, planned, text)
 
     @property
     def seconds(self) -> float:
@@ -97,7 +111,7 @@ class Distillation:
     def work_bytes(self) -> int:
         """Return about how many bytes the work files take; a state has three numbers per weight."""
         weights = sum(task.source.elements for task in self.linears.values())
-        samples = self.options.own_most * self.calibrated.samples.tokens.shape[1] * 4
+        samples = self.options.own_most * self.text.tokens.shape[1] * 4
         return samples + 2 * 3 * 4 * weights + sum(spec.nbytes for spec in self.specs)
 
     def result(self, output: OutputDirectory) -> tuple[tuple[str, ...], dict[str, Any] | None]:
@@ -115,4 +129,4 @@ class Distillation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything that the written bytes depend on."""
-        return asdict(self.options)
+        return {**asdict(self.options), "text_sha256": self.text.digest}

@@ -11,8 +11,8 @@ import torch
 
 from quantkit.model.sampling import continued
 
-#: Samples that are written at a time, by device.
-AT_ONCE = {"cpu": 16, "cuda": 1024}
+#: Tokens of the samples that are written at a time, by device: all are in the cache of keys and values.
+TOKENS_AT_ONCE = {"cpu": 1 << 13, "cuda": 1 << 17}
 #: Tokens of calibration text at the start of samples; batches take turns.
 PREFIXES = (1, 4, 16, 64)
 
@@ -23,7 +23,7 @@ def own_samples(model: Any, windows: torch.Tensor, length: int, seed: int) -> It
     `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i and the device alone.
     """
     device = next(model.parameters()).device
-    at_once, prefixes = AT_ONCE[device.type], [size for size in PREFIXES if size < length]
+    at_once, prefixes = at_a_time(device.type, length), [size for size in PREFIXES if size < length]
     number = 0
     while True:
         of_batch = seed * 1_000_003 + number
@@ -34,3 +34,8 @@ def own_samples(model: Any, windows: torch.Tensor, length: int, seed: int) -> It
         beginnings = windows[rows[:, None], starts[:, None] + torch.arange(size)]
         yield continued(model, beginnings.to(device), length, of_batch).cpu()
         number += 1
+
+
+def at_a_time(kind: str, length: int) -> int:
+    """Return the samples of `length` tokens that are written at a time on a device of this type."""
+    return max(1, TOKENS_AT_ONCE[kind] // length)

@@ -21,8 +21,13 @@ class Norm:
         self.steps = {"norm": 1.0}
         self._stored = stored
 
+    @property
+    def elements(self) -> int:
+        return self.numbers["norm"].numel()
+
     def values(self) -> torch.Tensor:
-        return self.stored().float()
+        """Return a new tensor, float32 [d]."""
+        return self.stored().to(torch.float32, copy=True)
 
     def stored(self) -> torch.Tensor:
         """Return the weight in its stored dtype."""
@@ -85,14 +90,6 @@ class Student:
         """Return the original's logits [B, T, V]."""
         found: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return found
-
-    def gradients(self, of_weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the gradients of `numbers` for those of `weights()`, which are freed one by one."""
-        return {
-            f"{parameter}.{kind}": gradient
-            for parameter in list(of_weights)
-            for kind, gradient in self.trained[parameter].gradients(of_weights.pop(parameter)).items()
-        }
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quantkit.quantization.distill.adam import Adam
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.loss import divergence
 from quantkit.quantization.distill.pool import Pool
@@ -17,16 +18,17 @@ from quantkit.quantization.distill.student import Student
 
 #: Sequences of a step, by device.
 BATCH = {"cpu": 4, "cuda": 64}
-#: Most logits of a micro-batch, by device: each takes about 16 bytes.
+#: Most tokens of a micro-batch, whose activations are kept, and most logits; at least one sequence.
+MOST_TOKENS = {"cpu": 4096, "cuda": 8192}
 MOST_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
+#: Weights whose gradients are in memory in float32 at a time, unless one linear has more.
+CHUNK_WEIGHTS = 1 << 26
 #: Most steps in which learning rates rise to their first value.
 WARM_UP = 20
 #: Steps after which the time of a step is known; the first ones, which are slower, do not count.
 MEASURED, COLD = 10, 3
 #: Steps between readings of the loss, which wait for a GPU.
 READ_EVERY = 10
-#: Adam's decay of the means of gradients and their squares, and its epsilon: gradients of codes are small.
-BETAS, EPSILON = (0.9, 0.98), 1e-15
 #: Weight of a step in the mean of the loss.
 LATELY = 0.05
 #: Field of `DistillOptions` with the learning rate of each kind of number.
@@ -66,21 +68,15 @@ class Training:
         self.at = Reached(total=options.steps)
         self.batch = options.batch or BATCH[student.device.type]
         self._student, self._pool, self._own = student, pool, options.own
-        self._micro = max(1, MOST_LOGITS[student.device.type] // (vocabulary * pool.held_out.shape[1]))
+        self._micro = micro_batch(vocabulary, pool.held_out.shape[1], student.device.type)
         self._loss = torch.full((1,), math.nan, device=student.device)
-        self._numbers: dict[str, torch.nn.Parameter] = {}
-        by_rate: dict[float, list[torch.nn.Parameter]] = {}
+        self._adam, self._numbers, self._rates = Adam(), dict[str, torch.Tensor](), dict[str, float]()
         for name, tensor in student.numbers.items():
             parameter, _, kind = name.rpartition(".")
             rate = getattr(options, RATES[kind]) * student.trained[parameter].steps[kind]
             if rate:
-                self._numbers[name] = torch.nn.Parameter(tensor, requires_grad=False)
-                by_rate.setdefault(rate, []).append(self._numbers[name])
-        fused = student.device.type == "cuda" or None
-        groups = [{"params": numbers, "lr": 0.0, "first": rate} for rate, numbers in by_rate.items()]
-        # Adam refuses to have nothing.
-        groups = groups or [{"params": [torch.zeros(1)], "lr": 0.0, "first": 0.0}]
-        self._optimizer = torch.optim.Adam(groups, betas=BETAS, eps=EPSILON, fused=fused)
+                self._numbers[name], self._rates[name] = tensor, rate
+        self._chunks = list(_chunks({name: one.elements for name, one in student.trained.items()}))
 
     def run(self, seconds_left: Callable[[], float], on_step: Callable[[Reached], None]) -> None:
         """Train to the end, and call `on_step` after each step.
@@ -104,33 +100,42 @@ class Training:
 
     def _step(self) -> None:
         tokens = self._pool.batch(self.at.step, self.batch, self._own).to(self._student.device)
-        loss, gradients = self._gradients(tokens)
-        for name, number in self._numbers.items():
-            number.grad = gradients.get(name)
+        loss, of_weights = self._gradients(tokens)
         factor = rate_at(self.at.step, self.at.total)
-        for group in self._optimizer.param_groups:
-            group["lr"] = group["first"] * factor
-        self._optimizer.step()
-        for one in self._student.trained.values():
-            one.clamp()
+        for chunk in self._chunks:
+            self._move({name: of_weights.pop(name) for name in chunk if name in of_weights}, factor)
         self._loss = loss if self.at.step == 0 else self._loss.lerp(loss, LATELY)
 
     def _gradients(self, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the mean divergence on `tokens`, [1], and the gradients of all numbers."""
+        """Return the mean divergence on `tokens`, [1], and the gradients of the weights, by parameter.
+
+        They have the dtype of activations: in float32 they would take as much as the weights themselves.
+        """
         student = self._student
         weights = student.weights()
-        total, sums = torch.zeros(1, device=student.device), dict[str, torch.Tensor]()
+        total = torch.zeros(1, device=student.device)
         for part in torch.split(tokens, self._micro):
             target = student.target(part)
             with torch.enable_grad():
                 loss = divergence(student.logits(part, weights), target) / tokens.numel()
-            # A part of the model that text does not reach has none.
-            found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-            for name, gradient in zip(weights, found, strict=True):
-                if gradient is not None:
-                    sums[name] = sums[name] + gradient.float() if name in sums else gradient
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        return total, student.gradients(sums)
+        # A part of the model that text does not reach has none.
+        return total, {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+    def _move(self, of_weights: Mapping[str, torch.Tensor], factor: float) -> None:
+        """Move the numbers of some linears and norms, for gradients of their weights, at `factor` * rate."""
+        trained = self._student.trained
+        found = {
+            f"{parameter}.{kind}": gradient
+            for parameter, of_weight in of_weights.items()
+            for kind, gradient in trained[parameter].gradients(of_weight).items()
+        }
+        moved = {name: gradient for name, gradient in found.items() if name in self._rates}
+        rates = {name: factor * self._rates[name] for name in moved}
+        self._adam.step(self._numbers, moved, rates, self.at.step + 1)
+        for parameter in of_weights:
+            trained[parameter].clamp()
 
     @torch.no_grad()
     def measure(self) -> float:
@@ -143,25 +148,32 @@ class Training:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the numbers, Adam's means of them, and the mean loss, by name."""
-        found = {"loss": self._loss}
-        for name, number in self._numbers.items():
-            found[name] = number.detach()
-            kept = self._optimizer.state.get(number, {})
-            found |= {f"{name}.{key}": kept[key] for key in ("exp_avg", "exp_avg_sq") if key in kept}
-        return found
+        return {"loss": self._loss, **self._numbers, **self._adam.state()}
 
     def restore(self, state: Mapping[str, torch.Tensor], at: Reached) -> None:
         """Go on from a state that was stored at `at`."""
         self.at, self._loss = at, state["loss"].to(self._student.device)
         for name, number in self._numbers.items():
             number.copy_(state[name])
-            if f"{name}.exp_avg" in state:
-                # Adam counts on the device only if its steps are fused.
-                counter = number.device if number.device.type == "cuda" else torch.device("cpu")
-                self._optimizer.state[number] = {
-                    "step": torch.tensor(float(at.step), device=counter),
-                    **{key: state[f"{name}.{key}"].to(number.device) for key in ("exp_avg", "exp_avg_sq")},
-                }
+        self._adam.restore(state, self._numbers)
+
+
+def micro_batch(vocabulary: int, length: int, kind: str) -> int:
+    """Return the sequences of `length` tokens that run at a time on a device of this type."""
+    return max(1, min(MOST_TOKENS[kind], MOST_LOGITS[kind] // vocabulary) // length)
+
+
+def _chunks(elements: Mapping[str, int]) -> Iterator[list[str]]:
+    """Split names, with so many numbers each, into lists of at most `CHUNK_WEIGHTS`, or of one name."""
+    chunk, count = list[str](), 0
+    for name, size in elements.items():
+        if chunk and count + size > CHUNK_WEIGHTS:
+            yield chunk
+            chunk, count = [], 0
+        chunk.append(name)
+        count += size
+    if chunk:
+        yield chunk
 
 
 def rate_at(step: int, total: int | None) -> float:

@@ -11,7 +11,7 @@ from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
-from quantkit.quantization.distill import distill, own_samples, training
+from quantkit.quantization.distill import distill, training
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantizing import QuantizeResult, quantize
 from quantkit.verification.verify import verify
@@ -29,11 +29,6 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(own_samples.AT_ONCE, "cpu", 64)
-
-
 def steps(count: int, **changes: Any) -> dict[str, Any]:
     return {"distillation": DistillOptions(count, batch=4, **changes)}
 
@@ -48,7 +43,7 @@ def test_the_divergence_falls_and_the_directory_is_an_ordinary_one(tmp_path: Pat
     facts = facts_of(tmp_path / "out")
     assert facts["kl_after"] < 0.9 * facts["kl_before"]
     assert facts["steps"] == 40 and facts["tokens"] == 40 * 4 * 64
-    assert facts["sequences"] == {"length": 64, "calibration": 24, "own": 16 + 40 * 3}
+    assert facts["sequences"] == {"length": 64, "text": 4693, "own": 16 + 40 * 3}
     assert all(one.output_error is None for one in result.measured.values())
     assert all(not one.problems for one in verify(tmp_path / "out", reload=False))
     quantize(STORIES, tmp_path / "best", **{**SMALL, "method": "best"})

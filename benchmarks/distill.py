@@ -2,7 +2,7 @@
 
     python benchmarks/distill.py MODEL --calibration mixed.jsonl --text books.txt --text docs.txt [--time 240]
 
-Runs all rows at once, each in a process of its own, and prints the bits per weight of the packed linears and
+Runs rows `--at-once`, each in a process of its own, and prints the bits per weight of the packed linears and
 KL mean per text (float32 on the CPU, windows of 1024 tokens). `--time` are the seconds of each training. With
 `--row`, only the rows whose names contain what it is given; `--list` prints their names.
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--time", type=float, default=240.0)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--samples", type=int, default=800)
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="auto")
@@ -124,21 +126,17 @@ def main() -> None:
         return
     out = asked.out or Path(tempfile.mkdtemp(prefix="distill-"))
     out.mkdir(parents=True, exist_ok=True)
-    threads = str(max(1, (os.cpu_count() or 1) // len(rows)))
+    threads = str(max(1, (os.cpu_count() or 1) // min(asked.at_once, len(rows))))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
-    runs = {}
-    for row in rows:
+
+    def run(row: str) -> None:
         place = out / row.replace(" ", "-")
-        log = place.with_suffix(".log").open("w")
         command = [sys.executable, __file__, *sys.argv[1:], "--work", row, "--out", str(place)]
-        runs[row] = place, subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    print(
-        "| row | bits | KL mean, books / docs | before, after on own samples | steps | seconds |", flush=True
-    )
-    for row, (place, run) in runs.items():
-        if run.wait():
+        with place.with_suffix(".log").open("w") as log:
+            ended = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
+        if ended.returncode:
             print(f"{row} failed:\n{place.with_suffix('.log').read_text()[-3000:]}", flush=True)
-            continue
+            return
         found = json.loads(place.with_suffix(".json").read_text())
         facts = found["facts"] or {"kl_before": float("nan"), "kl_after": float("nan"), "steps": 0}
         divergences = " / ".join(f"{kl:.4f}" for kl in found["kl"])
@@ -147,6 +145,12 @@ def main() -> None:
         print(
             f"| {row} | {found['bits']:.3f} | {divergences} | {own} | {steps} | {seconds:.0f} |", flush=True
         )
+
+    print(
+        "| row | bits | KL mean by text | before, after on what is held out | steps | seconds |", flush=True
+    )
+    with ThreadPoolExecutor(asked.at_once) as workers:
+        list(workers.map(run, rows))
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def quantize(
     `embeddings` packs the token embedding, with a head that is tied to it as one table. With `rotate` the
     weights are rotated first, and the model computes the same (`quantization/rotated_checkpoint.py`). With
     `model_free` names and shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains
-    the options from `device` to `engine`.
+    the options from `device` to `distillation`.
 
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with,
     `measuring(done, all, at work)` while sensitivities are measured for a budget, `on_plan` once before any

@@ -1,7 +1,7 @@
 """Text that a model writes itself: KL on prose does not see how a model goes wrong in its own chains.
 
-The original goes on from the beginnings of documents. Both models then predict its tokens, and the evaluated
-one goes on from the same beginnings, to compare how long its texts are and how much they repeat.
+The original continues the beginnings of documents, and both models then predict its tokens. The evaluated one
+continues the same beginnings too. Lengths of texts and repetitions are compared.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from quantkit.calibrate.data.texts import BUNDLED
 from quantkit.errors import UsageError
 from quantkit.eval.models import open_tokenizer
 from quantkit.eval.text import TextWindows
-from quantkit.model.sampling import continued
+from quantkit.model.forward.sampling import continued
 from quantkit.model.tokenizer import tokenize
 
 #: Tokens of a beginning, and most tokens that follow it.
@@ -31,7 +31,7 @@ NAME = "own text"
 
 @dataclass(frozen=True)
 class Continuations:
-    """How a model goes on from the beginnings.
+    """Counts in the continuations of a model.
 
     tokens     mean number of tokens up to the end of a text, at most `MOST`
     ended      fraction of texts that end before that
@@ -62,7 +62,7 @@ class Continuations:
 
 @dataclass(frozen=True, eq=False)
 class OwnText:
-    """What a model wrote: windows of which all that follows the beginnings is scored, and its counts."""
+    """Text of a model: windows in which all after the beginnings is scored, and counts."""
 
     windows: TextWindows
     counts: Continuations

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantkit.model.sampling import continued
+from quantkit.model.forward.sampling import continued
 
 #: Tokens of the samples that are written at a time, by device: all are in the cache of keys and values.
 TOKENS_AT_ONCE = {"cpu": 1 << 13, "cuda": 1 << 17}

@@ -164,7 +164,7 @@ def micro_batch(vocabulary: int, length: int, kind: str) -> int:
 
 
 def _chunks(elements: Mapping[str, int]) -> Iterator[list[str]]:
-    """Split names, with so many numbers each, into lists of at most `CHUNK_WEIGHTS`, or of one name."""
+    """Split names into lists of at most `CHUNK_WEIGHTS` numbers, or of one name; `elements` are of each."""
     chunk, count = list[str](), 0
     for name, size in elements.items():
         if chunk and count + size > CHUNK_WEIGHTS:

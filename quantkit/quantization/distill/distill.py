@@ -107,26 +107,34 @@ def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: 
 
 def _store(training: Training, output: OutputDirectory, before: float) -> None:
     """Store the state of a training, and the divergence before it, in place of an earlier state."""
-    old = [name for name in STATES if output.is_done(name)]
-    name = next(name for name in STATES if name not in old)
+    old = _stored(output)
+    # Two are there after an interruption between the writing of one and the removal of the other.
+    for name in old[:-1]:
+        output.discard(name)
+    name = next(name for name in STATES if name not in old[-1:])
     state = training.state()
     with output.shard(name, [TensorSpec.of(key, one) for key, one in state.items()], FORMAT) as file:
         file.detail.update(at=asdict(training.at), before=before)
         for key, one in state.items():
             file.write(key, one.cpu())
-    for other in old:
+    for other in old[-1:]:
         output.discard(other)
+
+
+def _stored(output: OutputDirectory) -> list[str]:
+    """Return the names of the states that are stored, the newest last."""
+    done = [name for name in STATES if output.is_done(name)]
+    return sorted(done, key=lambda name: output.details(name)["at"]["step"])
 
 
 def _resumed(training: Training, output: OutputDirectory) -> float | None:
     """Let a training go on from the newest state, if there is one; return the divergence before it."""
-    details = {name: output.details(name) for name in STATES if output.is_done(name)}
-    if not details:
+    stored = _stored(output)
+    if not stored:
         return None
-    name = max(details, key=lambda name: details[name]["at"]["step"])
-    files = Checkpoint.of_files([output.path / name])
-    training.restore({key: files.read(key) for key in files.tensors}, Reached(**details[name]["at"]))
-    before: float = details[name]["before"]
+    files, detail = Checkpoint.of_files([output.path / stored[-1]]), output.details(stored[-1])
+    training.restore({key: files.read(key) for key in files.tensors}, Reached(**detail["at"]))
+    before: float = detail["before"]
     return before
 
 

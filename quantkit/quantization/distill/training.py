@@ -17,7 +17,7 @@ from quantkit.quantization.distill.pool import Pool
 from quantkit.quantization.distill.student import Student
 
 #: Sequences of a step, by device.
-BATCH = {"cpu": 4, "cuda": 64}
+BATCH = {"cpu": 8, "cuda": 64}
 #: Most tokens of a micro-batch, whose activations are kept, and most logits; at least one sequence.
 MOST_TOKENS = {"cpu": 4096, "cuda": 8192}
 MOST_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}

@@ -10,12 +10,10 @@ This module holds the order of the steps; the steps themselves are elsewhere:
     quantization/run_record.py              says what a run records of itself
 """
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -32,7 +30,7 @@ from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.output.journal import read_journal
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.devices import pick_device
-from quantkit.errors import QuantkitError, UsageError
+from quantkit.errors import QuantkitError
 from quantkit.memory import enough_memory, free_memory, say_if_short
 from quantkit.model.distributed import Ranks, join_ranks
 from quantkit.model.model_free import read_tensors, with_other_parts
@@ -52,12 +50,14 @@ from quantkit.quantization.blockwise.calibration import (
     with_inputs,
 )
 from quantkit.quantization.blockwise.calibration_data import read_samples
+from quantkit.quantization.distill.distill import distill
+from quantkit.quantization.distill.distillation import Distillation
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.keywords import QuantizeKeywords, options_of, with_keywords
 from quantkit.quantization.plan import Plan, make_plan
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.rotated_checkpoint import rotated
-from quantkit.quantization.run_record import model_record, run_record
+from quantkit.quantization.run_record import check_alike, model_record, run_record
 from quantkit.quantization.side_files import check_side_files
 from quantkit.quantization.stream import write_shards
 from quantkit.recipes.recipe import Recipe
@@ -205,10 +205,10 @@ def quantize(
     `calibration` is a path, files and data sets as `NAME[:SAMPLES],...`, a list of texts, or a
     `datasets.Dataset`; `calibration_samples`, `calibration_length` and `seed` say what is drawn from it.
     `embeddings` packs the token embedding, with a head that is tied to it as one table. `kv_scales`, "fp8",
-    stores scales of keys and values for the KV cache of an engine. With `rotate` the
-    weights are rotated first, and the model computes the same (`quantization/rotated_checkpoint.py`). With
-    `model_free` names and shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains
-    `device`, `max_shard_bytes`, `allow_auto_map`, `engine`, `resume`, `overwrite` and `check`.
+    stores scales of keys and values for the KV cache of an engine. With `rotate` the weights are rotated
+    first, and the model computes the same (`quantization/rotated_checkpoint.py`). With `model_free` names and
+    shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains the options from
+    `device` on.
 
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with; by default a bar is
     shown in a terminal or notebook, and with False none. `measuring(done, all, at work)` is called while
@@ -261,15 +261,19 @@ def quantize_checkpoint(
             planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
         planned = checked(planned, checkpoint, structure, options, source)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
+        distilled = Distillation.of(checkpoint, planned, calibrated, options, ranks)
         if calibrated is not None:
             planned = replace(planned, notes=(*planned.notes, *calibrated.samples.notes))
-        run = {**run_record(checkpoint, recipe, target, options.max_shard_bytes, calibrated), **allocation}
+        run = {
+            **run_record(checkpoint, recipe, target, options.max_shard_bytes, calibrated, distilled),
+            **allocation,
+        }
         _say_if_short(checkpoint, planned, options.calibration, target)
-        _check_alike(ranks, {**run, "source": checkpoint.fingerprint(of_copies=True)}, calibrated)
+        check_alike(ranks, {**run, "source": checkpoint.fingerprint(of_copies=True)}, calibrated)
         report = counting(source_bytes(planned, calibrated), progress if ranks.first else None)
         output = None
         if ranks.first:
-            names, expected = files_to_write(checkpoint, planned, calibrated)
+            names, expected = files_to_write(checkpoint, planned, calibrated, distilled)
             opened = OutputDirectory.open(
                 Path(out), checkpoint.directory, options.mode, run, expected, names=names
             )
@@ -278,12 +282,14 @@ def quantize_checkpoint(
                 on_plan(checkpoint, planned)
         if calibrated is not None:
             calibrated, planned = with_inputs(calibrated, planned, output, Path(out), ranks, report)
+            distilled = None if distilled is None else distilled.bound(calibrated, planned)
             calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
         unchecked = None
         if output is not None:
+            distill(distilled, output, progress)
             record = partial(model_record, located, planned, recipe, calibrated=calibrated)
             unchecked = write_output(
-                checkpoint, planned, output, target, report, calibrated, record, options.check
+                checkpoint, planned, output, target, report, calibrated, record, options.check, distilled
             )
         # The first rank reads it while it holds the lock, as another writer's manifest would not be of this
         # run.
@@ -301,6 +307,7 @@ def write_output(
     calibrated: Calibration | None,
     record: Callable[[Mapping[str, Measured]], ModelRecord],
     check: bool,
+    distilled: Distillation | None = None,
 ) -> str | None:
     """Write all missing tensors of the checkpoint and `check` it.
 
@@ -311,9 +318,13 @@ def write_output(
         report(source_bytes(planned, calibrated), "")
         return check_finished(output, device) if check else None
     quantized = () if calibrated is None else calibrated.quantized_files
+    if distilled is not None:
+        quantized, facts = distilled.result(output)
     measured = record(write_shards(checkpoint, planned, output, device, report, quantized))
+    if distilled is not None:
+        measured = replace(measured, distillation=facts, dense=distilled.reasons(measured.dense))
     if calibrated is not None:
-        discard_work(output, calibrated)
+        discard_work(output, [*calibrated.work_files, *(() if distilled is None else distilled.work_files)])
     unchecked = None
 
     def found() -> dict[str, Any]:
@@ -348,32 +359,18 @@ def _say_if_short(
         say_if_short(needed, device, calibrated=needs_data(planned))
 
 
-def _check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration | None) -> None:
-    """Raise `UsageError` if ranks have no work to share, or would write different bytes."""
-    if ranks.size > 1 and calibrated is None:
-        raise UsageError(
-            f"torchrun started {ranks.size} processes, which share a calibration, but no method of the "
-            "recipe takes any data. Start quantkit without torchrun, or choose a method that does, such as "
-            "--method gptq."
-        )
-    digests = {
-        key: sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for key, value in run.items()
-    }
-    for rank, other in enumerate(ranks.all_gather(digests)):
-        differing = sorted(key for key in digests.keys() | other.keys() if digests.get(key) != other.get(key))
-        if differing:
-            raise UsageError(
-                f"ranks {ranks.number} and {rank} were not asked the same, or do not see the same files; "
-                f"they differ in {', '.join(differing)}. Start all ranks with one command, on one host or on "
-                "hosts that have the same files."
-            )
-
-
 def files_to_write(
-    checkpoint: Checkpoint, planned: Plan, calibrated: Calibration | None
+    checkpoint: Checkpoint,
+    planned: Plan,
+    calibrated: Calibration | None,
+    distilled: Distillation | None = None,
 ) -> tuple[list[str], int]:
     """Return the names of all files that a run writes, work files included, and about how many bytes."""
-    work_names, work = ((), 0) if calibrated is None else (calibrated.work_files, calibrated.work_bytes)
+    works = [one for one in (calibrated, distilled) if one is not None]
+    work_names, work = (
+        [name for one in works for name in one.work_files],
+        sum(one.work_bytes for one in works),
+    )
     side = sum(checkpoint.stamps[path].size for path in checkpoint.side_files)
     names = [*work_names, *(shard.filename for shard in planned.shards), *_late_names(checkpoint)]
     return names, planned.output_bytes + work + side + RECORD_BYTES * len(planned.weight_map)

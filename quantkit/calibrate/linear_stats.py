@@ -26,7 +26,13 @@ from quantkit.calibrate.hessian import (
 #: input_error     D = (F - X)^T X / T with the original model's inputs F, as `LinearStats.correction`
 #: largest_input   the largest magnitude of each input feature, `Hessian.largest`
 #: block_output    the hidden states after the original block, on its own inputs
-Need = Literal["hessian", "cholesky", "damped_hessian", "input_error", "largest_input", "block_output"]
+#: logits          those of the original model, after all linears have codes
+Need = Literal[
+    "hessian", "cholesky", "damped_hessian", "input_error", "largest_input", "block_output", "logits"
+]
+
+#: Needs of steps that come when all linears have codes.
+OF_MODEL = frozenset[Need]({"logits"})
 
 #: Needs for which the original model runs besides the quantized one.
 OF_ORIGINAL = frozenset[Need]({"input_error", "block_output"})

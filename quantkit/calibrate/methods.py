@@ -14,12 +14,14 @@ import torch
 from quantkit.calibrate import rank_one, residual_terms, tensor_scale
 from quantkit.calibrate.hqq import hqq
 from quantkit.calibrate.input_error import InputErrorCorrection
+from quantkit.calibrate.learned.latent_linear import EndToEnd
+from quantkit.calibrate.learned.signround import SignRound
 from quantkit.calibrate.linear_stats import LinearStats, Need
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.calibrate.rounding import NEAREST, Gptq, Nearest, NearestRefitted
 from quantkit.calibrate.scale_search import ScaleZero, mse, rounded_scale, rtn
 from quantkit.calibrate.scaling import AWQ, SMOOTHQUANT, InputScaling
-from quantkit.calibrate.signround import SignRound
+from quantkit.calibrate.squares import squared_norm, sum_of_squares
 from quantkit.calibrate.steps import Refinement, Rounding, ScaleSearch, Step, Transform
 from quantkit.calibrate.summaries import SUMMARIES
 from quantkit.errors import FormatError, UsageError, unknown_name
@@ -41,6 +43,7 @@ _STATISTICS: dict[Need, str] = {
     "hessian": "Hessian",
     "largest_input": "largest input",
     "input_error": "input error",
+    "logits": "logits",
 }
 
 
@@ -52,6 +55,7 @@ class Method:
     scale_search   chooses scales and zero-points
     rounding       chooses codes; any rounding except to nearest needs data
     refine         improves the codes of all linears of a block together
+    distill        improves codes, scales and norms of the whole model
     """
 
     name: str
@@ -59,6 +63,7 @@ class Method:
     rounding: Rounding = NEAREST
     transforms: tuple[Transform, ...] = ()
     refine: Refinement | None = None
+    distill: EndToEnd | None = None
 
     def __post_init__(self) -> None:
         assert self.rounding.needs or isinstance(self.rounding, Nearest), "quantize_rows rounds to nearest"
@@ -66,7 +71,7 @@ class Method:
     @property
     def steps(self) -> tuple[Step, ...]:
         """Return all steps, in order."""
-        last = () if self.refine is None else (self.refine,)
+        last = [step for step in (self.refine, self.distill) if step is not None]
         return (*self.transforms, self.scale_search, self.rounding, *last)
 
     @property
@@ -106,10 +111,10 @@ class Method:
 
     def in_words(self) -> dict[str, str]:
         """Return the steps as `quantkit methods` prints them."""
-        last = [] if self.refine is None else [str(self.refine)]
+        last = [str(step) for step in (self.refine, self.distill) if step is not None]
         return {
             "transform": ", ".join(step.name for step in self.transforms) or "none",
-            "statistics": " and ".join(text for need, text in _STATISTICS.items() if need in self.needs)
+            "statistics": ", ".join(text for need, text in _STATISTICS.items() if need in self.needs)
             or "none",
             "grid": str(self.scale_search),
             "rounding": ", ".join([str(self.rounding), *last]),
@@ -175,6 +180,13 @@ METHODS: dict[str, Method] = {
             transforms=(InputErrorCorrection(),),
             refine=SignRound(),
         ),
+        Method(
+            "distill",
+            _WEIGHTED_MSE,
+            Gptq(sweeps=3),
+            transforms=(InputErrorCorrection(),),
+            distill=EndToEnd(),
+        ),
     )
 }
 
@@ -184,8 +196,12 @@ def method_named(name: str) -> Method:
     """Return the method called `name`, or "A,B": the scaling of input features of A before the steps of B.
 
     B has no input error correction: that compares inputs with those of the original model, which are not
-    scaled. Raises `UsageError` with a list of all names if one is unknown, or if two cannot be combined.
+    scaled. "A,distill" distills what A made. Raises `UsageError` with a list of all names if one is unknown,
+    or if two cannot be combined.
     """
+    first, _, last = name.rpartition(",")
+    if first and last in METHODS and METHODS[last].distill and METHODS.get(first) != METHODS[last]:
+        return replace(method_named(first), name=name, distill=METHODS[last].distill)
     names = name.split(",")
     for one in names:
         if one not in METHODS:
@@ -203,8 +219,8 @@ def method_named(name: str) -> Method:
             f"methods {name!r} cannot be combined: the first of two is {' or '.join(scaling)}, the second "
             f"{' or '.join(rounding)}."
         )
-    first, last = (METHODS[one] for one in names)
-    return replace(last, name=name, transforms=(*first.transforms, *last.transforms))
+    scales, rounds = (METHODS[one] for one in names)
+    return replace(rounds, name=name, transforms=(*scales.transforms, *rounds.transforms))
 
 
 @dataclass(frozen=True)
@@ -305,7 +321,7 @@ def _quantize_groups(
         scales = method.scale_search.fit_planes(groups, scheme, importance)
         codes, values = residual_terms.encode(groups, scales, scheme)
         residual = groups - values
-        error = _sum_of_squares(residual if importance is None else residual * importance.sqrt())
+        error = sum_of_squares(residual if importance is None else residual * importance.sqrt())
         return _QuantizedGroups(codes, scales, None, error)
     grid = parameters.scale_zero(len(groups), groups.device) or method.scale_search.fit(groups, scheme)
     empty = grid.scale == 0
@@ -315,7 +331,7 @@ def _quantize_groups(
     if importance is None:
         # A scale of 0 stores zeros: the error is the whole group.
         stored = values * ~empty if empty.any() else values
-        error = _sum_of_squares(units.sub_(stored)) * unit.double().square()
+        error = sum_of_squares(units.sub_(stored)) * unit.double().square()
         return _QuantizedGroups(codes, grid.scale, grid.zero_point, error)
     return _refitted(groups, importance, grid, scheme)
 
@@ -341,32 +357,6 @@ def _refitted(
         grid.zero_point,
         torch.where(better, fitted_error, error),
     )
-
-
-def _sum_of_squares(residual: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(residual, dim=-1, keepdim=True).double()
-    # A fast pass in float32, then a slow one for rows whose squares underflow.
-    vanished = norm[:, 0] < 1e-15
-    if vanished.any():
-        norm[vanished] = torch.linalg.vector_norm(
-            residual[vanished], dim=-1, keepdim=True, dtype=torch.float64
-        )
-    return norm.square()
-
-
-def squared_norm(weights: torch.Tensor) -> float:
-    """Return the sum of squares of `weights` (float32 [n, K]); refuse infinities and NaN."""
-    # A fast pass in float32, then a slow exact one for sums that overflow.
-    norm = float(_sum_of_squares(weights).sum())
-    if not norm < float("inf"):
-        norm = float(torch.linalg.vector_norm(weights, dtype=torch.float64)) ** 2
-    if not norm < float("inf"):
-        nan, infinite = int(weights.isnan().sum()), int(weights.isinf().sum())
-        raise FormatError(
-            f"{nan} NaN and {infinite} infinite weights (as float32); a weight must be finite. "
-            "Repair the checkpoint, or keep the layer dense with a rule."
-        )
-    return norm
 
 
 def quantize_tensor(

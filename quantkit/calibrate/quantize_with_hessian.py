@@ -10,10 +10,11 @@ from functools import partial
 import torch
 
 from quantkit.calibrate.linear_stats import LinearStats
-from quantkit.calibrate.methods import Method, QuantizedRows, squared_norm
+from quantkit.calibrate.methods import Method, QuantizedRows
 from quantkit.calibrate.parameters import TensorParameters, fit_parameters
 from quantkit.calibrate.rounding import positive_scales, round_nearest
 from quantkit.calibrate.scale_search import whole_importance
+from quantkit.calibrate.squares import squared_norm
 from quantkit.calibrate.steps import Rows, ScaleSearch
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import quantize_units

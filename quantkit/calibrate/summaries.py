@@ -38,6 +38,10 @@ SUMMARIES: dict[str, Summary] = {
         "best, then learned by block, with data",
         "as best, then the codes of a block learned from its outputs, evenly spaced formats only",
     ),
+    "distill": Summary(
+        "best, then trained against the original's predictions, below 4 bits",
+        "as best, then codes, scales, zero-points and norms trained end to end against the original's logits",
+    ),
 }
 
 #: Default method.

@@ -80,7 +80,8 @@ class ModelRecord:
 
     `source` and `source_bytes` are None without a manifest that states them. `source_kind` is "directory",
     "file", or "hub" for a hub id; None if unknown, as in manifests of earlier versions. `source_commit` is
-    the commit of the repository.
+    the commit of the repository. `distillation` says how a model was trained against the original, and the
+    divergence before and after.
     """
 
     source: str | None
@@ -96,6 +97,7 @@ class ModelRecord:
     calibration: str | None = None
     source_kind: str | None = None
     source_commit: str | None = None
+    distillation: Mapping[str, Any] | None = None
 
     @property
     def hub_source(self) -> str | None:
@@ -165,7 +167,7 @@ def _check_source(source: str, kind: str | None, commit: str | None) -> None:
 
 
 #: Keys that manifests of earlier versions lack.
-_LATER = frozenset({"source_kind", "source_commit"})
+_LATER = frozenset({"source_kind", "source_commit", "distillation"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -183,6 +185,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "calibration": (str, type(None)),
     "source_kind": (str, type(None)),
     "source_commit": (str, type(None)),
+    "distillation": (dict, type(None)),
 }
 
 _LAYER_TYPES: dict[str, tuple[type, ...]] = {

@@ -39,6 +39,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "quantkit quantize MODEL mixed --bits-per-weight 4.5",
     ),
     "convert": ("quantkit convert GPTQ_MODEL out",),
+    "merge": ("quantkit merge int4 ADAPTER int4-merged --text chat.txt",),
     "export": ("quantkit export int4 int4-gguf --to gguf",),
     "plan": ("quantkit plan MODEL --format int4", "quantkit plan MODEL --fit 24GB --context 32768"),
     "verify": ("quantkit verify int4", "quantkit verify int4 --engine vllm"),

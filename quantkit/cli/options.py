@@ -13,7 +13,7 @@ from quantkit.calibrate.data.calibration_options import (
 )
 from quantkit.calibrate.summaries import DEFAULT_METHOD, SUMMARIES
 from quantkit.cli import completion
-from quantkit.cli.parsing import parse_list, parse_size, shown_size
+from quantkit.cli.parsing import parse_list, parse_size, parse_time, shown_size
 from quantkit.errors import UsageError
 from quantkit.packing.presets import (
     ACTIVATIONS,
@@ -26,6 +26,7 @@ from quantkit.packing.presets import (
     SCHEMES,
     ZERO_POINT_NAMES,
 )
+from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.cache.kv_formats import KV_FORMATS
@@ -290,6 +291,19 @@ CalibrationLength = Annotated[
     int | None,
     typer.Option("--calibration-length", help="Tokens of a sample.", show_default=str(DEFAULT_LENGTH)),
 ]
+Time = Annotated[
+    str | None,
+    typer.Option(
+        "--time",
+        metavar="TIME",
+        help="Of --method distill: how long the training takes, such as 30m or 2h.",
+        show_default="10m, and more for a model of more than 100 M weights",
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", help="Of --method distill: the number of steps, in place of a time."),
+]
 Seed = Annotated[int, typer.Option("--seed", help="Which samples of the texts are drawn.")]
 Device = Annotated[
     str,
@@ -352,6 +366,8 @@ class QuantizeArguments:
     calibration_samples: CalibrationSamples = None
     calibration_length: CalibrationLength = None
     seed: Seed = CalibrationOptions.seed
+    time: Time = None
+    steps: Steps = None
     device: Device = QuantizeOptions.device
     max_shard_size: ShardSize = SHARD_SIZE
     allow_auto_map: AllowAutoMap = False
@@ -425,4 +441,5 @@ class QuantizeArguments:
             overwrite=overwrite,
             check=check,
             engine=self.engine,
+            distillation=DistillOptions(self.steps, None if self.time is None else parse_time(self.time)),
         )

@@ -1,4 +1,4 @@
-"""Values of options from text: sizes, and lists of names and numbers."""
+"""Values of options from text: sizes, times, and lists of names and numbers."""
 
 from operator import itemgetter
 
@@ -15,6 +15,19 @@ def parse_size(text: str) -> int:
     if not digits.isascii() or not digits.isdigit() or int(digits) < 1 or unit not in _UNITS:
         raise UsageError(f"size {text!r} is not a positive number with a unit, such as 500MB or 2GB.")
     return int(digits) * _UNITS[unit]
+
+
+def parse_time(text: str) -> float:
+    """Seconds of a time such as `90s`, `30m` or `1.5h`; `UsageError` for anything else."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    number, unit = text.strip()[:-1], text.strip()[-1:].lower()
+    try:
+        seconds = float(number) * units[unit]
+    except (KeyError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise UsageError(f"time {text!r} is not a positive number with a unit, such as 90s, 30m or 2h.")
+    return seconds
 
 
 def shown_size(count: int) -> str:

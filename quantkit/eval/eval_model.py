@@ -12,6 +12,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.models import dtype_named, language_limits, open_tokenizer
+from quantkit.eval.own_text import OwnText
 from quantkit.eval.runner import Windows
 from quantkit.eval.text import (
     TextWindows,
@@ -27,7 +28,8 @@ from quantkit.model.tokenizer import tokenize
 class Settings:
     """Settings that must be equal for evaluations to compare: texts, windows, dtype, device, batch.
 
-    `kv_cache` is the format of the model's KV cache; a reference has none.
+    `kv_cache` is the format of the model's KV cache; a reference has none. `written` is text of the
+    reference's own.
     """
 
     texts: tuple[Path, ...]
@@ -38,6 +40,7 @@ class Settings:
     batch: int
     stride: int | None
     kv_cache: str | None
+    written: OwnText | None = None
 
     @classmethod
     def of(cls, options: EvalOptions) -> "Settings":
@@ -51,6 +54,7 @@ class Settings:
             batch=options.batch,
             stride=options.stride,
             kv_cache=options.kv_cache,
+            written=options.written,
         )
 
     def __post_init__(self) -> None:
@@ -107,7 +111,7 @@ class Subject:
         texts = tuple(
             cut(name, tokenize(tokenizer, read_text(path)), window, settings.max_windows, stride)
             for name, path in zip(text_names(settings.texts), settings.texts, strict=True)
-        )
+        ) + (() if settings.written is None else (settings.written.windows,))
         for text in texts:
             check_tokens(text, vocabulary, directory)
         notes = [note for text in texts for note in text.notes]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quantkit.eval.own_text import OwnText
     from quantkit.eval.tasks import Tasks
 
 
@@ -21,6 +22,8 @@ class EvalOptions:
     batch          windows that run at a time; at most `max_windows` of each text
     noise_floor    also compare the reference with itself in another dtype (`evaluate.CONTROL_DTYPES`)
     per_block      also run the reference with each block of a model, on a few windows of the first text
+    own_text       also score this many texts that the reference writes, and let the model write as many
+    written        what the reference wrote, from `own_text`
     kv_cache       format of `runtime.cache.kv_formats.KV_FORMATS` for keys and values; not for the reference
     """
 
@@ -36,5 +39,7 @@ class EvalOptions:
     batch: int = 1
     noise_floor: bool = False
     per_block: bool = False
+    own_text: int = 0
+    written: "OwnText | None" = None
     budget_bytes: int = 8 << 30
     cache_dir: Path | str | None = None

@@ -19,6 +19,7 @@ from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summar
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
 from quantkit.eval.reference import Reference, plan_blocks
+from quantkit.eval.reference_text import continuations, reference_text
 from quantkit.eval.result_cache import Partial
 from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.runner import open_passes
@@ -48,6 +49,7 @@ def evaluate(
     batch: int = EvalOptions.batch,
     noise_floor: bool = EvalOptions.noise_floor,
     per_block: bool = EvalOptions.per_block,
+    own_text: int = EvalOptions.own_text,
     reference: Reference | None = None,
     progress: Progress | bool | None = None,
 ) -> EvalReport:
@@ -69,6 +71,7 @@ def evaluate(
         batch=batch,
         noise_floor=noise_floor,
         per_block=per_block,
+        own_text=own_text,
     )
     with reporting(progress, "evaluating") as report:
         return evaluate_many([model], options, reference=reference, progress=report)[0]
@@ -95,7 +98,7 @@ def evaluate_many(
     Raises `UsageError` for options, texts and tasks, and `CheckpointError` for checkpoints that are broken or
     not comparable. Raises `OutputError` if logits or partial results cannot be written.
     """
-    if not options.texts and options.tasks is None:
+    if not options.texts and options.tasks is None and not options.own_text:
         raise UsageError("there is nothing to evaluate on. Give at least one text or task.")
     if options.kv_cache is not None and options.tasks is not None:
         raise UsageError("a KV cache is for texts, and tasks run without. Evaluate tasks on their own.")
@@ -105,6 +108,8 @@ def evaluate_many(
     elif models:
         first = models[0] if against is None else against
         options = replace(options, dtype=dtype_for(options.dtype, options.device, first))
+    if options.own_text:
+        options = replace(options, written=reference_text(options, reference))
     settings, guard = Settings.of(options), Guard(on_failure)
     if (options.noise_floor or options.per_block) and against is None and reference is None:
         raise UsageError(
@@ -257,9 +262,11 @@ def _evaluate(
     for run in (run for run in runs if run.model not in guard.failed):
         with guard.of(run.model):
             answers = ask(run.subject, settings.dtype)
-            reports.append(
-                _report(run, sizes[run.model], settings, reference, floor, answers, reference_answers)
-            )
+            report = _report(run, sizes[run.model], settings, reference, floor, answers, reference_answers)
+            if (written := settings.written) is not None:
+                own = continuations(run.subject.checkpoint, written, settings.dtype, settings.device)
+                report = replace(report, continuations=own, reference_continuations=written.counts)
+            reports.append(report)
     return tuple(reports)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from quantkit.eval.metrics import TextMetrics
 from quantkit.eval.models import Versions
+from quantkit.eval.own_text import Continuations
 from quantkit.eval.per_block import BlockLosses
 from quantkit.eval.sizes import Sizes
 from quantkit.eval.tasks import TaskMetrics
@@ -44,6 +45,7 @@ class EvalReport:
     reference_seconds   time of the reference so far, which other models may share
     reference_logits    most bytes of its logits on disk at a time
     notes               for people: anything not done as requested
+    continuations       how the model goes on from beginnings, and how the reference does
     """
 
     model: str
@@ -68,6 +70,8 @@ class EvalReport:
     task_results: Mapping[str, Any] = field(default_factory=dict)
     reference_logits: int | None = None
     kv_cache: str | None = None
+    continuations: Continuations | None = None
+    reference_continuations: Continuations | None = None
 
     def __repr__(self) -> str:
         texts = (
@@ -96,6 +100,10 @@ class EvalReport:
             },
             "noise_floor": None if self.noise_floor is None else self.noise_floor.to_dict(),
             "per_block": None if self.per_block is None else self.per_block.to_dict(),
+            "continuations": None if self.continuations is None else self.continuations.to_dict(),
+            "reference_continuations": (
+                None if self.reference_continuations is None else self.reference_continuations.to_dict()
+            ),
             "tasks": [metrics.to_dict() for metrics in self.tasks],
             "task_results": dict(self.task_results),
             "dtype": self.dtype,

@@ -17,6 +17,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, EnvironmentProblem
 from quantkit.eval.models import dtype_name, release
+from quantkit.eval.own_text import OwnText, write_own_text
 from quantkit.files import size_text
 from quantkit.memory import free_memory
 from quantkit.model.blocks import Decoder
@@ -37,6 +38,7 @@ class Passes(ABC):
     """Model ready to run; call `close` before opening the next one. `note` is for the user."""
 
     note: str | None = None
+    _model: Any
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self.directory, self.device = directory, device
@@ -57,6 +59,15 @@ class Passes(ABC):
         """
         for logits, (_, scored) in zip(self._logits(batches), batches, strict=True):
             yield predictions(logits, scored, self.directory)
+
+    def writes(self, starts: torch.Tensor, limit: int | None) -> OwnText:
+        """Let the model go on from `starts`, int64 [B, n], as `write_own_text` does."""
+        if not isinstance(self._model, torch.nn.Module):
+            raise EnvironmentProblem(
+                f"{self.directory}: it only runs block by block here, which writes no text. Leave out "
+                "--own-text, or take a machine with more memory."
+            )
+        return write_own_text(self._model, starts, limit)
 
     def close(self) -> None:
         """Free the memory."""
@@ -108,7 +119,7 @@ class _BlockByBlock(Passes):
 
     @property
     def embedding_rows(self) -> int:
-        return self._model.embedding_rows
+        return int(self._model.embedding_rows)
 
     def _logits(self, batches: Sequence[Windows]) -> Iterator[torch.Tensor]:
         # The arguments of blocks belong to windows of one shape.

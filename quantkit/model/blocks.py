@@ -28,7 +28,7 @@ from quantkit.model.forward.trees import hidden_in, with_hidden
 from quantkit.model.forward.weight_changes import Change, WeightChanges, apply_changes
 from quantkit.model.hidden_states import Home
 from quantkit.model.linears import is_linear, plain_linear, transposed_linears
-from quantkit.model.names import ExpertPart, as_matrices, expert_parts, model_names
+from quantkit.model.names import ExpertPart, as_matrices, expert_parts, model_names, tied_parameters
 from quantkit.model.parts import Parts, embeddings, packed_parts, why_no_tokens
 from quantkit.model.structure import stored_model
 
@@ -102,9 +102,10 @@ class Decoder:
         self._stored = {parameter: stored for stored, (parameter, fused) in names.items() if not fused}
         self._parts = expert_parts(self._model, checkpoint.tensors)
         self._conversions = conversions(self._model, checkpoint.tensors)
-        self._tied = _tied_parameters(self._model, self._stored)
+        self._tied = tied_parameters(self._model, self._stored)
         every = self._model.named_parameters(remove_duplicate=False)
-        self._shapes = {name: one.shape for name, one in every}
+        #: Shapes of all parameters by name.
+        self.shapes = {name: tuple(one.shape) for name, one in every}
         self._place_buffers()
         self._run_experts_one_by_one()
         self._blocks = {name: Block(name, module) for name, module in _blocks_of(self._model)}
@@ -339,7 +340,7 @@ class Decoder:
         stored = (self._stored, self._tied, self._conversions)
         if not self._has_parts(parameter) and all(parameter not in one for one in stored):
             return self._computed(parameter)
-        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self._shapes[parameter])
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shapes[parameter])
 
     def _has_parts(self, parameter: str) -> bool:
         return any(part.parameter == parameter for part in self._parts.values())
@@ -366,9 +367,19 @@ class Decoder:
         value: torch.Tensor = found[0].to(self.device, self.dtype)
         return value
 
+    def whole(self) -> Any:
+        """Return a copy of the model with all weights of the checkpoint; tied ones are one parameter."""
+        model, made = copy.deepcopy(self._model), dict[int, nn.Parameter]()
+        for name, one in list(model.named_parameters(remove_duplicate=False)):
+            if id(one) not in made:
+                made[id(one)] = nn.Parameter(self._read(name).clone(), requires_grad=False)
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, made[id(one)])
+        return model
+
     def empty(self, parameter: str) -> torch.Tensor:
         """Allocate uninitialised memory of the shape of a parameter."""
-        return torch.empty(self._shapes[parameter], dtype=self.dtype, device=self.device)
+        return torch.empty(self.shapes[parameter], dtype=self.dtype, device=self.device)
 
     @contextmanager
     def head(self, outputs: Mapping[str, Any]) -> Iterator[Logits]:
@@ -418,17 +429,6 @@ class Stopped(Exception):
     def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
         self.inputs = inputs
-
-
-def _tied_parameters(model: Any, stored: Mapping[str, str]) -> dict[str, str]:
-    """Return the stored name for each parameter that has no tensor but is tied to one that has."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    pairs = [(name, other) for group in groups.values() for name in group for other in group]
-    pairs += [*ties.items(), *((source, target) for target, source in ties.items())]
-    return {name: stored[other] for name, other in pairs if name not in stored and other in stored}
 
 
 def _blocks_of(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -246,3 +246,14 @@ def _own(name: str, parameters: Mapping[str, Any], prefix: str) -> Renamed | Non
         if {parameter, f"{prefix}.{parameter}", parameter.removeprefix(f"{prefix}.")} & parameters.keys():
             return Renamed(parameter, part=part, own=True)
     return None
+
+
+def tied_parameters(model: Any, stored: Mapping[str, str]) -> dict[str, str]:
+    """Return the stored name for each parameter that has no tensor but is tied to one that has."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    pairs = [(name, other) for group in groups.values() for name in group for other in group]
+    pairs += [*ties.items(), *((source, target) for target, source in ties.items())]
+    return {name: stored[other] for name, other in pairs if name not in stored and other in stored}

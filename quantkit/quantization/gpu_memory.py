@@ -32,6 +32,7 @@ from quantkit.quantization.allocate.sensitivity import BATCH, LOGITS, TOKENS
 from quantkit.quantization.blockwise.calibration_data import sample_shape
 from quantkit.quantization.blockwise.moe_calibration import WORK_BYTES
 from quantkit.quantization.blockwise.pipeline import batch_size, compute_dtype
+from quantkit.quantization.distill import loss, training
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.stream import CHUNK_BYTES, worker_count
 from quantkit.quantization.task import Task, needs_of
@@ -48,6 +49,11 @@ FACTOR, CORRECTION = 2.7, 3.2
 PASS, BACK = (10, 3), (20, 5)
 #: Bytes per weight while its rounding is learned.
 LEARNED_BYTES = 30
+#: Bytes per weight while it is trained: latent number and Adam's means; the student's weight and its gradient
+#: in the dtype of activations are added. And bytes per weight of those that a step moves at a time.
+TRAINED_BYTES, MOVED_BYTES = 8, 32
+#: Tensors of all logits of a micro-batch, and bytes of those whose divergence is computed at a time.
+LOGIT_TENSORS, LOGIT_BYTES = 4, 24
 #: cuBLAS workspaces and CUDA graphs, in bytes: an H200 used 6.38 GB for 6.28 GB of GPTQ tensors.
 WORKSPACE_BYTES = 128 << 20
 
@@ -74,6 +80,7 @@ def gpu_memory(
         streamed_bytes(planned, device) + STREAM_IDLE_BYTES,
         calibrated_bytes(checkpoint, planned, shape, device, free) + IDLE_BYTES,
     ]
+    peaks.append(trained_bytes(checkpoint, planned, shape[1], device) + IDLE_BYTES)
     if planned.allocation is not None:
         peaks.append(_sensitivity_bytes(checkpoint, planned, shape[1]) + IDLE_BYTES)
     beside = CONTEXT_BYTES + WORKSPACE_BYTES
@@ -124,6 +131,30 @@ def calibrated_bytes(
         work.append(learned and LEARNED_BYTES * learned + back)
         peaks.append(twice * stored.get(prefix, 0) + max(work))
     return held + max(peaks)
+
+
+def trained_bytes(checkpoint: Checkpoint, planned: Plan, length: int, device: torch.device) -> int:
+    """Return the bytes of training on sequences of `length` tokens; 0 if no method trains."""
+    tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
+    weights = sum(task.source.elements for task in tasks if task.method is not None and task.method.distill)
+    if not weights:
+        return 0
+    widest = max(max(task.source.shape) for task in tasks)
+    # The token embedding has most rows of all that is not packed.
+    dense = [task for shard in planned.shards for task in shard.tasks if task.scheme is None]
+    vocabulary = max((task.source.shape[0] for task in dense if len(task.source.shape) == 2), default=widest)
+    micro = training.micro_batch(vocabulary, length, device.type)
+    tokens = length * min(training.BATCH[device.type], micro)
+    blocks = len({_block_of(task.source.name) for task in tasks})
+    back = blocks * (BACK[0] * _hidden_size(checkpoint, widest) + BACK[1] * widest)
+    moved = max(training.CHUNK_WEIGHTS, *(task.source.elements for task in tasks))
+    return (
+        sum(_stored_bytes(checkpoint, itemsize).values())
+        + (TRAINED_BYTES + 2 * itemsize) * weights
+        + MOVED_BYTES * min(weights, moved)
+        + tokens * itemsize * (LOGIT_TENSORS * vocabulary + back)
+        + LOGIT_BYTES * loss.CHUNK_LOGITS
+    )
 
 
 def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int, device: torch.device) -> int:

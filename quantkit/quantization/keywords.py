@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quantkit.packing.schemes import GroupSize, Scheme
     from quantkit.packing.zero_points import ZeroPoint
     from quantkit.quantization.allocate.budget import Budget
+    from quantkit.quantization.distill.distill_options import DistillOptions
     from quantkit.recipes.recipe import Recipe
 
 
@@ -53,10 +54,20 @@ class QuantizeKeywords(TypedDict, total=False):
     max_shard_bytes: int
     allow_auto_map: bool
     engine: str | None
+    distillation: "DistillOptions"
 
 
 _OF_RECIPE = tuple(RecipeOptions.__dataclass_fields__)
-_OF_RUN = ("device", "max_shard_bytes", "allow_auto_map", "resume", "overwrite", "check", "engine")
+_OF_RUN = (
+    "device",
+    "max_shard_bytes",
+    "allow_auto_map",
+    "resume",
+    "overwrite",
+    "check",
+    "engine",
+    "distillation",
+)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.errors import UsageError
+from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.recipes.recipe_options import RecipeOptions
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 #: Defaults.
 DEFAULT_RECIPE, DEFAULT_CALIBRATION = RecipeOptions(), CalibrationOptions()
+DEFAULT_DISTILLATION = DistillOptions()
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class QuantizeOptions:
                       `verify`; `QuantizeResult.unchecked` is the reason if memory is too small
     engine            "vllm" or "sglang", or a version such as "vllm==0.26.0": a budget chooses formats that
                       it reads, and a plan that it would not load is refused
+    distillation      time or steps of methods that train the model end to end
     """
 
     recipe: "RecipeOptions | Recipe" = DEFAULT_RECIPE
@@ -45,6 +48,7 @@ class QuantizeOptions:
     overwrite: bool = False
     check: bool = False
     engine: str | None = None
+    distillation: DistillOptions = DEFAULT_DISTILLATION
 
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:

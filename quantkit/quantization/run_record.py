@@ -1,7 +1,9 @@
 """Record a run: everything that determines its bytes, and the model part of its manifest."""
 
+import json
 import platform
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -9,7 +11,10 @@ import torch
 from quantkit.checkpoint.hub.repository import Located
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.errors import UsageError
+from quantkit.model.distributed import Ranks
 from quantkit.quantization.blockwise.calibration import Calibration
+from quantkit.quantization.distill.distillation import Distillation
 from quantkit.quantization.plan import Plan
 from quantkit.recipes.recipe import Recipe
 
@@ -20,10 +25,12 @@ def run_record(
     device: torch.device,
     max_shard_bytes: int,
     calibrated: Calibration | None,
+    distilled: Distillation | None,
 ) -> dict[str, Any]:
     """Return everything that determines the written bytes."""
     return {
         **({} if calibrated is None else {"calibration": calibrated.to_dict()}),
+        **({} if distilled is None else {"distillation": distilled.to_dict()}),
         "source": checkpoint.fingerprint(),
         "recipe": recipe.to_dict(),
         "device": device.type,
@@ -44,6 +51,27 @@ def versions() -> dict[str, str]:
         "transformers": version("transformers"),
         "python": platform.python_version(),
     }
+
+
+def check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration | None) -> None:
+    """Raise `UsageError` if ranks have no work to share, or would write different bytes."""
+    if ranks.size > 1 and calibrated is None:
+        raise UsageError(
+            f"torchrun started {ranks.size} processes, which share a calibration, but no method of the "
+            "recipe takes any data. Start quantkit without torchrun, or choose a method that does, such as "
+            "--method gptq."
+        )
+    digests = {
+        key: sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for key, value in run.items()
+    }
+    for rank, other in enumerate(ranks.all_gather(digests)):
+        differing = sorted(key for key in digests.keys() | other.keys() if digests.get(key) != other.get(key))
+        if differing:
+            raise UsageError(
+                f"ranks {ranks.number} and {rank} were not asked the same, or do not see the same files; "
+                f"they differ in {', '.join(differing)}. Start all ranks with one command, on one host or on "
+                "hosts that have the same files."
+            )
 
 
 def model_record(

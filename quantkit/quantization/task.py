@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quantkit.calibrate.linear_stats import Need
+from quantkit.calibrate.linear_stats import OF_MODEL, Need
 from quantkit.calibrate.methods import Method
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.packing.names import KV_PARTS
@@ -64,6 +64,11 @@ class Task:
     def needs(self) -> frozenset[Need]:
         """Return what its method needs of calibration data."""
         return frozenset() if self.method is None else self.method.needs
+
+    @property
+    def needs_inputs(self) -> frozenset[Need]:
+        """Return what its method needs of the inputs of the linear."""
+        return self.needs - OF_MODEL
 
 
 def with_kv_scale(task: Task, stored: str) -> Task:

@@ -35,6 +35,16 @@ class EvalArguments:
     text: Annotated[
         list[Path] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to score; repeatable.")
     ] = None
+    own_text: Annotated[
+        int | None,
+        typer.Option(
+            "--own-text",
+            metavar="N",
+            min=1,
+            help="Also score N texts that the original writes, and let the model write as many: how long "
+            "they are and how much they repeat.",
+        ),
+    ] = None
     tasks: Annotated[
         str | None,
         typer.Option("--tasks", metavar="NAMES", help="lm-eval tasks, comma-separated (extra 'eval')."),
@@ -110,8 +120,10 @@ class EvalArguments:
     def check(self) -> None:
         """Refuse at once what would fail, or be ignored, after the work."""
         names = self.task_names
-        if not self.text and not names:
+        if not self.text and not names and not self.own_text:
             raise UsageError("nothing to evaluate: give --text FILE (repeatable), --tasks NAMES, or both.")
+        if self.own_text and not self.against:
+            raise UsageError("--own-text is what the original writes: give --against as well.")
         if self.noise_floor and not self.against:
             raise UsageError("--noise-floor is of the original: give --against as well.")
         if self.per_block and not (self.text and self.against):
@@ -143,6 +155,7 @@ class EvalArguments:
             device=self.device,
             batch=self.batch,
             noise_floor=comparing if self.noise_floor is None else self.noise_floor,
+            own_text=self.own_text or 0,
             per_block=bool(comparing and self.text) if self.per_block is None else self.per_block,
             budget_bytes=parsing.parse_size(self.logits_space),
         )

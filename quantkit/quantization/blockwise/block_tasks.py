@@ -63,8 +63,10 @@ class BlockTasks:
 
     @property
     def calibrated(self) -> dict[str, Task]:
-        """Return the tasks that run and whose method takes data."""
-        return {name: task for name, task in self.tasks.items() if task.needs and name not in self.idle}
+        """Return the tasks that run and whose method takes their inputs."""
+        return {
+            name: task for name, task in self.tasks.items() if task.needs_inputs and name not in self.idle
+        }
 
     def without(self, modules: Collection[str]) -> "BlockTasks":
         """Return these tasks with the linears and experts in `modules` marked as idle."""
@@ -100,7 +102,7 @@ class BlockTasks:
             name: self.tasks[name]
             for name in names
             if name in self.tasks
-            and self.tasks[name].needs
+            and self.tasks[name].needs_inputs
             and self.parts[name].parameter == f"{module}.{leaf}"
         }
 

@@ -191,8 +191,8 @@ def with_inputs(
     return replace(calibration, blocks=blocks), replace(planned, shards=shards)
 
 
-def discard_work(output: OutputDirectory, calibration: Calibration) -> None:
-    """Remove the work files after the shards are complete."""
-    for name in calibration.work_files:
+def discard_work(output: OutputDirectory, names: Sequence[str]) -> None:
+    """Remove the work files `names` after the shards are complete."""
+    for name in names:
         if output.is_done(name):
             output.discard(name)

@@ -157,7 +157,7 @@ class _Worker:
             name = ranks.broadcast(lambda: states.block)
             if name is None:
                 for one in sorted(missing):
-                    self.quantize_idle(by_name[one], output, report)
+                    self.quantize_idle(by_name[one].without(by_name[one].tasks.keys()), output, report)
                 return
             todo = by_name.get(name, BlockTasks(name, {}))
             block = self.decoder.block(name)
@@ -332,8 +332,7 @@ class _Worker:
         }
 
     def quantize_idle(self, todo: BlockTasks, output: WorkFiles, report: Advance) -> None:
-        """Quantize a block that does not run on tokens into its work file."""
-        todo = todo.without(list(todo.tasks))
+        """Quantize a block without data into its work file: it does not run on tokens, or needs none."""
         self.solver.factors.clear()
         with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
             finished = BlockOutput(file, todo, report)
@@ -348,6 +347,8 @@ class _Worker:
         report: Advance,
     ) -> None:
         """Quantize the lm_head into its work file, by its inputs in passes that wait before it."""
+        if not todo.calibrated:
+            return self.quantize_idle(todo, output, report)
         exact = states.exact
         (task,) = todo.tasks.values()
         assert task.method is not None

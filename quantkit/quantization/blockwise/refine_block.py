@@ -2,7 +2,7 @@
 
 Rounding one linear at a time cannot see how its errors combine with others behind an activation or a softmax.
 So the codes of all linears of a block are optimized together, by sign descent whose steps shrink to zero. The
-block's outputs approach the original's. `calibrate/signround.py` says how a step moves a code.
+block's outputs approach the original's. `calibrate/learned/signround.py` says how a step moves a code.
 
 The block runs on outputs of the quantized blocks before it; the targets are outputs of the original block on
 the original's inputs. So it also compensates errors of the blocks before it.

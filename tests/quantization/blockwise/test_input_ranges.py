@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import UsageError
 from quantkit.packing.activations import activations_named
+from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantizing import quantize
 from quantkit.recipes.recipe import Choice, Recipe, Rule
 from quantkit.runtime.cache.cache_name import CACHE
@@ -49,11 +50,13 @@ def largest_inputs(source, text, modules):
         ("FP8", "input_scale", "fp8-static", "mse"),
         ("NVFP4", "input_global_scale", "nvfp4", "mse"),
         ("FP8", "input_scale", "fp8-static", "gptq"),
+        ("FP8", "input_scale", "fp8-static", "distill"),
     ],
 )
 def test_scales_are_those_of_the_largest_inputs(tmp_path, text, scheme, part, activations, method):
     source, out = write(tmp_path, "llama", num_hidden_layers=2, intermediate_size=96), tmp_path / "out"
-    quantize(source, out, scheme=scheme, method=method, calibration=data(text))
+    more = {"distillation": DistillOptions(steps=1)} if method == "distill" else {}
+    quantize(source, out, scheme=scheme, method=method, calibration=data(text), **more)
     rounds, stored = activations_named(activations), load_file(out / "model.safetensors")
     expected = largest_inputs(source, text, LAYERS)
     assert {name for name in stored if "input_" in name and "norm" not in name} == {
@@ -66,6 +69,10 @@ def test_scales_are_those_of_the_largest_inputs(tmp_path, text, scheme, part, ac
     # The model is that of its dequantized weights with rounded inputs.
     packed = load(out, dtype=torch.float32, device="cpu")
     twin = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    # Distillation trains the norms too.
+    twin.load_state_dict(
+        {name: one for name, one in packed.state_dict().items() if "norm" in name}, strict=False
+    )
     for name in LAYERS:
         linear, inputs = twin.get_submodule(name), rounds.bind(float(stored[f"{name}.{part}"]))
         linear.weight.data = packed.get_submodule(name).packed.dequantize(torch.float32)

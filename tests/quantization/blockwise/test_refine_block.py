@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.calibrate.learned.signround import Offsets
 from quantkit.calibrate.methods import METHODS, quantize_tensor
-from quantkit.calibrate.signround import Offsets
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.errors import CheckpointError, FormatError

@@ -1,0 +1,235 @@
+"""Latent weights: the codes, scales and zero-points of a linear as numbers that gradients move.
+
+A code is the one nearest to a latent number, in units of its scale. Scales are ratios to their first values,
+rounded to the scale dtype whenever they are used. Gradients pass both roundings straight through (Bengio et
+al., arXiv 1308.3432). So the gradient of a latent is that of its weight, times the scale. That of a scale is
+the sum over its group of the gradients of weights, times their values in units of it.
+
+Each latent stays within half a step of the values of its format. A weight that is far outside would otherwise
+need many steps to come back, and its code would not change meanwhile.
+"""
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.calibrate.linear_stats import Need
+from quantkit.calibrate.steps import Step
+from quantkit.packing.formats import NumberFormat
+from quantkit.packing.schemes import Scheme
+from quantkit.packing.tensor import PackedTensor, dequantize_codes, plane_codes, spread, store_zero_points
+
+#: Least and largest ratio of a scale to its first value.
+LEAST_RATIO, LARGEST_RATIO = 0.125, 8.0
+
+
+class LatentLinear:
+    """Latent numbers of one linear, from its weight float32 [N, K] and its initial packed form.
+
+    `numbers` are what can be trained, float32:
+
+    codes         [planes, N, K], in codes with a zero-point, else in values of the format
+    scale         ratios, in the stored shape of the scales
+    zero_point    [N, groups], in codes
+    column_scale  ratios, [K]
+
+    `steps` are the distances of neighbouring values of each, by name, for learning rates.
+    """
+
+    def __init__(self, weight: torch.Tensor, packed: PackedTensor) -> None:
+        self.start, self.scheme = packed, packed.scheme
+        scheme, codebook = packed.scheme, packed.part("codebook")
+        self._codebook = codebook
+        self._format: NumberFormat = scheme.format
+        if codebook is not None:
+            self._format = scheme.format.bind(codebook.tolist())  # type: ignore[attr-defined]
+        self._base = packed.scale.to(torch.float32)
+        zero = packed.zero_points()
+        # A minimum follows from its zero-point, and nothing searches it.
+        assert not scheme.zero_point_type.is_minimum
+        ratios = torch.ones_like(self._base)
+        self.numbers = {"codes": torch.empty(0), "scale": ratios}
+        if zero is not None:
+            self.numbers["zero_point"] = zero.to(torch.float32).clone()
+        columns = packed.part("column_scale")
+        if columns is not None:
+            self.numbers["column_scale"] = torch.ones_like(columns, dtype=torch.float32)
+        self.numbers["codes"] = self._first_latents(weight.float())
+        lowest, highest = self._range()
+        self.steps = {
+            "codes": (highest - lowest) / (self._count() - 1),
+            "scale": 1.0,
+            "zero_point": 1.0,
+            "column_scale": 1.0,
+        }
+
+    @property
+    def elements(self) -> int:
+        """Return the number of latents."""
+        return self.numbers["codes"].numel()
+
+    def _count(self) -> int:
+        return 2**self._format.bits if "zero_point" in self.numbers else len(self._format.numbers)
+
+    def _range(self) -> tuple[float, float]:
+        """Return the least and the largest value of a latent's grid."""
+        if "zero_point" in self.numbers:
+            return 0.0, float(2**self._format.bits - 1)
+        return self._format.min, self._format.max
+
+    def _first_latents(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight in units of its scale, or the value of its code where that is not the nearest."""
+        scheme, packed = self.scheme, self.start
+        columns = weight.shape[1]
+        scale, found = packed.group_scale(), []
+        factors = packed.part("column_scale")
+        if factors is not None:
+            weight = weight / torch.where(factors == 0, 1.0, factors.float())
+        rest = weight
+        for plane, codes in enumerate(plane_codes(packed.codes(), scheme)):
+            wide = spread(scale[:, plane :: scheme.planes], columns, scheme)
+            units = rest / torch.where(wide == 0, 1.0, wide)
+            values = codes.float() if "zero_point" in self.numbers else self._decode(codes)
+            if "zero_point" in self.numbers:
+                units = units + spread(self.numbers["zero_point"], columns, scheme)
+            found.append(torch.where(self._encode(units) == codes, units, values))
+            rest = rest - values * wide
+        return self._clamped(torch.stack(found))
+
+    def _encode(self, latents: torch.Tensor) -> torch.Tensor:
+        if "zero_point" in self.numbers:
+            return latents.round().clamp_(0, 2**self._format.bits - 1).to(torch.uint8)
+        return self._format.encode(latents)
+
+    def _decode(self, codes: torch.Tensor) -> torch.Tensor:
+        return self._format.decode(codes)
+
+    def _clamped(self, latents: torch.Tensor) -> torch.Tensor:
+        lowest, highest = self._range()
+        half = (highest - lowest) / (self._count() - 1) / 2
+        return latents.clamp_(lowest - half, highest + half)
+
+    def clamp(self) -> None:
+        """Keep all numbers in their ranges; call it after each step."""
+        self._clamped(self.numbers["codes"])
+        self.numbers["scale"].clamp_(LEAST_RATIO, LARGEST_RATIO)
+        if "column_scale" in self.numbers:
+            self.numbers["column_scale"].clamp_(LEAST_RATIO, LARGEST_RATIO)
+
+    def _stored_scale(self) -> torch.Tensor:
+        """Return the scales as they are stored, float32: rounded to the scale dtype."""
+        most = self.scheme.scale_type.max
+        return self.scheme.scale_type.round((self._base * self.numbers["scale"]).clamp_(-most, most))
+
+    def _group_scale(self) -> torch.Tensor:
+        scale = self.scheme.row_scale(self._stored_scale(), self.start.shape[0])
+        divisor = self.start.part("global_scale")
+        return scale if divisor is None else scale / divisor
+
+    def _zero(self) -> torch.Tensor | None:
+        if "zero_point" not in self.numbers:
+            return None
+        scheme = self.scheme
+        return scheme.zero_point_type.round(
+            self._format, self.numbers["zero_point"], scheme.scale_dtype
+        ).float()
+
+    def _columns(self) -> torch.Tensor | None:
+        """Return the column scales as they are stored, in their dtype."""
+        first = self.start.part("column_scale")
+        return None if first is None else (first.float() * self.numbers["column_scale"]).to(first.dtype)
+
+    def codes(self) -> torch.Tensor:
+        """Return the codes, uint8 [N, K], all planes in one code."""
+        bits, planes = self._format.bits, self.numbers["codes"]
+        codes = self._encode(planes[0])
+        for plane, latents in enumerate(planes[1:], 1):
+            codes = codes | (self._encode(latents) << (plane * bits))
+        return codes
+
+    def values(self) -> torch.Tensor:
+        """Return the weights for the current numbers, float32 [N, K], bit by bit those of `packed()`."""
+        weights = dequantize_codes(
+            self.codes(), self._group_scale(), self._zero(), self.scheme, self._codebook
+        )
+        columns = self._columns()
+        return weights if columns is None else weights.mul_(columns.float())
+
+    def gradients(self, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the gradients of `numbers` for the gradient of the weights, [N, K]."""
+        scheme, (rows, columns) = self.scheme, self.start.shape
+        gradient = gradient.float()
+        scale, zero, factors = self._group_scale(), self._zero(), self._columns()
+        found: dict[str, torch.Tensor] = {}
+        if factors is not None:
+            uncolumned = dequantize_codes(self.codes(), scale, zero, scheme, self._codebook)
+            first = self.start.part("column_scale")
+            assert first is not None
+            found["column_scale"] = (gradient * uncolumned).sum(0) * first.float()
+            gradient = gradient * factors.float()
+        of_codes, of_scales = [], []
+        shift = None if zero is None else spread(zero, columns, scheme)
+        for plane, latents in enumerate(self.numbers["codes"]):
+            codes = self._encode(latents)
+            values = codes.float() if shift is not None else self._decode(codes)
+            if shift is not None:
+                values = values - shift
+            of_codes.append(gradient * spread(scale[:, plane :: scheme.planes], columns, scheme))
+            of_scales.append(self._sums(gradient * values))
+        found["codes"] = torch.stack(of_codes)
+        per_group = torch.stack(of_scales, dim=2).reshape(rows, -1)
+        divisor = self.start.part("global_scale")
+        stored = self._per_stored(per_group if divisor is None else per_group / divisor)
+        found["scale"] = stored * self._base
+        if zero is not None:
+            found["zero_point"] = -self._sums(of_codes[0])
+        return found
+
+    def _sums(self, wide: torch.Tensor) -> torch.Tensor:
+        """Return sums over groups: [N, K] -> [N, groups]."""
+        rows, columns = wide.shape
+        size = self.scheme.group_columns(columns)
+        if columns % size:
+            wide = torch.nn.functional.pad(wide, (0, size - columns % size))
+        return wide.reshape(rows, -1, size).sum(-1)
+
+    def _per_stored(self, per_row: torch.Tensor) -> torch.Tensor:
+        """Return sums over the rows that share a scale: [N, S] -> the stored shape of the scales."""
+        scheme = self.scheme
+        if scheme.per_tensor:
+            return per_row.sum().reshape(1)
+        if scheme.group_rows == 1:
+            return per_row
+        missing = -len(per_row) % scheme.group_rows
+        padded = torch.nn.functional.pad(per_row, (0, 0, 0, missing))
+        return padded.view(-1, scheme.group_rows, per_row.shape[1]).sum(1)
+
+    def packed(self) -> PackedTensor:
+        """Return the packed linear for the current numbers."""
+        scheme, zero, columns = self.scheme, self._zero(), self._columns()
+        parts = {
+            **dict(self.start.parts()),
+            "packed": scheme.pack(self.codes()),
+            "scale": self._stored_scale().to(scheme.scale_dtype),
+        }
+        if zero is not None:
+            parts["zero_point"] = store_zero_points(zero.to(scheme.zero_point_dtype), scheme)
+        if columns is not None:
+            parts["column_scale"] = columns
+        return PackedTensor.from_parts(parts, scheme, self.start.shape)
+
+
+@dataclass(frozen=True)
+class EndToEnd(Step):
+    """Train the codes, scales and zero-points of all linears together, against the original's logits."""
+
+    @property
+    def needs(self) -> Set[Need]:
+        return frozenset({"logits"})
+
+    def lacks(self, scheme: Scheme) -> Iterator[str]:
+        return iter(())
+
+    def __str__(self) -> str:
+        return "learned end to end"

@@ -1,0 +1,34 @@
+"""Draw tokens from the predictions of a model as they are: temperature 1, the whole vocabulary, no end."""
+
+from typing import Any
+
+import torch
+
+
+def continued(model: Any, beginnings: torch.Tensor, length: int, seed: int) -> torch.Tensor:
+    """Return sequences int64 [B, length] of a model of transformers that begin with `beginnings` [B, n].
+
+    They go on after a token that ends a text, as joined documents do. On one device the result depends on
+    `seed` and the arguments alone. Changes `model.generation_config`.
+    """
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_length=length,
+        min_length=length,
+        pad_token_id=0,
+        use_cache=True,
+    )
+    # Fields that are None in `settings` would be taken from the model's own.
+    model.generation_config = GenerationConfig()
+    devices = [beginnings.device] if beginnings.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad():
+        torch.manual_seed(seed)
+        found: torch.Tensor = model.generate(
+            beginnings, attention_mask=torch.ones_like(beginnings), generation_config=settings
+        )
+    return found

@@ -1,0 +1,191 @@
+"""Run a distillation: write samples, train, and leave the result in a work file."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.learned.latent_linear import LatentLinear
+from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.packing.tensor import PackedTensor
+from quantkit.progress import Progress
+from quantkit.quantization.distill.build_student import build_student
+from quantkit.quantization.distill.distillation import (
+    NOT_TRAINED,
+    RESULT,
+    SAMPLES,
+    STATES,
+    Distillation,
+)
+from quantkit.quantization.distill.own_samples import own_samples
+from quantkit.quantization.distill.pool import HELD_OUT, Pool
+from quantkit.quantization.distill.student import Norm, Student
+from quantkit.quantization.distill.training import BATCH, Reached, Training
+from quantkit.quantization.task import Task
+
+FORMAT = {"format": "pt"}
+#: Seconds between storing the state.
+STATE_SECONDS = 120.0
+#: Part of the time for writing samples.
+SAMPLING = 0.2
+
+
+def distill(one: Distillation | None, output: OutputDirectory, progress: Progress | None) -> None:
+    """Write the work file with the trained linears and norms, unless it or all shards are done.
+
+    None trains nothing.
+
+    `progress` is called with the steps done, all steps, and a text with the loss and the time left.
+    """
+    if one is None or output.complete or output.is_done(RESULT):
+        return
+    if all(output.is_done(shard.filename) for shard in one.planned.shards):
+        return
+    report: Progress = progress or (lambda done, total, label: None)
+    started, calibrated = time.monotonic(), one.calibrated
+    decoder, tokens = calibrated.decoder, one.text.tokens
+    model = decoder.whole()
+    own = _samples_of(one, model, output, report)
+    student = build_student(model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, output)
+    training = Training(student, Pool.of(tokens, own, calibrated.seed), one.options, decoder.embedding_rows)
+    before = _resumed(training, output)
+    if before is None:
+        before = training.measure()
+    saved = time.monotonic()
+
+    def on_step(at: Reached) -> None:
+        nonlocal saved
+        if at.total is None:
+            return
+        minutes, seconds = divmod(round(at.seconds_left), 60)
+        left = f"{minutes}:{seconds:02} left"
+        report(at.step, at.total, f"step {at.step} of {at.total}, KL {at.loss:.4f}, {left}")
+        if at.step < at.total and time.monotonic() - saved >= STATE_SECONDS:
+            _store(training, output, before)
+            saved = time.monotonic()
+
+    training.run(lambda: one.seconds - (time.monotonic() - started), on_step)
+    facts = {
+        "kl_before": before,
+        "kl_after": training.measure(),
+        "steps": training.at.step,
+        "tokens": training.at.step * training.batch * tokens.shape[1],
+        "sequences": {"length": tokens.shape[1], "text": len(tokens), "own": len(own)},
+        "settings": {**asdict(one.options), "batch": training.batch},
+    }
+    _write(one, student, output, facts)
+
+
+def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: Progress) -> torch.Tensor:
+    """Return what the original writes, int64 [P, T]; from the work file if an earlier process wrote it."""
+    tokens, options = one.text.tokens, one.options
+    if output.is_done(SAMPLES):
+        return Checkpoint.of_files([output.path / SAMPLES]).read("tokens").long()
+    if not options.own or not model.can_generate():
+        return tokens[:0]
+    most, limit = options.own_most, SAMPLING * one.seconds
+    if options.steps is not None:
+        batch = options.batch or BATCH[one.calibrated.decoder.device.type]
+        most, limit = min(most, HELD_OUT + round(options.steps * batch * options.own)), float("inf")
+    started, found, count = time.monotonic(), [], 0
+    for samples in own_samples(model, tokens, tokens.shape[1], one.calibrated.seed):
+        found.append(samples)
+        count = min(most, count + len(samples))
+        report(count, most, f"the original writes samples, {count} of at most {most}")
+        took = time.monotonic() - started
+        if count == most or took + took / len(found) > limit:
+            break
+    own = torch.cat(found)[:most]
+    with output.shard(SAMPLES, [TensorSpec("tokens", "I32", tuple(own.shape))], FORMAT) as file:
+        file.write("tokens", own.int())
+    return own
+
+
+def _store(training: Training, output: OutputDirectory, before: float) -> None:
+    """Store the state of a training, and the divergence before it, in place of an earlier state."""
+    old = _stored(output)
+    # Two are there after an interruption between the writing of one and the removal of the other.
+    for name in old[:-1]:
+        output.discard(name)
+    name = next(name for name in STATES if name not in old[-1:])
+    state = training.state()
+    with output.shard(name, [TensorSpec.of(key, one) for key, one in state.items()], FORMAT) as file:
+        file.detail.update(at=asdict(training.at), before=before)
+        for key, one in state.items():
+            file.write(key, one.cpu())
+    for other in old[-1:]:
+        output.discard(other)
+
+
+def _stored(output: OutputDirectory) -> list[str]:
+    """Return the names of the states that are stored, the newest last."""
+    done = [name for name in STATES if output.is_done(name)]
+    return sorted(done, key=lambda name: output.details(name)["at"]["step"])
+
+
+def _resumed(training: Training, output: OutputDirectory) -> float | None:
+    """Let a training go on from the newest state, if there is one; return the divergence before it."""
+    stored = _stored(output)
+    if not stored:
+        return None
+    files, detail = Checkpoint.of_files([output.path / stored[-1]]), output.details(stored[-1])
+    training.restore({key: files.read(key) for key in files.tensors}, Reached(**detail["at"]))
+    before: float = detail["before"]
+    return before
+
+
+def _write(one: Distillation, student: Student, output: OutputDirectory, facts: dict[str, Any]) -> None:
+    """Write what was trained, and all else of the work files of the calibration as it is."""
+    filenames = one.calibrated.quantized_files
+    files = Checkpoint.of_files([output.path / name for name in filenames])
+    layers: dict[str, Any] = {}
+    for filename in filenames:
+        layers |= output.details(filename)["layers"]
+    trained: dict[str, torch.Tensor] = {}
+    for parameter, task in one.linears.items():
+        linear = student.trained[parameter]
+        assert isinstance(linear, LatentLinear) and task.module is not None
+        packed, known = linear.packed(), layers[task.module]
+        trained |= _parts(packed, task)
+        errors = one.calibrated.decoder.read(task.source.name).float() - packed.dequantize()
+        # Errors of outputs are those of the codes before the training.
+        kept = {key: value for key, value in known.items() if key not in ("output", "block_error")}
+        squared = [float(errors.double().square().sum()), known["squared"][1]]
+        layers[task.module] = {**kept, "squared": squared}
+    for parameter, task in one.norms.items():
+        norm = student.trained[parameter]
+        assert isinstance(norm, Norm)
+        trained[task.outputs[0].name] = norm.stored().cpu()
+    for module in _untrained(one):
+        note = layers[module].get("note")
+        layers[module] = {**layers[module], "note": f"{note}; {NOT_TRAINED}" if note else NOT_TRAINED}
+    with output.shard(RESULT, one.specs, FORMAT) as file:
+        file.detail.update(layers=layers, distillation=facts)
+        for spec in one.specs:
+            file.write(spec.name, trained[spec.name] if spec.name in trained else files.read(spec.name))
+
+
+def _parts(packed: PackedTensor, task: Task) -> dict[str, torch.Tensor]:
+    """Return the stored tensors of a packed linear, by name."""
+    found, known = {}, task.known
+    for part, spec in task.parts:
+        tensor = known[part] if part in known else packed.part(part)
+        assert tensor is not None
+        found[spec.name] = tensor.cpu().view(spec.torch_dtype)
+    return found
+
+
+def _untrained(one: Distillation) -> Iterator[str]:
+    """Yield the experts whose method trains, which the training does not cover."""
+    found = set()
+    for block in one.calibrated.blocks:
+        for name in block.parts.keys() & block.tasks.keys():
+            task = block.tasks[name]
+            if task.method is not None and task.method.distill and task.module not in found:
+                assert task.module is not None
+                found.add(task.module)
+                yield task.module

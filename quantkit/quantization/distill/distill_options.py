@@ -1,0 +1,39 @@
+"""Options of a distillation. Imports no torch, because the command line takes its defaults from here."""
+
+from dataclasses import dataclass
+
+from quantkit.errors import UsageError
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """Budget and settings of a distillation.
+
+    steps       number of steps; None for as many as the time allows
+    seconds     about how long sampling and training take together; None for a time by the size of the model
+    batch       sequences per step; None for a number by device
+    own         part of each batch that the original model wrote itself; the rest is calibration text
+    own_most    most sequences that it writes
+    code_rate   first learning rate of codes, in distances of neighbouring codes per step
+    scale_rate  first learning rate of scales, relative, and of zero-points, in codes
+    norm_rate   first learning rate of the weights of norms
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    batch: int | None = None
+    own: float = 0.75
+    own_most: int = 32768
+    code_rate: float = 5e-3
+    scale_rate: float = 5e-4
+    norm_rate: float = 5e-4
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.seconds is not None:
+            raise UsageError("a distillation has either a number of steps or a time; leave one out.")
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"{self.steps} steps of distillation train nothing; use at least 1.")
+        if self.seconds is not None and not self.seconds > 0:
+            raise UsageError(
+                f"a distillation of {self.seconds:g} s trains nothing; give a time such as 30m or 2h."
+            )

@@ -1,0 +1,142 @@
+"""Distillation of a run: which linears and norms are trained, its work files, and what it leaves behind.
+
+distill-samples   what the original model wrote itself
+distill-state-N   the state of the training, stored from time to time in two files by turns
+distilled         the packed linears and norms in their final form, from which shards copy them
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from quantkit.calibrate.data.samples import Samples
+from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.errors import UsageError
+from quantkit.model.distributed import Ranks
+from quantkit.quantization.blockwise.calibration import Calibration
+from quantkit.quantization.blockwise.calibration_data import read_samples
+from quantkit.quantization.distill.build_student import parameter_of
+from quantkit.quantization.distill.distill_options import DistillOptions
+from quantkit.quantization.plan import Plan
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.quantization.task import Task
+
+SAMPLES, RESULT = "distill-samples.safetensors", "distilled.safetensors"
+STATES = ("distill-state-0.safetensors", "distill-state-1.safetensors")
+#: Most sequences of the calibration text: many more than calibration needs.
+MOST_TEXT = 8192
+#: Default time: seconds per weight, and the least.
+SECONDS_PER_WEIGHT, LEAST_SECONDS = 600 / 100e6, 600.0
+#: Note for a matrix whose method trains it, if the training does not cover it.
+NOT_TRAINED = "its codes are those before the training, which is not for experts"
+
+
+@dataclass(frozen=True, eq=False)
+class Distillation:
+    """Linears and norms to train, by parameter, the run that they belong to, and text to train on."""
+
+    linears: Mapping[str, Task]
+    norms: Mapping[str, Task]
+    options: DistillOptions
+    calibrated: Calibration
+    planned: Plan
+    text: Samples
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        planned: Plan,
+        calibrated: Calibration | None,
+        asked: QuantizeOptions,
+        ranks: Ranks,
+    ) -> "Distillation | None":
+        """Return the distillation of a plan; None if no method trains end to end.
+
+        Raises `UsageError` for options without such a method, and for several ranks.
+        """
+        options, linears = asked.distillation, _linears(calibrated)
+        if calibrated is None or not linears:
+            if options != DistillOptions():
+                raise UsageError(
+                    "a time or a number of steps was given, but no method of the recipe trains. Leave it "
+                    "out, or choose one that does: --method distill."
+                )
+            return None
+        if ranks.size > 1:
+            raise UsageError(
+                f"torchrun started {ranks.size} processes, but --method distill trains in one. Start "
+                "quantkit without torchrun."
+            )
+        decoder = calibrated.decoder
+        dense = {
+            task.source.name: task for shard in planned.shards for task in shard.tasks if task.scheme is None
+        }
+        vectors = [name for name, shape in decoder.shapes.items() if len(shape) == 1]
+        stored = {name: decoder.stored_name(name) for name in vectors if name.endswith(".weight")}
+        norms = {name: dense[one] for name, one in stored.items() if one in dense and options.norm_rate}
+        more = replace(asked.calibration, samples=MOST_TEXT)
+        text = read_samples(checkpoint, more, decoder.embedding_rows)
+        return cls(linears, norms, options, calibrated, planned, text)
+
+    def bound(self, calibrated: Calibration, planned: Plan) -> "Distillation":
+        """Return the distillation of the same run, once the scales of inputs are measured."""
+        return replace(self, linears=_linears(calibrated), calibrated=calibrated, planned=planned)
+
+    @property
+    def seconds(self) -> float:
+        """Return about how long writing samples and training take, if the time decides."""
+        weights = sum(task.source.elements for task in self.linears.values())
+        return self.options.seconds or max(LEAST_SECONDS, SECONDS_PER_WEIGHT * weights)
+
+    @property
+    def work_files(self) -> tuple[str, ...]:
+        """Return the names of all work files."""
+        return (SAMPLES, *STATES, RESULT)
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Return the tensors of the result: all that calibration made, and the norms."""
+        of_blocks = [
+            task
+            for block in self.calibrated.blocks
+            for task in (*block.changed.values(), *block.tasks.values())
+        ]
+        tasks = [*of_blocks, *self.norms.values()]
+        return list({spec.name: spec for task in tasks for spec in task.outputs}.values())
+
+    @property
+    def work_bytes(self) -> int:
+        """Return about how many bytes the work files take; a state has three numbers per weight."""
+        weights = sum(task.source.elements for task in self.linears.values())
+        samples = self.options.own_most * self.text.tokens.shape[1] * 4
+        return samples + 2 * 3 * 4 * weights + sum(spec.nbytes for spec in self.specs)
+
+    def result(self, output: OutputDirectory) -> tuple[tuple[str, ...], dict[str, Any] | None]:
+        """Return the files from which shards copy tensors, and what the manifest says of the training."""
+        if not output.is_done(RESULT):
+            return (), None
+        return (RESULT,), output.details(RESULT)["distillation"]
+
+    def reasons(self, dense: Mapping[str, str]) -> dict[str, str]:
+        """Return `dense`, the reasons why tensors are dense, with a word on those that are trained."""
+        changed = {task.source.name for task in self.norms.values()}
+        return {
+            name: reason + (", changed: trained" if name in changed else "") for name, reason in dense.items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything that the written bytes depend on."""
+        return {**asdict(self.options), "text_sha256": self.text.digest}
+
+
+def _linears(calibrated: Calibration | None) -> dict[str, Task]:
+    """Return the linears whose method trains, by parameter."""
+    return {
+        parameter_of(block, name): task
+        for block in (() if calibrated is None else calibrated.blocks)
+        for name, task in block.tasks.items()
+        if task.method is not None and task.method.distill and name not in block.parts
+    }

@@ -1,0 +1,42 @@
+"""KL(original || student) of predictions over the whole vocabulary, with its gradient."""
+
+from typing import Any
+
+import torch
+
+#: Logits at a time in float32: some 20 bytes each.
+CHUNK_LOGITS = 1 << 25
+
+
+class _Divergence(torch.autograd.Function):
+    """Keeps the gradient, softmax(student) - softmax(original), in place of both distributions."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        vocabulary = logits.shape[-1]
+        rows, targets = logits.reshape(-1, vocabulary), target.reshape(-1, vocabulary)
+        difference, total = torch.empty_like(rows), torch.zeros((), device=logits.device)
+        step = max(1, CHUNK_LOGITS // vocabulary)
+        for start in range(0, len(rows), step):
+            student = torch.log_softmax(rows[start : start + step].float(), -1)
+            original = torch.log_softmax(targets[start : start + step].float(), -1)
+            expected = original.exp()
+            total += (expected * original.sub_(student)).sum()
+            difference[start : start + step] = student.exp_().sub_(expected)
+        ctx.save_for_backward(difference.view_as(logits))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        return difference.mul_(gradients[0]), None
+
+
+def divergence(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the sum over tokens of KL(original || student), in nats, float32.
+
+    `logits` are the student's, `target` the original's, [..., V] in any float dtype. No gradient reaches
+    `target`, and the gradient can be taken once.
+    """
+    found: torch.Tensor = _Divergence.apply(logits, target)  # type: ignore[no-untyped-call]
+    return found

@@ -1,0 +1,41 @@
+"""Let the original model write samples: text of the kind that it was trained on, as much as is wanted.
+
+Each sample begins with a few tokens of the calibration text, and goes on with tokens drawn from the model's
+predictions. LLM-QAT (arXiv 2305.17888) was the first to train on such text.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quantkit.model.forward.sampling import continued
+
+#: Tokens of the samples that are written at a time, by device: all are in the cache of keys and values.
+TOKENS_AT_ONCE = {"cpu": 1 << 13, "cuda": 1 << 17}
+#: Tokens of calibration text at the start of samples; batches take turns.
+PREFIXES = (1, 4, 16, 64)
+
+
+def own_samples(model: Any, windows: torch.Tensor, length: int, seed: int) -> Iterator[torch.Tensor]:
+    """Yield batches of samples, int64 [n, length] on the CPU, without end.
+
+    `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i and the device alone.
+    """
+    device = next(model.parameters()).device
+    at_once, prefixes = at_a_time(device.type, length), [size for size in PREFIXES if size < length]
+    number = 0
+    while True:
+        of_batch = seed * 1_000_003 + number
+        generator = torch.Generator().manual_seed(of_batch)
+        size = prefixes[number % len(prefixes)]
+        rows = torch.randint(len(windows), (at_once,), generator=generator)
+        starts = torch.randint(windows.shape[1] - size + 1, (at_once,), generator=generator)
+        beginnings = windows[rows[:, None], starts[:, None] + torch.arange(size)]
+        yield continued(model, beginnings.to(device), length, of_batch).cpu()
+        number += 1
+
+
+def at_a_time(kind: str, length: int) -> int:
+    """Return the samples of `length` tokens that are written at a time on a device of this type."""
+    return max(1, TOKENS_AT_ONCE[kind] // length)

@@ -1,0 +1,204 @@
+"""Train a student by steps of Adam, and store the state that a resumed run goes on from."""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.quantization.distill.adam import Adam
+from quantkit.quantization.distill.distill_options import DistillOptions
+from quantkit.quantization.distill.loss import divergence
+from quantkit.quantization.distill.pool import Pool
+from quantkit.quantization.distill.student import Student
+
+#: Sequences of a step, by device.
+BATCH = {"cpu": 8, "cuda": 64}
+#: Most tokens of a micro-batch, whose activations are kept, and most logits; at least one sequence.
+MOST_TOKENS = {"cpu": 4096, "cuda": 8192}
+MOST_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
+#: Weights whose gradients are in memory in float32 at a time, unless one linear has more.
+CHUNK_WEIGHTS = 1 << 26
+#: Most steps in which learning rates rise to their first value.
+WARM_UP = 20
+#: Steps after which the time of a step is known; the first ones, which are slower, do not count.
+MEASURED, COLD = 10, 3
+#: Steps between readings of the loss, which wait for a GPU.
+READ_EVERY = 10
+#: Weight of a step in the mean of the loss.
+LATELY = 0.05
+#: Field of `DistillOptions` with the learning rate of each kind of number.
+RATES = {
+    "codes": "code_rate",
+    "scale": "scale_rate",
+    "zero_point": "scale_rate",
+    "column_scale": "scale_rate",
+    "norm": "norm_rate",
+}
+
+
+@dataclass
+class Reached:
+    """Point that a training has reached.
+
+    total    number of all steps; None until the time of a step is known
+    loss     mean divergence per token of the last steps, in nats
+    seconds  time of a step
+    """
+
+    step: int = 0
+    total: int | None = None
+    loss: float = math.nan
+    seconds: float = 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Return the time of the steps to come."""
+        return 0.0 if self.total is None else (self.total - self.step) * self.seconds
+
+
+class Training:
+    """Training of a student on a pool; `state` and `at` are all that another process needs to go on."""
+
+    def __init__(self, student: Student, pool: Pool, options: DistillOptions, vocabulary: int) -> None:
+        self.at = Reached(total=options.steps)
+        self.batch = options.batch or BATCH[student.device.type]
+        self._student, self._pool, self._own = student, pool, options.own
+        self._micro = micro_batch(vocabulary, pool.held_out.shape[1], student.device.type)
+        self._loss = torch.full((1,), math.nan, device=student.device)
+        self._adam, self._numbers, self._rates = Adam(), dict[str, torch.Tensor](), dict[str, float]()
+        for name, tensor in student.numbers.items():
+            parameter, _, kind = name.rpartition(".")
+            rate = getattr(options, RATES[kind]) * student.trained[parameter].steps[kind]
+            if rate:
+                self._numbers[name], self._rates[name] = tensor, rate
+        self._chunks = list(_chunks({name: one.elements for name, one in student.trained.items()}))
+
+    def run(self, seconds_left: Callable[[], float], on_step: Callable[[Reached], None]) -> None:
+        """Train to the end, and call `on_step` after each step.
+
+        Without a number of steps it is as many as `seconds_left` has room for, once a step is measured.
+        """
+        at, first, started = self.at, self.at.step, time.monotonic()
+        with _deterministic(self._student.device):
+            while at.total is None or at.step < at.total:
+                self._step()
+                at.step += 1
+                if at.step % READ_EVERY == 0 or at.step == at.total:
+                    at.loss = float(self._loss)
+                if at.step - first == COLD:
+                    started = time.monotonic()
+                elif at.step - first > COLD:
+                    at.seconds = (time.monotonic() - started) / (at.step - first - COLD)
+                if at.total is None and at.step == MEASURED:
+                    at.total = at.step + max(1, int(seconds_left() / at.seconds))
+                on_step(at)
+
+    def _step(self) -> None:
+        tokens = self._pool.batch(self.at.step, self.batch, self._own).to(self._student.device)
+        loss, of_weights = self._gradients(tokens)
+        factor = rate_at(self.at.step, self.at.total)
+        for chunk in self._chunks:
+            self._move({name: of_weights.pop(name) for name in chunk if name in of_weights}, factor)
+        self._loss = loss if self.at.step == 0 else self._loss.lerp(loss, LATELY)
+
+    def _gradients(self, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the mean divergence on `tokens`, [1], and the gradients of the weights, by parameter.
+
+        They have the dtype of activations: in float32 they would take as much as the weights themselves.
+        """
+        student = self._student
+        weights = student.weights()
+        total = torch.zeros(1, device=student.device)
+        for part in torch.split(tokens, self._micro):
+            target = student.target(part)
+            with torch.enable_grad():
+                loss = divergence(student.logits(part, weights), target) / tokens.numel()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        # A part of the model that text does not reach has none.
+        return total, {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+    def _move(self, of_weights: Mapping[str, torch.Tensor], factor: float) -> None:
+        """Move the numbers of some linears and norms, for gradients of their weights, at `factor` * rate."""
+        trained = self._student.trained
+        found = {
+            f"{parameter}.{kind}": gradient
+            for parameter, of_weight in of_weights.items()
+            for kind, gradient in trained[parameter].gradients(of_weight).items()
+        }
+        moved = {name: gradient for name, gradient in found.items() if name in self._rates}
+        rates = {name: factor * self._rates[name] for name in moved}
+        self._adam.step(self._numbers, moved, rates, self.at.step + 1)
+        for parameter in of_weights:
+            trained[parameter].clamp()
+
+    @torch.no_grad()
+    def measure(self) -> float:
+        """Return the mean divergence per token on what is held out, in nats."""
+        student, held_out = self._student, self._pool.held_out
+        weights, total = student.weights(), 0.0
+        for part in torch.split(held_out.to(student.device), self._micro):
+            total += float(divergence(student.logits(part, weights), student.target(part)))
+        return total / held_out.numel()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the numbers, Adam's means of them, and the mean loss, by name."""
+        return {"loss": self._loss, **self._numbers, **self._adam.state()}
+
+    def restore(self, state: Mapping[str, torch.Tensor], at: Reached) -> None:
+        """Go on from a state that was stored at `at`."""
+        self.at, self._loss = at, state["loss"].to(self._student.device)
+        for name, number in self._numbers.items():
+            number.copy_(state[name])
+        self._adam.restore(state, self._numbers)
+
+
+def micro_batch(vocabulary: int, length: int, kind: str) -> int:
+    """Return the sequences of `length` tokens that run at a time on a device of this type."""
+    return max(1, min(MOST_TOKENS[kind], MOST_LOGITS[kind] // vocabulary) // length)
+
+
+def _chunks(elements: Mapping[str, int]) -> Iterator[list[str]]:
+    """Split names into lists of at most `CHUNK_WEIGHTS` numbers, or of one name; `elements` are of each."""
+    chunk, count = list[str](), 0
+    for name, size in elements.items():
+        if chunk and count + size > CHUNK_WEIGHTS:
+            yield chunk
+            chunk, count = [], 0
+        chunk.append(name)
+        count += size
+    if chunk:
+        yield chunk
+
+
+def rate_at(step: int, total: int | None) -> float:
+    """Return the learning rate of a step in units of the first: a linear rise, then half a cosine to 0."""
+    warm = WARM_UP if total is None else max(1, min(WARM_UP, total // 10))
+    if step < warm:
+        return (step + 1) / warm
+    assert total is not None, "the number of steps is known before the rise ends"
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Context manager: equal steps give equal bits on one GPU, where an operation has a way to."""
+    if device.type == "cpu":
+        yield
+        return
+    filling: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    filling.fill_uninitialized_memory = False
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        filling.fill_uninitialized_memory = before[1]

@@ -1,6 +1,7 @@
 """What every command shares: where output goes, and progress with time and memory."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -64,9 +65,32 @@ def print_table(
         table.add_column(
             heading, justify=side, overflow="fold" if is_folded else "ellipsis", no_wrap=not is_folded
         )
-    for row in rows:
-        table.add_row(*map(one_line, row))
+    cells = [[one_line(cell) for cell in row] for row in rows]
+    if len(folded) == 1:
+        # Names break after their dots; rich would break them anywhere.
+        at = [heading in folded for heading in headings].index(True)
+        columns = [
+            max(len(line) for text in (heading, *(row[i] for row in cells)) for line in text.split("\n"))
+            for i, heading in enumerate(headings)
+        ]
+        room = out.width - sum(columns) + columns[at] - len(columns) * sum(padding)
+        for row in cells:
+            row[at] = _folded(row[at], room)
+    for row in cells:
+        table.add_row(*row)
     out.print(table)
+
+
+def _folded(name: str, width: int) -> str:
+    """`name` in lines of at most `width` characters, broken after its dots where it can be."""
+    if len(name) <= width:
+        return name
+    lines = [""]
+    for part in re.findall(r"[^.]*\.?", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def note(text: str) -> None:

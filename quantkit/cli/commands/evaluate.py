@@ -159,9 +159,10 @@ def evaluate(directories: options.Models, given: EvalArguments) -> None:
     if given.report is not None:
         make_directory(given.report, REPORT_FILES)
     from quantkit.cli.figures import print_reports
-    from quantkit.cli.models import log_kernels, silence
+    from quantkit.cli.models import log_kernels
     from quantkit.eval.evaluate import evaluate_many
     from quantkit.eval.result_cache import Partial
+    from quantkit.runtime.quiet import silence
 
     if given.verbose:
         log_kernels()

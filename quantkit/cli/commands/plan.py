@@ -65,7 +65,7 @@ def plan(
         if value is not None:
             raise UsageError(f"{option} is for --fit, the memory that the model must fit. Give that too.")
     asked = given.to_options()
-    with progress("measuring") as report:
+    with progress("measuring", shown=asked.budget is not None) as report:
         checkpoint, planned = quantizing.plan(source, asked, progress=report)
     memory = gpu_memory_of(checkpoint, planned, asked)
     if given.json:

@@ -95,7 +95,7 @@ def main() -> None:
 def _measured(wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
     from quantkit.memory import enough_memory
     from quantkit.model.hf_files import explained
-    from quantkit.runtime.quiet import silence
+    from quantkit.runtime.transformers.quiet import silence
 
     silence()
     source = wanted["source"]

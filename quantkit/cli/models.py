@@ -31,7 +31,7 @@ def using_transformers(source: str) -> Iterator[None]:
     """
     from quantkit.memory import enough_memory
     from quantkit.model.hf_files import explained
-    from quantkit.runtime.quiet import silence
+    from quantkit.runtime.transformers.quiet import silence
 
     silence()
     with enough_memory(source, "Use --device cpu, or a smaller batch or window."), explained(source):

@@ -162,7 +162,7 @@ def evaluate(directories: options.Models, given: EvalArguments) -> None:
     from quantkit.cli.models import log_kernels
     from quantkit.eval.evaluate import evaluate_many
     from quantkit.eval.result_cache import Partial
-    from quantkit.runtime.quiet import silence
+    from quantkit.runtime.transformers.quiet import silence
 
     if given.verbose:
         log_kernels()

@@ -158,14 +158,14 @@ def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progres
                 return
             last = now
         speed = (done - first) / (now - start)
-        left = f", {_duration((total - done) / speed)} left" if speed > 0 else ""
+        left = f", {duration_text((total - done) / speed)} left" if speed > 0 else ""
         rest = f"{size_text(process.memory_info().rss)} RAM, {one_line(label)}"
-        err.print(f"{what}: {100 * done / total:.0f} % after {_duration(now - start)}{left}, {rest}")
+        err.print(f"{what}: {100 * done / total:.0f} % after {duration_text(now - start)}{left}, {rest}")
 
     return report
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """`1:02:03`, or `2:03` below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

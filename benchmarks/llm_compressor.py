@@ -28,6 +28,10 @@ RECIPES: dict[str, tuple[bool, Callable[[], Any]]] = {
         name: (False, lambda name=name: QuantizationModifier(scheme=name, **LINEARS))
         for name in ("FP8_DYNAMIC", "FP8_BLOCK")
     },
+    **{
+        name: (True, lambda name=name: QuantizationModifier(scheme=name, **LINEARS))
+        for name in ("FP8", "NVFP4")
+    },
     "W8A8": (True, lambda: [SmoothQuantModifier(smoothing_strength=0.8), _gptq("W8A8")]),
     **{name: (True, lambda name=name: _gptq(name)) for name in ("W4A8", "W4A16")},
 }

@@ -153,6 +153,8 @@ def peers() -> list[str]:
         for shape in run.shapes:
             for m in sorted({row.m for row in run.rows}):
                 found = {row.library: row for row in run.rows if (row.shape, row.m) == (shape, m)}
+                if len(found) == 1:
+                    continue
                 ours = found[OURS]
                 times = [f"{found[one].us:.1f}" if one in found else "" for one in cells[0][4:]]
                 cells.append(
@@ -164,15 +166,7 @@ def peers() -> list[str]:
 def load() -> list[str]:
     """Products after a rest and after 0.3 s of the same product."""
     rested, loaded = (Run.load(RESULTS / f"{name}.json") for name in ("h100", "h100-loaded"))
-    cells = [
-        ["int4 on an H100", "M", "after a rest", "under load", "dense, after a rest", "dense, under load"]
-    ]
     before = {(row.format, row.shape, row.m): row for row in rested.rows if row.library == OURS}
-    for row in loaded.rows:
-        if row.format == "int4":
-            rest = before[row.format, row.shape, row.m]
-            times = (rest.us, row.us, rest.dense_us, row.dense_us)
-            cells.append([row.shape, str(row.m), *(f"{us:.1f}" for us in times)])
     ratios = [row.us / before[row.format, row.shape, row.m].us for row in loaded.rows]
     return [
         "### Under load",
@@ -182,6 +176,28 @@ def load() -> list[str]:
             f"same product its clock has fallen: ours take {median(ratios):.2f} times as long, by the",
             "median of",
             f"{len(ratios)} products. {source('h100', 'h100-loaded')}",
+        ),
+    ]
+
+
+def rounded_inputs() -> list[str]:
+    """Schemes that round their inputs, beside int4, dense bf16 and torch's 8-bit products."""
+    run = stored("h200-activations")
+    names = list(max((product["rows"] for product in run["products"]), key=len))
+    cells = [["weight", "M", *names]]
+    for product in sorted(run["products"], key=lambda one: (one["k"], one["m"])):
+        rows, dense = product["rows"], product["rows"]["dense"]["us"]
+        shown = [
+            f"{rows[name]['us']:.1f}, {dense / rows[name]['us']:.2f}" if name in rows else ""
+            for name in names
+        ]
+        cells.append([product["shape"].removeprefix("llama3-8b."), str(product["m"]), *shown])
+    return [
+        "### Rounded inputs",
+        paragraph(
+            "Names of `--scheme` on an H200, with the speed against dense bf16. x is bfloat16; rounding it",
+            "counts. W4A16 does not round. `torch fp8` is `_scaled_mm` with scales per row, `torch int8` is",
+            f"`_int_mm` without scales, both after quantkit's kernel for x. {source('h200-activations')}",
         ),
         grid(cells),
     ]
@@ -322,7 +338,7 @@ def whole_models() -> list[str]:
     parts = []
     for path in sorted(RESULTS.glob("*-bench.json")):
         run = stored(path.stem)
-        head = ["model", "sequences", "mode", "first token, ms", "tokens/s", "between tokens, ms"]
+        head = ["model", "prompt", "sequences", "mode", "first token, ms", "tokens/s", "between tokens, ms"]
         cells = [[*head, "of the bandwidth", "joules a token"]]
         for one in run["speed"]:
             limit = one["machine"]["read_bandwidth"]
@@ -332,7 +348,7 @@ def whole_models() -> list[str]:
             f"## A whole model: {path.stem.removesuffix('-bench')}",
             paragraph(
                 f"Shapes of Llama-3.1 8B, random weights, {run['layers']} layers, the head in int8;",
-                f"prompts of {first['cells'][0]['prompt']} tokens, {first['new_tokens']} new ones,",
+                f"{first['new_tokens']} new tokens,",
                 f"the median of {first['repeats']} repetitions by `quantkit bench`. {source(path.stem)}",
             ),
             grid(cells),
@@ -344,6 +360,7 @@ def figures(cell: dict[str, Any], limit: float) -> list[str]:
     """The cells of one generation that `bench` measured, on a device that reads `limit` bytes a second."""
     decode, read, joules = cell["decode"], cell["read_bandwidth"], cell["joules"]
     return [
+        str(cell["prompt"]),
         str(cell["batch"]),
         cell["mode"],
         f"{1e3 * cell['first_token']['median']:.3g}",
@@ -484,7 +501,7 @@ def runs() -> list[str]:
 
 def page() -> str:
     """The text of docs/performance.md."""
-    linears = (layers(), weights(), peers(), load(), versions())
+    linears = (layers(), weights(), peers(), load(), rounded_inputs(), versions())
     sections = (
         *linears,
         whole_models(),

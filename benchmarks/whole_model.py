@@ -1,9 +1,10 @@
 """Time a model of Llama-3.1 8B's shapes, packed and dense, by `quantkit bench`, for the performance page.
 
-    python benchmarks/whole_model.py --formats int4,fp6,int8 --json benchmarks/results/h100-bench.json
+    python benchmarks/whole_model.py --formats int4,W4AFP8 --json benchmarks/results/h100-bench.json
 
-The weights are random. The first format is measured with all of `--batch` and beside the dense model, the
-others with one sequence. Linears are quantized by `rtn`, the head to int8. On a GPU the mode is `cuda-graph`.
+The weights are random. Names are of `--format` or `--scheme`. The dense model is measured beside the first.
+The first length of `--prompt` is measured with all of `--batch`, the others with its first. Linears are
+quantized by `rtn`, the head to int8. On a GPU the mode is `cuda-graph`.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from machine import command, cpu_machine, machine
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from quantkit.packing.presets import SCHEMES
 
 SIZES: dict[str, Any] = {
     "hidden_size": 4096,
@@ -36,6 +39,10 @@ def quantkit(*arguments: object) -> None:
         sys.exit(done.returncode)
 
 
+def numbers(given: str) -> list[int]:
+    return [int(one) for one in given.split(",")]
+
+
 def write_source(directory: Path, layers: int, device: str) -> Path:
     """A checkpoint of random bfloat16 weights with so many layers."""
     torch.manual_seed(0)
@@ -46,20 +53,29 @@ def write_source(directory: Path, layers: int, device: str) -> Path:
 
 
 def measured(directory: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What `bench` says of the first format and of the dense model, and of each other format."""
+    """What `bench` says of each format, and of the dense model beside the first."""
     found: list[dict[str, Any]] = []
     source = write_source(directory / "bf16", options.layers, options.device)
     mode = "flat" if options.device == "cpu" else "cuda-graph"
-    for place, name in enumerate(options.formats):
+    for name in options.formats:
         packed, figures = directory / name, directory / f"{name}.json"
-        ways = ("--format", name, "--method", "rtn", "--lm-head", "int8")
+        kind = "--scheme" if name in SCHEMES else "--format"
+        ways = (kind, name, "--method", "rtn", "--lm-head", "int8")
         quantkit("quantize", source, packed, *ways, "--no-check", "--device", options.device)
-        batch = ",".join(map(str, options.batch if place == 0 else options.batch[:1]))
-        beside = ("--against", source) if place == 0 else ()
-        sizes = ("--batch", batch, "--prompt", options.prompt, "--new-tokens", options.new_tokens)
-        repeats = ("--repeats", options.repeats, "--mode", mode, "--device", options.device)
-        quantkit("bench", packed, *beside, *sizes, *repeats, "--json", figures)
-        found += json.loads(figures.read_text())["speed"]
+        beside = ("--against", source) if name == options.formats[0] else ()
+        how = ("--repeats", options.repeats, "--mode", mode, "--device", options.device)
+        for prompt in options.prompt:
+            batch = options.batch if prompt == options.prompt[0] else options.batch[:1]
+            sizes = (
+                "--batch",
+                ",".join(map(str, batch)),
+                "--prompt",
+                prompt,
+                "--new-tokens",
+                options.new_tokens,
+            )
+            quantkit("bench", packed, *beside, *sizes, *how, "--json", figures)
+            found += json.loads(figures.read_text())["speed"]
     return found
 
 
@@ -67,11 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Make the models, measure them, and store what `bench` says with machine and command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", type=lambda given: given.split(","), default=["int4"], metavar="A,B")
-    parser.add_argument(
-        "--batch", type=lambda given: [int(one) for one in given.split(",")], default=[1, 16], metavar="1,16"
-    )
+    parser.add_argument("--batch", type=numbers, default=[1, 16], metavar="1,16")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompt", type=numbers, default=[512], metavar="512,4096")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda")

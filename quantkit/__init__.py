@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from quantkit.errors import QuantkitError as QuantkitError
     from quantkit.eval.evaluate import evaluate as evaluate
     from quantkit.exporting import export as export
+    from quantkit.in_memory import QuantkitConfig as QuantkitConfig
+    from quantkit.in_memory import quantize_model as quantize_model
     from quantkit.kernels.linear import linear as linear
+    from quantkit.merging import merge as merge
     from quantkit.packing.schemes import Scheme as Scheme
     from quantkit.packing.tensor import PackedTensor as PackedTensor
+    from quantkit.planning import plan as plan
     from quantkit.quantizing import quantize as quantize
     from quantkit.runtime.load import load as load
 
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "__version__": "quantkit.about",
     "PackedTensor": "quantkit.packing.tensor",
+    "QuantkitConfig": "quantkit.in_memory",
     "QuantkitError": "quantkit.errors",
     "Scheme": "quantkit.packing.schemes",
     "convert": "quantkit.converting",
@@ -36,12 +41,16 @@ _LAZY = {
     "export": "quantkit.exporting",
     "linear": "quantkit.kernels.linear",
     "load": "quantkit.runtime.load",
+    "merge": "quantkit.merging",
+    "plan": "quantkit.planning",
     "quantize": "quantkit.quantizing",
+    "quantize_model": "quantkit.in_memory",
     "quantize_tensor": "quantkit.calibrate.methods",
 }
 
 __all__ = [
     "PackedTensor",
+    "QuantkitConfig",
     "QuantkitError",
     "Scheme",
     "__version__",
@@ -50,7 +59,10 @@ __all__ = [
     "export",
     "linear",
     "load",
+    "merge",
+    "plan",
     "quantize",
+    "quantize_model",
     "quantize_tensor",
 ]
 
@@ -69,7 +81,7 @@ _NAMES = {"__version__": "VERSION"}
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted(__all__)
 
 
 _QUANTIZERS = "transformers.quantizers.auto"

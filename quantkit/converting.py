@@ -21,6 +21,7 @@ from quantkit.memory import enough_memory
 from quantkit.model.prefixes import read_names
 from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.progress import Progress, counting
+from quantkit.progress_bar import reporting
 from quantkit.quantization.kept_fates import dense_share, kept_fates, kept_table
 from quantkit.quantization.plan import Plan, plan_of
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -61,7 +62,7 @@ def convert(
     out: str | Path,
     options: ConvertOptions = ConvertOptions(),
     *,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     on_plan: OnPlan | None = None,
 ) -> QuantizeResult:
     """Write the codes and scales of `source`, a low-bit checkpoint, as the packed checkpoint `out`.
@@ -70,11 +71,12 @@ def convert(
     The token embedding is packed too, unless `dense_embeddings`. Other tensors are stored unpacked: in
     float32 if the source has them packed.
 
-    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are processed, and `on_plan` once
-    before any tensor is written. Raises `CheckpointError` with the name of a tensor whose values fit no
-    scheme, and `QuantkitError` for every other refusal.
+    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are processed (by default a bar
+    in a terminal or notebook, none with False), and `on_plan` once before any tensor is written. Raises
+    `CheckpointError` with the name of a tensor whose values fit no scheme; `QuantkitError` for every other
+    refusal.
     """
-    with enough_memory(str(source)):
+    with enough_memory(str(source)), reporting(progress, "converting") as shown:
         located = locate(source)
         checkpoint, planned = plan(located.directory, options)
         device = torch.device("cpu")
@@ -98,7 +100,7 @@ def convert(
                     model_record(located, planned, Recipe(), measured, None), recipe=dict(CONVERTED)
                 )
 
-            report = counting(source_bytes(planned, None), progress)
+            report = counting(source_bytes(planned, None), shown)
             unchecked = write_output(checkpoint, planned, output, device, report, None, record, options.check)
             measured = ModelRecord.from_manifest(read_manifest(output.path)).measured
     return QuantizeResult(Path(out), planned, measured, unchecked)

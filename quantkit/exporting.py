@@ -18,6 +18,7 @@ from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, unknown_name
 from quantkit.memory import enough_memory
 from quantkit.progress import Advance, Progress, counting
+from quantkit.progress_bar import reporting
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.run_record import versions
 from quantkit.quantization.side_files import check_side_files
@@ -58,6 +59,9 @@ class ExportResult:
     stored: Mapping[str, str]
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"ExportResult({str(self.directory)!r}, {self.to}, {len(self.stored)} tensors)"
+
 
 def export(
     packed: str | Path,
@@ -65,7 +69,7 @@ def export(
     to: str,
     options: ExportOptions = ExportOptions(),
     *,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> ExportResult:
     """Write the weights of the packed directory `packed` to `out`, in the layout `to`, a name of `TARGETS`.
 
@@ -78,7 +82,7 @@ def export(
     if to not in TARGETS:
         raise unknown_name("target", to, TARGETS)
     directory = Path(packed)
-    with enough_memory(str(packed)):
+    with enough_memory(str(packed)), reporting(progress, "exporting") as shown:
         checkpoint, structure = open_packed(directory)
         checkpoint = check_side_files(checkpoint)
         planned = TARGETS[to].plan(checkpoint, structure, options.max_shard_bytes)
@@ -93,7 +97,7 @@ def export(
         }
         names = [file.name for file in planned.files]
         late = [*(path.name for path in checkpoint.side_files), INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
-        report = counting(2 * checkpoint.nbytes, progress)
+        report = counting(2 * checkpoint.nbytes, shown)
         with OutputDirectory.open(
             Path(out), checkpoint.directory, options.mode, run, size + side, names=names + late
         ) as output:

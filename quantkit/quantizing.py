@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -38,10 +38,8 @@ from quantkit.model.distributed import Ranks, join_ranks
 from quantkit.model.model_free import read_tensors, with_other_parts
 from quantkit.model.prefixes import read_names
 from quantkit.model.structure import Structure, read_structure
-from quantkit.packing.packings import PackingName
-from quantkit.packing.schemes import GroupSize
-from quantkit.packing.zero_points import ZeroPoint
 from quantkit.progress import Advance, Progress, counting
+from quantkit.progress_bar import reporting
 from quantkit.quantization.allocate.allocate import Allocated, allocate_formats
 from quantkit.quantization.allocate.allocation import Allocation
 from quantkit.quantization.allocate.budget import Budget
@@ -51,9 +49,11 @@ from quantkit.quantization.blockwise.calibration import (
     blocks_with_data,
     calibrate,
     discard_work,
+    with_inputs,
 )
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.gpu_memory import gpu_memory
+from quantkit.quantization.keywords import QuantizeKeywords, options_of, with_keywords
 from quantkit.quantization.plan import Plan, make_plan
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.rotated_checkpoint import rotated
@@ -61,7 +61,6 @@ from quantkit.quantization.run_record import model_record, run_record
 from quantkit.quantization.side_files import check_side_files
 from quantkit.quantization.stream import write_shards
 from quantkit.recipes.recipe import Recipe
-from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.verification.check_output import check_finished, check_headers_of, check_unfinished
 from quantkit.verification.plan_check import checked
 
@@ -83,6 +82,9 @@ class QuantizeResult:
     plan: Plan
     measured: Mapping[str, Measured]
     unchecked: str | None = None
+
+    def __repr__(self) -> str:
+        return f"QuantizeResult({str(self.directory)!r}, {self.plan})"
 
     @property
     def relative_errors(self) -> dict[str, float]:
@@ -177,101 +179,51 @@ def _kept(out: Path, checkpoint: Checkpoint, mode: Mode) -> Allocated | None:
         return None
 
 
+@with_keywords
 def quantize(
     source: str | Path,
     out: str | Path,
     *,
-    format: str | None = RecipeOptions.format,
-    method: str | None = RecipeOptions.method,
-    group_size: GroupSize = RecipeOptions.group_size,
-    zero_point: ZeroPoint | None = RecipeOptions.zero_point,
-    scale_dtype: str | None = RecipeOptions.scale_dtype,
-    packing: PackingName | None = RecipeOptions.packing,
-    activations: str | None = RecipeOptions.activations,
-    scheme: str | None = RecipeOptions.scheme,
-    recipe: Recipe | str | Path | None = RecipeOptions.recipe,
-    lm_head: str | None = RecipeOptions.lm_head,
-    embeddings: str | None = RecipeOptions.embeddings,
-    rules: tuple[str, ...] = RecipeOptions.rules,
-    rotate: bool = RecipeOptions.rotate,
-    model_free: bool = RecipeOptions.model_free,
-    device: str = QuantizeOptions.device,
     resume: bool = QuantizeOptions.resume,
     overwrite: bool = QuantizeOptions.overwrite,
-    max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
-    allow_auto_map: bool = QuantizeOptions.allow_auto_map,
-    calibration: CalibrationOptions | None = None,
-    budget: Budget | None = QuantizeOptions.budget,
     check: bool = QuantizeOptions.check,
-    engine: str | None = QuantizeOptions.engine,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     measuring: Progress | None = None,
     on_plan: OnPlan | None = None,
     ranks: Ranks | None = None,
+    **given: Unpack[QuantizeKeywords],
 ) -> QuantizeResult:
     """Quantize a checkpoint (a directory or a hub id) into the packed checkpoint directory `out`.
 
     `format` (default int4), `method` (mse), `group_size`, `zero_point` ("none", "integer" or "float"),
     `scale_dtype` (a name such as "bfloat16" or "e4m3") and `packing` ("bits", "radix" or "stream") apply to
-    every linear of the decoder; `rules`, `lm_head` and a recipe file refine that, as `RecipeOptions` says.
-    `activations` ("fp8" or "int8", …) rounds the inputs of these linears, and `scheme` is a name of
-    llm-compressor for all of that, such as "W8A8".
-    `embeddings` packs the token embedding, with a head that is tied to it as one table. With `rotate` the
+    every linear of the decoder; `rules`, `lm_head` and a recipe (a `Recipe` or a file) refine that, as
+    `RecipeOptions` says. `activations` ("fp8" or "int8", …) rounds the inputs of these linears. `scheme` is a
+    `Scheme` or a name of llm-compressor for all of that, such as "W8A8". `bits_per_weight`, or another
+    `budget`, chooses the format of each linear, among `formats` if given.
+
+    `calibration` is a path, files and data sets as `NAME[:SAMPLES],...`, a list of texts, or a
+    `datasets.Dataset`; `calibration_samples`, `calibration_length` and `seed` say what is drawn from it.
+    `embeddings` packs the token embedding, with a head that is tied to it as one table. `kv_scales`, "fp8",
+    stores scales of keys and values for the KV cache of an engine. With `rotate` the
     weights are rotated first, and the model computes the same (`quantization/rotated_checkpoint.py`). With
     `model_free` names and shapes decide what is a linear (`model/model_free.py`). `QuantizeOptions` explains
-    the options from `device` to `engine`.
+    `device`, `max_shard_bytes`, `allow_auto_map`, `engine`, `resume`, `overwrite` and `check`.
 
-    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with,
-    `measuring(done, all, at work)` while sensitivities are measured for a budget, `on_plan` once before any
-    tensor is written. `ranks` are the processes that share the calibration, by default those of torchrun.
-    All of them call this alike and get the result; the first one writes `out` and makes the calls.
-
-    It has a parameter per option, as a call of a script then says all and needs no other import.
+    `progress(done_bytes, all_bytes, tensor)` is called as source bytes are dealt with; by default a bar is
+    shown in a terminal or notebook, and with False none. `measuring(done, all, at work)` is called while
+    sensitivities are measured for a budget, `on_plan` once before any tensor is written. `ranks` are the
+    processes that share the calibration, by default those of torchrun. All of them call this alike and get
+    the result; the first one writes `out` and makes the calls.
 
     Raises `QuantkitError` for every refusal; nothing was written then, or `resume=True` continues.
     """
-    given = RecipeOptions(
-        format=format,
-        method=method,
-        group_size=group_size,
-        zero_point=zero_point,
-        scale_dtype=scale_dtype,
-        packing=packing,
-        activations=activations,
-        scheme=scheme,
-        recipe=None if isinstance(recipe, Recipe) else recipe,
-        lm_head=lm_head,
-        embeddings=embeddings,
-        rules=tuple(rules),
-        rotate=rotate,
-        model_free=model_free,
-    )
-    options = QuantizeOptions(
-        recipe=_only(recipe, given) if isinstance(recipe, Recipe) else given,
-        budget=budget,
-        calibration=calibration or QuantizeOptions.calibration,
-        device=device,
-        max_shard_bytes=max_shard_bytes,
-        allow_auto_map=allow_auto_map,
-        resume=resume,
-        overwrite=overwrite,
-        check=check,
-        engine=engine,
-    )
-    return quantize_checkpoint(
-        source, out, options, progress=progress, measuring=measuring, on_plan=on_plan, ranks=ranks
-    )
-
-
-def _only(recipe: Recipe, given: RecipeOptions) -> Recipe:
-    """Return `recipe`; raise `UsageError` if other options also choose formats or rules."""
-    if given != RecipeOptions():
-        raise UsageError(
-            "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
-            "scale_dtype, packing, activations, scheme, lm_head, embeddings, rules, rotate and model_free, "
-            "or make the recipe of them."
+    run = {"resume": resume, "overwrite": overwrite, "check": check}
+    options = options_of({**given, **run}, "quantize")
+    with reporting(progress, "quantizing") as report:
+        return quantize_checkpoint(
+            source, out, options, progress=report, measuring=measuring, on_plan=on_plan, ranks=ranks
         )
-    return recipe
 
 
 def quantize_checkpoint(
@@ -301,7 +253,7 @@ def quantize_checkpoint(
             kept = partial(_kept, Path(out), checkpoint, options.mode)
             found = Allocated.from_dict(ranks.broadcast(lambda: Allocated.to_dict(kept() or allocate())))
             request: dict[str, Any] = {"budget": budget.to_dict(), "asked": recipe.to_dict()}
-            request["calibration"] = vars(options.calibration)
+            request["calibration"] = options.calibration.to_dict()
             if options.engine is not None:
                 request["engine"] = options.engine
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
@@ -325,6 +277,7 @@ def quantize_checkpoint(
             if on_plan is not None:
                 on_plan(checkpoint, planned)
         if calibrated is not None:
+            calibrated, planned = with_inputs(calibrated, planned, output, Path(out), ranks, report)
             calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
         unchecked = None
         if output is not None:
@@ -370,7 +323,9 @@ def write_output(
         check_headers_of(output, planned, checkpoint)
         if not check:
             return {}
-        logits, unchecked = check_unfinished(output, planned, measured.layers, device)
+        logits, unchecked = check_unfinished(
+            output, planned.model_config, planned.output_bytes, measured.layers, device
+        )
         return logits
 
     output.finish(

@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "quantkit"
 
 #: Modules that every part may import.
-COMMON = {"about", "errors", "escaping", "files", "leaving", "progress", "signals"}
+COMMON = {"about", "errors", "escaping", "files", "leaving", "progress", "progress_bar", "signals"}
 #: What else each part may import, besides itself.
 BASE = {"packing", "checkpoint"}
 QUANTIZING = BASE | {"calibrate", "recipes", "kernels", "model", "memory", "workers", "devices"}
@@ -38,14 +38,15 @@ ALLOWED = {
         "converting",
         "exporting",
         "fitting",
+        "merging",
     },
 }
 #: Lines of a file, and parameters of a function that is no kernel.
 LONGEST, MOST_PARAMETERS = 450, 10
 #: Functions with more, and why.
 MANY_PARAMETERS = {
-    "quantize": "public: a script's call has an option per parameter and needs no other import",
-    "evaluate": "public: as `quantize`",
+    "evaluate": "public: a script's call has an option per parameter and needs no other import",
+    "merge": "public: as `evaluate`",
     "rotated_attention": "the tensors of the two operations in whose place it is",
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)

@@ -13,7 +13,7 @@ import torch
 from quantkit.checkpoint.engine_support import readers
 from quantkit.checkpoint.engines import ENGINES, VLLM, LayerKind, Stored
 from quantkit.errors import FormatError
-from quantkit.packing.activations import ActivationScheme, activations_named
+from quantkit.packing.activations import ActivationScheme, ScaleKind, activations_named
 from quantkit.packing.formats import FORMATS, IntFormat
 from quantkit.packing.names import QUANTKIT, Container, StoredFormat
 from quantkit.packing.packings import PackingName
@@ -82,7 +82,7 @@ class CompressedTensorsFormat:
 
     def rounds(self, inputs: ActivationScheme | None) -> bool:
         """Return True if its matrices may have inputs that are rounded like this."""
-        return inputs in map(activations_named, self.activations)
+        return (inputs and inputs.unbound) in map(activations_named, self.activations)
 
     def stored_as(self, module: str, kind: LayerKind, scheme: Scheme, shape: tuple[int, int]) -> Stored:
         """Return how engines see matrices of `module` in `scheme`, each of `shape` [N, K]."""
@@ -94,15 +94,25 @@ def input_arguments(scheme: ActivationScheme | None) -> dict[str, Any] | None:
     """Return the `input_activations` arguments of a config group; None if inputs are left as they are."""
     if scheme is None:
         return None
+    whole = "tensor" if scheme.static else "token"
     arguments = {
         "num_bits": scheme.number_format.bits,
         "type": "int" if isinstance(scheme.number_format, IntFormat) else "float",
         "symmetric": True,
-        "strategy": "token" if scheme.group_size is None else "group",
+        "strategy": whole if scheme.group_size is None else "group",
         "group_size": scheme.group_size,
-        "dynamic": True,
+        "dynamic": not scheme.static,
     }
-    return {**arguments, "scale_dtype": "torch.uint8"} if scheme.scale == "e8m0" else arguments
+    return {**arguments, **_OF_SCALES[scheme.scale]}
+
+
+#: What `input_activations` says of scales that are not float32. Scales of NVFP4 are found for each group, and
+#: divided by the stored number.
+_OF_SCALES: dict[ScaleKind, dict[str, Any]] = {
+    "float32": {},
+    "e8m0": {"scale_dtype": "torch.uint8"},
+    "e4m3": {"strategy": "tensor_group", "dynamic": "local", "scale_dtype": "torch.float8_e4m3fn"},
+}
 
 
 _E8M0 = torch.uint8
@@ -141,7 +151,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         columns=4,
         fused=True,
         blocks=True,
-        activations=(None, "fp8", "fp8-g128"),
+        activations=(None, "fp8", "fp8-g128", "fp8-static"),
     ),
     CompressedTensorsFormat(
         StoredFormat("mxfp8-quantized", "", torch.float8_e4m3fn, _E8M0, codes_per_element=1),
@@ -174,6 +184,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         group_size=16,
         strategy="tensor_group",
         scale_dtype="torch.float8_e4m3fn",
+        activations=(None, "nvfp4"),
     ),
 )
 

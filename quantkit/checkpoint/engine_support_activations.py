@@ -10,17 +10,20 @@ from quantkit.checkpoint.engines import (
     LINEARS,
     MXFP4,
     MXFP8,
+    NVFP4,
     OTHER_BLOCKS,
     SGLANG,
     TRANSFORMERS,
     VLLM,
     WHOLE,
+    Engine,
     Support,
 )
 
 #: Rounded inputs, as `Stored.activations`.
 _INT8_X, _FP8_X, _FP8_GROUPS_X = ("int8 token",), ("fp8-e4m3 token",), ("fp8-e4m3 g128",)
 _MXFP8_X, _MXFP4_X = ("fp8-e4m3 g32 e8m0",), ("fp4-e2m1 g32 e8m0",)
+_STATIC_FP8_X, _NVFP4_X = ("fp8-e4m3 tensor",), ("fp4-e2m1 g16 e4m3",)
 INT8 = "int-quantized"
 _GIVE_W8A8 = "Choose scales per channel: --scheme W8A8."
 _GIVE_FP8 = "Choose --scheme FP8_DYNAMIC or FP8_BLOCK."
@@ -30,6 +33,23 @@ _ROUNDS_OTHERWISE = "fp8 with inputs rounded per token and weights in blocks, or
 _FP8_EXPERTS_OF = (
     (VLLM, ("CompressedTensorsW8A8Fp8MoEMethod",), ("CompressedTensorsW8A8Fp8MoEMethod",)),
     (SGLANG, ("CompressedTensorsW8A8Fp8MoE",), ()),
+)
+#: (engine, scales of weights of experts with static inputs, their class, class of NVFP4 linears, of experts)
+_STATIC_OF: tuple[tuple[Engine, tuple[str, ...], str, str, str], ...] = (
+    (
+        VLLM,
+        WHOLE,
+        "CompressedTensorsW8A8Fp8MoEMethod",
+        "CompressedTensorsW4A4Fp4",
+        "CompressedTensorsW4A4Nvfp4MoEMethod",
+    ),
+    (
+        SGLANG,
+        ("tensor",),
+        "CompressedTensorsW8A8Fp8MoE",
+        "CompressedTensorsW4A16Fp4",
+        "CompressedTensorsW4A16Nvfp4MoE",
+    ),
 )
 
 #: (format, sizes of groups, inputs, class of linears, class of experts, caution): vLLM's classes of groups.
@@ -122,6 +142,41 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
             Support(engine, INT8, WHOLE, LINEARS, ("CompressedTensorsW8A8Int8",), activations=_INT8_X),
         )
     ),
+    *(
+        row
+        for engine, strategies, of_experts, of_nvfp4, of_nvfp4_experts in _STATIC_OF
+        for row in (
+            Support(engine, FP8, WHOLE, LINEARS, ("CompressedTensorsW8A8Fp8",), activations=_STATIC_FP8_X),
+            Support(engine, FP8, strategies, EXPERTS, (of_experts,), activations=_STATIC_FP8_X),
+            Support(
+                engine,
+                FP8,
+                (*WHOLE, "group", BLOCK, OTHER_BLOCKS),
+                ALL_KINDS,
+                what="fp8 in groups or blocks with static input scales, or such experts",
+                instead=_GIVE_FP8,
+                activations=_STATIC_FP8_X,
+            ),
+            Support(
+                engine,
+                NVFP4,
+                ("tensor_group",),
+                LINEARS,
+                (of_nvfp4,),
+                caution=_ELSEWHERE,
+                activations=_NVFP4_X,
+            ),
+            Support(
+                engine,
+                NVFP4,
+                ("tensor_group",),
+                EXPERTS,
+                (of_nvfp4_experts,),
+                caution=_ELSEWHERE,
+                activations=_NVFP4_X,
+            ),
+        )
+    ),
     Support(VLLM, INT8, WHOLE, EXPERTS, ("CompressedTensorsW8A8Int8MoEMethod",), activations=_INT8_X),
     Support(
         SGLANG,
@@ -194,7 +249,8 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
         for form, strategies, x in (
             (INT, GROUPS, (*_INT8_X, *_FP8_X)),
             (INT8, (*WHOLE, "group"), _INT8_X),
-            (FP8, (*WHOLE, "group", BLOCK, OTHER_BLOCKS), (*_FP8_X, *_FP8_GROUPS_X)),
+            (FP8, (*WHOLE, "group", BLOCK, OTHER_BLOCKS), (*_FP8_X, *_FP8_GROUPS_X, *_STATIC_FP8_X)),
+            (NVFP4, ("tensor_group",), _NVFP4_X),
             (MXFP8, ("group",), _MXFP8_X),
             (MXFP4, ("group",), _MXFP4_X),
         )

@@ -33,6 +33,15 @@ SECTION = "quantkit"
 VERSION = 1
 #: Reason why a checkpoint with a packed embedding needs quantkit.
 PACKED_TABLE = "the config names linears as packed, so other readers take embeddings to be dense"
+#: What `kv_cache_scheme` says of scales for a KV cache in fp8: one per layer for keys, and one for values.
+KV_CACHE_SCHEME: dict[str, Any] = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "group_size": None,
+    "dynamic": False,
+}
 _FIELDS = {"version", "schemes", "default", "modules"}
 #: For each of `FUSED`, what ends a pattern for it and for its first part.
 _FUSED_ENDS = {"qkv_proj": "q(kv)?_proj$", "gate_up_proj": "gate(_up)?_proj$"}
@@ -82,6 +91,8 @@ class QuantizationConfig:
     container: Container
     default: Scheme | None
     modules: Mapping[str, Scheme | None]
+    #: True if attention layers have the scales of keys and values for a KV cache in fp8.
+    kv_scales: bool = False
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a linear module of the model, None if it is dense."""
@@ -113,14 +124,15 @@ class QuantizationConfig:
 
         They must name every linear of the model: other readers take any omitted one as packed.
         """
+        kv = {"kv_cache_scheme": KV_CACHE_SCHEME} if self.kv_scales else {}
         if self.container == "quantkit":
-            return {"quant_method": "quantkit", SECTION: self._section()}
+            return {"quant_method": "quantkit", **kv, SECTION: self._section()}
         packs = any(scheme is not None for scheme in (self.default, *self.modules.values()))
         if packs and all(a.scheme is None for a in assignments):
             # The compressed-tensors part would say that nothing is packed, and readers would invent the
             # weights.
             raise ValueError("a compressed-tensors configuration cannot be written without its assignments")
-        return {**_compressed_tensors_view(assignments), SECTION: self._section()}
+        return {**_compressed_tensors_view(assignments), **kv, SECTION: self._section()}
 
     def _section(self) -> dict[str, Any]:
         schemes = dict.fromkeys([self.default, *self.modules.values()])
@@ -177,10 +189,17 @@ class QuantizationConfig:
             return schemes[value]
 
         modules = _expect(section.get("modules"), dict, "modules")
+        kv = data.get("kv_cache_scheme")
+        if kv not in (None, KV_CACHE_SCHEME):
+            raise CheckpointError(
+                f"quantization_config.kv_cache_scheme is {kv!r}; quantkit writes null or {KV_CACHE_SCHEME}. "
+                "Quantize the model again."
+            )
         return cls(
             cast(Container, method),
             numbered(section.get("default"), "default"),
             {str(name): numbered(value, f"modules[{name!r}]") for name, value in modules.items()},
+            kv is not None,
         )
 
 
@@ -199,7 +218,10 @@ def changed_config(
         for name, scheme in schemes.items()
         if scheme != config.default or (name if names is None else names.get(name)) in config.modules
     }
-    changed = {**data, SECTION: QuantizationConfig(config.container, config.default, modules)._section()}
+    changed: dict[str, Any] = {
+        **data,
+        SECTION: QuantizationConfig(config.container, config.default, modules)._section(),
+    }
     prefixes = sorted({_prefixes(*pair) for pair in (names or {}).items()}, key=lambda pair: -len(pair[1]))
 
     def with_names(known: Sequence[str]) -> list[str]:

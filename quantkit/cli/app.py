@@ -14,6 +14,7 @@ from quantkit.cli.commands.export import export
 from quantkit.cli.commands.formats import formats
 from quantkit.cli.commands.generate import generate
 from quantkit.cli.commands.inspection import inspect
+from quantkit.cli.commands.merge import merge
 from quantkit.cli.commands.methods import methods
 from quantkit.cli.commands.plan import plan
 from quantkit.cli.commands.publish import push, report
@@ -37,6 +38,7 @@ COMPUTING: dict[str, Callable[..., None]] = {
     "quantize": quantize,
     "convert": convert,
     "export": export,
+    "merge": merge,
     "plan": plan,
     "verify": verify,
     "eval": evaluate,

@@ -10,21 +10,12 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    ProgressColumn,
-    Task,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bar
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Table
 
 from quantkit.escaping import one_line, printable
 from quantkit.files import size_text
 from quantkit.progress import Progress
+from quantkit.progress_bar import progress_bar
 
 #: Columns where there is no terminal: lines in a pipe or a file are not broken, whatever their length.
 PIPED_WIDTH = 10_000
@@ -118,26 +109,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-class _MemoryColumn(ProgressColumn):
-    """Resident memory of this process."""
-
-    def __init__(self) -> None:
-        super().__init__(Column(no_wrap=True))
-        import psutil
-
-        self._process = psutil.Process()
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{size_text(self._process.memory_info().rss)} RAM", style="dim", no_wrap=True)
-
-
-class _LabelColumn(ProgressColumn):
-    """What is at work, cut to the room there is: the only column that gives way."""
-
-    def render(self, task: Task) -> Text:
-        return Text(one_line(task.fields["label"]), style="dim", no_wrap=True, overflow="ellipsis")
-
-
 def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progress:
     """Prints how far work is when `LINE_SECONDS` have passed since the last line, and never before that."""
     import psutil
@@ -182,18 +153,5 @@ def progress(what: str, shown: bool = True) -> Iterator[Progress]:
     if not err.is_terminal:
         yield _plain_lines(what) if shown else lambda done, total, label: None
         return
-    columns = (
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=20, table_column=Column(no_wrap=True)),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        _MemoryColumn(),
-        _LabelColumn(),
-    )
-    with Bar(*columns, console=err, transient=True, disable=not shown) as bar:
-        task = bar.add_task(what, total=None, label="")
-
-        def report(done: int, total: int, label: str) -> None:
-            bar.update(task, completed=done, total=total, label=label)
-
+    with progress_bar(err, what, shown) as report:
         yield report

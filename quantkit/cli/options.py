@@ -19,6 +19,7 @@ from quantkit.errors import UsageError
 from quantkit.packing.presets import (
     ACTIVATIONS,
     DEFAULT_FORMAT,
+    KV_SCALES,
     MENU_NAMES,
     PACKING_NAMES,
     PRESETS,
@@ -229,6 +230,17 @@ Embeddings = Annotated[
         "tied to it gets the same table. Only quantkit reads the result.",
     ),
 ]
+KvScales = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-scales",
+        metavar="FORMAT",
+        help="Measure and store scales of keys and values for a KV cache of vLLM or SGLang in this format: "
+        f"{', '.join(KV_SCALES)}. Takes calibration data.",
+        show_default="none",
+        autocompletion=completion.names(*KV_SCALES),
+    ),
+]
 DenseEmbeddings = Annotated[
     bool,
     typer.Option(
@@ -328,6 +340,7 @@ class QuantizeArguments:
     recipe: RecipeFile = None
     lm_head: LmHead = None
     embeddings: Embeddings = None
+    kv_scales: KvScales = None
     rule: Rules = None
     rotate: Rotate = False
     model_free: ModelFree = False
@@ -394,6 +407,7 @@ class QuantizeArguments:
             recipe=self.recipe,
             lm_head=self.lm_head,
             embeddings=self.embeddings,
+            kv_scales=self.kv_scales,
             rules=tuple(self.rule or ()),
             rotate=self.rotate,
             model_free=self.model_free,

@@ -27,6 +27,7 @@ from quantkit.eval.tasks import TaskMetrics, TaskRun, Tasks, run_tasks, task_man
 from quantkit.eval.text import check_tokens
 from quantkit.kernels.registry import forced_kernel
 from quantkit.progress import Advance, Progress, counting
+from quantkit.progress_bar import reporting
 
 #: Dtype by dtype for the noise floor: the difference between both counts as none.
 CONTROL_DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float16": "float32"}
@@ -48,11 +49,12 @@ def evaluate(
     noise_floor: bool = EvalOptions.noise_floor,
     per_block: bool = EvalOptions.per_block,
     reference: Reference | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> EvalReport:
     """Evaluate one checkpoint as `evaluate_many` does; `EvalOptions` explains the options.
 
-    It has a parameter per option, so that a script needs no other import.
+    A bar is shown in a terminal or notebook unless `progress` is False or a function. It has a parameter per
+    option, so that a script needs no other import.
     """
     options = EvalOptions(
         texts=tuple(texts),
@@ -68,7 +70,8 @@ def evaluate(
         noise_floor=noise_floor,
         per_block=per_block,
     )
-    return evaluate_many([model], options, reference=reference, progress=progress)[0]
+    with reporting(progress, "evaluating") as report:
+        return evaluate_many([model], options, reference=reference, progress=report)[0]
 
 
 def evaluate_many(

@@ -83,6 +83,15 @@ class EvalReport:
     reference_logits: int | None = None
     kv_cache: str | None = None
 
+    def __repr__(self) -> str:
+        texts = (
+            f"{name}: {one.nll:.4g} nats per token"
+            + ("" if one.kl_mean is None else f", KL {one.kl_mean:.3g}")
+            for name, one in self.texts.items()
+        )
+        tasks = (f"{one.task}: {one.accuracy:.1%}" for one in self.tasks)
+        return f"EvalReport({self.label or self.model!r}, {'; '.join([*texts, *tasks])})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, free of NaN and infinities."""
         reference = self.reference_sizes

@@ -92,7 +92,7 @@ class _Whole(Passes):
     def _empty_cache(self, format: str) -> Any:
         from quantkit.runtime.cache.kv_cache import PackedCache
 
-        cache = PackedCache(self._model.config, format)
+        cache = PackedCache.of_model(self._model, format)
         if cache.note is not None:
             self.note = f"{self.directory.name}: {cache.note}"
         return cache

@@ -81,6 +81,8 @@ class Problem:
         )
         features, gpu = device_features(device), gpu_of(device)
         rounding, weights = scheme.activations, scheme.of_weights
+        # Kernels do not depend on a stored number.
+        rounding = rounding and rounding.unbound
         return cls(m, n, k, weights, dtype, kind, features, layout, gpu, fp16_accumulation, rounding)
 
     def __str__(self) -> str:

@@ -1,14 +1,16 @@
 """Activation schemes: how a linear rounds its inputs x before the product.
 
-    x [..., K] -> codes of a number format, and one scale per token or per group of a token
+    x [..., K] -> codes of a number format, and one scale per tensor, per token or per group of a token
     y = round(x) W^T, with the codes and scales multiplied back
 
-Scales are dynamic: computed from x itself. So nothing is stored, and a result depends on no calibration.
+Scales are dynamic, computed from x itself, or static: one number of the linear, from calibration data, is
+stored beside its weight. Static scales saturate inputs that are larger than those of the calibration.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -18,10 +20,17 @@ from quantkit.packing.formats import FORMATS, NumberFormat
 from quantkit.packing.presets import ACTIVATIONS
 from quantkit.packing.scale_types import MAX_GROUP_SIZE
 
-ScaleKind = Literal["float32", "e8m0"]
-SCALE_KINDS: tuple[ScaleKind, ...] = ("float32", "e8m0")
+ScaleKind = Literal["float32", "e8m0", "e4m3"]
+SCALE_KINDS: tuple[ScaleKind, ...] = ("float32", "e8m0", "e4m3")
+#: Parts of a linear that hold the number of static scales [1], float32, by the kind of scale: the scale of
+#: all inputs, or the factor that e4m3 scales were multiplied by.
+INPUT_PARTS: dict[ScaleKind, str] = {"float32": "input_scale", "e4m3": "input_global_scale"}
 #: Smallest scale, so that a token of zeros has a divisor.
 _SMALLEST = torch.finfo(torch.float32).tiny
+#: Stands for an e4m3 scale that rounds to 0, as in compressed-tensors.
+_INSTEAD_OF_ZERO = 0.125
+#: Largest e4m3 scale.
+_E4M3_MAX = 448.0
 #: Carries a float32 whose significand is at least 1.75 to the next exponent: 0.25 in units of its last place.
 _CARRY = 1 << 21
 
@@ -32,12 +41,17 @@ class ActivationScheme:
 
     format       name of a number format
     group_size   consecutive features of a token that share a scale; None for one scale per token
-    scale        float32, or e8m0: a power of two
+    scale        float32; e8m0: a power of two; e4m3: of groups, divided by a factor of the linear
+    static       True if the linear stores a number of its scales, see `INPUT_PARTS`: the float32 scale of all
+                 its inputs, which have no groups, or the factor of e4m3 scales
+    stored       that number; None where it is not known, as in a recipe
     """
 
     format: str
     group_size: int | None = None
     scale: ScaleKind = "float32"
+    static: bool = False
+    stored: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, str) or self.format not in FORMATS or not self.number_format.has_zero:
@@ -53,6 +67,47 @@ class ActivationScheme:
             raise FormatError(
                 f"the scale of inputs is {self.scale!r}; it is one of {', '.join(SCALE_KINDS)}."
             )
+        if type(self.static) is not bool or self.static not in self._staticness():
+            raise FormatError(
+                f"static is {self.static!r} with {self.scale} scales of inputs and group size {size}; e4m3 "
+                "scales of groups are static, e8m0 scales are not, and a static float32 scale has no groups."
+            )
+        if self.stored is not None and not (self.static and _is_scale(self.stored)):
+            raise FormatError(
+                f"the stored scale of inputs is {self.stored!r}; static scales have a positive finite "
+                "number, others none."
+            )
+
+    def _staticness(self) -> tuple[bool, ...]:
+        """Return the values that `static` may have."""
+        if self.scale == "float32":
+            return (False, True) if self.group_size is None else (False,)
+        return (self.scale == "e4m3" and self.group_size is not None,)
+
+    @property
+    def part(self) -> str | None:
+        """Return the name of the part of a linear that holds `stored`; None for dynamic scales."""
+        return INPUT_PARTS[self.scale] if self.static else None
+
+    @cached_property
+    def unbound(self) -> "ActivationScheme":
+        """Return the scheme without its stored number, as a recipe has it."""
+        return self if self.stored is None else replace(self, stored=None)
+
+    def bind(self, stored: float) -> "ActivationScheme":
+        """Return the static scheme with the number that a linear stores; `FormatError` if it is no scale."""
+        return replace(self, stored=stored)
+
+    def fit(self, largest: float) -> "ActivationScheme":
+        """Return the static scheme for inputs whose largest magnitude is `largest`, as in compressed-tensors.
+
+        A float32 scale makes `largest` the largest number of the format. The factor of e4m3 scales makes it
+        the largest number with the largest scale.
+        """
+        # compressed-tensors divides a number by a tensor, which torch rounds twice, and two tensors.
+        most, seen = self.number_format.absmax, torch.tensor(largest, dtype=torch.float32)
+        found = seen / torch.tensor(most) if self.scale == "float32" else _E4M3_MAX * most / seen
+        return self.bind(float(found))
 
     @property
     def number_format(self) -> NumberFormat:
@@ -67,19 +122,34 @@ class ActivationScheme:
     def scales(self, groups: torch.Tensor) -> torch.Tensor:
         """Return the scales float32 [..., 1] of groups float32 [..., g].
 
-        A group with NaN or infinity has none, and gets NaN. The largest magnitude of a group becomes that of
-        the format. An e8m0 scale brings it into the binade of that of the format; from a significand of 1.75
-        on, into the one below, as in compressed-tensors.
+        A group with NaN or infinity has none, and gets NaN. With dynamic scales the largest magnitude of a
+        group becomes that of the format. An e8m0 scale brings it into the binade of that of the format; from
+        a significand of 1.75 on, into the one below, as in compressed-tensors. Raises `FormatError` for a
+        static scheme whose number is not known.
         """
         largest = groups.abs().amax(-1, keepdim=True)
+        # A tensor, because a GPU multiplies by the inverse of a number.
+        absmax = largest.new_full((), self.number_format.absmax)
+        return torch.where(largest.isfinite(), self._scales_of(largest, absmax), math.nan)
+
+    def _scales_of(self, largest: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
+        """Return the scales of groups whose largest magnitudes are `largest`, float32 [..., 1]."""
+        if self.static and self.stored is None:
+            raise FormatError(
+                f"inputs are rounded to {self} by a number that was not read yet; load the checkpoint that "
+                "stores it."
+            )
+        if self.scale == "e4m3":
+            factor = largest.new_full((), self.stored or 0.0)
+            scale = FORMATS["fp8-e4m3"].round((factor * (largest / absmax)).clamp(max=_E4M3_MAX))
+            return scale.masked_fill(scale == 0, _INSTEAD_OF_ZERO) / factor
+        if self.static:
+            return torch.full_like(largest, self.stored or 0.0)
         if self.scale == "float32":
-            # A tensor, because a GPU multiplies by the inverse of a number.
-            scale = (largest / largest.new_full((), self.number_format.absmax)).clamp(min=_SMALLEST)
-            return torch.where(largest.isfinite(), scale, math.nan)
+            return (largest / absmax).clamp(min=_SMALLEST)
         exponent = (largest.view(torch.int32) + _CARRY) >> 23
         exponent = (exponent - math.floor(math.log2(self.number_format.absmax))).clamp(1, 254)
-        scale = (exponent << 23).view(torch.float32)
-        return torch.where(largest.isfinite(), scale, math.nan)
+        return (exponent << 23).view(torch.float32)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` [..., K] rounded to the scheme, in its dtype; computed in float32 and rounded once.
@@ -101,23 +171,28 @@ class ActivationScheme:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scheme as JSON values; `from_dict` is the inverse."""
-        return {"format": self.format, "group_size": self.group_size, "scale": self.scale}
+        data = {"format": self.format, "group_size": self.group_size, "scale": self.scale}
+        data |= {"static": True} if self.static else {}
+        return data if self.stored is None else {**data, "stored": self.stored}
 
     @classmethod
     def from_dict(cls, data: object) -> "ActivationScheme":
         """Parse the output of `to_dict`; raise `FormatError` for a missing, unknown or ill-typed field."""
-        expected = {field.name for field in fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != expected:
+        expected, optional = {"format", "group_size", "scale"}, {"static", "stored"}
+        if not isinstance(data, Mapping) or not expected <= set(data) <= expected | optional:
             found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise FormatError(
-                f"the activations of a scheme have the fields {sorted(expected)}; found {found}."
+                f"the activations of a scheme have the fields {sorted(expected)}, and may have "
+                f"{sorted(optional)}; found {found}."
             )
         return cls(**data)
 
     @property
     def granularity(self) -> str:
-        """Return the unit that has its own scale: `token`, or group `g128`."""
-        return "token" if self.group_size is None else f"g{self.group_size}"
+        """Return the unit that has its own scale: `tensor`, `token`, or group `g128`."""
+        if self.group_size is not None:
+            return f"g{self.group_size}"
+        return "tensor" if self.static else "token"
 
     def __str__(self) -> str:
         scale = "" if self.scale == "float32" else f" {self.scale}"
@@ -131,4 +206,8 @@ def activations_named(name: str | None) -> ActivationScheme | None:
     preset = ACTIVATIONS.get(name)
     if preset is None:
         raise unknown_name("activations", name, ("none", *ACTIVATIONS))
-    return ActivationScheme(preset.format, preset.group_size, preset.scale)
+    return ActivationScheme(preset.format, preset.group_size, preset.scale, preset.static)
+
+
+def _is_scale(value: object) -> bool:
+    return isinstance(value, float) and 0.0 < value < math.inf

@@ -16,6 +16,9 @@ Container = Literal["compressed-tensors", "quantkit"]
 
 CONTAINERS: tuple[Container, ...] = ("compressed-tensors", "quantkit")
 
+#: Scale of the keys or values of an attention layer, a part beside the linear that makes them.
+KV_PARTS = {"k_proj": "k_scale", "v_proj": "v_scale"}
+
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -36,7 +39,12 @@ class StoredFormat:
     codes_per_element: int | None = None
 
     def part_name(self, parameter: str, part: str) -> str:
-        """Return the state-dict name of `part` of `parameter`, such as "weight_scale"."""
+        """Return the state-dict name of `part` of `parameter`, such as "weight_scale".
+
+        Parts of inputs belong to the linear: "input_scale" for the parameter "weight".
+        """
+        if part.startswith("input_"):
+            return parameter.removesuffix("weight") + part
         return parameter + (self.words_suffix if part == "packed" else f"_{part}")
 
     def shapes(self, storage: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

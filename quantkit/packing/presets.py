@@ -62,16 +62,23 @@ class ActivationPreset:
 
     format: str
     group_size: int | None = None
-    scale: Literal["float32", "e8m0"] = "float32"
+    scale: Literal["float32", "e8m0", "e4m3"] = "float32"
+    static: bool = False
 
 
-#: How inputs may be rounded: one scale per token, per group of 128, or as the OCP MX specification v1.0.
+#: Formats of KV caches for which checkpoints store scales.
+KV_SCALES = ("fp8",)
+
+#: How inputs may be rounded: one scale per token, per group of 128, per tensor, as the OCP MX specification
+#: v1.0, or as NVIDIA's NVFP4.
 ACTIVATIONS: dict[str, ActivationPreset] = {
     "int8": ActivationPreset("int8"),
     "fp8": ActivationPreset("fp8-e4m3"),
     "fp8-g128": ActivationPreset("fp8-e4m3", 128),
+    "fp8-static": ActivationPreset("fp8-e4m3", static=True),
     "mxfp8": ActivationPreset("fp8-e4m3", 32, "e8m0"),
     "mxfp4": ActivationPreset("fp4-e2m1", 32, "e8m0"),
+    "nvfp4": ActivationPreset("fp4-e2m1", 16, "e4m3", static=True),
     "int4": ActivationPreset("int4"),
 }
 
@@ -87,8 +94,10 @@ class SchemePreset:
     packing: Literal["bits", "stream"] = "bits"
 
 
-#: Names of llm-compressor and compressed-tensors 0.20 for schemes without stored scales of activations.
+#: Names of llm-compressor and compressed-tensors 0.20. Their FP8 has one scale per tensor of weights. Here it
+#: is one per channel, as for FP8_DYNAMIC, which every method can choose.
 SCHEMES: dict[str, SchemePreset] = {
+    "FP8": SchemePreset("fp8", activations="fp8-static"),
     "FP8_DYNAMIC": SchemePreset("fp8", activations="fp8"),
     "FP8_BLOCK": SchemePreset("fp8", "128x128", activations="fp8-g128"),
     "W8A8": SchemePreset("int8", "channel", activations="int8"),
@@ -97,6 +106,7 @@ SCHEMES: dict[str, SchemePreset] = {
     "W4A4": SchemePreset("int4", 128, activations="int4"),
     "MXFP8": SchemePreset("mxfp8", activations="mxfp8"),
     "MXFP4": SchemePreset("mxfp4", activations="mxfp4"),
+    "NVFP4": SchemePreset("nvfp4", activations="nvfp4"),
     "W8A16": SchemePreset("int8", 128),
     "W4A16": SchemePreset("int4", 128),
     "W4A16_ASYM": SchemePreset("int4", 128, "integer"),

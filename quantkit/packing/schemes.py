@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from quantkit.errors import FormatError, unknown_name
-from quantkit.packing.activations import ActivationScheme, activations_named
+from quantkit.packing.activations import INPUT_PARTS, ActivationScheme, activations_named
 from quantkit.packing.format_json import format_from_json, format_to_json
 from quantkit.packing.formats import (
     MAX_BITS,
@@ -30,6 +30,8 @@ BLOCK = re.compile(r"([1-9][0-9]{0,7})x([1-9][0-9]{0,7})")
 
 #: All parts of a stored weight, those needed to compute first, in the order that operators take them.
 PARTS = ("packed", "scale", "zero_point", "global_scale", "column_scale", "codebook", "shape")
+#: Parts that do not make the weight: the logical shape, and numbers of the scales of inputs.
+_BESIDE = ("shape", *INPUT_PARTS.values())
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class Scheme:
         groups = {f"groups of {group}": group} if group < columns else {}
         if self.activations is not None:
             # Whoever has a part of a row must find the scale that the whole row has.
-            size = self.activations.group_size or columns
+            size = self.activations.group_size or (1 if self.activations.static else columns)
             groups[f"{size} inputs that share a scale"] = size
         return {**groups, f"words of {count} codes": count}
 
@@ -274,13 +276,15 @@ class Scheme:
             parts["column_scale"] = (self.column_scale_dtype, (columns,))
         if self.is_fitted:
             parts["codebook"] = (torch.float32, (2**self.format.bits,))
+        if self.activations is not None and self.activations.part is not None:
+            parts[self.activations.part] = (torch.float32, (1,))
         parts["shape"] = (torch.int64, (2,))
         return parts
 
     @cached_property
     def part_names(self) -> tuple[str, ...]:
         """Return the parts needed to compute, in the order that operators take them."""
-        return tuple(part for part in self.storage_shapes((1, 1)) if part != "shape")
+        return tuple(part for part in self.storage_shapes((1, 1)) if part not in _BESIDE)
 
     @cached_property
     def cast_parts(self) -> frozenset[str]:
@@ -290,6 +294,9 @@ class Scheme:
             for dtype in (torch.float16, torch.float32)
         )
         return frozenset(part for part in one if one[part] != other[part])
+
+    def __repr__(self) -> str:
+        return f"Scheme({str(self)!r})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scheme as JSON values; `from_dict` is the inverse."""

@@ -52,6 +52,10 @@ class PackedTensor:
                     f"{tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {shape}."
                 )
 
+    def __repr__(self) -> str:
+        bits, device = self.bits_per_weight, str(self.device)
+        return f"PackedTensor({self.shape}, {str(self.scheme)!r}, {bits:.4g} bits per weight, {device!r})"
+
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles hold only stored parts; kernels build their layouts again.
         return {**self.__dict__, "kernel_cache": {}}

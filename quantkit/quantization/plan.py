@@ -19,15 +19,16 @@ from quantkit.checkpoint.quantization_config import PACKED_TABLE, Assignment, Qu
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.errors import CheckpointError
+from quantkit.files import size_text
 from quantkit.model.model_class import named_classes
 from quantkit.model.structure import NO_HEAD, NOT_A_PARAMETER, QUANTIZABLE_DTYPES, TIED, Linear, Structure
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
-from quantkit.quantization.plan_checks import check_activations, check_experts
+from quantkit.quantization.plan_checks import check_activations, check_experts, check_kv_scales
 from quantkit.quantization.plan_warnings import dense_parts, fused_sets, plan_notes, readers_beside
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.table import HEAD_KEPT, asked_table, packed_table, with_table
-from quantkit.quantization.task import Task
+from quantkit.quantization.task import Task, with_kv_scale
 from quantkit.recipes.recipe import Fate, Recipe
 
 if TYPE_CHECKING:
@@ -84,6 +85,13 @@ class Plan:
     allocation: "Allocation | None" = None
     readers: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        packed = sum(layer.scheme is not None for layer in self.layers)
+        bits = self.bits_per_weight["linears"]
+        size = f"{size_text(self.source_bytes)} to {size_text(self.output_bytes)}"
+        in_bits = "" if bits is None else f", {bits:.4g} bits per weight"
+        return f"Plan({packed} of {len(self.layers)} linears packed{in_bits}, {size})"
 
     @property
     def output_bytes(self) -> int:
@@ -168,7 +176,8 @@ def make_plan(
         },
     )
     table = asked_table(checkpoint, structure, recipe, fates)
-    return plan_of(checkpoint, structure, fates, table, max_shard_bytes=max_shard_bytes)
+    kv_scales = recipe.kv_scales is not None
+    return plan_of(checkpoint, structure, fates, table, max_shard_bytes=max_shard_bytes, kv_scales=kv_scales)
 
 
 def plan_of(
@@ -178,9 +187,11 @@ def plan_of(
     table: Fate | None = None,
     *,
     max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
+    kv_scales: bool = False,
 ) -> Plan:
     """Plan the output for given fates: of every linear, by module, and of the token embedding, `table`.
 
+    With `kv_scales` each attention layer gets the scales of its keys and values.
     Raises as `make_plan` does. Reads no weights.
     """
     if table is not None:
@@ -191,7 +202,7 @@ def plan_of(
         for name, fate in fates.items()
     }
     check_experts(structure, schemes)
-    check_activations(structure, schemes)
+    check_activations(structure, fates)
 
     def names(module: str) -> tuple[str, ...]:
         return structure.aliases.get(module, ())
@@ -214,6 +225,8 @@ def plan_of(
         for name, stored in structure.unpackable.items()
     )
     config = QuantizationConfig.from_assignments(assignments)
+    config = replace(config, kv_scales=kv_scales)
+    attention = check_kv_scales(schemes) if kv_scales else frozenset()
     untied = _untied_head(structure, schemes)
 
     tasks, copied = [], set[str]()
@@ -226,6 +239,7 @@ def plan_of(
         if linear is not None and scheme is not None:
             task = _packing_task(name, source, linear, scheme, fates[linear.module], config.container)
             task = replace(task, beside=beside.get(name, ()))
+            task = with_kv_scale(task, name) if linear.module.rpartition(".")[0] in attention else task
         elif f"{name}.weight" in structure.cuts:
             # Dense experts keep their one fused tensor.
             whole = structure.cuts[f"{name}.weight"].source

@@ -3,8 +3,18 @@
 from collections.abc import Mapping
 
 from quantkit.errors import UsageError
-from quantkit.model.structure import Structure
+from quantkit.model.structure import Linear, Structure
+from quantkit.packing.names import KV_PARTS
 from quantkit.packing.schemes import Scheme
+from quantkit.recipes.recipe import Fate
+
+
+def _why_not_static(linear: Linear, fate: Fate) -> str | None:
+    if linear.kind in ("experts", "embedding"):
+        return f"quantkit measures inputs of linears, and this is {linear.kind}"
+    if fate.method is not None and fate.method.input_scaling:
+        return f"they are measured before {fate.method.name!r} divides the inputs"
+    return None
 
 
 def check_experts(structure: Structure, schemes: Mapping[str, Scheme | None]) -> None:
@@ -21,11 +31,37 @@ def check_experts(structure: Structure, schemes: Mapping[str, Scheme | None]) ->
             )
 
 
-def check_activations(structure: Structure, schemes: Mapping[str, Scheme | None]) -> None:
-    """Check that the groups of rounded inputs divide the features of each linear."""
-    for name, scheme in schemes.items():
+def check_kv_scales(schemes: Mapping[str, Scheme | None]) -> frozenset[str]:
+    """Return the attention layers, which hold packed k_proj and v_proj, by name; `UsageError` without any."""
+    found = {
+        name.rpartition(".")[0] for name, scheme in schemes.items() if scheme and name.endswith(".k_proj")
+    }
+    alone = {
+        f"{parent}.{leaf}" for parent in found for leaf in KV_PARTS if not schemes.get(f"{parent}.{leaf}")
+    }
+    if alone or not found:
+        what = f"{min(alone)} is not packed" if alone else "no k_proj and v_proj are packed"
+        raise UsageError(
+            f"--kv-scales stores scales beside the packed k_proj and v_proj of each layer, and {what}. Pack "
+            "them, or leave out --kv-scales: engines then take 1 for each scale."
+        )
+    return frozenset(found)
+
+
+def check_activations(structure: Structure, fates: Mapping[str, Fate]) -> None:
+    """Check that groups of rounded inputs divide the features of each linear, and can be static."""
+    for name, fate in fates.items():
+        scheme = fate.scheme
         if scheme is None or scheme.activations is None:
             continue
+        if (
+            scheme.activations.static
+            and (reason := _why_not_static(structure.linears[name], fate)) is not None
+        ):
+            raise UsageError(
+                f"{name!r} cannot have static input scales: {reason}. Choose scales per token or group, as "
+                f"--scheme FP8_DYNAMIC or MXFP4 have, or keep it dense with --rule '{name}=keep'."
+            )
         reason = scheme.activations.why_not(structure.linears[name].shape[1])
         if reason is not None:
             raise UsageError(

@@ -308,7 +308,7 @@ def _write_parts(
         first = before[part][1][0]
         file.write(spec.name, tensor.cpu().view(spec.torch_dtype), offset=first * spec.shape[1])
     if start == 0:
-        whole = {"shape": torch.tensor(task.source.shape), **once}
+        whole = {**task.known, **once}
         for part, spec in task.parts:
             if part in whole:
                 file.write(spec.name, whole[part])

@@ -1,11 +1,14 @@
 """One tensor of a plan: its source and its outputs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from quantkit.calibrate.linear_stats import Need
 from quantkit.calibrate.methods import Method
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
+from quantkit.packing.names import KV_PARTS
 from quantkit.packing.schemes import Scheme
 
 
@@ -18,6 +21,8 @@ class Task:
     module   the linear it belongs to
     method   None keeps the codes and scales of the source
     beside   other sources that share its global scale, or its only scale
+    kv_part  the scale of keys or values that is stored with it, "k_scale" or "v_scale"
+    kv_scale that scale; None until it is measured
     """
 
     source: StoredTensor
@@ -27,6 +32,28 @@ class Task:
     method: Method | None = None
     parts: tuple[tuple[str, TensorSpec], ...] = ()
     beside: tuple[StoredTensor, ...] = ()
+    kv_part: str | None = None
+    kv_scale: float | None = None
+
+    @property
+    def is_static(self) -> bool:
+        """Return True if the inputs of its linear have static scales."""
+        return (
+            self.scheme is not None and self.scheme.activations is not None and self.scheme.activations.static
+        )
+
+    @property
+    def known(self) -> dict[str, torch.Tensor]:
+        """Return the parts that do not depend on its weights: the logical shape, and measured scales."""
+        inputs = None if self.scheme is None else self.scheme.activations
+        parts = {"shape": torch.tensor(self.source.shape)}
+        if inputs is not None and inputs.part is not None:
+            assert inputs.stored is not None, f"the inputs of {self.module} were not measured"
+            parts[inputs.part] = torch.tensor([inputs.stored])
+        if self.kv_part is not None:
+            assert self.kv_scale is not None, f"the keys or values of {self.module} were not measured"
+            parts[self.kv_part] = torch.tensor([self.kv_scale])
+        return parts
 
     @property
     def nbytes(self) -> int:
@@ -37,6 +64,16 @@ class Task:
     def needs(self) -> frozenset[Need]:
         """Return what its method needs of calibration data."""
         return frozenset() if self.method is None else self.method.needs
+
+
+def with_kv_scale(task: Task, stored: str) -> Task:
+    """Return the task of the matrix `stored` with the scale of the keys or values it makes, if it does."""
+    parent, _, leaf = stored.rpartition(".")
+    part = KV_PARTS.get(leaf)
+    if part is None:
+        return task
+    spec = TensorSpec(f"{parent}.{part}", "F32", (1,))
+    return replace(task, outputs=(*task.outputs, spec), parts=(*task.parts, (part, spec)), kv_part=part)
 
 
 def needs_of(tasks: Iterable[Task]) -> frozenset[Need]:

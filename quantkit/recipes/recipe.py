@@ -32,7 +32,7 @@ from quantkit.errors import QuantkitError, UsageError, unknown_name
 from quantkit.files import open_regular
 from quantkit.packing.activations import activations_named
 from quantkit.packing.packings import PACKINGS, PackingName
-from quantkit.packing.presets import DEFAULT_FORMAT, PRESETS
+from quantkit.packing.presets import DEFAULT_FORMAT, KV_SCALES, PRESETS
 from quantkit.packing.scale_types import MAX_GROUP_SIZE, SCALE_DTYPES
 from quantkit.packing.schemes import BLOCK, GroupSize, Scheme, scheme
 from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
@@ -40,7 +40,10 @@ from quantkit.packing.zero_points import ZERO_POINTS, ZeroPoint, searched
 
 @dataclass(frozen=True)
 class Choice:
-    """Treatment of a linear: a format with its options and a method, or `keep` to leave it dense."""
+    """Treatment of a linear: a format with its options and a method, or `keep` to leave it dense.
+
+    `exact` is a whole scheme, in place of the format and its options.
+    """
 
     format: str = DEFAULT_FORMAT
     group_size: GroupSize = None
@@ -50,11 +53,12 @@ class Choice:
     keep: bool = False
     packing: PackingName = "bits"
     activations: str = "none"
+    exact: Scheme | None = None
 
     def scheme(self, weight_dtype: torch.dtype) -> Scheme | None:
         """Return the scheme for a weight of `weight_dtype`; None to keep it dense."""
-        if self.keep:
-            return None
+        if self.keep or self.exact is not None:
+            return None if self.keep else self.exact
         return scheme(
             self.format,
             group_size=self.group_size,
@@ -76,11 +80,18 @@ class Choice:
         if chosen is not None:
             method.check(chosen)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        named = {name: value for name, value in vars(self).items() if name != "exact"}
+        return named if self.exact is None else {**named, "exact": self.exact.to_dict()}
+
     def of_format(self, name: str) -> "Choice":
         """Return this choice with format `name` and its own group size and scale dtype.
 
         The activations are kept, and the zero-point and the packing if the format supports them.
         """
+        if self.exact is not None:
+            return Choice(name, method=self.method)
         if name == self.format:
             return replace(self, keep=False)
         other = scheme(name) if name in PRESETS else None
@@ -127,8 +138,12 @@ class Recipe:
     rotate: bool = False
     model_free: bool = False
     embeddings: Choice | None = None
+    #: Format of a KV cache for which scales of keys and values are measured and stored.
+    kv_scales: str | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_scales not in (None, *KV_SCALES):
+            raise unknown_name("format of KV scales", str(self.kv_scales), KV_SCALES)
         choices = (self.default, *(rule.choice for rule in self.rules))
         for choice in (*choices, *([] if self.embeddings is None else [self.embeddings])):
             choice.check()
@@ -141,6 +156,8 @@ class Recipe:
             raise UsageError("an embedding has no inputs to round; leave out its activations.")
         if not self.model_free:
             return
+        if self.kv_scales is not None:
+            raise UsageError("--model-free runs no model, and --kv-scales measures one; leave one out.")
         if self.rotate:
             raise UsageError("--model-free does not go with --rotate, which asks the class of the model.")
         for choice in choices:
@@ -184,11 +201,16 @@ class Recipe:
         """Return JSON values for the manifest; `from_dict` is the inverse."""
         return {
             "rotate": self.rotate,
-            **({} if self.embeddings is None else {"embeddings": vars(self.embeddings)}),
+            **({} if self.embeddings is None else {"embeddings": self.embeddings.to_dict()}),
             **({"model_free": True} if self.model_free else {}),
-            "default": vars(self.default),
+            **({} if self.kv_scales is None else {"kv_scales": self.kv_scales}),
+            "default": self.default.to_dict(),
             "rules": [
-                {"match": rule.match, **vars(rule.choice), **({} if rule.why is None else {"why": rule.why})}
+                {
+                    "match": rule.match,
+                    **rule.choice.to_dict(),
+                    **({} if rule.why is None else {"why": rule.why}),
+                }
                 for rule in self.rules
             ],
         }
@@ -196,10 +218,14 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Any) -> "Recipe":
         """Parse the output of `to_dict`; raise `UsageError` for anything else."""
-        if not isinstance(data, dict) or data.keys() - {"embeddings"} != {"rotate", "default", "rules"}:
+        if not isinstance(data, dict) or data.keys() - {"embeddings", "kv_scales"} != {
+            "rotate",
+            "default",
+            "rules",
+        }:
             raise UsageError(
                 "a recipe is an object of 'rotate', 'default' and 'rules', and of 'embeddings' if it packs "
-                "them."
+                "them, and 'kv_scales' if it measures them."
             )
         rules = data["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
@@ -209,15 +235,23 @@ class Recipe:
             why = rule.get("why")
             if why is not None and not isinstance(why, str):
                 raise UsageError(f"the 'why' of a rule is {why!r}; it is a text.")
-            given = {k: v for k, v in rule.items() if v is not None and k != "why"}
-            found.append(replace(_rule(given, Choice()), why=why))
+            given = {k: v for k, v in rule.items() if v is not None and k not in ("why", "exact")}
+            made = _rule(given, Choice())
+            found.append(Rule(made.match, _exactly(made.choice, rule), why))
         default, table = (
-            {k: v for k, v in one.items() if v is not None} if isinstance(one, dict) else one
+            {k: v for k, v in one.items() if v is not None and k != "exact"} if isinstance(one, dict) else one
             for one in (data["default"], data.get("embeddings"))
         )
-        embeddings = None if table is None else _choice(table, Choice())
-        rotate = _flag(data["rotate"])
-        return cls(_choice(default, Choice()), tuple(found), rotate, embeddings=embeddings)
+        embeddings = None if table is None else _exactly(_choice(table, Choice()), data["embeddings"])
+        chosen = _exactly(_choice(default, Choice()), data["default"])
+        kv_scales = data.get("kv_scales")
+        return cls(chosen, tuple(found), _flag(data["rotate"]), embeddings=embeddings, kv_scales=kv_scales)
+
+
+def _exactly(choice: Choice, data: Mapping[str, Any]) -> Choice:
+    """Return `choice` with the whole scheme that its `to_dict` has, if it has one."""
+    exact = data.get("exact")
+    return choice if exact is None else replace(choice, exact=Scheme.from_dict(exact))
 
 
 def _fate(rule: Rule | None, default: Choice, kept: str | None, dtype: torch.dtype) -> Fate:
@@ -334,10 +368,10 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
         data = _parse_toml(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"recipe {path} cannot be read: {error}.") from error
-    if unknown := set(data) - {"rotate", "embeddings", "default", "rule"}:
+    if unknown := set(data) - {"rotate", "embeddings", "kv_scales", "default", "rule"}:
         raise UsageError(
-            f"recipe {path} has unknown keys {sorted(unknown)}; it has 'rotate', 'embeddings', 'default' and "
-            "'rule'."
+            f"recipe {path} has unknown keys {sorted(unknown)}; it has 'rotate', 'embeddings', 'kv_scales', "
+            "'default' and 'rule'."
         )
     try:
         base = _choice(data.get("default", {}), default)
@@ -346,7 +380,8 @@ def read_recipe(path: Path, default: Choice) -> Recipe:
             raise UsageError("'rule' must be an array of tables; write [[rule]] above each.")
         rotate = _flag(data.get("rotate", False))
         embeddings = _choice(data["embeddings"], Choice()) if "embeddings" in data else None
-        return Recipe(base, tuple(_written_rule(rule, base) for rule in rules), rotate, embeddings=embeddings)
+        written = tuple(_written_rule(rule, base) for rule in rules)
+        return Recipe(base, written, rotate, embeddings=embeddings, kv_scales=data.get("kv_scales"))
     except QuantkitError as error:
         raise UsageError(f"recipe {path}: {error}") from error
 
@@ -391,7 +426,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def _choice(data: Any, default: Choice) -> Choice:
     if not isinstance(data, dict):
         raise UsageError(f"'default' must be a table; found {type(data).__name__}.")
-    known = {field.name for field in fields(Choice)}
+    known = {field.name for field in fields(Choice)} - {"exact"}
     if unknown := set(data) - known:
         raise UsageError(f"unknown keys {sorted(unknown)}; known are {sorted(known)}.")
     for key, value in data.items():
@@ -399,6 +434,8 @@ def _choice(data: Any, default: Choice) -> Choice:
             expected = " or ".join(kind.__name__ for kind in _TYPES[key])
             raise UsageError(f"{key!r} is {value!r}; expected {expected}.")
     inherited = default.of_format(data["format"]) if "format" in data else default
+    if inherited.exact is not None and (idle := sorted(data.keys() - {"method", "keep"})):
+        raise UsageError(f"a Scheme says all about the format, so {idle} would do nothing; leave that out.")
     merged = {**vars(inherited), **data}
     if isinstance(merged["group_size"], str):
         merged["group_size"] = parse_group_size(merged["group_size"])

@@ -12,7 +12,7 @@ from quantkit.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from quantkit.packing.packings import PackingName
-    from quantkit.packing.schemes import GroupSize
+    from quantkit.packing.schemes import GroupSize, Scheme
     from quantkit.packing.zero_points import ZeroPoint
     from quantkit.recipes.recipe import Choice, Recipe
 
@@ -29,7 +29,7 @@ class RecipeOptions:
     ("FORMAT[:GROUP][:METHOD]") is for the token embedding. The model is rotated if `rotate` or the file says
     so. `model_free` classifies tensors by names and shapes. `activations` (a name of `ACTIVATIONS`) says how
     linears round their inputs. `scheme` (a name of `SCHEMES`) stands for a format, its zero-point, the
-    activations, and the group size unless that is given.
+    activations, and the group size unless that is given; a `Scheme` says all of these itself.
     """
 
     format: str | None = None
@@ -39,10 +39,12 @@ class RecipeOptions:
     scale_dtype: str | None = None
     packing: "PackingName | None" = None
     activations: str | None = None
-    scheme: str | None = None
+    scheme: "Scheme | str | None" = None
     recipe: str | Path | None = None
     lm_head: str | None = None
     embeddings: str | None = None
+    #: Format of a KV cache, "fp8", for which scales of keys and values are measured and stored.
+    kv_scales: str | None = None
     rules: tuple[str, ...] = ()
     rotate: bool = False
     model_free: bool = False
@@ -64,8 +66,10 @@ class RecipeOptions:
             "packing": self.packing,
             "activations": self.activations,
         }
-        if self.scheme is not None:
+        if isinstance(self.scheme, str):
             given |= _of_scheme(self.scheme, given)
+        elif self.scheme is not None:
+            given |= _of_exact(self.scheme, given)
         if allocated_by is not None:
             # A budget may be combined with a method.
             named = {**given, "method": None} if self.scheme is None else {"scheme": self.scheme}
@@ -77,7 +81,7 @@ class RecipeOptions:
         default = Choice(**{name: value for name, value in given.items() if value is not None})
         if self.recipe is not None:
             from_file = read_recipe(Path(self.recipe), default)
-            if self.scheme is not None:
+            if isinstance(self.scheme, str):
                 # A scheme says all of these, also where it leaves them to the defaults.
                 given |= {name: getattr(default, name) for name in (*_SAID_BY_SCHEME, "group_size")}
             _check_agreeing(given, from_file.default, self.recipe)
@@ -90,7 +94,8 @@ class RecipeOptions:
         if self.embeddings is not None:
             embeddings = parse_rule(f"embeddings={self.embeddings}", Choice()).choice
         rotate, rules = self.rotate or from_file.rotate, (*first, *from_file.rules)
-        return Recipe(from_file.default, rules, rotate, self.model_free, embeddings)
+        kv_scales = self.kv_scales or from_file.kv_scales
+        return Recipe(from_file.default, rules, rotate, self.model_free, embeddings, kv_scales)
 
 
 def _of_scheme(name: str, given: Mapping[str, object]) -> dict[str, object]:
@@ -116,6 +121,17 @@ def _of_scheme(name: str, given: Mapping[str, object]) -> dict[str, object]:
     }
 
 
+def _of_exact(scheme: "Scheme", given: Mapping[str, object]) -> dict[str, object]:
+    """Return a whole scheme as an option; raise `UsageError` if `given` has one that it says too."""
+    for option in (*_SAID_BY_SCHEME, "group_size", "scale_dtype"):
+        if given[option] is not None:
+            raise UsageError(
+                f"a Scheme ({scheme}) says the {option.replace('_', '-')}, so it does not go with "
+                f"{_option(option)}. Leave one out."
+            )
+    return {"exact": scheme}
+
+
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -136,7 +152,7 @@ def _check_agreeing(given: Mapping[str, object], default: "Choice", recipe: str 
         found = getattr(default, name)
         if value is not None and found != value:
             raise UsageError(
-                f"{_option(name)} {value} and [default] of recipe {recipe} "
+                f"{_option('scheme' if name == 'exact' else name)} {value} and [default] of recipe {recipe} "
                 f"({'its own' if found is None else found}) differ. "
                 f"Give the {name.replace('_', '-')} in one place."
             )

@@ -119,7 +119,7 @@ def stream(
     if kv_cache is not None:
         from quantkit.runtime.cache.kv_cache import PackedCache
 
-        packed_cache = PackedCache(model.config, kv_cache)
+        packed_cache = PackedCache.of_model(model, kv_cache)
     ids: torch.Tensor = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     if ids.shape[1] == 0:
         raise UsageError("the prompt has no tokens; write something.")

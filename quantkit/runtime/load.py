@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,13 @@ from quantkit.model.structure import check_layer_counts
 from quantkit.model.transformers_version import require_transformers
 from quantkit.runtime.transformers.registration import register_plugin
 
+if TYPE_CHECKING:
+    from transformers import GenerationMixin, PreTrainedModel
+
+    class LoadedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+        """Type of what `load` returns: a model of transformers, with `generate` if its class has that."""
+
+
 _LESS = "Free memory on it, or use another device."
 
 
@@ -31,7 +38,7 @@ def load(
     device_map: str | Mapping[str, Any] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | Path | None = None,
-) -> Any:
+) -> "LoadedModel":
     """Load the model in `path`, a directory or a hub id; packed weights stay packed.
 
     The class is the one that `architectures` of config.json names. Calls its `from_pretrained`, with
@@ -67,9 +74,10 @@ def load(
     if offload_folder is not None:
         placement["offload_folder"] = str(offload_folder)
     with enough_memory(str(path), _LESS), explained(path):
-        return _from_pretrained(
+        model: LoadedModel = _from_pretrained(
             directory, checkpoint.config, dtype="auto" if activations is None else activations, **placement
         )
+    return model
 
 
 def load_language_model(path: str | Path, **options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.kernels.weight_layouts import build_layout, can_restore
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.names import Container, is_aligned
-from quantkit.packing.scale_types import SCALE_TYPES
+from quantkit.packing.scheme_casts import prepare, with_inputs, with_scales
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -47,26 +47,6 @@ class PartSpec:
     logical: Mapping[int, tuple[int, int]]
 
 
-#: Scheme after a cast of its scales, by scheme and scale dtype; with activations, by that of the weights too.
-#: Filled when modules are made, because torch.compile cannot trace the making of a scheme token.
-_CAST: dict[Scheme, dict[torch.dtype, Scheme]] = {}
-_WITH_INPUTS: dict[tuple[Scheme, ActivationScheme], Scheme] = {}
-
-
-def _prepare_casts(scheme: Scheme, activations: ActivationScheme | None = None) -> None:
-    if scheme not in _CAST:
-        _CAST[scheme] = {
-            dtype: replace(scheme, scale_dtype=dtype)
-            for dtype, scale in SCALE_TYPES.items()
-            if scale.signed and not scale.relative
-        }
-    for prepared in (scheme, *_CAST[scheme].values()):
-        _ = prepared.token
-        if activations is not None:
-            _WITH_INPUTS[prepared, activations] = replace(prepared, activations=activations)
-            _ = _WITH_INPUTS[prepared, activations].token
-
-
 @dataclass(frozen=True)
 class Matrix:
     """One packed matrix [N, K]: its tensors, in the order of the current scheme."""
@@ -80,9 +60,7 @@ class Matrix:
         words, scale = parts[0], parts[1]
         # A cast of the model also casts the scales. N comes from the words: a tensor-parallel rank has a
         # shard.
-        if scale.dtype != scheme.scale_dtype:
-            scheme = _CAST[scheme].get(scale.dtype) or replace(scheme, scale_dtype=scale.dtype)
-        return cls(parts, scheme, (words.shape[0], columns))
+        return cls(parts, with_scales(scheme, scale.dtype), (words.shape[0], columns))
 
     @property
     def packed(self) -> PackedTensor:
@@ -162,11 +140,13 @@ class PackedModule(nn.Module):
         self.container = container
         self._schemes = {parameter: scheme.of_weights for parameter, (scheme, _) in schemes.items()}
         self._activations = {parameter: scheme.activations for parameter, (scheme, _) in schemes.items()}
+        #: Static schemes of inputs with the stored number, by parameter; read when they are first needed.
+        self._bound: dict[str, ActivationScheme] = {}
         #: Parameters whose products round inputs on a CPU too; on a GPU all do.
         self._int8 = {parameter for parameter, (scheme, _) in schemes.items() if is_int8_product(scheme)}
         self._columns = {parameter: columns for parameter, (_, columns) in schemes.items()}
         for parameter, scheme in self._schemes.items():
-            _prepare_casts(scheme, self._activations[parameter])
+            prepare(scheme, self._activations[parameter])
         self._stored = {
             parameter: stored_format(scheme, columns, container)
             for parameter, (scheme, columns) in schemes.items()
@@ -214,6 +194,7 @@ class PackedModule(nn.Module):
         self._freed.clear()
         self._layouts.clear()
         self._layout_owners.clear()
+        self._bound.clear()
 
     @property
     def lacks_layouts(self) -> bool:
@@ -256,7 +237,7 @@ class PackedModule(nn.Module):
         """Set the row length of `parameter` to `columns`; other ranks have the rest of each row."""
         self._schemes[parameter] = self._schemes[parameter].for_columns(columns)
         self._columns[parameter] = columns
-        _prepare_casts(self._schemes[parameter], self._activations[parameter])
+        prepare(self._schemes[parameter], self._activations[parameter])
         self.drop_kernel_layouts()
 
     def _local(self, name: str) -> torch.Tensor:
@@ -358,8 +339,20 @@ class PackedModule(nn.Module):
 
     def rounded(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
         """Return the inputs `x` [..., K] of `parameter` as its activation scheme rounds them."""
-        scheme = self._activations[parameter]
+        scheme = self.inputs_of(parameter)
         return x if scheme is None else scheme.round(x)
+
+    def inputs_of(self, parameter: str) -> ActivationScheme | None:
+        """Return how inputs of `parameter` are rounded, with the number that a static scheme stores."""
+        scheme = self._bound.get(parameter) or self._activations[parameter]
+        if scheme is None or scheme.part is None or scheme.stored is not None:
+            return scheme
+        stored = self._local(self._stored[parameter].part_name(parameter, scheme.part))
+        if stored.is_meta:
+            return scheme
+        bound = self._bound[parameter] = scheme.bind(float(stored))
+        prepare(self._schemes[parameter], bound)
+        return bound
 
     def operand(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
         """Return `x` [..., K], rounded unless products of `parameter` round it (`with_inputs`)."""
@@ -370,10 +363,10 @@ class PackedModule(nn.Module):
 
         On a GPU, and for int8 products, it says how inputs are rounded. Else the caller rounds them, once.
         """
-        activations = self._activations[parameter]
+        activations = self.inputs_of(parameter)
         if activations is None or not (on_gpu or parameter in self._int8):
             return scheme
-        return _WITH_INPUTS.get((scheme, activations)) or replace(scheme, activations=activations)
+        return with_inputs(scheme, activations)
 
     def _build(self, parameter: str, index: int, matrix: Matrix, dtype: torch.dtype) -> KernelLayout | None:
         packed = self._packed(parameter, index, matrix)

@@ -18,7 +18,7 @@ from quantkit.model.experts import (
     is_fused_experts,
 )
 from quantkit.model.linears import is_linear, is_transposed, lookup_of, matrix_shape
-from quantkit.packing.names import Container
+from quantkit.packing.names import KV_PARTS, Container
 from quantkit.packing.schemes import Scheme
 from quantkit.runtime.packed_embedding import PackedEmbedding, tie_dense, tie_to_table, tied_to
 from quantkit.runtime.packed_experts import PackedExperts
@@ -170,6 +170,8 @@ def swap_modules(
             model.set_submodule(name, packed)
     for head, table in heads.items():
         tie_to_table(model, head, table)
+    if config.kv_scales:
+        _add_kv_scales(model)
     unknown = sorted(
         name
         for name, scheme in config.modules.items()
@@ -181,6 +183,18 @@ def swap_modules(
             f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
             "does not have. Quantize the model again, or use the transformers version it was made with."
         )
+
+
+def _add_kv_scales(model: nn.Module) -> None:
+    """Give attention layers, which have packed keys and values, the scales of their keys and values.
+
+    Nothing here computes with them: they are for engines, and stay with the model when it is saved.
+    """
+    for attention in list(model.modules()):
+        leaves = {leaf for leaf in KV_PARTS if isinstance(attention._modules.get(leaf), PackedLinear)}
+        if leaves == set(KV_PARTS):
+            for part in KV_PARTS.values():
+                attention.register_buffer(part, torch.empty(1, device="meta"))
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:

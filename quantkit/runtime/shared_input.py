@@ -68,6 +68,9 @@ class SharedInput:
         biases = [bias for member in members if (bias := member.own_bias) is not None]
         if len(layouts) < len(self._members) or len(biases) not in (0, len(self._members)):
             return
+        if len({member.inputs_of("weight") for member in members}) > 1:
+            # Static scales of another tool may differ, though the input is one.
+            return
         # Rows of the local shard, under tensor parallelism.
         rows = [member.words.shape[0] for member in members]
         joined = join_layouts(layouts, rows, members[0].scheme.of_weights, members[0].in_features)

@@ -78,7 +78,7 @@ def _packed(
     stored = stored_format(scheme, columns, config.container)
     parts = {}
     for part, (dtype, _) in scheme.storage_shapes(shape).items():
-        if part != "shape":
+        if part in scheme.part_names:
             tensor = checkpoint.read(stored.part_name(name, part))
             parts[part] = stored.from_file(part, tensor, dtype)
     return PackedTensor.from_parts(parts, scheme, shape)

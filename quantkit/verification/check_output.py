@@ -33,22 +33,27 @@ from quantkit.verification.readers import check_written
 
 
 def check_unfinished(
-    output: OutputDirectory, planned: Plan, layers: Mapping[str, LayerRecord], device: torch.device
+    output: OutputDirectory,
+    config: Mapping[str, Any],
+    output_bytes: int,
+    layers: Mapping[str, LayerRecord],
+    device: torch.device,
 ) -> tuple[dict[str, Any], str | None]:
     """Return the manifest entry with the logits of `output`, which lacks config and manifest, and None.
 
+    `config` is the config.json that it will have, `output_bytes` are those of its tensors.
     With too little memory, or if the model takes no text: an empty entry and the reason. Raises
     `CheckpointError` if the model does not load or its logits are not finite, and `EnvironmentProblem` if
     memory ran out after all. Raises `OutputError` if the lock is lost, because another writer may have
     changed the files.
     """
     directory = output.path
-    reason = why_no_class(planned.model_config, directory)
-    reason = reason or _why_not(float32_bytes(planned.output_bytes, layers), device)
+    reason = why_no_class(config, directory)
+    reason = reason or _why_not(float32_bytes(output_bytes, layers), device)
     if reason is not None:
         return {}, reason
     try:
-        logits = run_prompt(lambda: load_unfinished(directory, planned.model_config, device), directory)
+        logits = run_prompt(lambda: load_unfinished(directory, config, device), directory)
     except TakesNoText as found:
         return {}, str(found)
     except (CheckpointError, EnvironmentProblem) as error:

@@ -59,6 +59,11 @@ ROUNDED_OTHERWISE = {
         for how in ("channel", "tensor")
     ),
     (SGLANG, "mxfp4-pack-quantized", "group", "fp4-e2m1 g32 e8m0"),
+    *(
+        (engine, "float-quantized", how, "fp8-e4m3 tensor")
+        for engine in (VLLM, SGLANG)
+        for how in (BLOCK, OTHER_BLOCKS)
+    ),
 }
 
 

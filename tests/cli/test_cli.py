@@ -23,6 +23,7 @@ COMMANDS = (
     "quantize",
     "convert",
     "export",
+    "merge",
     "plan",
     "inspect",
     "verify",

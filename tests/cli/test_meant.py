@@ -52,7 +52,7 @@ GGUF = "quantize, then `quantkit export OUT DIR --to gguf`"
             "unknown device 'gpu'; known are auto, cpu, cuda. Did you mean cuda?",
         ),
         (("generate", SOURCE, "hi", "--dtype", "bf16"), 2, "Did you mean bfloat16?"),
-        (("generate", SOURCE, "hi", "--kv-cache", "int44"), 2, "known are int8, int4. Did you mean int4?"),
+        (("generate", SOURCE, "hi", "--kv-cache", "int44"), 2, "Did you mean int4?"),
         (("generate", SOURCE, "hi", "--kv-cache", "fp16"), 2, "That is the default: leave the option out."),
         (("bench", SOURCE, "--mode", "eagre"), 2, "Did you mean eager?"),
         ((*EXPORT, "gguff"), 2, "unknown target 'gguff'; known are gptq, awq, gguf, mlx. Did you mean gguf?"),

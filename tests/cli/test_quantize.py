@@ -148,7 +148,7 @@ def test_zero_points_and_scales_of_every_kind(run: Run, arguments: tuple[str, ..
         (("--scale-dtype", "e5m2"), 2, "unknown scale dtype 'e5m2'; known are float32, float16"),
         (("--activations", "fp16"), 2, "unknown activations 'fp16'; known are none, int8, fp8"),
         (("--activations", "fp8-g128"), 2, "groups of 128 inputs do not divide 172 features. Choose one sca"),
-        (("--scheme", "w8a8"), 2, "unknown scheme 'w8a8'; known are FP8_DYNAMIC"),
+        (("--scheme", "w8a8"), 2, "unknown scheme 'w8a8'; known are FP8, FP8_DYNAMIC"),
         (("--scheme", "w8a8"), 2, "Did you mean W8A8?"),
         (("--scheme", "W8A8", "-f", "int4"), 2, "--scheme W8A8 says the format, so it does not go with --fo"),
         (("--scheme", "W8A8", "--activations", "fp8"), 2, "does not go with --activations. Leave one out."),

@@ -65,6 +65,8 @@ SCHEMES: tuple[tuple[Any, ...], ...] = (
     *(("fp8", size, "none", "fp8-g128") for size in ("128x128", "64x64", "channel", "tensor", 128)),
     ("mxfp8", None, "none", "mxfp8"),
     ("mxfp4", None, "none", "mxfp4"),
+    *(("fp8", size, "none", "fp8-static") for size in ("channel", "tensor", "128x128", 128)),
+    ("nvfp4", None, "none", "nvfp4"),
 )
 KINDS = ("linear", "experts", "lm_head")
 

@@ -7,7 +7,11 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.utils import (
+    calculate_qparams,
+    compute_dynamic_scales_and_zp,
+    generate_gparam,
+)
 
 from quantkit.checkpoint.compressed_tensors import input_arguments
 from quantkit.errors import FormatError, UsageError
@@ -17,13 +21,16 @@ from quantkit.packing.presets import ACTIVATIONS, PRESETS, SCHEMES
 from quantkit.packing.schemes import Scheme, parse_token, scheme
 
 NAMES = tuple(ACTIVATIONS)
+STATIC = "static is {} with {} scales of inputs and group size {}; "
+RULE = "e4m3 scales of groups are static, e8m0 scales are not, and a static float32 scale has no groups."
 GROUPS = "use 1 to 1048576, or null for one scale per token."
 
 
-def named(name: str) -> ActivationScheme:
+def named(name: str, largest: float = 3.0) -> ActivationScheme:
+    """The scheme of a name; a static one is for inputs up to `largest`."""
     found = activations_named(name)
     assert found is not None
-    return found
+    return found.fit(largest) if found.static else found
 
 
 def twin(x: torch.Tensor, rounds: ActivationScheme) -> torch.Tensor:
@@ -33,7 +40,14 @@ def twin(x: torch.Tensor, rounds: ActivationScheme) -> torch.Tensor:
         out: list[float] = []
         for group in row.split(rounds.group_size or len(row)):
             largest = group.abs().max().item()
-            if rounds.scale == "float32":
+            if rounds.static:
+                scale = rounds.stored
+                if rounds.scale == "e4m3":
+                    e4m3 = FORMATS["fp8-e4m3"]
+                    local = torch.tensor(largest) / form.absmax * torch.tensor(rounds.stored)
+                    code = e4m3.encode_reference(min(local.item(), e4m3.absmax))
+                    scale = (torch.tensor(e4m3.values[code] or 0.125) / torch.tensor(rounds.stored)).item()
+            elif rounds.scale == "float32":
                 scale = max(torch.tensor(largest) / form.absmax, torch.tensor(2.0**-126)).item()
             else:
                 significand, exponent = math.frexp(largest)
@@ -63,11 +77,13 @@ def test_every_value_of_the_format_times_a_power_of_two_stays(name):
     rounds = named(name)
     form = rounds.number_format
     # From a significand of 1.75 on, e8m0 scales are twice as large.
-    most = form.absmax if rounds.scale == "float32" else 1.74 * 2.0 ** math.floor(math.log2(form.absmax))
+    most = 1.74 * 2.0 ** math.floor(math.log2(form.absmax)) if rounds.scale == "e8m0" else form.absmax
     values = torch.tensor([value for value in form.numbers if abs(value) <= most])
     size = rounds.group_size or 256
     rows = list(values.split(size - 1))
     for power in (-6, 0, 3):
+        if rounds.static:
+            rounds = rounds.bind(1.0 if rounds.group_size else 2.0**power)
         for part in rows:
             # The largest value is in each group, so that its scale is that power.
             x = torch.zeros(size)
@@ -123,8 +139,55 @@ def test_floats_are_those_of_compressed_tensors(name):
     """Integers are not: compressed-tensors divides by 127.5, and the kernels of vLLM by 127, as this."""
     args = QuantizationArgs(**input_arguments(named(name)))
     x = torch.randn(1, 5, 256, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 1, 256)
-    scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Linear(1, 1))
-    assert torch.equal(named(name).round(x), fake_quantize(x, scale, zero, args))
+    if not named(name).static:
+        scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Linear(1, 1))
+        assert torch.equal(named(name).round(x), fake_quantize(x, scale, zero, args))
+        return
+    # Calibrated on the first tokens: some of the others are larger.
+    seen = x[:, :2]
+    rounds, given = named(name, float(seen.abs().max())), {}
+    if rounds.part == "input_global_scale":
+        given["global_scale"] = generate_gparam(seen.min(), seen.max())
+        scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Linear(1, 1), **given)
+        assert given["global_scale"].item() == rounds.stored
+    else:
+        scale, zero = calculate_qparams(seen.min(), seen.max(), args)
+        assert scale.item() == rounds.stored
+    y = rounds.round(x)
+    assert torch.equal(y, fake_quantize(x, scale, zero, args, **given))
+    assert y.abs().max() < x.abs().max()
+
+
+def test_a_static_scheme_needs_its_number():
+    rounds = activations_named("fp8-static")
+    with pytest.raises(FormatError) as error:
+        rounds.round(torch.ones(1, 8))
+    assert str(error.value) == (
+        "inputs are rounded to fp8-e4m3 tensor by a number that was not read yet; load the checkpoint that "
+        "stores it."
+    )
+    bound = rounds.bind(2.0)
+    assert bound.unbound == rounds and bound != rounds
+    assert ActivationScheme.from_dict(bound.to_dict()) == bound
+    assert rounds.to_dict() == {"format": "fp8-e4m3", "group_size": None, "scale": "float32", "static": True}
+    for bad in (0.0, -1.0, math.nan, math.inf, 1):
+        with pytest.raises(
+            FormatError, match=r"the stored scale of inputs is .*; static scales have a positive"
+        ):
+            rounds.bind(bad)
+
+
+def test_a_static_scheme_names_the_part_that_stores_its_number():
+    shapes = {
+        name: scheme("nvfp4", activations=name).storage_shapes((4, 32))
+        for name in ("nvfp4", "fp8-static", "fp8")
+    }
+    assert (
+        shapes["nvfp4"]["input_global_scale"] == shapes["fp8-static"]["input_scale"] == (torch.float32, (1,))
+    )
+    assert not any(part.startswith("input") for part in shapes["fp8"])
+    made = scheme("nvfp4", activations="nvfp4")
+    assert made.part_names == made.of_weights.part_names
 
 
 def test_int8_scales_are_the_largest_magnitude_over_127():
@@ -168,7 +231,11 @@ def test_every_scheme_of_llm_compressor_has_a_format_and_activations():
         (("int8", 0), f"the group size of inputs is 0; {GROUPS}"),
         (("int8", 1 << 70), f"the group size of inputs is {1 << 70}; {GROUPS}"),
         (("int8", True), f"the group size of inputs is True; {GROUPS}"),
-        (("int8", None, "e5m2"), "the scale of inputs is 'e5m2'; it is one of float32, e8m0."),
+        (("int8", None, "e5m2"), "the scale of inputs is 'e5m2'; it is one of float32, e8m0, e4m3."),
+        (("int8", 128, "float32", True), STATIC.format(True, "float32", 128) + RULE),
+        (("int8", 32, "e8m0", True), STATIC.format(True, "e8m0", 32) + RULE),
+        (("fp4-e2m1", 16, "e4m3"), STATIC.format(False, "e4m3", 16) + RULE),
+        (("int8", None, "float32", 1), STATIC.format(1, "float32", None) + RULE),
     ],
 )  # fmt: skip
 def test_what_is_no_activation_scheme(fields, text):

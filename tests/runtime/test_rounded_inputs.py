@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import CheckpointError
-from quantkit.packing.activations import activations_named
+from quantkit.packing.activations import ActivationScheme, activations_named
 from quantkit.packing.presets import ACTIVATIONS
 from quantkit.packing.schemes import scheme
 from quantkit.quantizing import quantize
@@ -21,6 +21,15 @@ from quantkit.runtime.ready import make_ready
 from quantkit.runtime.shared_input import SharedInput
 
 N, K = 96, 256
+#: Parts of static schemes: numbers for inputs up to about 3.
+INPUTS = {"input_scale": torch.tensor([3 / 448]), "input_global_scale": torch.tensor([448 * 6 / 3.0])}
+
+
+def rounds_of(name: str) -> ActivationScheme:
+    """The scheme of a name, with the number of `INPUTS`."""
+    found = activations_named(name)
+    assert found is not None
+    return found if found.part is None else found.bind(float(INPUTS[found.part]))
 
 
 def linear(
@@ -32,7 +41,7 @@ def linear(
     packed = quantize_tensor(torch.randn(N, K), made)
     assert packed.scheme == made.of_weights
     layer = PackedLinear(K, N, made.for_columns(K), "quantkit", bias_dtype=torch.float32 if bias else None)
-    parts = {**dict(packed.parts()), "shape": torch.tensor(packed.shape)}
+    parts = {**dict(packed.parts()), "shape": torch.tensor(packed.shape), **INPUTS}
     for name, spec in layer.part_specs().items():
         getattr(layer, name).data.copy_(parts[spec.part])
     dense = nn.Linear(K, N, bias=bias)
@@ -47,8 +56,7 @@ def linear(
 def test_it_is_the_product_of_rounded_inputs(name, format):
     layer, dense = linear(name, format)
     x = torch.randn(2, 5, K)
-    rounds = activations_named(name)
-    assert rounds is not None
+    rounds = rounds_of(name)
     with torch.no_grad():
         y, expected = layer(x), dense(rounds.round(x))
         torch.testing.assert_close(y, expected)
@@ -81,9 +89,11 @@ def test_linears_that_share_their_input_round_it_too():
             torch.testing.assert_close(member(x), F.linear(rounds.round(x), dense.weight))
 
 
-def test_compiled_code_rounds_too():
-    layer, _ = linear("fp8-g128")
+@pytest.mark.parametrize("name", ["fp8-g128", "fp8-static", "nvfp4"])
+def test_compiled_code_rounds_too(name):
+    layer, _ = linear(name)
     x = torch.randn(4, K)
+    layer.build_kernel_layouts(x.dtype)
     with torch.no_grad():
         compiled = torch.compile(lambda x: layer(x) * 2, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), layer(x) * 2)
@@ -124,8 +134,9 @@ ON_GPUS = (1, 7, 40, 300)
 def test_on_a_gpu_products_round_their_inputs(name: str, format: str) -> None:
     layer, dense = linear(name, format)
     layer, dense = layer.cuda().bfloat16(), dense.cuda().bfloat16().float()
-    rounds = activations_named(name)
-    assert rounds is not None
+    rounds = rounds_of(name)
+    # Code is compiled anew for each case, which torch allows 8 times.
+    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for m in ON_GPUS:
         x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)

@@ -215,7 +215,7 @@ def _json_lines(path: Path, work: int) -> Iterator[Document]:
             yield ""
             continue
         row = parsed_row(line, f"{path}: line {number}", "one object a line", MAX_OBJECTS, MAX_VALUES)
-        yield _document(row, f"{path}: line {number}")
+        yield document_of(row, f"{path}: line {number}")
 
 
 def _json_file(path: Path, work: int) -> Iterator[Document]:
@@ -228,7 +228,7 @@ def _json_file(path: Path, work: int) -> Iterator[Document]:
     values = max(MAX_VALUES, path.stat().st_size // 8)
     rows = parsed_row(_text(path, sys.maxsize), f"{path}:", "an array of objects", MAX_CONTAINERS, values)
     for number, row in enumerate(rows):
-        yield _document(row, f"{path}: object {number}")
+        yield document_of(row, f"{path}: object {number}")
 
 
 def parsed_row(text: str, where: str, expected: str, most: int, values: int) -> Any:
@@ -277,7 +277,7 @@ def _parquet(path: Path, work: int = MAX_WORK) -> Iterator[Document]:
                         f"{path}: row {number} has more than {MAX_OBJECTS} objects. Leave it out."
                     )
                 for row in batch.to_pylist():
-                    yield _document(row, f"{path}: row {number}")
+                    yield document_of(row, f"{path}: row {number}")
                     number += 1
     except (QuantkitError, MemoryError):
         raise
@@ -314,22 +314,21 @@ def _elements(array: Any) -> int:
     return sum(map(_elements, parts)) if isinstance(parts, list) else len(parts) + _elements(parts)
 
 
-def _document(row: Any, where: str) -> Document:
+def document_of(row: Any, where: str) -> Document:
+    """Return the text or chat of a row; `UsageError`, naming `where`, without one of `COLUMNS`."""
     if isinstance(row, Mapping):
         present = [(keys, of) for keys, of in COLUMNS if all(key in row for key in keys)]
         given = [(keys, of) for keys, of in present if all(row[key] is not None for key in keys)]
-        for keys, document_of in given:
-            document = document_of(*(row[key] for key in keys))
+        for keys, make in given:
+            document = make(*(row[key] for key in keys))
             if document is not None:
                 return document
         if present and not given:
             return ""  # A row of nulls is left out, like one with an empty text.
         if given:
-            keys, document_of = given[0]
+            keys, make = given[0]
             values = ", ".join(f"{key} = {shown(row[key])}" for key in keys)
-            raise UsageError(
-                f"{where} has {values}; expected {_VALUES[document_of]}. Mend it or leave it out."
-            )
+            raise UsageError(f"{where} has {values}; expected {_VALUES[make]}. Mend it or leave it out.")
     found = f"the keys {shown(sorted(map(str, row)))}" if isinstance(row, Mapping) else type(row).__name__
     raise UsageError(f"{where} has {found}; expected {_EXPECTED}. Rename or add a column.")
 

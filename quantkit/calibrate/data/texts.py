@@ -5,15 +5,19 @@ A source is a file or `hf:OWNER/NAME[/PART][@REVISION]`, optionally with a numbe
 list of sources.
 """
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantkit.calibrate.data.datasets import PREFIX, DataSetName, open_data_set, parse_data_set
 from quantkit.calibrate.data.documents import (
     MAX_WORK,
     SUFFIXES,
     Document,
+    document_of,
     first_documents,
     import_parquet,
     kind_of,
@@ -40,14 +44,6 @@ _CHARACTERS_PER_TOKEN = 6
 _ABUNDANCE = 8
 
 
-@dataclass(frozen=True)
-class Source:
-    """Source of calibration texts, and its number of samples; None for an equal share."""
-
-    where: Path | DataSetName
-    share: int | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Texts:
     """Documents of a source, its name, and notes for the user."""
@@ -56,14 +52,59 @@ class Texts:
     name: str
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return self.name
 
-def parse_sources(text: str | None) -> tuple[Source, ...]:
-    """Parse `NAME[:SAMPLES],...` to sources; None gives the bundled text.
+
+@dataclass(frozen=True)
+class Source:
+    """Source of calibration texts, and its number of samples; None for an equal share."""
+
+    where: Path | DataSetName | Texts
+    share: int | None = None
+
+
+def given_texts(given: str | Path | Iterable[Any] | None) -> str | Texts | None:
+    """Return calibration data given in Python as `CalibrationOptions.sources` has it.
+
+    Items are texts, chats, or rows with the columns that files may have. They are read until `MAX_WORK`
+    characters. Raises `UsageError` for other items, and for a list of file names.
+    """
+    if given is None or isinstance(given, str):
+        return given
+    if isinstance(given, Path):
+        return str(given)
+    documents: list[Document] = []
+    notes: tuple[str, ...] = ()
+    length = 0
+    for number, item in enumerate(given):
+        documents.append(_item(item, f"item {number} of the calibration data"))
+        length += len(str(documents[-1]))
+        if length >= MAX_WORK:
+            notes = (f"only the first {number + 1} items of the calibration data were read",)
+            break
+    digest = hashlib.sha256(json.dumps(documents).encode()).hexdigest()
+    return Texts(documents, f"{len(documents)} texts given in Python, sha256 {digest}", notes)
+
+
+def _item(item: Any, where: str) -> Document:
+    if isinstance(item, Path) or (isinstance(item, str) and kind_of(item) and _is_file(item)):
+        raise UsageError(
+            f"{where} is the file {item}; expected a text. Give files as one str of paths, with commas "
+            "between."
+        )
+    if isinstance(item, str):
+        return item
+    return document_of(item if isinstance(item, Mapping) else {"messages": item}, where)
+
+
+def parse_sources(text: "str | Texts | None") -> tuple[Source, ...]:
+    """Parse `NAME[:SAMPLES],...` to sources; None gives the bundled text, and texts are a source.
 
     Raises `UsageError` for a name that is neither a file nor a data set, and if only some have SAMPLES.
     """
-    if text is None:
-        return (Source(BUNDLED),)
+    if text is None or isinstance(text, Texts):
+        return (Source(BUNDLED if text is None else text),)
     sources = []
     for part in _parts(text):
         name, count = _name_and_count(part)
@@ -158,6 +199,8 @@ def read_source(source: Source, tokens: int) -> Texts:
     Reads enough text to draw `tokens` tokens, if the source has it. Raises `QuantkitError` naming
     the source if there is nothing to read.
     """
+    if isinstance(source.where, Texts):
+        return source.where
     if source.where == BUNDLED:
         note = f"calibrated on {BUNDLED_NAME}; give --calibration for text like yours"
         return Texts(read_documents(BUNDLED), BUNDLED_NAME, (note,))

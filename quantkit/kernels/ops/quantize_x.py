@@ -1,5 +1,6 @@
-"""Dynamic quantization of inputs of linears to 8 bits, in one launch, and its reference."""
+"""Quantization of inputs of linears to 8 bits, in one launch, and its reference."""
 
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -79,8 +80,8 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, span: int, sums: bool)
     scales = torch.empty((blocks, stride) if grouped else (stride,), dtype=torch.float32, device=x.device)
     added = torch.empty(blocks if sums else 0, stride, dtype=torch.float32, device=x.device)
     with launching_on(x.device):
-        _launch(m, k, scheme, span, sums, None, launch_features(x.device))(
-            x, codes, scales, added if sums else scales, stride
+        _launch(m, k, scheme.unbound, span, sums, None, launch_features(x.device))(
+            x, codes, scales, added if sums else scales, stride, _scale_bits(scheme)
         )
     return QuantizedX(codes, scales, added)
 
@@ -98,8 +99,14 @@ def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
     y = torch.empty_like(x)
     with launching_on(x.device):
         # Pairs of neighbours stay as they are.
-        _launch(m, k, scheme, 2, False, x.dtype, launch_features(x.device))(x, y, y, y, 0)
+        launch = _launch(m, k, scheme.unbound, 2, False, x.dtype, launch_features(x.device))
+        launch(x, y, y, y, 0, _scale_bits(scheme))
     return y
+
+
+def _scale_bits(scheme: ActivationScheme) -> int:
+    """Return the bits of a static float32 scale, an argument that compiles no kernel anew; 0 without one."""
+    return 0 if scheme.stored is None else struct.unpack("<i", struct.pack("<f", scheme.stored))[0]
 
 
 @lru_cache(maxsize=4096)
@@ -135,6 +142,7 @@ def _launch(
         MOST=0.0 if rounded is None else torch.finfo(rounded).max,
         GROUPED=scheme.group_size is not None,
         SUMS=sums,
+        STATIC=scheme.static,
         # Triton's interpreter rounds twice.
         FMA="ptx" in features,
         **overlap(features),

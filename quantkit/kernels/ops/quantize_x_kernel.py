@@ -1,4 +1,4 @@
-"""Quantize inputs of linears dynamically: codes, scales and sums of codes, or the inputs rounded."""
+"""Quantize inputs of linears: codes, scales and sums of codes, or the inputs rounded."""
 # mypy: ignore-errors
 
 import triton
@@ -7,10 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def quantize_x(
-    x, codes, scales, sums, M_STRIDE, K: tl.constexpr, KP: tl.constexpr, STRIDE: tl.constexpr,
+    x, codes, scales, sums, M_STRIDE, scale_bits, K: tl.constexpr, KP: tl.constexpr, STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, SPAN: tl.constexpr, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr,
     SMALLEST: tl.constexpr, MOST: tl.constexpr, GROUPED: tl.constexpr, SUMS: tl.constexpr,
-    FMA: tl.constexpr, PDL: tl.constexpr,
+    STATIC: tl.constexpr, FMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantize a row of x [M, K]. Grid: (M,).
 
@@ -23,7 +23,8 @@ def quantize_x(
 
     Columns c and c + SPAN / 2 of a span become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
     A row, or group, with NaN or infinity has the scale NaN and codes 0. MANTISSA and SMALLEST are the
-    mantissa bits, 0 for integers, and the smallest normal of codes. With FMA, a * b + c rounds once.
+    mantissa bits, 0 for integers, and the smallest normal of codes. With STATIC, the scale is the float32
+    whose bits are `scale_bits`, and x is clamped to its range. With FMA, a * b + c rounds once.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -43,6 +44,9 @@ def quantize_x(
     largest = tl.where(broken, 0, largest).to(tl.float32, bitcast=True)
     values = tl.where(broken, 0.0, values)
     scale = tl.maximum(tl.div_rn(largest, ABSMAX), 1.1754943508222875e-38)
+    if STATIC:
+        scale = tl.zeros_like(scale) + scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
+        values = tl.minimum(tl.maximum(values, -ABSMAX * scale), ABSMAX * scale)
     if FMA:
         # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
         inverse = tl.div_rn(1.0, scale)

@@ -119,8 +119,10 @@ def weight_of(name: str) -> str:
 
 
 def needs_data(planned: Plan) -> bool:
-    """Return True if a linear of the plan has a method that takes calibration data."""
-    return bool(needs_of(_packing(planned)))
+    """Return True if a linear of the plan takes calibration data, for its method or for measured scales."""
+    return bool(needs_of(_packing(planned))) or any(
+        task.is_static or task.kv_part is not None for task in _packing(planned)
+    )
 
 
 def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from quantkit.model.parts import OUTSIDE_DECODER, Parts
 from quantkit.progress import Advance
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, block_tasks, needs_data, work_bytes
 from quantkit.quantization.blockwise.calibration_data import read_samples, sample_shape
+from quantkit.quantization.blockwise.input_ranges import Ranges, Wanted, bind_task, measure
 from quantkit.quantization.blockwise.pipeline import compute_dtype, quantize_blocks
 from quantkit.quantization.plan import Plan
 from quantkit.workers import cpu_workers, working
@@ -150,6 +151,44 @@ def calibrate(
     with working(lanes, "quantize") as workers:
         blocks, samples = calibration.blocks, calibration.samples
         quantize_blocks(blocks, decoder, files, samples, workers, lanes, ranks, report)
+
+
+def with_inputs(
+    calibration: Calibration,
+    planned: Plan,
+    output: OutputDirectory | None,
+    out: Path,
+    ranks: Ranks,
+    report: Advance,
+) -> tuple[Calibration, Plan]:
+    """Return both with the numbers of static scales of inputs, which are measured unless all shards are done.
+
+    Only the first rank has an `output`; it measures for all.
+    """
+    wanted = Wanted.of(planned)
+
+    def measured() -> Ranges | None:
+        assert output is not None
+        if output.complete or all(output.is_done(shard.filename) for shard in planned.shards):
+            return None
+        decoder = calibration.decoder
+        lanes = cpu_workers() if decoder.device.type == "cpu" else 1
+        with working(lanes, "measure inputs") as workers:
+            return measure(decoder, calibration.samples, wanted, workers, ranks, out, report)
+
+    found = ranks.broadcast(measured) if wanted else None
+    if found is None:
+        return calibration, planned
+
+    def bound(block: BlockTasks) -> BlockTasks:
+        return replace(block, tasks={name: bind_task(task, found) for name, task in block.tasks.items()})
+
+    shards = tuple(
+        replace(shard, tasks=tuple(bind_task(task, found) for task in shard.tasks))
+        for shard in planned.shards
+    )
+    blocks = tuple(map(bound, calibration.blocks))
+    return replace(calibration, blocks=blocks), replace(planned, shards=shards)
 
 
 def discard_work(output: OutputDirectory, calibration: Calibration) -> None:

@@ -321,9 +321,9 @@ class Quantized:
         return cls(packed_rows(rows, parameters, task.scheme, shape), detail)
 
     def part(self, name: str, task: Task) -> torch.Tensor:
-        """Return the stored part called `name`; the logical shape is one of them."""
-        if name == "shape":
-            return torch.tensor(task.source.shape)
+        """Return the stored part called `name`; those that the task knows are among them."""
+        if name in task.known:
+            return task.known[name]
         found = self.packed.part(name)
         assert found is not None
         return found
@@ -362,7 +362,7 @@ def packed_of(files: Checkpoint, task: Task) -> PackedTensor:
     parts = {
         part: files.read(spec.name).view(stored[part][0]).reshape(stored[part][1])
         for part, spec in task.parts
-        if part != "shape"
+        if part in task.scheme.part_names
     }
     return PackedTensor.from_parts(parts, task.scheme, shape)
 

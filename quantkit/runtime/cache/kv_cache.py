@@ -9,9 +9,10 @@ one layer at a time, in the dtype of the model.
     read     parts -> dequantize -> @ R^T -> k [B, H, T, D]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
@@ -19,9 +20,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from quantkit.calibrate.hadamard import Rotation
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.errors import FormatError, UsageError, unknown_name
+from quantkit.packing.presets import KV_SCALES
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 from quantkit.runtime.cache.kv_formats import KV_FORMATS
+from quantkit.runtime.cache.stored_scales import StoredScale, stored_scales
 
 Parts = dict[str, torch.Tensor]
 
@@ -84,16 +87,21 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     keys: Parts
     values: Parts
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: Scheme, stored: tuple[StoredScale, StoredScale] | None = None) -> None:
         super().__init__()
-        self._scheme = scheme
+        self._scheme, self._stored = scheme, stored
         self.keys, self.values = {}, {}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self._sizes = key_states.shape[-1], value_states.shape[-1]
-        self._key_rows = _Rows.of(self._scheme, self._sizes[0], self.device, rotate=True)
-        self._value_rows = _Rows.of(self._scheme, self._sizes[1], self.device, rotate=False)
+        self._key_rows: _Rows | StoredScale
+        self._value_rows: _Rows | StoredScale
+        if self._stored is not None:
+            self._key_rows, self._value_rows = self._stored
+        else:
+            self._key_rows = _Rows.of(self._scheme, self._sizes[0], self.device, rotate=True)
+            self._value_rows = _Rows.of(self._scheme, self._sizes[1], self.device, rotate=False)
         self.is_initialized = True
 
     def update(
@@ -164,17 +172,30 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
 
     Pass it to the model as `cache`, before transformers 5.24 as `past_key_values`. `dense_layers` counts the
     layers that are not quantized: sliding windows, which hold few tokens, and states other than keys and
-    values. Raises `UsageError` for an unknown format.
+    values. `stored` are the scales of a checkpoint by layer, which fp8 takes in place of a scale for each
+    token and head. Raises `UsageError` for an unknown format.
     """
 
-    def __init__(self, config: Any, format: str) -> None:
+    def __init__(
+        self,
+        config: Any,
+        format: str,
+        stored: Mapping[int, tuple[StoredScale, StoredScale]] = MappingProxyType({}),
+    ) -> None:
         layer_scheme = kv_scheme(format)
+        known = stored if format in KV_SCALES else {}
         super().__init__(config=config)
         layers: list[Any] = self.layers
         self.layers: list[Any] = [
-            PackedLayer(layer_scheme) if type(layer) is DynamicLayer else layer for layer in layers
+            PackedLayer(layer_scheme, known.get(index)) if type(layer) is DynamicLayer else layer
+            for index, layer in enumerate(layers)
         ]
         self.dense_layers = sum(not isinstance(layer, PackedLayer) for layer in self.layers)
+
+    @classmethod
+    def of_model(cls, model: Any, format: str) -> Self:
+        """Create the cache of a loaded model, with the scales that its checkpoint stores."""
+        return cls(model.config, format, stored_scales(model))
 
     @property
     def note(self) -> str | None:

@@ -9,15 +9,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KvFormat:
-    """Storage of a token's keys, and of its values, for one head: a row of a weight in this scheme."""
+    """Storage of a token's keys, and of its values, for one head: a row of a weight in this scheme.
+
+    Without a `group_size` the whole row has one scale.
+    """
 
     format: str
-    group_size: int
+    group_size: int | None
     zero_point: "ZeroPoint" = "none"
 
 
 #: docs/accuracy.md has what each costs.
 KV_FORMATS: dict[str, KvFormat] = {
     "int8": KvFormat("int8", 64),
+    "fp8": KvFormat("fp8-e4m3", None),
     "int4": KvFormat("int4", 32, "float"),
 }

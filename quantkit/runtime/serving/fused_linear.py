@@ -160,5 +160,6 @@ def _ends_between_units(run: Sequence[Share]) -> bool:
     rows = sum(share.local_shape[0] for share in run)
     if scheme is None:
         return True
-    shared = scheme.per_tensor or scheme.global_scale or scheme.column_scale or scheme.is_fitted
+    static = scheme.activations is not None and scheme.activations.static
+    shared = scheme.per_tensor or scheme.global_scale or scheme.column_scale or scheme.is_fitted or static
     return not shared and all(rows % unit == 0 for unit in scheme.row_units().values())

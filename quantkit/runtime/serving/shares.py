@@ -7,13 +7,14 @@ import torch
 
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.packing.activations import INPUT_PARTS
 from quantkit.packing.names import Container
 from quantkit.packing.schemes import Scheme
 
 #: Start and stop of rows or columns.
 Range = tuple[int, int]
 #: Parts that all rows and columns of a matrix share.
-WHOLE = frozenset({"global_scale", "codebook"})
+WHOLE = frozenset({"global_scale", "codebook", *INPUT_PARTS.values()})
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ and to the loaded model.
 
 import copy
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +20,8 @@ from quantkit.checkpoint.compressed_tensors import stored_formats
 from quantkit.checkpoint.manifest import check_beside
 from quantkit.checkpoint.quantization_config import QuantizationConfig, changed_config
 from quantkit.checkpoint.safetensors_header import read_header, read_json
-from quantkit.checkpoint.source import CONFIG_NAME
+from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
+from quantkit.errors import EnvironmentProblem, UsageError
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.model.names import OwnNames, names_in_own_class
 from quantkit.packing.schemes import PARTS
@@ -53,25 +55,63 @@ class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return self.to_dict()
 
 
-class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Replaces linears and fused experts by packed modules before transformers loads the weights."""
+class QuantizesWhileLoading(Protocol):
+    """`quantization_config` for a dense checkpoint, such as `quantkit.QuantkitConfig`."""
 
-    requires_calibration = True
+    def pack(self, directory: Path, model: nn.Module) -> Path:
+        """Quantize the checkpoint in `directory`; return a packed one that is there as long as `model`."""
+
+
+class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Replaces linears and fused experts by packed modules before transformers loads the weights.
+
+    With a config that quantizes while loading, transformers loads the files of its packed checkpoint.
+    """
+
+    requires_calibration = False
     quantization_config: QuantkitConfig
 
-    def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: QuantkitConfig | QuantizesWhileLoading, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        self._routes_on_host = False
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._experts: dict[str, tuple[str, ...]] = {}
+        self._own_names: OwnNames | None = None
+        self._quantizes: QuantizesWhileLoading | None = None
+        self._packed_file: Path | None = None
+        if not isinstance(quantization_config, QuantkitConfig):
+            self._quantizes = quantization_config
+        elif self.pre_quantized:
+            self._use(quantization_config)
+        else:
+            raise UsageError(
+                "this quantization_config is of a packed checkpoint, and the one to load is dense. Give "
+                "quantkit.QuantkitConfig(format=...), which quantizes it."
+            )
+
+    def _use(self, quantization_config: QuantkitConfig) -> None:
+        """Take the config of a packed checkpoint."""
+        self.quantization_config, self.pre_quantized = quantization_config, True
         container = quantization_config.parsed.container
         # transformers finds per-expert tensors of packed experts by the first name other than "weight".
         parts = sorted(PARTS, key=lambda part: part != "scale")
         names = [stored.part_name("weight", part) for part in parts for stored in stored_formats(container)]
         self.serialized_names = {"weight": list(dict.fromkeys(names))}
-        self._routes_on_host = False
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._experts: dict[str, tuple[str, ...]] = {}
-        self._own_names: OwnNames | None = None
+
+    def _quantize(self, model: nn.Module, files: list[str] | None) -> None:
+        """Quantize the dense checkpoint of `files`, and put the packed files in their place."""
+        if self._quantizes is None:
+            return
+        if not files:
+            raise UsageError("a model is quantized while its files are loaded, and there are none.")
+        packed = Checkpoint.open(self._quantizes.pack(Path(files[0]).parent, model))
+        self._use(QuantkitConfig(**packed.config["quantization_config"]))
+        # The list that transformers loads from next.
+        files[:] = map(str, packed.shards)
+        self._quantizes, self._packed_file = None, packed.shards[0]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        self._quantize(model, kwargs.get("checkpoint_files"))
         paths = [Path(file) for file in kwargs.get("checkpoint_files") or ()]
         self._own_names = _own_names(model, paths)
         swap_modules(model, self.quantization_config.parsed, self._names)
@@ -86,6 +126,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        _check_loaded(model, self._packed_file)
         for _, module in packed_modules(model):
             # The loader makes every floating-point parameter trainable.
             module.requires_grad_(False)
@@ -172,12 +213,33 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        # With adapters: transformers refuses to train packed weights themselves, as they have no gradients.
+        return True
 
     @property
     def is_compileable(self) -> bool:
         # Experts without grouped GEMMs route on the host.
         return not self._routes_on_host
+
+
+def _check_loaded(model: nn.Module, file: Path | None) -> None:
+    """Raise `EnvironmentProblem` unless `model` has the words of the packed `file`, if there is one."""
+    if file is None:
+        return
+    checkpoint = Checkpoint.of_files([file])
+    for name, module in packed_modules(model):
+        for entry, parameter in module.named_parameters(recurse=False):
+            stored = checkpoint.tensors.get(f"{name}.{entry}")
+            if stored is None or parameter.is_meta or stored.torch_dtype != parameter.dtype:
+                continue
+            if parameter.shape != stored.shape or not torch.equal(
+                checkpoint.read(stored.name), parameter.cpu()
+            ):
+                raise EnvironmentProblem(
+                    f"transformers {version('transformers')} did not load {stored.name!r} of the checkpoint "
+                    "that was quantized for it. Quantize with quantkit.quantize and load the result."
+                )
+            return
 
 
 def _own_names(model: nn.Module, files: list[Path]) -> OwnNames | None:

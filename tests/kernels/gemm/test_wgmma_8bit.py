@@ -17,7 +17,8 @@ from quantkit.kernels.ops import quantize_x as quantized
 from quantkit.kernels.ops.quantize_x import quantize_x, quantize_x_reference, round_x
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.registry import choose, explain
-from quantkit.packing.activations import activations_named
+from quantkit.packing.activations import ActivationScheme, activations_named
+from quantkit.packing.formats import FloatFormat
 from quantkit.packing.presets import SCHEMES
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
@@ -93,7 +94,8 @@ def test_products_of_bytes_are_those_of_rounded_inputs(
 @needs_hopper
 @pytest.mark.parametrize("name", ["W8A8", "W4A8", "W4AFP8", "FP8_DYNAMIC"])
 def test_sums_of_integers_are_exact(make_packed: Callable[..., PackedTensor], name: str) -> None:
-    # Integers up to the largest code, one of which each row has: scales are powers of two.
+    # Integers, and the largest number of the format in each row of x: scales are powers of two. Tensor cores
+    # add products of e4m3 with some 13 bits below the largest, so weights of FP8 are small integers.
     assert HOPPER is not None
     dtype, features = HOPPER
     n, k, m = 144, 256, 70
@@ -104,7 +106,10 @@ def test_sums_of_integers_are_exact(make_packed: Callable[..., PackedTensor], na
     scale = torch.exp2(
         torch.randint(-3, 3, packed.group_scale().shape, generator=torch.Generator().manual_seed(3))
     )
-    packed = PackedTensor.from_codes(packed.codes().cpu(), scale, None, packed.scheme).to(DEVICE)
+    of_weights = packed.scheme.format
+    small = torch.randint(-7, 8, (n, k), generator=torch.Generator().manual_seed(4)).float()
+    codes = of_weights.encode(small) if isinstance(of_weights, FloatFormat) else packed.codes().cpu()
+    packed = PackedTensor.from_codes(codes, scale, None, packed.scheme).to(DEVICE)
     x = few.to(DEVICE, dtype)
     op = replace(op, x=x, layout=build(packed, dtype), bias=None)
     y = wgmma_8bit_launch.run(op, None, features)
@@ -123,10 +128,16 @@ def test_a_row_that_is_not_finite_is_nan_alone(make_packed: Callable[..., Packed
         assert y[[1, 3]].isnan().all() and y[[0, 2, 4]].isfinite().all(), name
 
 
-@pytest.mark.parametrize("activations", ["int8", "fp8", "fp8-g128"])
-def test_inputs_are_quantized_as_by_torch(activations: str) -> None:
-    found = activations_named(activations)
+def inputs_named(name: str) -> ActivationScheme:
+    """The scheme of a name; a static one saturates some of the inputs of these tests."""
+    found = activations_named(name)
     assert found is not None
+    return found.fit(11.7) if found.static else found
+
+
+@pytest.mark.parametrize("activations", ["int8", "fp8", "fp8-g128", "fp8-static"])
+def test_inputs_are_quantized_as_by_torch(activations: str) -> None:
+    found = inputs_named(activations)
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float16,) if DEVICE == "cpu" else (torch.bfloat16, torch.float16)
     for k, span in ((128, 32), (384, 64), (1024, 128)):
@@ -162,9 +173,8 @@ def test_every_int8_and_e4m3_code_is_reached() -> None:
 def test_rounding_in_one_launch_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU `round_x` is torch's: there the kernel is asked for as on a GPU.
     monkeypatch.setattr(quantized, "is_on_gpu", lambda x: True)
-    for activations in ("int8", "fp8", "fp8-g128"):
-        found = activations_named(activations)
-        assert found is not None
+    for activations in ("int8", "fp8", "fp8-g128", "fp8-static"):
+        found = inputs_named(activations)
         for dtype in (torch.float16,) if DEVICE == "cpu" else (torch.bfloat16, torch.float16):
             x = torch.randn(9, 1408, device=DEVICE).to(dtype) * 40
             x[2, 5], x[3, 1], x[4] = torch.nan, 65504.0, 0

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
+import quantkit
 from quantkit.errors import UsageError
 from quantkit.runtime import fitness
 from quantkit.runtime.cuda_graphs import refusals
@@ -18,6 +20,7 @@ from ...tiny.packed import Tiny, logits_of
 
 peft = pytest.importorskip("peft")
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 IDS = torch.arange(3, 40)[None]
 
 
@@ -88,6 +91,53 @@ def test_adapters_are_saved_loaded_and_taken_off(checkpoint: Tiny, tmp_path: Pat
 def test_what_takes_the_dense_weight_is_refused(checkpoint: Tiny, options: Any, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         adapted(loaded(checkpoint.packed), ["q_proj"], **options)
+
+
+@pytest.mark.parametrize(
+    ("targets", "parameters", "module"),
+    [
+        (["experts"], None, r"model\.layers\.0\.mlp\.experts"),
+        (["q_proj"], ["mlp.experts.gate_up_proj"], r"model\.layers\.0\.mlp\.experts\.gate_up_proj"),
+        ("all-linear", None, r"model\.layers\.0\.mlp\.experts\.\w+_proj"),
+    ],
+)
+def test_packed_experts_are_refused(tiny: Any, targets: Any, parameters: Any, module: str) -> None:
+    model = loaded(tiny("qwen3_moe", "int4").packed)
+    with pytest.raises(UsageError, match=f"'{module}' is packed, as PackedExperts, which takes no LoRA"):
+        adapted(model, targets, target_parameters=parameters)
+
+
+def test_linears_beside_packed_experts_train(tiny: Any) -> None:
+    model = adapted(loaded(tiny("qwen3_moe", "int4").packed), ["q_proj", "o_proj"])
+    assert all(bool(gradient.isfinite().all()) for gradient in trained(model))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_trainer_of_transformers_trains(checkpointing: bool, tmp_path: Path) -> None:
+    """The smallest real model learns other tokens than it was trained on."""
+    packed = tmp_path / "packed"
+    quantkit.quantize(EXAMPLES / "stories260K", packed, format="int4")
+    model = adapted(loaded(packed), task_type="CAUSAL_LM")
+    rows = [{"input_ids": torch.arange(9 * i % 300, 9 * i % 300 + 64), "labels": None} for i in range(24)]
+    rows = [{**row, "labels": row["input_ids"]} for row in rows]
+    arguments = transformers.TrainingArguments(
+        tmp_path / "run",
+        max_steps=6,
+        per_device_train_batch_size=4,
+        learning_rate=2e-2,
+        gradient_checkpointing=checkpointing,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4])
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.8 * before
+    packed_layer = model.base_model.model.model.layers[0].mlp.up_proj.base_layer
+    assert isinstance(packed_layer, PackedLinear) and packed_layer.weight.dtype == torch.int32
 
 
 def test_merging_is_refused_and_changes_nothing(checkpoint: Tiny) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+from transformers.trainer_utils import validate_quantization_for_training
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError, UsageError
@@ -224,10 +225,12 @@ def test_any_device_map_gives_the_same_logits(tiny, prompt, tmp_path, family, na
     assert_same_checkpoint(tmp_path / "again", checkpoint.packed)
 
 
-def test_the_model_is_frozen_and_says_so(tiny):
+def test_the_model_is_frozen_and_trains_adapters(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny("qwen2").packed)
     assert not any(p.requires_grad for _, m in packed_modules(model) for p in m.parameters())
-    assert model.hf_quantizer.is_trainable is False
+    assert model.hf_quantizer.is_trainable is True
+    with pytest.raises(ValueError, match="Please attach trainable adapters"):
+        validate_quantization_for_training(model)
     assert model.hf_quantizer.is_compileable is True
 
 
@@ -411,9 +414,9 @@ def test_a_wrong_configuration_is_refused(tiny, changes, message):
         AutoModelForCausalLM.from_pretrained(checkpoint.packed)
 
 
-def test_quantizing_while_loading_is_refused(tiny):
+def test_the_config_of_a_packed_checkpoint_quantizes_nothing(tiny):
     checkpoint = tiny()
-    with pytest.raises(ValueError, match="pre-quantized"):
+    with pytest.raises(UsageError, match="is of a packed checkpoint, and the one to load is dense"):
         AutoModelForCausalLM.from_pretrained(
             checkpoint.dense, quantization_config=QuantkitConfig(**checkpoint.quantization_config)
         )

@@ -189,7 +189,7 @@ def run(
         tile = wgmma_8bit_tile(shape, m, promotes(shape, scheme, activations), op.multiprocessors)
     x = quantize_x(op.x, activations, shape.span, needs_sums(scheme, activations))
     launches = _launches(
-        m, op.n, k, scheme, activations, op.x.dtype, op.bias is not None, tile, features,
+        m, op.n, k, scheme, activations.unbound, op.x.dtype, op.bias is not None, tile, features,
         op.multiprocessors,
     )  # fmt: skip
 

@@ -12,6 +12,8 @@ import wrapt
 
 from quantkit.errors import UsageError
 from quantkit.runtime.packed_linear import PackedLinear
+from quantkit.runtime.packed_module import PackedModule
+from quantkit.runtime.replace import packed_modules
 
 _LORA = "peft.tuners.lora.model"
 _ALL_LINEAR = "all-linear"
@@ -26,16 +28,22 @@ def apply_once_imported() -> None:
 
 
 def apply(*_: Any) -> None:
-    """Have LoRA wrap packed linears, and "all-linear" find them; does nothing if applied."""
+    """Have LoRA wrap packed linears and refuse other packed modules, and "all-linear" find them.
+
+    Does nothing if applied.
+    """
     from peft.tuners import tuners_utils
     from peft.tuners.lora.model import LoraModel
 
     if is_applied():
         return
     original, targets = LoraModel._create_new_module, tuners_utils._maybe_include_all_linear_layers
+    prepare = LoraModel._prepare_model
 
     def create(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
         base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
+        if isinstance(base, PackedModule) and not isinstance(base, PackedLinear):
+            raise _not_for(kwargs.get("target_name") or type(base).__name__, base)
         if not isinstance(base, PackedLinear):
             return original(lora_config, adapter_name, target, **kwargs)
         return _lora_class()(target, adapter_name, config=lora_config, **kwargs)
@@ -53,20 +61,42 @@ def apply(*_: Any) -> None:
             found.target_modules = {*found.target_modules, *packed}
         return found
 
+    def prepared(self: Any, peft_config: Any, model: Any) -> Any:
+        # PEFT warns only that no parameter has this name, and trains without.
+        for target in getattr(peft_config, "target_parameters", None) or ():
+            for name, module in packed_modules(model):
+                for parameter in module.logical():
+                    if f".{name}.{parameter}".endswith(f".{target}"):
+                        raise _not_for(f"{name}.{parameter}", module, model)
+        return prepare(self, peft_config, model)
+
     create.quantkit_original = original  # type: ignore[attr-defined]
     include.quantkit_original = targets  # type: ignore[attr-defined]
+    prepared.quantkit_original = prepare  # type: ignore[attr-defined]
     LoraModel._create_new_module = staticmethod(create)
+    LoraModel._prepare_model = prepared
     tuners_utils._maybe_include_all_linear_layers = include
 
 
+def _not_for(name: str, module: PackedModule, model: Any = None) -> UsageError:
+    linears = () if model is None else packed_modules(model)
+    names = {path.rpartition(".")[2] for path, one in linears if isinstance(one, PackedLinear)}
+    example = f", such as target_modules={sorted(names)}" if names else ""
+    return UsageError(
+        f"{name!r} is packed, as {type(module).__name__}, which takes no LoRA. Name linears only{example}; "
+        "'all-linear' stands for experts too. Or make the model dense first, with model.dequantize()."
+    )
+
+
 def undo() -> None:
-    """Restore both functions of PEFT."""
+    """Restore the functions of PEFT."""
     if not is_applied():
         return
     from peft.tuners import tuners_utils
     from peft.tuners.lora.model import LoraModel
 
     LoraModel._create_new_module = staticmethod(LoraModel._create_new_module.quantkit_original)
+    LoraModel._prepare_model = LoraModel._prepare_model.quantkit_original
     include = tuners_utils._maybe_include_all_linear_layers
     tuners_utils._maybe_include_all_linear_layers = include.quantkit_original
 
@@ -112,7 +142,8 @@ def _lora_class() -> type:
         def merge(self, *args: Any, **kwargs: Any) -> None:
             raise UsageError(
                 "a LoRA cannot be merged into a packed linear: its sum with the codes is not on their grid. "
-                f"{_DENSE}load the adapter into the original model; merge there and quantize the result."
+                "Save it and run `quantkit merge`, which adds it to the original weights and rounds. "
+                f"{_DENSE}load the adapter into the original model, to merge there."
             )
 
     return PackedLoraLinear

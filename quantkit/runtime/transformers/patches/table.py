@@ -71,7 +71,7 @@ PATCHES = (
     ),
     Patch(
         name="adapters",
-        changes="_create_new_module and _maybe_include_all_linear_layers of PEFT, once it is imported",
+        changes="_create_new_module, _prepare_model, _maybe_include_all_linear_layers of PEFT, once imported",
         reason="LoRA goes on packed linears; PEFT knows those of each tool by its class, and has no table",
         versions=">=5.12,<6 with peft >=0.19",
         **_process(adapters.undo, adapters.is_applied),

@@ -1,0 +1,195 @@
+"""Read a LoRA adapter as PEFT saves it: factors A [r, K] and B [N, r] of the linears that it changes.
+
+An adapted linear computes y = x W^T + s x A^T B^T (arXiv 2106.09685). So its weight is W + s B A. The
+scaling s is alpha / r, or alpha / sqrt(r) of rank-stabilized LoRA (arXiv 2312.03732).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.safetensors_header import read_json
+from quantkit.checkpoint.source import ADAPTER_NAME, Checkpoint
+from quantkit.errors import CheckpointError
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+#: What PEFT puts before the names of modules.
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+#: Initializations that leave the weight of the model as it is; others, such as PiSSA, change it first.
+_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")
+#: Keys of the config that do not change what W + s B A is, or that are read here.
+_KNOWN = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    }
+)
+#: Patterns of the config that take no longer to match than a name is long, to the power of their stars.
+_PATTERN, _MOST_STARS = re.compile(r"\^?(?:[A-Za-z0-9_-]|\\?\.|\.\*){1,300}"), 2
+_DENSE = "Merge it with PEFT into the dense model, and quantize that."
+
+
+@dataclass(frozen=True)
+class LoraFactors:
+    """Names of the two factors of a linear in the adapter's file, and the scaling s of their product."""
+
+    a: str
+    b: str
+    scaling: float
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """Factors by module of a model; `base` is what the config calls that model."""
+
+    directory: Path
+    base: str | None
+    factors: Mapping[str, LoraFactors]
+    tensors: Checkpoint
+
+    @classmethod
+    def open(cls, directory: Path) -> "LoraAdapter":
+        """Read the config and the header of an adapter.
+
+        Raises `CheckpointError` for a directory that is no adapter, and for an adapter that does more than
+        add s B A to weights.
+        """
+        config = _config(directory)
+        path = directory / WEIGHTS_NAME
+        if not path.is_file():
+            raise CheckpointError(
+                f"{directory} has no {WEIGHTS_NAME}; expected the weights of an adapter, which are read as "
+                "safetensors only. Save it with PEFT's save_pretrained."
+            )
+        tensors = Checkpoint.of_files([path])
+        found: dict[str, dict[str, str]] = {}
+        for name, tensor in tensors.tensors.items():
+            match = _FACTOR.fullmatch(name)
+            if match is None or len(tensor.shape) != 2:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} {tensor.shape} is no factor of a linear; expected names "
+                    f"such as '{_PREFIX}model.layers.0.mlp.up_proj.lora_A.weight'. {_DENSE}"
+                )
+            found.setdefault(match["module"], {})[match["factor"]] = name
+        factors = {module: _factors(path, module, names, tensors, config) for module, names in found.items()}
+        base = config.get("base_model_name_or_path")
+        return cls(directory, base if isinstance(base, str) else None, factors, tensors)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the config and the weights."""
+        return (self.directory / ADAPTER_NAME, *self.tensors.shards)
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """Return [N, K] of the weight that the factors of `module` are for."""
+        names = self.factors[module]
+        return self.tensors.tensors[names.b].shape[0], self.tensors.tensors[names.a].shape[1]
+
+    def delta(self, module: str) -> torch.Tensor:
+        """Return s B A of `module`, float32 [N, K]."""
+        names = self.factors[module]
+        a, b = (self.tensors.read(name).to(torch.float32) for name in (names.a, names.b))
+        return names.scaling * (b @ a)
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    """Read the config of a LoRA; raise `CheckpointError` if it is none, or asks for what is not merged."""
+    path = directory / ADAPTER_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} has no {ADAPTER_NAME}; expected an adapter. Give the directory that PEFT's "
+            "save_pretrained wrote."
+        )
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{path}: 'peft_type' is {config.get('peft_type')!r}; expected 'LORA', whose product is added to "
+            "weights. Other kinds of adapters cannot be merged."
+        )
+    unknown = [key for key, value in config.items() if key not in _KNOWN and _is_set(key, value)]
+    if unknown:
+        key = unknown[0]
+        raise CheckpointError(
+            f"{path}: {key!r} is {config[key]!r}; only plain LoRA, which adds B A to weights, is "
+            f"merged. {_DENSE}"
+        )
+    start = config.get("init_lora_weights", True)
+    if start not in _INITIALIZATIONS:
+        raise CheckpointError(
+            f"{path}: 'init_lora_weights' is {start!r}, which changes the weights that the adapter "
+            f"is trained beside; expected True or 'gaussian'. {_DENSE}"
+        )
+    return config
+
+
+def _is_set(key: str, value: Any) -> bool:
+    # "none" is how `bias` says that no bias is trained.
+    return bool(value) and (key, value) != ("bias", "none")
+
+
+def _factors(
+    path: Path, module: str, names: Mapping[str, str], tensors: Checkpoint, config: Mapping[str, Any]
+) -> LoraFactors:
+    shapes = {factor: tensors.tensors[name].shape for factor, name in names.items()}
+    if shapes.keys() != {"A", "B"} or shapes["A"][0] != shapes["B"][1]:
+        text = " and ".join(f"lora_{factor} {shape}" for factor, shape in sorted(shapes.items()))
+        raise CheckpointError(
+            f"{path}: {module!r} has {text}; expected lora_A [r, K] and lora_B [N, r]. Save the adapter "
+            "again."
+        )
+    rank = shapes["A"][0]
+    alpha = _by_pattern(path, config, "alpha_pattern", module, config.get("lora_alpha"))
+    asked = _by_pattern(path, config, "rank_pattern", module, config.get("r"))
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise CheckpointError(f"{path.parent / ADAPTER_NAME}: 'lora_alpha' is {alpha!r}; expected a number.")
+    if asked != rank:
+        raise CheckpointError(
+            f"{path}: {module!r} has rank {rank}, and {ADAPTER_NAME} says {asked!r}. The two are not of one "
+            "adapter; save it again."
+        )
+    return LoraFactors(
+        names["A"], names["B"], alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    )
+
+
+def _by_pattern(path: Path, config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """Return the entry of `config[key]` whose pattern the end of `module` matches, as PEFT finds it."""
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(
+            f"{path.parent / ADAPTER_NAME}: {key!r} is {patterns!r}; expected an object of patterns."
+        )
+    for pattern, value in patterns.items():
+        if not _PATTERN.fullmatch(pattern) or pattern.count("*") > _MOST_STARS:
+            raise CheckpointError(
+                f"{path.parent / ADAPTER_NAME}: {key!r} has the pattern {pattern!r}; expected names of "
+                f"modules, with at most {_MOST_STARS} '.*' in one. {_DENSE}"
+            )
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default

@@ -1,0 +1,55 @@
+"""Compare a merged checkpoint with the packed model that has the adapter beside it."""
+
+from pathlib import Path
+
+import torch
+
+from quantkit.calibrate.data.documents import read_text
+from quantkit.errors import EnvironmentProblem
+from quantkit.eval.metrics import TextMetrics, merge, score, summarize
+from quantkit.eval.models import language_limits, release
+from quantkit.eval.runner import predictions
+from quantkit.eval.text import check_tokens, cut, usable_window
+from quantkit.model.tokenizer import tokenize, tokenizer
+from quantkit.runtime.load import load_language_model
+
+#: Tokens of a window, and most windows that are scored.
+WINDOW, MOST_WINDOWS = 512, 32
+
+
+def compare(packed: Path, adapter: Path, merged: Path, text: Path, device: torch.device) -> TextMetrics:
+    """Score `merged` on the first windows of `text`, against `packed` with PEFT's `adapter`.
+
+    Activations are float32 on a CPU, and on a GPU the model's own dtype. Both models are in memory. Raises
+    `EnvironmentProblem` without PEFT.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "comparing with the adapter takes PEFT, which is not installed. Install it with `pip install "
+            "peft`, or leave out the text."
+        ) from error
+    vocabulary, limit = language_limits(packed)
+    window, _ = usable_window(WINDOW, limit)
+    windows = cut(text.name, tokenize(tokenizer(packed), read_text(text)), window, MOST_WINDOWS)
+    check_tokens(windows, vocabulary, packed)
+    dtype = torch.float32 if device.type == "cpu" else None
+    found = load_language_model(merged, device=device, dtype=dtype)
+    adapted = PeftModel.from_pretrained(
+        load_language_model(packed, device=device, dtype=dtype), str(adapter), torch_device=str(device)
+    ).eval()
+    scores = []
+    for tokens in torch.split(windows.tokens.to(device), 1):
+        with torch.inference_mode():
+            logits, expected = (one(input_ids=tokens).logits for one in (found, adapted))
+        scores.append(
+            score(
+                predictions(logits, windows.scored, merged),
+                tokens[:, -windows.scored :],
+                predictions(expected, windows.scored, packed),
+            )
+        )
+    del found, adapted
+    release(str(device))
+    return summarize(merge(scores))

@@ -1,0 +1,203 @@
+"""Measure what has static scales, inputs of linears, keys and values, in passes of the original model."""
+
+import math
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.calibrate.data.samples import Samples
+from quantkit.errors import UsageError
+from quantkit.model.blocks import Block, Decoder
+from quantkit.model.distributed import Ranks
+from quantkit.model.forward.model_pass import Call, ModelPass
+from quantkit.model.hidden_states import choose_home
+from quantkit.progress import Advance
+from quantkit.quantization.blockwise.pipeline import batch_size
+from quantkit.quantization.plan import Plan
+from quantkit.quantization.task import Task
+
+#: Features of the widest tensor of a block, in hidden sizes: of an MLP.
+_WIDEST = 4
+
+
+#: Names of the KV cache among the arguments of a decoder layer, by version of transformers.
+_CACHES = ("past_key_values", "cache")
+#: Largest number of e4m3, the format of a KV cache in fp8.
+_E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Linears whose static scales of inputs are measured, and matrices of keys and values with scales."""
+
+    linears: frozenset[str]
+    keys_and_values: frozenset[str]
+
+    @classmethod
+    def of(cls, planned: Plan) -> "Wanted":
+        """Return what the tasks of a plan want."""
+        tasks = [task for shard in planned.shards for task in shard.tasks]
+        return cls(
+            frozenset(task.module for task in tasks if task.is_static and task.module is not None),
+            frozenset(task.module for task in tasks if task.kv_part is not None and task.module is not None),
+        )
+
+    def within(self, block: str) -> "Wanted":
+        """Return what is in a block."""
+
+        def inside(names: frozenset[str]) -> frozenset[str]:
+            return frozenset(name for name in names if f"{name}.".startswith(f"{block}."))
+
+        return Wanted(inside(self.linears), inside(self.keys_and_values))
+
+    def __bool__(self) -> bool:
+        return bool(self.linears or self.keys_and_values)
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Largest magnitudes of the inputs of linears, and of the keys or values that linears make, by module."""
+
+    inputs: Mapping[str, float]
+    keys_and_values: Mapping[str, float]
+
+
+def measure(
+    decoder: Decoder,
+    samples: Samples,
+    wanted: Wanted,
+    workers: ThreadPoolExecutor,
+    ranks: Ranks,
+    path: Path,
+    report: Advance,
+) -> Ranges:
+    """Return what is wanted, over all samples.
+
+    Runs the original model block by block; `path` is where hidden states go that do not fit in memory. Keys
+    are those that a cache gets, after the rotary embedding. Raises `UsageError` for what does not run on the
+    samples, or is not finite or all zero.
+    """
+    inputs, states = _Largest(), _Largest()
+    widest = _WIDEST * decoder.hidden_size
+    rows = batch_size(samples.tokens.shape, False, widest, decoder.device.type)
+    batches = torch.split(samples.tokens, 1 if samples.beside else rows)
+    needed = samples.tokens.numel() * decoder.hidden_size * decoder.dtype.itemsize
+    home = choose_home(needed, widest, decoder.device, ranks, path)
+    with decoder.passes() as start:
+        beside = samples.beside or [None] * len(batches)
+        passes = list(
+            workers.map(lambda one: start(one[0], home, beside=one[1]), zip(batches, beside, strict=True))
+        )
+        while (name := passes[0].block) is not None and name != decoder.head_name:
+            block, mine = decoder.block(name), wanted.within(name)
+            report(0, f"{name}, its inputs")
+            cache = _Cache(mine.keys_and_values, states)
+            with _seeing(block, mine.linears, inputs), decoder.loaded(block):
+                list(workers.map(partial(_run, block, cache), passes))
+        if name is not None and name in wanted.linears:
+            for one in passes:
+                inputs.add(name, one.call.hidden)
+    return Ranges(
+        {name: _checked(name, inputs.found.get(name), "inputs") for name in sorted(wanted.linears)},
+        {
+            name: _checked(name, states.found.get(name), "keys or values")
+            for name in sorted(wanted.keys_and_values)
+        },
+    )
+
+
+class _Largest:
+    """Largest magnitudes by module, while several workers run a block."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, module: str, x: torch.Tensor) -> None:
+        """Add `x` [..., K] of a module; NaN stays NaN."""
+        largest = float(x.abs().amax()) if x.numel() else 0.0
+        with self._lock:
+            known = self.found.get(module, 0.0)
+            self.found[module] = known if math.isnan(known) or largest <= known else largest
+
+
+class _Cache:
+    """Stands for the KV cache of a decoder layer: passes keys and values on, and sees their magnitudes."""
+
+    def __init__(self, modules: frozenset[str], largest: _Largest) -> None:
+        self._modules, self._largest = modules, largest
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `keys` and `values` [B, H, T, D] of the layer."""
+        for module in self._modules:
+            self._largest.add(module, keys if module.endswith("k_proj") else values)
+        return keys, values
+
+    def given(self, call: Call) -> Call:
+        """Return a call of the layer with this cache, if it takes one and something is to be seen."""
+        names = [name for name in _CACHES if name in call.kwargs and call.kwargs[name] is None]
+        if not self._modules or not names:
+            return call
+        return Call(call.args, {**call.kwargs, names[0]: self})
+
+
+def _run(block: Block, cache: _Cache, one: ModelPass) -> None:
+    """Run a block in a pass, which goes on to the next block."""
+    with torch.no_grad():
+        with one.loaded() as call:
+            output = block.run(cache.given(call))
+        one.advance(output)
+
+
+@contextmanager
+def _seeing(block: Block, modules: Collection[str], largest: _Largest) -> Iterator[None]:
+    """Add the inputs of `modules` of `block` to `largest` in every pass within."""
+
+    def hook(module: str) -> torch.utils.hooks.RemovableHandle:
+        def before(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            largest.add(module, inputs[0])
+
+        own = module.removeprefix(block.name).removeprefix(".")
+        return block.module.get_submodule(own).register_forward_pre_hook(before)
+
+    hooks = [hook(module) for module in modules]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def _checked(module: str, largest: float | None, what: str) -> float:
+    """Return the magnitude of the inputs of a module, or raise `UsageError` if it gives no scale."""
+    if largest is not None and 0.0 < largest < math.inf:
+        return largest
+    found = "none were seen" if largest is None else f"the largest is {largest}"
+    remedy = "choose scales per token (--scheme FP8_DYNAMIC)" if what == "inputs" else "leave out --kv-scales"
+    raise UsageError(
+        f"scales of the {what} of {module!r} are measured on the calibration data, and {found}. Give data on "
+        f"which it runs with --calibration, {remedy}, or keep it dense with --rule '{module}=keep'."
+    )
+
+
+def bind_task(task: Task, ranges: Ranges) -> Task:
+    """Return a task with the numbers of its static scales, and of the scale of its keys or values."""
+    if task.module is None:
+        return task
+    if task.is_static and task.scheme is not None and task.scheme.activations is not None:
+        activations = task.scheme.activations.fit(ranges.inputs[task.module])
+        task = replace(task, scheme=replace(task.scheme, activations=activations))
+    if task.kv_part is not None and task.module is not None:
+        largest = torch.tensor(ranges.keys_and_values[task.module])
+        task = replace(task, kv_scale=float(largest / torch.tensor(_E4M3_MAX)))
+    return task

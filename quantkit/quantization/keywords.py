@@ -1,0 +1,151 @@
+"""Options of quantization as keyword arguments of Python, and the record that they make."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.errors import UsageError
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.recipes.recipe_options import RecipeOptions
+
+if TYPE_CHECKING:
+    from quantkit.packing.packings import PackingName
+    from quantkit.packing.schemes import GroupSize, Scheme
+    from quantkit.packing.zero_points import ZeroPoint
+    from quantkit.quantization.allocate.budget import Budget
+    from quantkit.recipes.recipe import Recipe
+
+
+#: Calibration data as Python gives it: a path or `NAME[:SAMPLES],...`, texts, chats or rows, also as a
+#: `datasets.Dataset`, or the options themselves.
+Calibration = CalibrationOptions | str | Path | Iterable[Any] | None
+
+
+class QuantizeKeywords(TypedDict, total=False):
+    """Options of `quantize`, which says what they are."""
+
+    format: str | None
+    method: str | None
+    group_size: "GroupSize"
+    zero_point: "ZeroPoint | None"
+    scale_dtype: str | None
+    packing: "PackingName | None"
+    activations: str | None
+    scheme: "Scheme | str | None"
+    recipe: "Recipe | str | Path | None"
+    lm_head: str | None
+    embeddings: str | None
+    kv_scales: str | None
+    rules: Sequence[str]
+    rotate: bool
+    model_free: bool
+    bits_per_weight: float | None
+    formats: Sequence[str] | None
+    budget: "Budget | None"
+    calibration: Calibration
+    calibration_samples: int | None
+    calibration_length: int | None
+    seed: int
+    device: str
+    max_shard_bytes: int
+    allow_auto_map: bool
+    engine: str | None
+
+
+_OF_RECIPE = tuple(RecipeOptions.__dataclass_fields__)
+_OF_RUN = ("device", "max_shard_bytes", "allow_auto_map", "resume", "overwrite", "check", "engine")
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def with_keywords(function: _Function) -> _Function:
+    """Return `function` with the keywords that its `**given` stands for in its signature, for `help`."""
+    defaults = {
+        name: field.default
+        for record in (CalibrationOptions, QuantizeOptions, RecipeOptions)
+        for name, field in record.__dataclass_fields__.items()
+    }
+    own = signature(function)
+    fixed = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    keywords = [
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=None if name in ("calibration", "recipe") else defaults.get(name),
+            annotation=getattr(kind, "__forward_arg__", kind),
+        )
+        for name, kind in QuantizeKeywords.__annotations__.items()
+    ]
+    function.__signature__ = own.replace(parameters=[*fixed, *keywords])  # type: ignore[attr-defined]
+    return function
+
+
+def options_of(given: Mapping[str, Any], function: str) -> QuantizeOptions:
+    """Return the options that keyword arguments of `function` make.
+
+    Raises `TypeError` for an unknown one, and `UsageError` for those that contradict each other.
+    """
+    known = (*QuantizeKeywords.__annotations__, *_OF_RUN)
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")
+    texts = {name: given[name] for name in _OF_RECIPE if name in given}
+    recipe = texts.pop("recipe", None)
+    asked = RecipeOptions(**{**texts, "rules": tuple(texts.get("rules") or ())})
+    if recipe is not None:
+        asked = _with_recipe(asked, recipe)
+    return QuantizeOptions(
+        recipe=asked,
+        budget=_budget(given),
+        calibration=_calibration(given),
+        **{name: given[name] for name in _OF_RUN if name in given},
+    )
+
+
+def _with_recipe(asked: RecipeOptions, recipe: "Recipe | str | Path") -> Any:
+    from dataclasses import replace
+
+    if isinstance(recipe, str | Path):
+        return replace(asked, recipe=recipe)
+    if asked != RecipeOptions():
+        raise UsageError(
+            "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
+            "scale_dtype, packing, activations, scheme, lm_head, embeddings, kv_scales, rules, rotate and "
+            "model_free, or make the recipe of them."
+        )
+    return recipe
+
+
+def _budget(given: Mapping[str, Any]) -> "Budget | None":
+    budget: Any = given.get("budget")
+    bits, formats = given.get("bits_per_weight"), given.get("formats")
+    if bits is None:
+        if formats is not None:
+            raise UsageError(
+                "formats are what bits_per_weight chooses from; give that too, or one format as format."
+            )
+        return cast("Budget | None", budget)
+    if budget is not None:
+        raise UsageError("bits_per_weight and budget are two budgets; leave one out.")
+    from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+
+    return Budget(BitsPerWeight(bits), None if formats is None else tuple(formats))
+
+
+def _calibration(given: Mapping[str, Any]) -> CalibrationOptions:
+    texts = given.get("calibration")
+    names = ("calibration_samples", "calibration_length", "seed")
+    numbers = {name.removeprefix("calibration_"): given[name] for name in names if name in given}
+    if not isinstance(texts, CalibrationOptions):
+        from quantkit.calibrate.data.texts import given_texts
+
+        return CalibrationOptions(given_texts(texts), **numbers)
+    if any(value is not None for value in numbers.values()):
+        raise UsageError("CalibrationOptions say the samples, their length and the seed; give them there.")
+    return texts

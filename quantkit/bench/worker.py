@@ -93,13 +93,11 @@ def main() -> None:
 
 
 def _measured(wanted: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    from transformers.utils import logging
-
     from quantkit.memory import enough_memory
     from quantkit.model.hf_files import explained
+    from quantkit.runtime.transformers.quiet import silence
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    silence()
     source = wanted["source"]
     with enough_memory(source, "Use --device cpu, or a smaller model."), explained(source):
         if "traffic" in wanted:

@@ -102,6 +102,15 @@ def _other_method(directory: Path) -> object:
     )
 
 
+def is_export(directory: Path) -> bool:
+    """Return True if the manifest is that of `quantkit export`, whose files are another tool's checkpoint."""
+    try:
+        content = parse_json(read_inside(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES), "it")
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "export" in content
+
+
 def manifest_bytes(content: Mapping[str, Any]) -> bytes:
     """Return the bytes of a manifest with this content and its own hash."""
     rest = {key: value for key, value in content.items() if key != OWN_HASH}

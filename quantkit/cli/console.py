@@ -1,6 +1,7 @@
 """What every command shares: where output goes, and progress with time and memory."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -55,9 +56,32 @@ def print_table(
         table.add_column(
             heading, justify=side, overflow="fold" if is_folded else "ellipsis", no_wrap=not is_folded
         )
-    for row in rows:
-        table.add_row(*map(one_line, row))
+    cells = [[one_line(cell) for cell in row] for row in rows]
+    if len(folded) == 1:
+        # Names break after their dots; rich would break them anywhere.
+        at = [heading in folded for heading in headings].index(True)
+        columns = [
+            max(len(line) for text in (heading, *(row[i] for row in cells)) for line in text.split("\n"))
+            for i, heading in enumerate(headings)
+        ]
+        room = out.width - sum(columns) + columns[at] - len(columns) * sum(padding)
+        for row in cells:
+            row[at] = _folded(row[at], room)
+    for row in cells:
+        table.add_row(*row)
     out.print(table)
+
+
+def _folded(name: str, width: int) -> str:
+    """`name` in lines of at most `width` characters, broken after its dots where it can be."""
+    if len(name) <= width:
+        return name
+    lines = [""]
+    for part in re.findall(r"[^.]*\.?", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def note(text: str) -> None:
@@ -105,14 +129,14 @@ def _plain_lines(what: str, clock: Callable[[], float] | None = None) -> Progres
                 return
             last = now
         speed = (done - first) / (now - start)
-        left = f", {_duration((total - done) / speed)} left" if speed > 0 else ""
+        left = f", {duration_text((total - done) / speed)} left" if speed > 0 else ""
         rest = f"{size_text(process.memory_info().rss)} RAM, {one_line(label)}"
-        err.print(f"{what}: {100 * done / total:.0f} % after {_duration(now - start)}{left}, {rest}")
+        err.print(f"{what}: {100 * done / total:.0f} % after {duration_text(now - start)}{left}, {rest}")
 
     return report
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """`1:02:03`, or `2:03` below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

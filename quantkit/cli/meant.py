@@ -131,7 +131,7 @@ OPTIONS: Mapping[str, str] = {
 ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("SOURCE", "SOURCE is the first argument.", "model model-path model-id input source"),
     ("DIR", "DIR is the first argument.", "model model-path model-id input"),
-    ("OUT", "OUT is the second argument.", "output out output-dir save save-path outfile"),
+    ("OUT", "OUT is an argument, not an option.", "output out output-dir save save-path outfile"),
     ("PROMPT", "PROMPT is the second argument.", "prompt"),
 )
 #: Commands of other tools by that of this one.

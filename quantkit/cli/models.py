@@ -3,8 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 
@@ -24,30 +22,6 @@ def log_kernels() -> None:
     os.environ["QUANTKIT_VERBOSE"] = "1"
 
 
-def silence() -> None:
-    """Keep progress bars and advice of the libraries underneath off the screen, and out of pipes."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    disable_progress_bars()
-    _silence_tqdm()
-
-
-@cache
-def _silence_tqdm() -> None:
-    """Draw no bars of tqdm: compressed-tensors, datasets and lm-eval do so whatever transformers is told."""
-    # It has no types.
-    tqdm: Any = import_module("tqdm").tqdm
-    begin = tqdm.__init__
-
-    def begin_silent(bar: Any, *arguments: Any, **options: Any) -> None:
-        begin(bar, *arguments, **{**options, "disable": True})
-
-    tqdm.__init__ = begin_silent
-
-
 @contextmanager
 def using_transformers(source: str) -> Iterator[None]:
     """Keep transformers' progress bars and advice off the screen while the block opens or runs `source`.
@@ -57,6 +31,7 @@ def using_transformers(source: str) -> Iterator[None]:
     """
     from quantkit.memory import enough_memory
     from quantkit.model.hf_files import explained
+    from quantkit.runtime.transformers.quiet import silence
 
     silence()
     with enough_memory(source, "Use --device cpu, or a smaller batch or window."), explained(source):

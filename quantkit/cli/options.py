@@ -13,6 +13,7 @@ from quantkit.calibrate.data.calibration_options import (
 )
 from quantkit.calibrate.summaries import DEFAULT_METHOD, SUMMARIES
 from quantkit.cli import completion
+from quantkit.cli.choices import DEVICES, DTYPES, SERVERS, listed
 from quantkit.cli.parsing import parse_list, parse_size, parse_time, shown_size
 from quantkit.errors import UsageError
 from quantkit.packing.presets import (
@@ -207,9 +208,9 @@ EngineName = Annotated[
     str | None,
     typer.Option(
         "--engine",
-        help="The result must load in vllm or sglang, of the newest version known or such as vllm==0.26.0. "
-        "With a budget, formats are chosen among those that it reads.",
-        autocompletion=completion.names("vllm", "sglang"),
+        help=f"The result must load in {listed(SERVERS)}, of the newest version known or such as "
+        "vllm==0.26.0. With a budget, formats are chosen among those that it reads.",
+        autocompletion=completion.names(*SERVERS),
     ),
 ]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="TOML file of rules.")]
@@ -310,15 +311,15 @@ Device = Annotated[
     typer.Option(
         "--device",
         help="auto (a GPU if there is one), cpu or cuda.",
-        autocompletion=completion.names("auto", "cpu", "cuda"),
+        autocompletion=completion.names(*DEVICES),
     ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
         "--dtype",
-        help="Of activations: float32, bfloat16, float16, or auto (as config.json).",
-        autocompletion=completion.names("auto", "float32", "bfloat16", "float16"),
+        help=f"Of activations: {', '.join(DTYPES)}, or auto (as config.json).",
+        autocompletion=completion.names("auto", *DTYPES),
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say which kernels run and why not others.")]

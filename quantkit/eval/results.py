@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -15,6 +15,7 @@ from quantkit.eval.own_text import Continuations
 from quantkit.eval.per_block import BlockLosses
 from quantkit.eval.sizes import Sizes
 from quantkit.eval.tasks import TaskMetrics
+from quantkit.files import from_json
 
 VERSION = 1
 
@@ -34,6 +35,19 @@ class NoiseFloor:
             "texts": {name: metrics.to_dict() for name, metrics in self.texts.items()},
             "tasks": [metrics.to_dict() for metrics in self.tasks],
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "NoiseFloor":
+        """Parse the output of `to_dict`, or that of older versions, which had no tasks."""
+        return cls(data["dtype"], _texts(data["texts"]), _tasks(data.get("tasks", ())))
+
+
+def _texts(data: Mapping[str, Any]) -> dict[str, TextMetrics]:
+    return {name: from_json(TextMetrics, metrics) for name, metrics in data.items()}
+
+
+def _tasks(data: Iterable[Any]) -> tuple[TaskMetrics, ...]:
+    return tuple(from_json(TaskMetrics, metrics) for metrics in data)
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,32 @@ class EvalReport:
         """Return `to_dict` as JSON text. A null perplexity overflowed a float64; `nll` is its logarithm."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "EvalReport":
+        """Parse the output of `to_dict`, without notes and the answers to tasks.
 
-def _in_words(metrics: TextMetrics) -> str:
-    compared = "" if metrics.kl_mean is None else f", KL {metrics.kl_mean:.3g}"
-    return f"{metrics.nll:.4g} nats per token{compared}"
+        Raises `KeyError`, `TypeError` or `ValueError` for anything else.
+        """
+        floor, blocks = data.get("noise_floor"), data.get("per_block")
+        bits = (data["bits_per_weight"]["linears"], data["bits_per_weight"]["model"])
+        return cls(
+            model=data["model"],
+            against=data["against"],
+            texts=_texts(data["texts"]),
+            sizes=Sizes(*bits, data["bytes"]["model"], data["format"], data["method"]),
+            reference_sizes=None,
+            dtype=data["dtype"],
+            window=data["window"],
+            stride=data["stride"],
+            max_windows=data["max_windows"],
+            batch=data["batch"],
+            device=data["device"],
+            versions=Versions(data["quantkit_version"], data["torch"], data["transformers"]),
+            seconds=data["seconds"],
+            reference_seconds=data["reference_seconds"],
+            label=data["label"],
+            noise_floor=None if floor is None else NoiseFloor.from_dict(floor),
+            per_block=None if blocks is None else BlockLosses(dict(blocks["kl_mean"]), blocks["tokens"]),
+            tasks=_tasks(data["tasks"]),
+            kv_cache=data.get("kv_cache"),
+        )

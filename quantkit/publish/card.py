@@ -9,7 +9,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from quantkit import escaping
@@ -117,7 +117,17 @@ def make_card(
         Section("Speed and memory", (*_speed_blocks(measurements), *_images(plots, "bench"))),
         Section("How to run it", tuple(_running(record, directory, usage, name))),
     )
-    return Card(front, Document(name, sections), tuple(notes))
+    return Card(front, Document(_title(record, repo, base, name), sections), tuple(notes))
+
+
+def _title(record: ModelRecord, repo: str | None, base: str | None, name: str) -> str:
+    """Return the name of the repository, else that of the original with the formats, else `name`."""
+    if repo is not None:
+        return repo.rpartition("/")[2]
+    original = base or record.source
+    if original is None:
+        return name
+    return " ".join((PurePath(original).name.removesuffix(".gguf") or name, *_formats(record)))
 
 
 def check_repo_id(name: str) -> None:
@@ -255,9 +265,16 @@ def _running(record: ModelRecord, directory: Path, usage: Usage | None, name: st
     # Without a transformers class, the readers are unknown.
     readers = () if notes is None or record.recipe.get("model_free") else readers_beside(notes)
     kept = "With quantkit the weights stay packed."
-    if TRANSFORMERS.name in readers:
-        kept += " Without it transformers loads the checkpoint too, and makes the weights dense when it runs."
     bullets: list[Prose] = [kept]
+    if TRANSFORMERS.name in readers:
+        without = Code("pip install transformers compressed-tensors")
+        bullets.append(
+            (
+                "Without quantkit, after ",
+                without,
+                ", the program loads it too if its first line is left out, and makes the weights dense.",
+            )
+        )
     if VLLM.name in readers:
         vllm = Code(f"vllm serve {shlex.quote(name)}")
         bullets.append(("It is a compressed-tensors checkpoint: ", vllm, f", tried with {VLLM}."))

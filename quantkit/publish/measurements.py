@@ -10,9 +10,10 @@ from typing import TypeVar
 
 from quantkit.bench.figures import Serving, Speed, read_benchmark
 from quantkit.errors import UsageError
+from quantkit.eval.results import EvalReport
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import from_json, os_error_text
-from quantkit.report.eval_report import floor_label
+from quantkit.report.eval_report import figures_of, floor_label
 
 #: Image of a report: its caption and a file name without folders.
 _IMAGE = re.compile(r"!\[((?:[^\]\\]|\\.)*)\]\(([\w\-]+)\.png\)")
@@ -89,6 +90,29 @@ def _with_original(
         raise _other_model(directory, path, [one.model for one in figures])
     # The original has no packed format.
     return (own, *(one for one in figures if one.format == "dense" and one is not own))
+
+
+def plots_of(
+    directory: Path, evaluation: Path | None, benchmarks: Sequence[Path] = ()
+) -> tuple[tuple[Plot, ...], str | None]:
+    """Return plots of the model in `directory`, and a note if there can be none of its evaluation.
+
+    An evaluation of several models has all of them in its plots; those of one are drawn anew.
+    """
+    if evaluation is None:
+        return plots_beside(None, benchmarks), None
+    data = json.loads(evaluation.read_bytes())
+    if len(data.get("reports", [data])) == 1:
+        return plots_beside(evaluation, benchmarks), None
+    own = next(one for one in data["reports"] if _is_model(directory, one["model"]))
+    try:
+        drawn, why = figures_of([EvalReport.from_dict(own)])
+    except (ValueError, TypeError, KeyError) as error:
+        # Of an older version: the tables need less.
+        drawn, why = [], f"{evaluation} has no figures to draw ({type(error).__name__}: {error})"
+    plots = tuple(Plot("eval", f"eval-{one.name}", one.caption, one.png) for one in drawn)
+    note = None if plots else f"the card has no plots of the evaluation: {why}"
+    return (*plots, *plots_beside(None, benchmarks)), note
 
 
 def plots_beside(evaluation: Path | None, benchmarks: Sequence[Path] = ()) -> tuple[Plot, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantkit.checkpoint.manifest import MANIFEST_NAME
+from quantkit.checkpoint.manifest import MANIFEST_NAME, is_export
 from quantkit.checkpoint.output.atomic_write import is_inside, is_plain_name
 from quantkit.checkpoint.safetensors_header import MAX_JSON_BYTES
 from quantkit.checkpoint.side_names import is_side_name
@@ -59,6 +59,10 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
     Raises `CheckpointError` with the file for one that its reader cannot read, and for one that is no regular
     file, such as a broken link.
     """
+    kept = tuple(path for path in checkpoint.side_files if not _is_of_export(path))
+    checkpoint = (
+        replace(checkpoint, side_files=kept) if len(kept) < len(checkpoint.side_files) else checkpoint
+    )
     with examining(checkpoint.directory):
         _check_left_out(checkpoint.directory)
         for path in checkpoint.side_files:
@@ -70,6 +74,11 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
         found = (_tokenizer_warning(checkpoint), _not_copied(checkpoint))
     warnings = [warning for warning in found if warning is not None]
     return replace(checkpoint, warnings=(*checkpoint.warnings, *warnings)) if warnings else checkpoint
+
+
+def _is_of_export(path: Path) -> bool:
+    """Return True for the manifest of `quantkit export`: it is about the files of the source alone."""
+    return path.name == MANIFEST_NAME and is_export(path.parent)
 
 
 def _not_copied(checkpoint: Checkpoint) -> str | None:

@@ -65,7 +65,7 @@ def hashes(directory: Path) -> dict[str, str]:
 def document(reports: Sequence[EvalReport], command: str | None = None) -> Document:
     """Return the report: the losses in words, tables, plots, and how they were measured."""
     texts = list(reports[0].texts)
-    drawn, missing = _figures(reports)
+    drawn, missing = figures_of(reports)
     words = [verdict_line(report) for report in reports if report.texts]
     sections = [
         *([Section("In words", [Bullets(words)])] if words else []),
@@ -207,7 +207,7 @@ def _provenance(reports: Sequence[EvalReport], command: str | None) -> list[Comm
     return [*([] if command is None else [Command(command)]), Bullets(lines)]
 
 
-def _figures(reports: Sequence[EvalReport]) -> tuple[list[Figure], str | None]:
+def figures_of(reports: Sequence[EvalReport]) -> tuple[list[Figure], str | None]:
     """Return the plots that the figures allow, or why there are none."""
     try:
         plots.figure_class()

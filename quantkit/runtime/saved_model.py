@@ -11,7 +11,7 @@ from torch import nn
 
 from quantkit.checkpoint.compressed_tensors import why_not_compressed_tensors
 from quantkit.checkpoint.gguf.open_gguf import gguf_file
-from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest
+from quantkit.checkpoint.manifest import MANIFEST_NAME, is_export, read_manifest, verify_manifest
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.checkpoint.output.journal import JOURNAL_NAME
 from quantkit.checkpoint.quantization_config import PACKED_TABLE, SECTION, QuantizationConfig
@@ -53,7 +53,7 @@ def is_foreign(path: Path) -> bool:
     if path.suffix == ".gguf" or gguf_file(path) is not None:
         return True
     try:
-        own = any((path / name).exists() for name in (MANIFEST_NAME, JOURNAL_NAME))
+        own = any((path / name).exists() for name in (MANIFEST_NAME, JOURNAL_NAME)) and not is_export(path)
         return not own and (path / CONFIG_NAME).is_file() and not is_saved(path)
     except OSError as error:
         raise CheckpointError(

@@ -203,6 +203,17 @@ def test_tables_fit_80_columns(run: Run, packed: Path, monkeypatch: pytest.Monke
     assert re.search(r"\nint4 +4\.277 +7\.845 +\d+\.\d\d kB +[\d.]+ +[+-][\d.]+ +[\d.]+ +[\d.]+%\n", out)
 
 
+@pytest.mark.parametrize("width", [60, 70])
+def test_names_break_after_dots_where_there_is_little_room(
+    run: Run, packed: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(console.out, "width", width)
+    table = run("inspect", packed).out.partition("linear")[2].partition("\n1 dense")[0].splitlines()[1:]
+    assert max(map(len, table)) <= width
+    names = "".join(line.split(" ")[0] + ("" if line.split(" ")[0].endswith(".") else "\n") for line in table)
+    assert "model.layers.*.self_attn.k_proj\n" in names and "model.layers.*.mlp.down_proj\n" in names
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{packed}", "--json"]])
 def test_a_closed_pipe_is_no_traceback(packed: Path, arguments: list[str]) -> None:
     code = "from quantkit.cli.main import main; main()"

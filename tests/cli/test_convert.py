@@ -17,6 +17,7 @@ from ..checkpoint.gguf_files import CHAT_TEMPLATE, tiny_model, tokenizer_metadat
 from ..conftest import Run
 from ..support.compare import assert_equal
 
+STORIES_MODEL = Path(__file__).parents[2] / "examples" / "stories260K"
 #: What llama.cpp's Q4_1 files have: linears in Q4_1, the embedding in Q8_0.
 Q4_1 = {"token_embd.weight": "Q8_0"}
 
@@ -251,3 +252,14 @@ def test_what_is_no_checkpoint_is_no_source(run: Run, tmp_path: Path) -> None:
     done = run("convert", tmp_path / "b.gguf", tmp_path / "out")
     assert done.code == 2
     assert "or a .gguf file" in done.err
+
+
+def test_what_export_wrote_is_a_source(run: Run, tmp_path: Path) -> None:
+    """Its manifest is about its own files, and no file to copy."""
+    own, exported, back = (tmp_path / name for name in ("own", "mlx", "back"))
+    assert run("quantize", STORIES_MODEL, own, "-g", 32, "--rule", "*.down_proj=keep", "--no-check").code == 0
+    assert run("export", own, exported, "--to", "mlx").code == 0
+    done = run("convert", exported, back, "--no-check")
+    assert done.code == 0, done.err
+    assert "30 linears have the values of" in done.out
+    assert "MLX: int4, groups of 32, minimums" in run("inspect", exported).out

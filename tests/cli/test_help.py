@@ -8,12 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.cli import completion
+from quantkit.bench.bench_options import MODES
+from quantkit.checkpoint.engines import SERVERS
+from quantkit.cli import choices, completion
 from quantkit.cli.help import EXAMPLES, GROUPS
+from quantkit.devices import KINDS
+from quantkit.eval.models import DTYPES
 from quantkit.packing.packings import PACKINGS
-from quantkit.packing.presets import PACKING_NAMES, PRESETS, SCALE_DTYPE_NAMES, SCHEMES, ZERO_POINT_NAMES
+from quantkit.packing.presets import (
+    MENU_NAMES,
+    PACKING_NAMES,
+    PRESETS,
+    SCALE_DTYPE_NAMES,
+    SCHEMES,
+    ZERO_POINT_NAMES,
+)
 from quantkit.packing.scale_types import SCALE_DTYPES
 from quantkit.packing.zero_points import searched
+from quantkit.recipes.candidates import MENUS
+from quantkit.targets.table import TARGETS
 
 from .conftest import Run
 from .test_cli import COMMANDS
@@ -45,6 +58,12 @@ def test_names_in_help_are_those_of_the_tables() -> None:
     assert tuple(SCALE_DTYPES) == SCALE_DTYPE_NAMES
     # "bytes" follows from the activations.
     assert tuple(name for name in PACKINGS if name != "bytes") == PACKING_NAMES
+    assert ("auto", *KINDS) == choices.DEVICES
+    assert tuple(DTYPES) == choices.DTYPES
+    assert tuple(SERVERS) == choices.SERVERS
+    assert tuple(TARGETS) == choices.TARGETS
+    assert tuple(dict.fromkeys(mode for of in MODES.values() for mode in of)) == choices.MODES
+    assert tuple(MENUS) == MENU_NAMES
 
 
 def completed(*words: str, env: dict[str, str] | None = None) -> list[str]:
@@ -71,6 +90,7 @@ def test_a_shell_completes_names(tmp_path: Path) -> None:
     assert completed("quantkit", "qua") == ["quantize"]
     assert "--format" in completed("quantkit", "plan", "--for")
     assert completed("quantkit", "plan", "x", "--format", "mxf") == ["mxfp8", "mxfp6", "mxfp4"]
+    assert completed("quantkit", "export", "x", "y", "--to", "g") == ["gptq", "gguf"]
     (tmp_path / "models--ORG--a-model").mkdir()
     cache = {"HF_HUB_CACHE": str(tmp_path)}
     assert completed("quantkit", "plan", "ORG/", env=cache) == ["ORG/a-model"]

@@ -53,6 +53,7 @@ def test_plan_promises_what_quantize_writes(run: Run, tmp_path: Path) -> None:
     assert all(0 < error < 1e-3 for error in errors if error is not None)
     for layer in planned["layers"].values():
         assert layer.pop("relative_error") is None
+    assert planned.pop("time")["factor"] == 2
     assert planned == written
     assert planned["needs_quantkit"][0].endswith("compressed-tensors has no fp6-e2m3")
     assert all((tmp_path / "out" / name).stat().st_size > size for name, size in written["files"].items())

@@ -18,16 +18,25 @@ from quantkit.checkpoint.engines import SGLANG, VLLM
 from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from quantkit.checkpoint.model_record import LayerRecord, ModelRecord
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.eval.eval_options import EvalOptions
+from quantkit.eval.evaluate import evaluate_many
 from quantkit.eval.paired import compare
-from quantkit.eval.results import NoiseFloor
+from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.publish import card as card_module
 from quantkit.publish.card import make_card
 from quantkit.publish.carried import carried_metadata
-from quantkit.publish.measurements import Accuracy, Measurements, Plot, plots_beside, read_measurements
+from quantkit.publish.measurements import (
+    Accuracy,
+    Measurements,
+    Plot,
+    plots_beside,
+    plots_of,
+    read_measurements,
+)
 from quantkit.quantization.plan_warnings import Note
 from quantkit.report.document import Figure
-from quantkit.report.eval_report import document
+from quantkit.report.eval_report import document, figures_of, write_report
 
 from ..fuzz.guard import bounded
 from ..test_escaping import NAMES, line, only_text
@@ -78,7 +87,7 @@ def test_a_card_without_measurements_says_so(packed: Path) -> None:
         "tags": ["quantkit", "compressed-tensors", "int4"],
     }
     assert parsed.text.count("Nothing was measured.") == 2
-    assert "# tiny-int4\n" in parsed.text
+    assert "# stories260K int4\n" in parsed.text
     assert "| int4 g32 bfloat16 | mse | 30 | 4.522 |\n| dense | - | 6 | - |" in parsed.text
     assert "4.522 bits per weight in packed linears, 13.875 in the whole model." in parsed.text
     assert 'from_pretrained("tiny-int4")' in parsed.text
@@ -398,7 +407,7 @@ def test_how_to_run_what_others_cannot(packed: Path, monkeypatch: pytest.MonkeyP
     quantkit.quantize(SOURCE, groups, format="fp8", group_size=4)
     text = make_card(groups, Measurements()).markdown()
     assert f"{VLLM} and {SGLANG} cannot load fp8 with scales per group: " in text and "vllm serve" not in text
-    assert "Without it transformers loads the checkpoint too" in text
+    assert "Without quantkit, after `pip install transformers compressed-tensors`, the program loads" in text
 
 
 def test_the_original_is_not_measured_as_the_model(packed: Path, tmp_path: Path) -> None:
@@ -458,3 +467,36 @@ def test_captions_are_read_as_they_were_written(tmp_path: Path) -> None:
     (tmp_path / "kl.png").write_bytes(b"kl")
     (plot,) = plots_beside(tmp_path / "eval.json")
     assert plot.caption == caption.replace("[", "(").replace("]", ")")
+
+
+def test_the_title_is_a_name(packed: Path) -> None:
+    titles = {
+        None: "stories260K int4",
+        "org/name-int4": "name-int4",
+    }
+    for repo, title in titles.items():
+        assert f"\n# {title}\n" in make_card(packed, Measurements(), repo=repo).markdown()
+    text = make_card(packed, Measurements(), base_model="Qwen/Qwen3-0.6B").markdown()
+    assert "\n# Qwen3-0.6B int4\n" in text
+
+
+def test_plots_are_of_this_model_alone(packed: Path, tmp_path: Path) -> None:
+    """The plots of a report on several models have all of them."""
+    other = Path(shutil.copytree(packed, tmp_path / "other"))
+    options = EvalOptions(
+        texts=(SOURCE.parent / "stories.txt",), against=SOURCE, window=32, max_windows=2, noise_floor=True
+    )
+    reports = evaluate_many([packed, other], options)
+    write_report(tmp_path / "both", reports)
+    plots, note = plots_of(packed, tmp_path / "both" / "report.json")
+    assert note is None and [plot.name for plot in plots] == ["eval-excess", "eval-kl", "eval-kl-histogram"]
+    drawn, _ = figures_of([reports[0]])
+    assert [plot.png for plot in plots] == [figure.png for figure in drawn]
+    beside = {plot.name: plot.png for plot in plots_beside(tmp_path / "both" / "report.json")}
+    assert beside["eval-kl"] != plots[1].png
+    # What is read back has all figures that were written.
+    again = EvalReport.from_dict(json.loads(reports[0].to_json()))
+    assert again.texts == reports[0].texts and again.noise_floor == reports[0].noise_floor
+    (tmp_path / "both" / "old.json").write_text(json.dumps({"reports": [{"model": str(packed)}] * 2}))
+    plots, note = plots_of(packed, tmp_path / "both" / "old.json")
+    assert plots == () and note is not None and "has no figures to draw (KeyError" in note

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from quantkit.bench.bench_options import SERVE_DEFAULTS, SPEED_DEFAULTS, BenchOptions, ServeOptions
-from quantkit.cli import options, parsing
+from quantkit.cli import completion, options, parsing
+from quantkit.cli.choices import MODES
 from quantkit.cli.console import note, print_table, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, is_pipe, make_directory, write_file
 from quantkit.cli.records import with_fields
@@ -65,6 +66,7 @@ class BenchArguments:
         typer.Option(
             help="How it runs, comma-separated: eager, flat (on a CPU), cuda-graph (on a GPU).",
             show_default="those of the device",
+            autocompletion=completion.lists(*MODES),
         ),
     ] = None
     repeats: Annotated[int, typer.Option(help="Generations that count.", min=1)] = BenchOptions.repeats

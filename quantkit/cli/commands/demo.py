@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli import options, parsing
+from quantkit.cli import completion, options, parsing
 from quantkit.cli.console import note, progress, say
 from quantkit.cli.files import REPORT_FILES, make_directory
+from quantkit.packing.presets import PRESETS
 from quantkit.quantization.quantize_options import QuantizeOptions
 
 #: From lossless to unusable, so that the table shows the whole range.
@@ -22,7 +23,10 @@ def demo(
     out_directory: Annotated[
         Path, typer.Option("--out", metavar="DIR", readable=False, help="Where models and report go.")
     ] = Path("demo-output"),
-    formats: Annotated[str, typer.Option(help="Formats, comma-separated.")] = ",".join(FORMATS),
+    formats: Annotated[
+        str,
+        typer.Option(help="Formats, comma-separated.", autocompletion=completion.lists(*PRESETS)),
+    ] = ",".join(FORMATS),
     group_size: options.GroupSizeText = None,
     window: Annotated[int, typer.Option(help="Tokens per window.", min=2)] = 512,
     max_windows: Annotated[

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.about import pip_install
-from quantkit.cli import options, parsing
+from quantkit.cli import completion, options, parsing
+from quantkit.cli.choices import DTYPES
 from quantkit.cli.console import fail, note, progress, say
 from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file
 from quantkit.cli.meant import explained
@@ -64,8 +65,9 @@ class EvalArguments:
     dtype: Annotated[
         str,
         typer.Option(
-            help="Of the activations: float32, bfloat16, float16, or auto: float32 on a CPU, on a GPU that "
-            "of the model."
+            help=f"Of the activations: {', '.join(DTYPES)}, or auto: float32 on a CPU, on a GPU that of the "
+            "model.",
+            autocompletion=completion.names("auto", *DTYPES),
         ),
     ] = EvalOptions.dtype
     kv_cache: options.KvCache = None
@@ -172,9 +174,10 @@ def evaluate(directories: options.Models, given: EvalArguments) -> None:
     if given.report is not None:
         make_directory(given.report, REPORT_FILES)
     from quantkit.cli.figures import print_reports
-    from quantkit.cli.models import log_kernels, silence
+    from quantkit.cli.models import log_kernels
     from quantkit.eval.evaluate import evaluate_many
     from quantkit.eval.result_cache import Partial
+    from quantkit.runtime.transformers.quiet import silence
 
     if given.verbose:
         log_kernels()

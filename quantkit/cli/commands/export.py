@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli import options, parsing
+from quantkit.cli import completion, options, parsing
+from quantkit.cli.choices import TARGETS, listed
 from quantkit.cli.console import note, print_json, progress, say
 from quantkit.files import size_text
 from quantkit.signals import advising
@@ -23,7 +24,15 @@ def export(
         ),
     ],
     out_directory: options.OutDirectory,
-    to: Annotated[str, typer.Option("--to", metavar="TARGET", help="The layout: gptq, awq, gguf or mlx.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="TARGET",
+            help=f"The layout: {listed(TARGETS)}.",
+            autocompletion=completion.names(*TARGETS),
+        ),
+    ],
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     max_shard_size: options.ShardSize = options.SHARD_SIZE,

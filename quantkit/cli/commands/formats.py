@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from quantkit.cli import options
+from quantkit.cli import completion, options
 from quantkit.cli.console import print_json, print_table, progress, say
 from quantkit.cli.plots import check_png, save
 from quantkit.errors import UsageError
+from quantkit.packing.presets import PRESETS
 from quantkit.report.plots import figure_class
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ _DISTANCES = (10, 16, 24, 34, 46, 60, 76, 94, 114, 136, 160)
 
 def formats(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A format; all of them if left out.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A format; all of them if left out.",
+            autocompletion=completion.names(*PRESETS),
+        ),
     ] = None,
     codes: Annotated[bool, typer.Option("--codes", help="Every code point of NAME and its value.")] = False,
     schemes: Annotated[

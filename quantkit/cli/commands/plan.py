@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import note, print_json, print_table, progress, say, warn
+from quantkit.cli.console import duration_text, note, print_json, print_table, progress, say, warn
 from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
 from quantkit.cli.parsing import parse_list, parse_size
 from quantkit.cli.records import with_fields
@@ -18,6 +18,7 @@ from quantkit.quantization.quantize_options import QuantizeOptions
 if TYPE_CHECKING:
     from quantkit.checkpoint.model_record import Measured
     from quantkit.checkpoint.source import Checkpoint
+    from quantkit.quantization.duration import Duration
     from quantkit.quantization.gpu_memory import GpuMemory
     from quantkit.quantization.plan import Plan
 
@@ -65,18 +66,39 @@ def plan(
         if value is not None:
             raise UsageError(f"{option} is for --fit, the memory that the model must fit. Give that too.")
     asked = given.to_options()
-    with progress("measuring") as report:
+    with progress("measuring", shown=asked.budget is not None) as report:
         checkpoint, planned = quantizing.plan(source, asked, progress=report)
     memory = gpu_memory_of(checkpoint, planned, asked)
+    time = _duration_of(checkpoint, planned, asked)
     if given.json:
-        print_json({**plan_dict(planned), **memory_dict(memory)})
+        print_json(
+            {**plan_dict(planned), **memory_dict(memory), **({} if time is None else {"time": asdict(time)})}
+        )
         return
     for warning in checkpoint.warnings:
         note(warning)
     print_plan(planned, every_layer=given.every_layer)
     say(f"peak memory beyond the libraries: about {size_text(peak_bytes(planned))}")
     print_memory(memory)
+    if time is not None:
+        say(
+            f"time on this machine: about {duration_text(time.seconds)}, by a sample measured now; between 1/"
+            f"{time.factor:g} and {time.factor:g} times that, without loading, reading, writing and the check"
+        )
     print_warnings(planned)
+
+
+def _duration_of(checkpoint: "Checkpoint", planned: "Plan", asked: QuantizeOptions) -> "Duration | None":
+    """How long the run takes here; None if its device is not here, or if it cannot be told."""
+    import torch
+
+    from quantkit.devices import named_device
+    from quantkit.quantization.duration import estimate
+
+    device = named_device(asked.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return None
+    return estimate(checkpoint, planned, asked.calibration, device)
 
 
 def _show_fits(

@@ -159,10 +159,12 @@ def _card_files(
     """README.md and the plots beside the files with the figures, by name."""
     from quantkit.publish.card import make_card
     from quantkit.publish.carried import CARD_NAME
-    from quantkit.publish.measurements import plots_beside, read_measurements
+    from quantkit.publish.measurements import plots_of, read_measurements
 
     measurements = read_measurements(directory, evaluation, benchmarks)
-    plots = plots_beside(evaluation, benchmarks)
+    plots, lacking = plots_of(directory, evaluation, benchmarks)
+    if lacking is not None:
+        note(lacking)
     card = make_card(directory, measurements, plots, repo=repo, base_model=base_model, license=license)
     for line in card.notes:
         note(line)

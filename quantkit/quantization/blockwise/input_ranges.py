@@ -36,7 +36,7 @@ _E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is measured: linears with static scales of inputs, and matrices of keys and values with scales."""
+    """Linears whose static scales of inputs are measured, and matrices of keys and values with scales."""
 
     linears: frozenset[str]
     keys_and_values: frozenset[str]

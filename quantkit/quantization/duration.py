@@ -1,0 +1,128 @@
+"""Estimate how long a run takes on this machine: a sample is measured, and the rest counted from shapes.
+
+Without data, a few rows of random weights are quantized by each method and scheme, and the seconds per weight
+count for all. With data, a matrix product is measured, and the operations of a calibration are counted:
+
+    passes       2 x weights x tokens, twice: for the inputs of a block, and for its outputs once rounded;
+                 twice that for methods that also run the original
+    Hessians     2 x K^2 x tokens for every input of K features
+    factors      3 x K^3 for every such input
+    rounding     2 x K for every weight, and the scale search that was sampled
+
+Attention, reading, writing and the check of the result are not counted.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.calibrate.linear_stats import OF_ORIGINAL
+from quantkit.calibrate.methods import quantize_tensor
+from quantkit.checkpoint.source import Checkpoint
+from quantkit.packing.schemes import Scheme
+from quantkit.quantization.blockwise.calibration_data import sample_shape
+from quantkit.quantization.plan import Plan
+from quantkit.quantization.task import Task, needs_of
+
+#: Weights that are quantized as a sample, and the sides of the product that is measured.
+SAMPLE_WEIGHTS = 1 << 18
+_PRODUCT = 768
+#: Method without data that stands for the scale search of methods with data.
+_SEARCH = "mse"
+#: Kinds of weights that are sampled; the rest counts as the first, which has the most weights.
+_SAMPLED = 3
+#: Linears by the last part of their names that share the input of the one before them.
+_SHARED = frozenset({"k_proj", "v_proj", "up_proj"})
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Estimated seconds of a run, and how far off it may be: up to `factor` times as long, or as short."""
+
+    seconds: float
+    factor: float
+
+
+def estimate(
+    checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, device: torch.device
+) -> Duration | None:
+    """Measure a sample on `device` and return the estimate.
+
+    None where it would be a guess: experts with data, methods that learn, and allocations, whose measuring
+    took most of the time.
+    """
+    tasks = [task for shard in planned.shards for task in shard.tasks if task.scheme is not None]
+    with_data = [task for task in tasks if task.needs]
+    learned = any(task.method is not None and task.method.refine is not None for task in tasks)
+    experts = any(layer.linear.kind == "experts" for layer in planned.layers)
+    if planned.allocation is not None or learned or (with_data and experts):
+        return None
+    rows = _seconds_of_rows(tasks, device)
+    if not with_data:
+        return Duration(rows, 2.0)
+    operations = _operations(with_data, checkpoint, options)
+    return Duration(rows + operations / _speed(device), 3.0)
+
+
+def _seconds_of_rows(tasks: Iterable[Task], device: torch.device) -> float:
+    """Return the seconds to search scales and round all weights, from a sample of each kind."""
+    weights: dict[tuple[Scheme, str], int] = {}
+    columns: dict[tuple[Scheme, str], int] = {}
+    for task in tasks:
+        assert task.scheme is not None and task.method is not None
+        kind = (task.scheme, _SEARCH if task.needs else task.method.name)
+        weights[kind] = weights.get(kind, 0) + task.source.elements
+        columns[kind] = max(columns.get(kind, 0), task.source.shape[-1])
+    kinds = sorted(weights, key=lambda kind: -weights[kind])
+    if not kinds:
+        return 0.0
+    rates = {}
+    for scheme, method in kinds[:_SAMPLED]:
+        width = columns[scheme, method]
+        sample = torch.randn(max(scheme.group_rows, SAMPLE_WEIGHTS // width), width, device=device)
+
+        def quantize(sample: torch.Tensor = sample, scheme: Scheme = scheme, method: str = method) -> object:
+            return quantize_tensor(sample, scheme, method=method)
+
+        rates[scheme, method] = _seconds(quantize, device) / sample.numel()
+    first = rates[kinds[0]]
+    return sum(weights[kind] * rates.get(kind, first) for kind in kinds)
+
+
+def _operations(tasks: Iterable[Task], checkpoint: Checkpoint, options: CalibrationOptions) -> float:
+    """Return the operations of calibrating `tasks`."""
+    every = list(tasks)
+    samples, length = sample_shape(checkpoint, options)
+    tokens = samples * length
+    passes = 2 * (1 + bool(OF_ORIGINAL & needs_of(every)))
+    total = 0.0
+    for task in every:
+        width = task.source.shape[-1]
+        total += 2.0 * task.source.elements * (tokens * passes + width)
+        if (task.module or "").rpartition(".")[2] not in _SHARED:
+            total += 2.0 * width**2 * tokens + 3.0 * width**3
+    return total
+
+
+def _speed(device: torch.device) -> float:
+    """Return operations per second of a float32 product."""
+    x = torch.randn(_PRODUCT, _PRODUCT, device=device)
+    return 2.0 * _PRODUCT**3 / _seconds(lambda: x @ x, device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of `work`, the second time that it runs."""
+    work()
+    _wait(device)
+    begin = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,66 @@
+"""Estimated time of a run: of every method, from a sample, and by the operations of a calibration."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.quantization import duration
+from quantkit.quantization.duration import SAMPLE_WEIGHTS, Duration, estimate
+from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.quantizing import plan
+from quantkit.recipes.recipe_options import RecipeOptions
+
+SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
+CALIBRATION = CalibrationOptions(samples=4, length=32)
+
+
+def estimated(method: str, **options: Any) -> Duration | None:
+    asked = QuantizeOptions(RecipeOptions(method=method, **options), device="cpu")
+    checkpoint, planned = plan(SOURCE, asked)
+    return estimate(checkpoint, planned, CALIBRATION, torch.device("cpu"))
+
+
+@pytest.fixture
+def one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample takes a second."""
+
+    def seconds(work: Any, device: torch.device) -> float:
+        work()
+        return 1.0
+
+    monkeypatch.setattr(duration, "_seconds", seconds)
+
+
+def test_all_weights_take_what_the_sample_does(one_second: None) -> None:
+    # Per layer q, o 64 x 64, k, v 32 x 64, gate, up, down 172 x 64.
+    weights = 5 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 172 * 64)
+    found = estimated("mse", group_size="channel")
+    assert found is not None and found.factor == 2
+    assert found.seconds == pytest.approx(weights / SAMPLE_WEIGHTS, rel=0.01)
+
+
+def test_calibration_adds_its_operations(one_second: None) -> None:
+    plain, found, best = (estimated(method, group_size="channel") for method in ("mse", "gptq", "best"))
+    assert plain is not None and found is not None and best is not None and found.factor == 3
+    tokens = 4 * 32
+    linears = 5 * [(64, 64), (32, 64), (32, 64), (64, 64), (172, 64), (172, 64), (64, 172)]
+    inputs = 5 * [64, 64, 64, 172]
+    passes = sum(2 * n * k * (2 * tokens + k) for n, k in linears)
+    hessians = sum(2 * k**2 * tokens + 3 * k**3 for k in inputs)
+    extra = (found.seconds - plain.seconds) * 2 * 768**3
+    assert extra == pytest.approx(passes + hessians, rel=1e-3)
+    assert best.seconds - found.seconds == pytest.approx(
+        sum(4 * n * k * tokens for n, k in linears) / (2 * 768**3), rel=1e-3
+    )
+
+
+def test_what_cannot_be_told_is_not(one_second: None) -> None:
+    assert estimated("signround") is None
+
+
+def test_a_sample_takes_little_time() -> None:
+    found = estimated("mse")
+    assert found is not None and 0 < found.seconds < 60

@@ -21,6 +21,7 @@ EXTRAS = {
     "parquet": "pyarrow>=17",
     "gguf": "gguf>=0.19",
     "images": "pillow>=11",
+    "lora": "peft>=0.19",
 }
 
 

@@ -26,6 +26,7 @@ from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.converting import ConvertOptions
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError
+from quantkit.eval.adapted import compare, read_windows
 from quantkit.memory import enough_memory
 from quantkit.model.structure import Structure
 from quantkit.packing.tensor import PackedTensor
@@ -128,6 +129,7 @@ def merge(
     with enough_memory(str(packed)), reporting(progress, "merging") as shown:
         lora = LoraAdapter.open(Path(adapter))
         view, structure = open_packed(Path(packed))
+        windows = None if text is None else read_windows(Path(packed), Path(text))
         files = _open(Path(packed))
         side = files.side_files
         record = read_record(Path(packed))
@@ -180,10 +182,8 @@ def merge(
                 proof,
             )
     compared = None
-    if text is not None:
-        from quantkit.eval.adapted import compare
-
-        compared = compare(Path(packed), Path(adapter), Path(out), Path(text), target)
+    if windows is not None:
+        compared = compare(Path(packed), Path(adapter), Path(out), windows, target)
     changed = {part.name for one in found for part in one.parts}
     return MergeResult(
         Path(out),

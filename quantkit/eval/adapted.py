@@ -1,15 +1,17 @@
 """Compare a merged checkpoint with the packed model that has the adapter beside it."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from quantkit.about import pip_install
 from quantkit.calibrate.data.documents import read_text
 from quantkit.errors import EnvironmentProblem
 from quantkit.eval.metrics import TextMetrics, merge, score, summarize
 from quantkit.eval.models import language_limits, release
 from quantkit.eval.runner import predictions
-from quantkit.eval.text import check_tokens, cut, usable_window
+from quantkit.eval.text import TextWindows, check_tokens, cut, usable_window
 from quantkit.model.tokenizer import tokenize, tokenizer
 from quantkit.runtime.load import load_language_model
 
@@ -17,23 +19,29 @@ from quantkit.runtime.load import load_language_model
 WINDOW, MOST_WINDOWS = 512, 32
 
 
-def compare(packed: Path, adapter: Path, merged: Path, text: Path, device: torch.device) -> TextMetrics:
-    """Score `merged` on the first windows of `text`, against `packed` with PEFT's `adapter`.
-
-    Activations are float32 on a CPU, and on a GPU the model's own dtype. Both models are in memory. Raises
-    `EnvironmentProblem` without PEFT.
-    """
-    try:
-        from peft import PeftModel
-    except ImportError as error:
+def read_windows(packed: Path, text: Path) -> TextWindows:
+    """Read the first windows of `text`, before any work; raise `EnvironmentProblem` without PEFT."""
+    if find_spec("peft") is None:
         raise EnvironmentProblem(
-            "comparing with the adapter takes PEFT, which is not installed. Install it with `pip install "
-            "peft`, or leave out the text."
-        ) from error
+            f"comparing with the adapter takes PEFT, which is not installed. Install it with "
+            f"{pip_install('lora')}, or leave out the text."
+        )
     vocabulary, limit = language_limits(packed)
     window, _ = usable_window(WINDOW, limit)
     windows = cut(text.name, tokenize(tokenizer(packed), read_text(text)), window, MOST_WINDOWS)
     check_tokens(windows, vocabulary, packed)
+    return windows
+
+
+def compare(
+    packed: Path, adapter: Path, merged: Path, windows: TextWindows, device: torch.device
+) -> TextMetrics:
+    """Score `merged` on `windows`, against `packed` with PEFT's `adapter`.
+
+    Activations are float32 on a CPU, and on a GPU the model's own dtype. Both models are in memory.
+    """
+    from peft import PeftModel
+
     dtype = torch.float32 if device.type == "cpu" else None
     found = load_language_model(merged, device=device, dtype=dtype)
     adapted = PeftModel.from_pretrained(

@@ -247,3 +247,14 @@ def test_weights_that_scale_inputs_are_no_roundings_of_the_original(adapter: Pat
         merge(packed, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     merge(packed, adapter, tmp_path / "out", from_packed=True, check=False)
+
+
+def test_a_text_that_cannot_be_scored_is_refused_before_any_work(
+    packed: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(QuantkitError, match=r"none\.txt"):
+        merge(packed, adapter, tmp_path / "out", text=tmp_path / "none.txt")
+    monkeypatch.setattr("quantkit.eval.adapted.find_spec", lambda name: None)
+    with pytest.raises(QuantkitError, match="takes PEFT, which is not installed"):
+        merge(packed, adapter, tmp_path / "out", text=EXAMPLES / "stories.txt")
+    assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ from quantkit.report.document import Figure
 #: Color of everything but data; in the SVG it becomes the color of the surrounding text.
 INK = "#1c1e21"
 
-_STYLE = {
+STYLE = {
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.titlecolor": INK,
@@ -56,7 +56,7 @@ def drawing(*, columns: int = 1, height: float = 4.5) -> tuple[Any, Any]:
     """Create an empty matplotlib figure, 7.5 inches wide, and its axes (an array for several `columns`)."""
     from matplotlib import rc_context
 
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = figure_class()(figsize=(7.5, height), layout="constrained")
         axes = figure.subplots(1, columns)
     return figure, axes
@@ -81,7 +81,7 @@ def render(figure: Any, name: str, caption: str) -> Figure:
         if text.get_color() == "black":
             text.set_color(INK)
     png, svg = io.BytesIO(), io.StringIO()
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(svg, format="svg", transparent=True, metadata=nothing)

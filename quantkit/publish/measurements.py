@@ -12,7 +12,7 @@ from quantkit.bench.figures import Serving, Speed, read_benchmark
 from quantkit.errors import UsageError
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import from_json, os_error_text
-from quantkit.report.eval_report import floor_label
+from quantkit.report.eval_plots import floor_label
 
 #: Image of a report: its caption and a file name without folders.
 _IMAGE = re.compile(r"!\[((?:[^\]\\]|\\.)*)\]\(([\w\-]+)\.png\)")

@@ -7,7 +7,11 @@ from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat, Floa
 Point = tuple[float, float]
 
 #: Kinds of number formats, in words of a legend, and their classes.
-KINDS = {"integers": IntFormat, "floats": FloatFormat, "code books": (CodebookFormat, FittedFormat)}
+KINDS: dict[str, tuple[type, ...]] = {
+    "integers": (IntFormat,),
+    "floats": (FloatFormat,),
+    "code books": (CodebookFormat, FittedFormat),
+}
 #: Several formats in one model; and what another tool stores, or nothing packed.
 MIXED, OTHER = "mixed formats", "other"
 

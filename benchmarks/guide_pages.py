@@ -50,6 +50,8 @@ README_ROWS = ("original", "int8, channel", "fp6 (e2m3), group 128", INT4)
 #: The format of a row in the run of linears.
 IN_RUN = {"int8, channel": "int8", "fp6 (e2m3), group 128": "fp6", INT4: "int4"}
 LINEAR, LINEAR_RUN = "llama3-8b.gate_up", "h200-triton-3.6"
+#: What pages call the ways of the run on a CPU.
+ENGINES = {"generate": "`generate` of a loaded model", "quantkit generate": "`quantkit generate`"}
 CONTEXTS = (8192, 32768, 131072)
 #: Bytes of an element of a KV cache over those of 16 bits: bits per element of the stored table.
 KV_BITS = {"16 bits": 16.0, "int8": 8.25, "int4": 5.0}
@@ -197,7 +199,7 @@ def on_a_cpu() -> str:
     cells = [["engine", "threads", "tokens/s", "prompt of 512 tokens, s"]]
     for row in run["rows"]:
         speed = [f"{row['tokens_per_second']:.0f}", f"{row['prompt_seconds']:.1f}"]
-        cells.append([row["engine"], str(row["threads"]), *speed])
+        cells.append([ENGINES.get(row["engine"], row["engine"]), str(row["threads"]), *speed])
     return grid(cells)
 
 

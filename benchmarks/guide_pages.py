@@ -160,7 +160,8 @@ def seventy() -> str:
     return paragraph(
         f"The model is {gigabytes(found['bf16'])} GB on the disk and {gigabytes(found['int4'])} GB in int4.",
         f"Without calibration data its weights pass through in chunks: {host / 1e9:.2f} GB of memory beyond",
-        f"the libraries, whatever the model. With data, a GPU needs {gigabytes(gpu['awq'])} GB for `awq`",
+        "the libraries on two cores and in proportion on more, whatever the model. With data, a GPU needs",
+        f"{gigabytes(gpu['awq'])} GB for `awq`",
         f"and {gigabytes(gpu['best'])} GB for `best`.",
     )
 

@@ -148,6 +148,7 @@ def llm_compressor(model: Path, out: Path) -> None:
 def auto_round(model: Path, out: Path) -> float:
     """W4A16 with 50 steps a block, as a dense model: 4 bits, and a 16-bit scale and a zero-point for 128."""
     from auto_round import AutoRound
+    from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "texts.json"
@@ -161,7 +162,10 @@ def auto_round(model: Path, out: Path) -> float:
             dataset=str(file),
             device_map="cpu",
         )
-        tool.quantize_and_save(str(out), format="fake")
+        # Saved as "fake", some weights would be the original's again (auto-round 0.16.1).
+        found, _ = tool.quantize()
+        found.save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
     return 4 + 20 / 128
 
 
@@ -256,6 +260,9 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
     rows = []
     reports = evaluate_many([place for place, _ in made.values()], asked)
     for (name, (_, bits)), report in zip(made.items(), reports, strict=True):
+        if all(found.kl_mean == 0 for found in report.texts.values()):
+            notes.append(f"{name}: left out, as its predictions are the original's: nothing was quantized")
+            continue
         labelled = replace(report, label=name)
         if bits is not None:
             labelled = replace(labelled, sizes=of_weights(report.sizes, bits, name))

@@ -32,6 +32,8 @@ def name_of(page: Path) -> str:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reloaded_here: None) -> Iterator[Path]:
     """A directory with what pages name, as the working directory; what only takes time takes less here."""
+    # It looks for fonts once, and finds them in the cache of the user alone.
+    pytest.importorskip("matplotlib.font_manager")
     make_world(tmp_path)
     monkeypatch.chdir(tmp_path)
     # Nobody answers there.

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test full codegen sweep faults fuzz check
+.PHONY: demo test full codegen sweep faults fuzz check docs
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/quantkit demo examples/stories260K --text examples/stories.txt --out demo-output
@@ -37,6 +37,19 @@ check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site, in site/: pages of docs and the docstrings of the Python API, with every link checked. Needs no torch.
+DOCS := .venv-docs
+docs: $(DOCS)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+EXTRA := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"]["docs"], sep="\n")
+$(DOCS)/docs.stamp: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c '$(EXTRA)' > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet -r $(DOCS)/requirements.txt
+	touch $@
 
 # torch comes first and pinned: asked for as a dependency, pip would take the newest build with its CUDA packages.
 $(VENV)/torch.stamp: constraints.txt

@@ -1,7 +1,7 @@
-"""Write docs/performance.md, and the table of README.md, from the runs in benchmarks/results.
+"""Write docs/performance.md from the runs in benchmarks/results.
 
-    python benchmarks/performance_page.py            # writes both
-    python benchmarks/performance_page.py --check    # exits with 1 where a file is not up to date
+    python benchmarks/performance_page.py            # writes the page
+    python benchmarks/performance_page.py --check    # exits with 1 where it is not up to date
 
 Every figure comes from a stored run, which names its command, machine, versions and commit. A new run is
 stored with `--json` of its script under the name that `SOURCES` has. Needs no GPU and no torch.
@@ -21,16 +21,10 @@ from matmul_report import FEW, OURS, Row, Run, table
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
-README = ROOT / "README.md"
-#: Between these lines README.md has a table of this script.
-BEGIN, END = "<!-- generated: linears -->", "<!-- end of generated: linears -->"
 #: Linears of a decoder layer of Llama-3 8B, whose times are added up.
 LAYER = tuple(f"llama3-8b.{name}" for name in ("qkv", "o", "gate_up", "down"))
 #: Names of GPUs, of their run of a layer, and of their run of other models.
 GPUS = (("H200", "h200-triton-3.6", "h200-shapes"), ("H100", "h100", "h100-models"))
-#: What README.md shows of one linear: format, or library and format.
-README_FORMATS = ("int8", "fp6", "int4", "nvfp4", "int3")
-README_SHAPE, README_MS = "llama3-8b.gate_up", (1, 16, 64, 256, 1024)
 #: Products that take longer than this multiple with the newer Triton are counted, and from there on listed.
 SLOWER, LISTED = 1.10, 1.2
 
@@ -518,50 +512,16 @@ def page() -> str:
     )
 
 
-def readme_table() -> str:
-    """One linear on an H200: a row per M, a column per format, torch's int4 kernel and dense bf16."""
-    run = Run.load(RESULTS / f"{GPUS[0][1]}.json")
-    found = {(row.format, row.m): row for row in run.rows if row.shape == README_SHAPE}
-    peer = {
-        row.m: row.us
-        for row in Run.load(RESULTS / "h200-peers.json").only(None, [README_SHAPE]).rows
-        if row.library == "tinygemm"
-    }
-
-    def digits(us: float) -> str:
-        return f"{us:.1f}" if us < 99.95 else f"{us:.0f}"
-
-    cells = [["rows of x", *README_FORMATS, "torch int4", "dense bf16"]]
-    for m in README_MS:
-        ours = [digits(found[name, m].us) for name in README_FORMATS]
-        theirs = digits(peer[m]) if m in peer else ""
-        cells.append([str(m), *ours, theirs, digits(found["int4", m].dense_us)])
-    return grid(cells)
-
-
-def readme(text: str) -> str:
-    """README.md with the table of this script between its marks."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{readme_table()}\n\n{END}{after}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write both files, or say which is not up to date."""
+    """Write the page, or say that it is not up to date."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 where a file differs"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it differs")
     options = parser.parse_args(arguments)
-    wanted = {PAGE: page(), README: readme(README.read_text(encoding="utf-8"))}
-    for path, text in wanted.items():
-        if options.check:
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
-                sys.exit(
-                    f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/performance_page.py"
-                )
-        else:
-            path.write_text(text, encoding="utf-8")
+    text = page()
+    if not options.check:
+        PAGE.write_text(text, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+        sys.exit(f"{PAGE.relative_to(ROOT)} is not up to date: run python benchmarks/performance_page.py")
 
 
 if __name__ == "__main__":

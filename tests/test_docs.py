@@ -1,15 +1,23 @@
 """Links in pages lead somewhere, pages stay short, and words of the glossary are there once."""
 
+import importlib
+import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+import quantkit
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
     *ROOT.glob("*.md"),
-    *DOCS.glob("*.md"),
+    *DOCS.rglob("*.md"),
     ROOT / "tests" / "README.md",
     ROOT / "examples" / "README.md",
 ]
@@ -87,3 +95,48 @@ def test_what_to_edit_is_there() -> None:
 def test_the_readme_has_a_table_on_its_first_screen() -> None:
     first = (ROOT / "README.md").read_text().splitlines()[:40]
     assert any(line.startswith("|---") for line in first)
+
+
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+def pages_of(part: Any) -> Iterator[str]:
+    """The pages below an entry of the site's navigation."""
+    if isinstance(part, str):
+        yield part
+    for one in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():
+        yield from pages_of(one)
+
+
+def test_the_site_has_every_page_once_and_the_guide_first() -> None:
+    listed = list(pages_of(SITE["nav"]))
+    assert listed[0] == "guide/index.md" and len(listed) == len(set(listed))
+    assert {*listed} == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_the_guide_names_each_of_its_pages() -> None:
+    text = (DOCS / "guide" / "index.md").read_text()
+    pages = {page.name for page in (DOCS / "guide").glob("*.md")} - {"index.md"}
+    assert pages == {*re.findall(r"\]\(([\w-]+\.md)\)", text)}
+
+
+def test_the_api_reference_names_what_there_is() -> None:
+    """All public names are in it; a name that moved would be a page that cannot be built."""
+    named = re.findall(r"^::: ([\w.]+)$", (DOCS / "api" / "index.md").read_text(), re.MULTILINE)
+    for one in named:
+        module, _, name = one.rpartition(".")
+        assert one in sys.modules or hasattr(importlib.import_module(module), name), one
+    public = {one.rpartition(".")[2] for one in named}
+    assert {*quantkit.__all__} - {"__version__", "QuantkitError"} <= public
+
+
+def test_notebooks_have_no_outputs() -> None:
+    notebooks = list((DOCS / "notebooks").glob("*.ipynb"))
+    assert len(notebooks) == 2
+    for path in notebooks:
+        cells = json.loads(path.read_text())["cells"]
+        assert not [one for one in cells if one.get("outputs") or one.get("execution_count")], path.name
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90

@@ -25,7 +25,7 @@ ALLOWED = {
     "verification": PROVING,
     "eval": RUNNING | {"runtime"},
     "bench": RUNNING | {"runtime", "eval"},
-    "report": {"checkpoint", "eval", "bench"},
+    "report": {"packing", "checkpoint", "eval", "bench"},
     "publish": PROVING | {"verification", "eval", "bench", "report"},
     "cli": PROVING
     | {

@@ -41,7 +41,7 @@ def _continued(label: str, model: "Continuations", original: "Continuations") ->
 
 
 def _print_text(reports: Sequence["EvalReport"], text: str) -> None:
-    from quantkit.report.eval_report import labelled
+    from quantkit.report.eval_plots import labelled
 
     headings = ["model", "bits in\nlinears", "bits in\nmodel", "size", "perplexity"]
     compared = reports[0].against is not None
@@ -76,7 +76,7 @@ def _figures(metrics: "TextMetrics", compared: bool) -> list[str]:
 
 def _print_tasks(reports: Sequence["EvalReport"]) -> None:
     """A row per task and model; change and error in points, p that of McNemar's test."""
-    from quantkit.report.eval_report import labelled
+    from quantkit.report.eval_plots import labelled
 
     words, table = ("task", "metric", "model"), []
     for label, one in labelled(reports):

@@ -13,7 +13,7 @@ from quantkit.errors import UsageError
 from quantkit.eval.results import EvalReport
 from quantkit.eval.tasks import TaskMetrics
 from quantkit.files import from_json, os_error_text
-from quantkit.report.eval_report import figures_of, floor_label
+from quantkit.report import eval_plots
 
 #: Image of a report: its caption and a file name without folders.
 _IMAGE = re.compile(r"!\[((?:[^\]\\]|\\.)*)\]\(([\w\-]+)\.png\)")
@@ -106,7 +106,7 @@ def plots_of(
         return plots_beside(evaluation, benchmarks), None
     own = next(one for one in data["reports"] if _is_model(directory, one["model"]))
     try:
-        drawn, why = figures_of([EvalReport.from_dict(own)])
+        drawn, why = eval_plots.figures([EvalReport.from_dict(own)])
     except (ValueError, TypeError, KeyError) as error:
         # Of an older version: the tables need less.
         drawn, why = [], f"{evaluation} has no figures to draw ({type(error).__name__}: {error})"
@@ -157,7 +157,7 @@ def _evaluated(directory: Path, path: Path) -> Measurements:
         floor = own.get("noise_floor")
         if floor is not None:
             # Older files have a noise floor for texts only.
-            tasks.append((floor_label(own["against"], floor["dtype"]), floor.get("tasks", ())))
+            tasks.append((eval_plots.floor_label(own["against"], floor["dtype"]), floor.get("tasks", ())))
         answers = tuple(
             (label, tuple(from_json(TaskMetrics, one) for one in metrics))
             for label, metrics in tasks

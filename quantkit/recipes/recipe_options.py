@@ -24,9 +24,9 @@ _SAID_BY_SCHEME = ("format", "zero_point", "packing", "activations")
 class RecipeOptions:
     """Formats, methods and rules. None leaves a field to the recipe file `recipe`, and that to `Choice`.
 
-    Rules apply in this order: `rules` ("PATTERN=FORMAT[:GROUP][:METHOD]" or "PATTERN=keep"), `lm_head` (a
+    Rules apply in this order: `rules` (`PATTERN=FORMAT[:GROUP][:METHOD]` or `PATTERN=keep`), `lm_head` (a
     format), the rules of the file, then the default made of the other fields. `embeddings`
-    ("FORMAT[:GROUP][:METHOD]") is for the token embedding. The model is rotated if `rotate` or the file says
+    (`FORMAT[:GROUP][:METHOD]`) is for the token embedding. The model is rotated if `rotate` or the file says
     so. `model_free` classifies tensors by names and shapes. `activations` (a name of `ACTIVATIONS`) says how
     linears round their inputs. `scheme` (a name of `SCHEMES`) stands for a format, its zero-point, the
     activations, and the group size unless that is given; a `Scheme` says all of these itself.

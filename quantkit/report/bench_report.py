@@ -2,20 +2,25 @@
 
 import shlex
 from collections.abc import Iterable, Sequence
+from datetime import date
 from pathlib import Path
-from typing import Any
 
 from quantkit.bench.figures import Cell, Load, Machine, Percentiles, Serving, Speed, Spread, to_json
 from quantkit.files import size_text
 from quantkit.report.document import Block, Bullets, Command, Document, Figure, Section, Table, Text, write
-from quantkit.report.plots import color, drawing, legend, plain, render
+from quantkit.report.made import Made
+from quantkit.report.plots import color, drawing, legend, plain, render, ticks
+from quantkit.report.tables import ratio_text
 
 #: Names of the report files, without suffix.
 SPEED, SERVING = "bench", "serve"
 
+#: Headings of multiples of the original's speed, and of energy.
+RATIO, JOULES = "of original", "J/token"
+
 SPEED_HEADINGS = (
     *("model", "mode", "batch", "prompt", "first token, ms", "prefill, tokens/s", "token p50", "token p99"),
-    *("tokens/s", "weights read", "of the limit", "J/token"),
+    *("tokens/s", RATIO, "weights read", "of the limit", JOULES),
 )
 _MODEL_HEADINGS = ("model", "format", "files", "load", "memory before", "steady", "peak", "weights per step")
 _SERVING_HEADINGS = (
@@ -62,24 +67,35 @@ def speed_document(found: Sequence[Speed], command: Sequence[str]) -> Document:
         f"activations in {', '.join(dict.fromkeys(one.dtype for one in found))}."
     )
     return Document(
-        "Benchmark",
+        _title("Speed and memory", found),
         (
             Section("Speed and memory", (*blocks, *([Bullets(notes)] if notes else []))),
             Section("Plots", figures),
             Section("How it was measured", (*_how(first.machine, settings, command), Bullets(_SPEED_RULES))),
         ),
+        Made(date.today(), first.machine.name).text,
     )
+
+
+def _title(what: str, found: Sequence[Speed] | Sequence[Serving]) -> str:
+    return f"{what} of {' beside '.join(one.label for one in found)}"
+
+
+def _original(found: Sequence[Speed]) -> Speed | None:
+    """Return the dense model that others are compared with, which comes last; None if there is none."""
+    return found[-1] if len(found) > 1 and found[-1].format == "dense" else None
 
 
 def serving_document(found: Sequence[Serving], command: Sequence[str]) -> Document:
     """Return the document on latencies of at least one model; `command` is the command typed."""
     how = (*_how(found[0].machine, serving_settings(found), command), Bullets(SERVING_RULES))
     return Document(
-        "Latency under load",
+        _title("Latency under load", found),
         (
             Section("Latency", (serving_table(found), _serving_figure(found))),
             Section("How it was measured", how),
         ),
+        Made(date.today(), found[0].machine.name).text,
     )
 
 
@@ -95,29 +111,44 @@ def write_serving(directory: Path, found: Sequence[Serving], command: Sequence[s
 
 def models_table(found: Sequence[Speed]) -> Table:
     """Return a table with a row per model: format, size, loading, memory."""
-    rows = [
-        (
-            one.label,
-            one.format,
-            size_text(one.file_bytes),
-            _seconds(one.load_seconds),
-            *(size_text(count) for count in (one.memory.before, one.memory.steady, one.memory.peak)),
-            "-" if one.weight_bytes is None else size_text(one.weight_bytes),
-        )
-        for one in found
-    ]
-    return Table(_MODEL_HEADINGS, rows, _WORDS)
+    original = _original(found)
+    rows = []
+    for one in found:
+        memory = (one.memory.before, one.memory.steady, one.memory.peak)
+        weights = "-" if one.weight_bytes is None else size_text(one.weight_bytes)
+        size, load = size_text(one.file_bytes), _seconds(one.load_seconds)
+        ratio = [] if original is None else [ratio_text(one.file_bytes, original.file_bytes)]
+        rows.append([one.label, one.format, size, load, *map(size_text, memory), weights, *ratio])
+    headings = _MODEL_HEADINGS if original is None else (*_MODEL_HEADINGS, f"files {RATIO}")
+    return Table(headings, rows, _WORDS)
 
 
 def speed_table(found: Sequence[Speed]) -> Table:
-    """Return a table with a row per model, batch, prompt length and mode."""
-    rows = [
-        (one.label, *_speed_cells(cell, one.machine.read_bandwidth)) for one in found for cell in one.cells
-    ]
-    return Table(SPEED_HEADINGS, rows, _WORDS)
+    """Return a table with a row per model, batch, prompt length and mode.
+
+    Beside an original, a column has the multiple of its tokens per second in the same mode. Without an energy
+    counter there is no column for energy.
+    """
+    original = _original(found)
+    known = {} if original is None else {_conditions(cell): cell.decode.median for cell in original.cells}
+    rows = []
+    for one in found:
+        for cell in one.cells:
+            speed = ratio_text(cell.decode.median, known.get(_conditions(cell), 0.0))
+            rows.append((one.label, *_speed_cells(cell, speed, one.machine.read_bandwidth)))
+    left_out = {RATIO} if original is None else set[str]()
+    if all(cell.joules is None for one in found for cell in one.cells):
+        left_out.add(JOULES)
+    kept = [number for number, heading in enumerate(SPEED_HEADINGS) if heading not in left_out]
+    headings = [SPEED_HEADINGS[number] for number in kept]
+    return Table(headings, [[row[number] for number in kept] for row in rows], _WORDS)
 
 
-def _speed_cells(cell: Cell, limit: float) -> tuple[str, ...]:
+def _conditions(cell: Cell) -> tuple[int, int, str]:
+    return cell.batch, cell.prompt, cell.mode
+
+
+def _speed_cells(cell: Cell, ratio: str, limit: float) -> tuple[str, ...]:
     read = cell.read_bandwidth
     return (
         cell.mode,
@@ -128,6 +159,7 @@ def _speed_cells(cell: Cell, limit: float) -> tuple[str, ...]:
         _seconds(cell.token_p50),
         _seconds(cell.token_p99),
         _spread(cell.decode),
+        ratio,
         "-" if read is None else f"{size_text(read)}/s",
         "-" if read is None else f"{read / limit:.0%}",
         "-" if cell.joules is None else f"{cell.joules:.3g}",
@@ -192,7 +224,7 @@ def _throughput_figure(found: Sequence[Speed]) -> Figure:
         (label, [(cell.batch, cell.decode.median) for cell in cells if cell.prompt == shortest])
         for label, cells in _series(found)
     ]
-    caption = f"Decoding against batch, prompts of {shortest} tokens."
+    caption = f"Tokens per second of all sequences together, prompts of {shortest} tokens."
     return _line_figure("throughput", lines, "sequences at a time", "tokens per second", caption)
 
 
@@ -202,60 +234,73 @@ def _first_token_figure(found: Sequence[Speed]) -> Figure:
         (label, [(cell.prompt, 1e3 * cell.first_token.median) for cell in cells if cell.batch == smallest])
         for label, cells in _series(found)
     ]
-    caption = f"Time to the first token, batch {smallest}."
+    caption = f"Time to the first token, sequences at a time: {smallest}."
     return _line_figure("first-token", lines, "tokens of the prompt", "milliseconds", caption)
 
 
 def _line_figure(
     name: str, lines: Sequence[tuple[str, Sequence[tuple[int, float]]]], x: str, y: str, caption: str
 ) -> Figure:
-    """Plot a line for each model, by its label, over counts on a logarithmic axis."""
+    """Plot a line for each model, by its label, over counts on a logarithmic axis; bars for one count."""
+    counts = sorted({count for _, points in lines for count, _ in points})
+    if len(counts) == 1:
+        return _bar_figure(name, [(label, points[0][1]) for label, points in lines], y, caption)
     figure, axes = drawing()
     for number, (label, points) in enumerate(lines):
         axes.plot(*zip(*points, strict=True), marker="o", color=color(number), label=label)
     axes.set(xlabel=x, ylabel=y, xscale="log")
     axes.set_ylim(bottom=0)
-    _plain_ticks(axes, sorted({count for _, points in lines for count, _ in points}))
-    legend(axes)
+    ticks(axes, counts)
+    legend(axes, 2)
     return render(figure, name, caption)
 
 
+def _bar_figure(name: str, bars: Sequence[tuple[str, float]], unit: str, caption: str) -> Figure:
+    """Plot a bar for each model, by its label, with its figure beside it."""
+    figure, axes = drawing(height=1.1 + 0.45 * len(bars))
+    for row, (_, value) in enumerate(bars):
+        axes.barh(row, value, height=0.6, color=color(row))
+        axes.annotate(f"{value:.3g}", (value, row), textcoords="offset points", xytext=(4, 0), va="center")
+    axes.set(xlabel=unit, yticks=range(len(bars)), yticklabels=[label for label, _ in bars])
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+    return render(figure, name, caption)
+
+
+#: Fields of `Memory`, in words of a legend.
+_MEMORY = {"before": "before loading", "steady": "after generating", "peak": "at most"}
+
+
 def _memory_figure(found: Sequence[Speed]) -> Figure:
-    figure, axes = drawing(height=1.2 + 0.9 * len(found))
-    kinds = ("before", "steady", "peak")
+    figure, axes = drawing(height=1.4 + 0.8 * len(found))
     for row, one in enumerate(found):
-        for number, kind in enumerate(kinds):
-            axes.barh(
-                row + 0.27 * (number - 1),
-                getattr(one.memory, kind) / 1e6,
-                height=0.25,
-                color=color(number),
-                label=kind if row == 0 else None,
-            )
+        for number, (kind, words) in enumerate(_MEMORY.items()):
+            size = getattr(one.memory, kind)
+            place = row + 0.27 * (number - 1)
+            axes.barh(place, size / 1e6, height=0.25, color=color(number), label=words if row == 0 else None)
     axes.set(xlabel="MB", yticks=range(len(found)), yticklabels=[plain(one.label) for one in found])
     axes.invert_yaxis()
-    legend(axes)
-    return render(figure, "memory", "Memory before loading, steady after generating, and at most.")
+    legend(axes, 3)
+    return render(figure, "memory", "Memory of the process, or of the GPU, for each model.")
+
+
+#: Percentiles that are drawn, in words of a legend, and their lines.
+_PERCENTILES = {"p50": ("half of the requests", "-"), "p99": ("the slowest 1 %", ":")}
 
 
 def _serving_figure(found: Sequence[Serving]) -> Figure:
-    figure, (left, right) = drawing(columns=2, height=4)
-    for axes, kind, title in ((left, "first_token", "first token"), (right, "end_to_end", "end to end")):
+    figure, (top, bottom) = drawing(rows=2, height=6)
+    for axes, kind, title in ((top, "first_token", "first token"), (bottom, "end_to_end", "whole answer")):
         for number, one in enumerate(found):
-            for percent, line in (("p50", "-"), ("p99", ":")):
+            for percent, (words, line) in _PERCENTILES.items():
                 points = [(load.rate, getattr(getattr(load, kind), percent)) for load in one.loads]
-                axes.plot(
-                    *zip(*points, strict=True),
-                    line,
-                    marker="o",
-                    color=color(number),
-                    label=f"{plain(one.label)} {percent}",
-                )
+                label = f"{plain(one.label)}, {words}"
+                axes.plot(*zip(*points, strict=True), line, marker="o", color=color(number), label=label)
         axes.set(xlabel="requests per second", ylabel="seconds", title=title, xscale="log")
-        _plain_ticks(axes, sorted({load.rate for one in found for load in one.loads}))
+        ticks(axes, sorted({load.rate for one in found for load in one.loads}))
         axes.set_ylim(bottom=0)
-    legend(left)
-    return render(figure, "load", "Latency against load.")
+    legend(top, 2)
+    return render(figure, "load", "How long half of the requests wait, and the slowest hundredth, by load.")
 
 
 def _series(found: Sequence[Speed]) -> Iterable[tuple[str, list[Cell]]]:
@@ -265,12 +310,6 @@ def _series(found: Sequence[Speed]) -> Iterable[tuple[str, list[Cell]]]:
         for mode in modes:
             label = plain(one.label) + (f", {mode}" if len(modes) > 1 else "")
             yield label, [cell for cell in one.cells if cell.mode == mode]
-
-
-def _plain_ticks(axes: Any, values: Sequence[float]) -> None:
-    """Set ticks at the measured values, as plain numbers; logarithmic axes would write powers."""
-    axes.set_xticks(values, [f"{value:g}" for value in values])
-    axes.set_xticks([], minor=True)
 
 
 def _spread(found: Spread, unit: float = 1.0) -> str:

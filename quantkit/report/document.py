@@ -7,6 +7,7 @@ scripts. Figures are inline drawings in the page's colors, so they are readable 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from quantkit import escaping
@@ -119,10 +120,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """Sections under a title."""
+    """Sections under a title; `about` is the line below it, if any."""
 
     title: str
     sections: Sequence[Section]
+    about: str = ""
 
     @property
     def figures(self) -> tuple[Figure, ...]:
@@ -132,6 +134,8 @@ class Document:
     def markdown(self) -> str:
         """Render as GitHub's Markdown, with figures as separate files."""
         parts = [f"# {escaping.markdown(self.title)}"]
+        if self.about:
+            parts.append(escaping.markdown_block(self.about))
         for section in self.sections:
             parts += [
                 f"## {escaping.markdown(section.title)}",
@@ -142,17 +146,26 @@ class Document:
     def html(self) -> str:
         """Render as one HTML page."""
         title = escaping.html(self.title)
+        about = f'<p class="about">{escaping.html(self.about)}</p>\n' if self.about else ""
         body = "".join(
-            f"<section><h2>{escaping.html(section.title)}</h2>"
-            f"{''.join(block.html() for block in section.blocks)}</section>\n"
+            f"<section><h2>{escaping.html(section.title)}</h2>{_blocks(section.blocks)}</section>\n"
             for section in self.sections
         )
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n"
-            f"<body>\n<h1>{title}</h1>\n{body}</body>\n</html>\n"
+            f"<body>\n<h1>{title}</h1>\n{about}{body}</body>\n</html>\n"
         )
+
+
+def _blocks(blocks: Sequence[Block]) -> str:
+    """Return blocks as HTML; figures that follow each other stand side by side where there is room."""
+    parts = []
+    for is_figure, some in groupby(blocks, key=lambda block: isinstance(block, Figure)):
+        text = "".join(block.html() for block in some)
+        parts.append(f'<div class="figures">{text}</div>' if is_figure else text)
+    return "".join(parts)
 
 
 def write(directory: Path, stem: str, document: Document, others: Mapping[str, str]) -> tuple[Path, ...]:
@@ -189,29 +202,42 @@ _STYLE = """
   :root { --ink: #e4e6e9; --paper: #16181b; --faint: #9aa2ab; --line: #363b41; --shade: #1f2226; }
 }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
-p, ul { max-width: 48rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.9em; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.3rem 0.6rem; text-align: right;
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.7rem; line-height: 1.25; margin-bottom: 0.3rem; }
+h2 { font-size: 1.25rem; margin-top: 2.2rem; }
+p, ul { max-width: 48rem; } ul { padding-left: 1.2rem; }
+.about { color: var(--faint); margin-top: 0; }
+.wide { overflow-x: auto; margin-bottom: 1.2rem; }
+table { border-collapse: collapse; font-size: 0.9em; font-variant-numeric: tabular-nums;
+  overflow-wrap: normal; }
+th, td { padding: 0.3rem 0.6rem; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); }
-th { vertical-align: bottom; border-bottom-width: 2px; }
-.word { text-align: left; }
+th { vertical-align: bottom; border-bottom-width: 2px; white-space: normal; }
+.word { text-align: left; white-space: normal; min-width: 5.5rem; }
 tbody tr:nth-child(even) { background: var(--shade); }
-figure { margin: 1.5rem 0; color: var(--ink); }
-figure svg { width: 100%; max-width: 46rem; height: auto; }
-figcaption { color: var(--faint); font-size: 0.9em; max-width: 46rem; }
+.figures { display: grid; gap: 0 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+figure { margin: 1rem 0; color: var(--ink); }
+figure svg { width: 100%; max-width: 34rem; height: auto; }
+figcaption { color: var(--faint); font-size: 0.9em; max-width: 34rem; }
 code, pre { font: 0.92em ui-monospace, monospace; background: var(--shade); border-radius: 3px; }
 code { padding: 0 0.25em; overflow-wrap: anywhere; }
 pre { padding: 0.7rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (max-width: 30rem) {
+  body { margin: 1rem auto; padding: 0 0.7rem; font-size: 15px; } h1 { font-size: 1.35rem; }
+  th, td { padding: 0.25rem 0.4rem; }
+}
 @media print {
+  @page { margin: 1.3cm; }
   :root { color-scheme: light; --ink: #000000; --paper: #ffffff; --faint: #444444; --line: #bbbbbb;
     --shade: #ffffff; }
-  body { max-width: none; margin: 0; padding: 0; font-size: 10pt; }
+  body { max-width: none; margin: 0; padding: 0; font-size: 8.5pt; line-height: 1.35; }
+  h1 { font-size: 15pt; } h2 { font-size: 11pt; margin: 0.7rem 0 0.2rem; }
+  p, ul { max-width: none; margin: 0.3rem 0; } pre { padding: 0.3rem; margin: 0.3rem 0; }
   table { font-size: 7pt; }
-  th, td { padding: 0.2rem 0.3rem; }
-  figure svg { max-width: 14cm; }
+  th, td { padding: 0.1rem 0.3rem; } .word { min-width: 0; }
+  .figures { grid-template-columns: 1fr 1fr; gap: 0 0.6cm; }
+  figure { margin: 0.2rem 0; } figure svg { max-width: 8cm; } figcaption { font-size: 7pt; }
   figure, tr { break-inside: avoid; }
   h2 { break-after: avoid; }
   .wide { overflow: visible; }

@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from quantkit import escaping
@@ -12,7 +13,7 @@ from quantkit.report.document import Figure
 #: Color of everything but data; in the SVG it becomes the color of the surrounding text.
 INK = "#1c1e21"
 
-_STYLE = {
+STYLE = {
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.titlecolor": INK,
@@ -23,6 +24,7 @@ _STYLE = {
     "grid.alpha": 0.15,
     "axes.grid": True,
     "axes.axisbelow": True,
+    "font.size": 11,
     # Make ids depend on the drawing only, and draw text alike on every machine.
     "svg.hashsalt": "quantkit",
     "svg.fonttype": "path",
@@ -52,13 +54,16 @@ def figure_class() -> Any:
     return Canvas
 
 
-def drawing(*, columns: int = 1, height: float = 4.5) -> tuple[Any, Any]:
-    """Create an empty matplotlib figure, 7.5 inches wide, and its axes (an array for several `columns`)."""
+def drawing(*, rows: int = 1, height: float = 3.9) -> tuple[Any, Any]:
+    """Create an empty matplotlib figure and its axes (an array for several `rows`).
+
+    It is 5.4 inches wide, so that its text can be read on a page of 400 pixels.
+    """
     from matplotlib import rc_context
 
-    with rc_context(_STYLE):
-        figure = figure_class()(figsize=(7.5, height), layout="constrained")
-        axes = figure.subplots(1, columns)
+    with rc_context(STYLE):
+        figure = figure_class()(figsize=(5.4, height), layout="constrained")
+        axes = figure.subplots(rows, 1)
     return figure, axes
 
 
@@ -66,6 +71,39 @@ def legend(axes: Any, columns: int = 4) -> None:
     """Add a legend for the lines of `axes` above the plot."""
     handles, labels = axes.get_legend_handles_labels()
     axes.figure.legend(handles, labels, loc="outside upper center", ncols=columns)
+
+
+def ticks(axes: Any, values: Sequence[float]) -> None:
+    """Set ticks of x at `values`, as plain numbers; logarithmic axes would write powers."""
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.set_xticks([], minor=True)
+
+
+#: Least distance of names in points: of their baselines, and of points whose names may share a height.
+_LINE, _BESIDE = 10, 70
+
+
+def name_points(figure: Any, axes: Any, names: Sequence[tuple[str, tuple[float, float]]]) -> None:
+    """Write names to the right of points; one that would cover another moves up, with a line to its point."""
+    figure.draw_without_rendering()
+    scale = 72 / figure.dpi
+    taken: list[tuple[float, float]] = []
+    places = [(axes.transData.transform(point) * scale, text, point) for text, point in names]
+    for (x, y), text, point in sorted(places, key=lambda place: place[0][1]):
+        height = y
+        while any(abs(height - other) < _LINE and abs(x - left) < _BESIDE for left, other in taken):
+            height += 1
+        taken.append((x, height))
+        moved = height - y > _LINE
+        axes.annotate(
+            text,
+            point,
+            textcoords="offset points",
+            xytext=(18 if moved else 7, height - y),
+            va="center",
+            fontsize="small",
+            arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.5} if moved else None,
+        )
 
 
 def render(figure: Any, name: str, caption: str) -> Figure:
@@ -81,7 +119,7 @@ def render(figure: Any, name: str, caption: str) -> Figure:
         if text.get_color() == "black":
             text.set_color(INK)
     png, svg = io.BytesIO(), io.StringIO()
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(svg, format="svg", transparent=True, metadata=nothing)

@@ -1,5 +1,6 @@
 """Format cells and tables for the report of `eval` and the model card."""
 
+import math
 from collections.abc import Sequence
 
 from quantkit.eval.tasks import TaskMetrics
@@ -22,6 +23,16 @@ def number_text(value: float | None, form: str) -> str:
 def percent_text(value: float | None) -> str:
     """Format a share in percent."""
     return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def ratio_text(value: float, reference: float) -> str:
+    """Format a multiple of a reference; a dash if that is 0."""
+    return f"{value / reference:.3g}x" if reference else "-"
+
+
+def change_text(excess: float) -> str:
+    """Format exp(`excess`), the multiple of a perplexity; as a power of e if it is too large to read."""
+    return f"{math.exp(excess):.4g}x" if excess < 20 else f"e^{excess:.4g}"
 
 
 def error_text(value: float | None) -> str:

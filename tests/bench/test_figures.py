@@ -137,11 +137,33 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
 
 def test_the_table_of_speed_has_a_row_per_cell() -> None:
     rows = speed_table([SPEED]).rows
-    assert rows[0] == (
+    assert rows[0] == [
         *("int4", "eager", "1", "8", "800 (720 to 1.6e+03)", "9", "10 ms", "20 ms"),
         *("99 (98 to 101)", "2.00 GB/s", "20%", "-"),
-    )
-    assert rows[3][-3:] == ("-", "-", "0.25")
+    ]
+    assert rows[3][-3:] == ["-", "-", "0.25"]
+
+
+def test_an_original_adds_a_column_of_multiples_in_the_same_mode() -> None:
+    slow = replace(SPEED.cells[0], decode=Spread(33, 30, 40))
+    table = speed_table([SPEED, replace(SPEED, label="MODEL", format="dense", cells=(slow,))])
+    at = table.headings.index("of original")
+    assert [row[at] for row in table.rows] == ["3x", "-", "-", "-", "1x"]
+    assert "of original" not in speed_table([SPEED, SPEED]).headings
+
+
+def test_energy_that_nobody_measured_has_no_column() -> None:
+    assert "J/token" in speed_table([SPEED]).headings
+    assert "J/token" not in speed_table([replace(SPEED, cells=SPEED.cells[:2])]).headings
+
+
+def test_one_batch_is_drawn_as_bars(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one = replace(SPEED, cells=SPEED.cells[:1])
+    page = write_speed(tmp_path, [one, replace(one, label="other")], ["quantkit", "bench"])[1].read_text()
+    # The figures stand beside the bars.
+    assert page.count("<!-- 99 -->") == 2 and page.count("<!-- 800 -->") >= 2
+    assert "<title>Speed and memory of int4 beside other</title>" in page
 
 
 def test_reports_are_written_with_their_plots(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/accuracy.md, and that of README.md, are what the stored figures say."""
+"""The tables of docs/accuracy.md are what the stored figures say."""
 
 from pathlib import Path
 from types import ModuleType
@@ -7,9 +7,8 @@ import pytest
 
 
 def test_the_committed_tables_are_what_the_script_writes(benchmark: ModuleType) -> None:
-    for path, write in ((benchmark.PAGE, benchmark.page), (benchmark.README, benchmark.readme)):
-        text = path.read_text()
-        assert write(text) == text, "run python benchmarks/accuracy_page.py"
+    text = benchmark.PAGE.read_text()
+    assert benchmark.page(text) == text, "run python benchmarks/accuracy_page.py"
 
 
 def test_every_table_of_the_page_is_stored_with_its_commands_machine_and_commits(

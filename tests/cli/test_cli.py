@@ -79,7 +79,7 @@ def test_each_command_works_on_what_the_one_before_left(run: Run, tmp_path: Path
     assert text["tokens"] == 254
     assert text["excess"] == pytest.approx(math.log(text["perplexity"] / text["reference_perplexity"]))
     assert 0 < text["kl_mean"] < text["kl_p99"]
-    assert (report / "report.md").read_text().startswith("# Evaluation")
+    assert (report / "report.md").read_text().startswith("# Accuracy of packed beside stories260K\n")
     assert "quantkit eval" in (report / "report.html").read_text()
     assert not (report / ".quantkit-eval").exists()
 

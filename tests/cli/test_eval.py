@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.report.eval_report import floor_label
+from quantkit.report.eval_plots import floor_label
 
 from .conftest import SOURCE, STORIES, Run, edit_json
 

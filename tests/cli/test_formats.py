@@ -176,11 +176,6 @@ def test_the_page_has_the_noise_of_every_scheme() -> None:
         assert f"\n| {label} | {chosen} | {noise.bits_per_weight(chosen):.3f} | " in PAGE
 
 
-def test_the_custom_format_of_the_page_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(code, {})
-
-
 def test_schemes_name_what_reads_them(run: Run) -> None:
     rows = {row["name"]: row for row in json.loads(run("formats", "--schemes", "--json").out)}
     assert rows["W8A8"] == {

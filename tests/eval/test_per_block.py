@@ -87,7 +87,7 @@ def test_evaluation_has_them_on_the_first_windows_and_keeps_them(
     files = {path.name for path in write_report(tmp_path / "report", [found])}
     assert "kl-blocks.png" in files
     page = (tmp_path / "report" / "report.md").read_text()
-    assert "Where the loss is: KL mean over 126 tokens of the original with one block of the model" in page
+    assert "Where the loss is: KL over 126 tokens of the original with one block of the model" in page
 
 
 def test_blocks_of_a_rotated_model_are_not_exchanged(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ packed matrix. Each column of a class is right, or refused and why. Nothing else
 written after each class, and a run goes on with those that the file lacks or that are named. A file with
 results of another commit is refused.
 
-    python -m tests.quantization.matrix summary    # the table of README.md, from benchmarks/results/classes
+    python -m tests.quantization.matrix summary    # the table of docs/guide/models.md
 """
 
 import argparse
@@ -266,14 +266,14 @@ def attempt(name: str, directory: Path, columns: dict[str, dict[str, Any]]) -> d
 
 
 STORED = ROOT / "benchmarks" / "results" / "classes" / "matrix.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "guide" / "models.md"
 BEGIN, END = "<!-- generated: classes -->", "<!-- end of generated: classes -->"
 #: Lines of the table, by result. Those not made do not run in transformers.
 LINES = {"right": "packed, with the right outputs", "refused": "refused", "WRONG": "wrong"}
 
 
 def with_summary(page: str) -> str:
-    """README.md with the table of the stored results."""
+    """docs/guide/models.md with the table of the stored results."""
     document = json.loads(STORED.read_text())
     found = list(document["classes"].values())
     run = [one for one in found if one["int8"]["result"] in LINES]
@@ -359,7 +359,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_intermixed_args()
     if options.results == "summary":
-        README.write_text(with_summary(README.read_text()))
+        PAGE.write_text(with_summary(PAGE.read_text()))
         return
     head = {
         "command": f"python -m tests.quantization.matrix {STORED.relative_to(ROOT)}",

@@ -80,9 +80,9 @@ def test_linears_that_do_not_run_are_quantized_without_data(tmp_path: Path) -> N
         assert (one.relative_error == plain.measured[name].relative_error) == (name in idle)
 
 
-def test_the_stored_results_are_those_of_the_readme() -> None:
+def test_the_stored_results_are_those_of_the_page() -> None:
     """None is wrong, each refusal gives a reason and a remedy, and all columns reach what is promised."""
-    text = matrix.README.read_text()
+    text = matrix.PAGE.read_text()
     assert text == matrix.with_summary(text), "run python -m tests.quantization.matrix summary"
     classes = json.loads(matrix.STORED.read_text())["classes"]
     for column in matrix.COLUMNS:

@@ -153,7 +153,7 @@ def test_a_report_is_written_with_tables_and_plots(tmp_path, unhashed):
     ]
     files = write_report(tmp_path / "out", reports, "quantkit eval int8 --report out")
     names = ["report.md", "report.html", "report.json"]
-    plots = ["excess.png", "kl.png", "kl-histogram.png", "tasks.png"]
+    plots = ["kl.png", "kl-histogram.png", "tasks.png"]
     assert [file.name for file in files] == names + plots
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[3:])
     markdown = files[0].read_text(encoding="utf-8")
@@ -162,7 +162,11 @@ def test_a_report_is_written_with_tables_and_plots(tmp_path, unhashed):
     assert "cut to 1024" in markdown and "windows of 1024, 512 apart" in markdown
     assert "took 12.00 MB on disk at a time" in markdown
     assert "quantkit eval int8 --report out" in lines
-    assert r"| binary\|x | unusable | int4 g128 bfloat16 | mse | 1.125 | 5.000 | 14.50 MB |" in lines
+    assert r"| binary\|x | unusable | int4 g128 bfloat16 | mse | 1.125 | 5.000 | 14.50 MB | 0.264x |" in lines
+    assert "| original | original | dense | - | - | 16.000 | 55.00 MB | 1.00x |" in lines
+    assert lines[0] == "# Accuracy of int8, binary|x beside original" and re.match(
+        r"\d{1,2} \w+ 20\d\d, \w", lines[2]
+    )
     rows = [line for line in lines if line.startswith("| noise floor: original in bfloat16 ")]
     assert len(rows) == 2 and "| 0.0004 ± 0.01 |" in rows[0]
     assert len([line for line in lines if line.startswith("| original | 20 |")]) == 2
@@ -174,7 +178,7 @@ def test_a_report_is_written_with_tables_and_plots(tmp_path, unhashed):
     assert floor.endswith("| 4 | 50.00 % ± 20.00 | 75.00 % | -25.00 ± 25.00 | 0, 1 (25.00 %) | 1 |")
     assert lines.index(floor) > lines.index(task)
     page = files[1].read_text(encoding="utf-8")
-    assert page.count("<svg") == 4 and not re.search(r"https?:|<img|<script|src=", page)
+    assert page.count("<svg") == 3 and not re.search(r"https?:|<img|<script|src=", page)
     content = json.loads(files[2].read_text(), parse_constant=pytest.fail)
     assert content["version"] == 1 and content["command"] == "quantkit eval int8 --report out"
     assert content["sha256"].keys() == {"/models/int8", "/models/binary|x", "/models/original"}

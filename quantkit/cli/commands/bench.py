@@ -256,7 +256,10 @@ def _each(
 
 
 #: What of the table of speeds fits a terminal.
-_BRIEF = ("model", "mode", "batch", "prompt", "first token, ms", "token p50", "token p99", "tokens/s")
+_BRIEF = (
+    *("model", "mode", "batch", "prompt", "first token, ms", "token p50", "token p99", "tokens/s"),
+    "of original",
+)
 
 
 def _print(table: "Table", wanted: Sequence[str] | None = None) -> None:

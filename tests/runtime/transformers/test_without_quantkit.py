@@ -216,5 +216,5 @@ def test_plain_transformers_refuses_other_formats(plain, tiny, tmp_path, family,
     assert "mismatch" in found.lower()
     assert not (tmp_path / "logits.pt").exists()
     if VERSION >= (5, 24):
-        readme = (Path(__file__).parents[3] / "README.md").read_text()
-        assert found.splitlines()[-1] in readme, "the README shows another error"
+        page = (Path(__file__).parents[3] / "docs" / "guide" / "transformers.md").read_text()
+        assert found.splitlines()[-1] in page, "the page shows another error"

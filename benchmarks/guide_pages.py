@@ -1,0 +1,247 @@
+"""Write every figure of README.md and docs/guide from benchmarks/results.
+
+    python benchmarks/guide_pages.py            # writes the pages
+    python benchmarks/guide_pages.py --check    # exits with 1 where a page is not up to date
+
+A page has a line `<!-- generated: NAME -->`. What follows up to an empty line is a table or a paragraph,
+made by the row NAME of `PARTS`. No figure stands in a page otherwise.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from accuracy_page import TABLES
+from matmul_report import Run
+from performance_page import ENGINE_RUNS, RESULTS, ROOT, engine_cells, grid, paragraph, stored
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
+SIZES = "guide/model-sizes"
+MARKED = re.compile(r"^(<!-- generated: ([\w-]+) -->\n)((?:.+\n)*)", re.MULTILINE)
+#: Part of a GPU's or a machine's memory that weights and KV cache may take together.
+USABLE = 0.9
+#: Names in the tables of sizes, and what `model_sizes.py` calls them.
+SIZE_COLUMNS = {
+    "16 bits": "bf16",
+    "int8, fp8": "int8",
+    "fp6": "fp6",
+    "nvfp4": "nvfp4",
+    "int4": "int4",
+    "int4, embedding and head int8": "int4-embeddings-int8",
+    "int3": "int3",
+}
+#: A model, a machine and its memory in GB, the format to start with, its name in `model_sizes.py`, options.
+FITS: tuple[tuple[str, str, float, str, str, str], ...] = (
+    ("meta-llama/Llama-3.1-8B-Instruct", "GPU", 24, "int8 or fp8", "int8", "`--format int8`"),
+    ("meta-llama/Llama-3.1-8B-Instruct", "GPU", 12, "int4", "int4", "`--format int4 --method best`"),
+    ("Qwen/Qwen3-30B-A3B", "GPU", 24, "int4", "int4", "`--format int4 --method best`"),
+    ("meta-llama/Llama-3.1-70B-Instruct", "GPU", 80, "int4", "int4", "`--format int4 --method best`"),
+    ("meta-llama/Llama-3.1-70B-Instruct", "GPU", 48, "int4, embedding and head int8",
+     "int4-embeddings-int8", "`--format int4 --embeddings int8 --lm-head int8`"),
+    ("Qwen/Qwen3-4B", "laptop, CPU", 8, "int4 in groups of 32", "int4", "`--format int4 --group-size 32`"),
+    ("meta-llama/Llama-3.2-1B-Instruct", "edge box, CPU", 2, "int4, embedding int8",
+     "int4-embeddings-int8", "`--format int4 --embeddings int8`"),
+)  # fmt: skip
+#: What `calibrated` of docs/accuracy.md calls a scheme.
+INT4 = "int4, group 128"
+README_ROWS = ("original", "int8, channel", "fp6 (e2m3), group 128", INT4)
+#: The format of a row in the run of linears.
+IN_RUN = {"int8, channel": "int8", "fp6 (e2m3), group 128": "fp6", INT4: "int4"}
+LINEAR, LINEAR_RUN = "llama3-8b.gate_up", "h200-triton-3.6"
+#: What pages call the ways of the run on a CPU.
+ENGINES = {"generate": "`generate` of a loaded model", "quantkit generate": "`quantkit generate`"}
+CONTEXTS = (8192, 32768, 131072)
+#: Bytes of an element of a KV cache over those of 16 bits: bits per element of the stored table.
+KV_BITS = {"16 bits": 16.0, "int8": 8.25, "int4": 5.0}
+
+
+def models() -> Mapping[str, Mapping[str, Any]]:
+    found: dict[str, dict[str, Any]] = stored(SIZES)["models"]
+    return found
+
+
+def gigabytes(size: float) -> str:
+    """Bytes in 10^9, as vendors count memory."""
+    return f"{size / 1e9:.1f}"
+
+
+def short(name: str) -> str:
+    return name.partition("/")[2]
+
+
+def readme() -> str:
+    """Accuracy of the formats of books-28m, beside the time of a linear of an 8B model."""
+    run = Run.load(RESULTS / f"{LINEAR_RUN}.json")
+    times = {row.format: row for row in run.rows if row.shape == LINEAR and row.m == 1}
+    best = {(scheme, row[1]): row for scheme, row in filled("calibrated")}[INT4, "best"]
+    cells = [
+        [
+            "format",
+            "bits per weight",
+            "size",
+            "KL mean, books / docs",
+            "same top-1 token",
+            "linear on an H200",
+        ]
+    ]
+    rows = TABLES["formats"]["rows"]
+    for books, docs in zip(rows[::2], rows[1::2], strict=True):
+        name = books[0]
+        if name not in README_ROWS:
+            continue
+        timed = f"{times[IN_RUN[name]].us:.1f} µs" if name in IN_RUN else f"{times['int4'].dense_us:.1f} µs"
+        if books[7]:
+            digits = 5 if float(books[7]) < 1e-3 else 4
+            loss = " / ".join(f"{float(one[7]):.{digits}f}" for one in (books, docs))
+            same = " / ".join(f"{float(one[8].removesuffix(' %')):.1f}" for one in (books, docs)) + " %"
+        else:
+            loss, same = "0", "100 %"
+        cells.append([name, books[1], books[3], loss, same, timed])
+    size, time = cells[-1][2], cells[-1][5]
+    cells.append([f"{INT4}, calibrated (`best`)", best[2], size, best[3], "", time])
+    return grid(cells)
+
+
+def filled(name: str) -> list[tuple[str, list[str]]]:
+    """Rows of a stored table with their scheme, which is empty in a row if it is that of the row above."""
+    found: list[tuple[str, list[str]]] = []
+    for row in TABLES[name]["rows"]:
+        found.append((row[0] or found[-1][0], row))
+    return found
+
+
+def sizes() -> str:
+    """GB of each model in each format."""
+    cells = [["model, GB", *SIZE_COLUMNS]]
+    for name, found in models().items():
+        cells.append([f"`{name}`", *(gigabytes(found[key]) for key in SIZE_COLUMNS.values())])
+    return grid(cells)
+
+
+def fits() -> str:
+    """What to start with for a model and a machine, and the tokens of context that are left room for."""
+    cells = [["model", "machine", "start with", "options", "weights", "tokens of KV cache beside it"]]
+    for name, machine, memory, format, key, options in FITS:
+        found = models()[name]
+        left = int((USABLE * memory * 1e9 - found[key]) / found["kv_cache_per_token"] / 1000)
+        weights = f"{gigabytes(found[key])} GB"
+        cells.append([short(name), f"{memory:g} GB {machine}", format, options, weights, f"{left:,}k"])
+    return grid(cells)
+
+
+def kv_sizes() -> str:
+    """GB of a KV cache by model, tokens and format."""
+    heads = [f"{tokens // 1024}k tokens, {kind}" for tokens in CONTEXTS for kind in KV_BITS]
+    cells = [["model, GB", *heads]]
+    for name, found in models().items():
+        per_bit = found["kv_cache_per_token"] / 16
+        sizes = [per_bit * bits * tokens for tokens in CONTEXTS for bits in KV_BITS.values()]
+        cells.append([short(name), *map(gigabytes, sizes)])
+    return grid(cells)
+
+
+def memory() -> str:
+    """GPU memory that quantizing to int4 takes, by model and method."""
+    methods = list(next(iter(models().values()))["memory"]["gpu"])
+    cells = [["model", "on disk, 16 bits", "int4", *(f"`{method}`" for method in methods)]]
+    for name, found in models().items():
+        gpu = found["memory"]["gpu"]
+        sizes = [found["bf16"], found["int4"], *(gpu[method] for method in methods)]
+        cells.append([short(name), *(f"{gigabytes(size)} GB" for size in sizes)])
+    return grid(cells)
+
+
+def seventy() -> str:
+    """The sizes of a 70B model, in words."""
+    found = models()["meta-llama/Llama-3.1-70B-Instruct"]
+    host, gpu = found["memory"]["host"]["mse"], found["memory"]["gpu"]
+    return paragraph(
+        f"The model is {gigabytes(found['bf16'])} GB on the disk and {gigabytes(found['int4'])} GB in int4.",
+        f"Without calibration data its weights pass through in chunks: {host / 1e9:.2f} GB of memory beyond",
+        "the libraries on two cores and in proportion on more, whatever the model. With data, a GPU needs",
+        f"{gigabytes(gpu['awq'])} GB for `awq`",
+        f"and {gigabytes(gpu['best'])} GB for `best`.",
+    )
+
+
+def methods() -> str:
+    """KL of int4 by method, beside llm-compressor's."""
+    cells = [["int4, groups of 128", "KL mean, books / docs"]]
+    cells += [[f"`{row[1]}`", row[3]] for scheme, row in filled("calibrated") if scheme == INT4]
+    peer = next(row for _, row in filled("activations") if row[0] == "W4A16")
+    cells.append([f"llm-compressor, {peer[3].partition(',')[0]}", peer[3].partition(", ")[2]])
+    return grid(cells)
+
+
+def fp8() -> str:
+    """KL of the schemes that engines run on 8-bit products."""
+    cells = [["`--scheme`", "`--method`", "KL mean, books / docs", "llm-compressor"]]
+    for scheme, row in filled("activations"):
+        if scheme in ("FP8_DYNAMIC", "FP8_BLOCK", "W8A8"):
+            cells.append([scheme, row[1], row[2], row[3]])
+    return grid(cells)
+
+
+def table(name: str) -> Callable[[], str]:
+    """A stored table as it is."""
+    return lambda: grid([TABLES[name]["columns"], *TABLES[name]["rows"]])
+
+
+def engines() -> str:
+    """Tokens a second in vLLM on an H100: its own kernels beside quantkit's plug-in."""
+    return grid(engine_cells(ENGINE_RUNS[1]))
+
+
+def on_a_cpu() -> str:
+    """SmolLM2 beside llama.cpp on as many threads."""
+    run = stored("cpu-smollm2")
+    cells = [["engine", "threads", "tokens/s", "prompt of 512 tokens, s"]]
+    for row in run["rows"]:
+        speed = [f"{row['tokens_per_second']:.0f}", f"{row['prompt_seconds']:.1f}"]
+        cells.append([ENGINES.get(row["engine"], row["engine"]), str(row["threads"]), *speed])
+    return grid(cells)
+
+
+#: What pages ask for by name.
+PARTS: Mapping[str, Callable[[], str]] = {
+    "readme": readme,
+    "sizes": sizes,
+    "fits": fits,
+    "kv-sizes": kv_sizes,
+    "kv-cache": table("kv-cache"),
+    "memory": memory,
+    "seventy": seventy,
+    "methods": methods,
+    "texts": table("texts"),
+    "fp8": fp8,
+    "engines": engines,
+    "cpu": on_a_cpu,
+}
+
+
+def page(text: str) -> str:
+    """The text of a page with every part of `PARTS` below its mark."""
+    return MARKED.sub(
+        lambda found: f"{found[1]}{PARTS[found[2]]()}\n" if found[2] in PARTS else found[0], text
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write all pages, or say which is not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where a file differs"
+    )
+    options = parser.parse_args(arguments)
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        if not options.check:
+            path.write_text(page(text), encoding="utf-8")
+        elif page(text) != text:
+            sys.exit(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/guide_pages.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+"""A page for any model: what widths from 8 bits to 1 cost it, their size and speed, beside installed peers.
+
+    python benchmarks/known_models.py MODEL... --text wiki.txt [--out known-models] [--peers]
+
+MODEL is a directory or a hub id. known.md, known.html and known.json are written to OUT/NAME. Every row of
+`WIDTHS` is quantized and evaluated against MODEL. With `--peers` so is each row of `PEERS` whose package is
+here, and the page says which are not; `--peers HQQ auto-round` takes some. Peers that only round weights are
+evaluated as dense models of the rounded weights, with the bits of their format. Decoding is timed for
+quantkit's rows and MODEL, unless there is `--no-speed`.
+"""
+
+import argparse
+import gzip
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import cpu_machine, machine
+
+from quantkit.bench.bench_options import BenchOptions
+from quantkit.bench.worker import speed_of
+from quantkit.calibrate.data.texts import BUNDLED
+from quantkit.checkpoint.hub.repository import resolve
+from quantkit.errors import QuantkitError
+from quantkit.eval.eval_options import EvalOptions
+from quantkit.eval.evaluate import evaluate_many
+from quantkit.eval.results import EvalReport
+from quantkit.eval.sizes import Sizes
+from quantkit.files import size_text
+from quantkit.quantizing import quantize
+from quantkit.report.document import Bullets, Command, Document, Section, Table, Text, write
+from quantkit.report.eval_plots import figures
+from quantkit.report.tables import change_text, error_text, percent_text, ratio_text
+from quantkit.runtime.load import load
+
+#: What `quantize` is given, by row, from 8 bits to 1.
+WIDTHS: dict[str, dict[str, Any]] = {
+    "int8": {"format": "int8"},
+    "fp8": {"format": "fp8"},
+    "fp6": {"format": "fp6"},
+    "int5": {"format": "int5"},
+    "int4": {"format": "int4"},
+    "int4 best": {"format": "int4", "method": "best"},
+    "nvfp4": {"format": "nvfp4"},
+    "int3": {"format": "int3", "group_size": 32, "scale_dtype": "e4m3"},
+    "int3 best": {"format": "int3", "group_size": 32, "scale_dtype": "e4m3", "method": "best"},
+    "int2": {"format": "int2", "group_size": 32, "scale_dtype": "e4m3"},
+    "ternary": {"format": "ternary", "group_size": 32, "scale_dtype": "e4m3", "packing": "radix"},
+    "binary": {"format": "binary"},
+}
+#: Sequences and tokens of a sequence that peers with data see, as many as quantkit's methods.
+SAMPLES, LENGTH = 128, 512
+#: Writes a model to a directory that `quantkit eval` reads; bits per weight of its linears if that is dense.
+Make = Callable[[Path, Path], float | None]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A row of another tool: its package on the index, the module that it imports, and how it is called."""
+
+    label: str
+    package: str
+    make: Make
+
+
+def rounded(model: Path, out: Path, round_weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Write a dense model whose linears, but for the head, have gone through `round_weight` in float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dense = AutoModelForCausalLM.from_pretrained(model)
+    head = dense.get_output_embeddings()
+    for linear in dense.modules():
+        if isinstance(linear, torch.nn.Linear) and linear is not head:
+            linear.weight.data = round_weight(linear.weight.data.float()).to(linear.weight.dtype)
+    dense.save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+
+
+def llama_cpp(name: str, bits: float) -> Make:
+    """Round as llama.cpp's reference for a block type does, by the package gguf."""
+
+    def make(model: Path, out: Path) -> float:
+        import gguf
+
+        kind = gguf.GGMLQuantizationType[name]
+
+        def through(weight: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind).copy())
+
+        rounded(model, out, through)
+        return bits
+
+    return make
+
+
+def hqq(model: Path, out: Path) -> float:
+    """4 bits in groups of 64, with a 16-bit scale and zero-point: HQQ's own default."""
+    from hqq.core.quantize import Quantizer
+
+    def through(weight: torch.Tensor) -> torch.Tensor:
+        codes, meta = Quantizer.quantize(weight, nbits=4, group_size=64, axis=1, device="cpu")
+        found: torch.Tensor = Quantizer.dequantize(codes, meta)
+        return found.reshape(weight.shape)
+
+    rounded(model, out, through)
+    return 4 + 32 / 64
+
+
+def texts() -> list[str]:
+    """The texts that come with quantkit, which its own methods calibrate on."""
+    lines = gzip.decompress(BUNDLED.read_bytes()).decode().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row["text"] for row in rows if row.get("text")]
+
+
+def llm_compressor(model: Path, out: Path) -> None:
+    """W4A16 by GPTQ, as llm-compressor's own example has it."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import GPTQModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = [token for text in texts() for token in tokenizer(text, add_special_tokens=False).input_ids]
+    rows = [ids[start : start + LENGTH] for start in range(0, len(ids) - LENGTH + 1, LENGTH)][:SAMPLES]
+    data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * LENGTH for _ in rows]})
+    dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    recipe = GPTQModifier(scheme="W4A16", targets="Linear", ignore=["lm_head"])
+    oneshot(
+        model=dense,
+        recipe=recipe,
+        dataset=data,
+        num_calibration_samples=len(rows),
+        max_seq_length=LENGTH,
+    )
+    dense.save_pretrained(out, save_compressed=True)
+    tokenizer.save_pretrained(out)
+
+
+def auto_round(model: Path, out: Path) -> float:
+    """W4A16 with 50 steps a block, as a dense model: 4 bits, and a 16-bit scale and a zero-point for 128."""
+    from auto_round import AutoRound
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "texts.json"
+        file.write_text(json.dumps([{"text": text} for text in texts()]), encoding="utf-8")
+        tool = AutoRound(
+            str(model),
+            scheme="W4A16",
+            iters=50,
+            nsamples=SAMPLES,
+            seqlen=LENGTH,
+            dataset=str(file),
+            device_map="cpu",
+        )
+        # Saved as "fake", some weights would be the original's again (auto-round 0.16.1).
+        found, _ = tool.quantize()
+        found.save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    return 4 + 20 / 128
+
+
+def gptqmodel(model: Path, out: Path) -> None:
+    """4 bits in groups of 128, GPTQModel's defaults."""
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    tool = GPTQModel.load(str(model), QuantizeConfig(bits=4, group_size=128))
+    tool.quantize(texts(), batch_size=1)
+    tool.save(str(out))
+
+
+#: Bits of a block type of llama.cpp: codes, and a 16-bit scale, or a scale and a minimum, for 32 weights.
+PEERS = (
+    Peer("llama.cpp Q8_0", "gguf", llama_cpp("Q8_0", 8.5)),
+    Peer("llama.cpp Q5_1", "gguf", llama_cpp("Q5_1", 6.0)),
+    Peer("llama.cpp Q4_1", "gguf", llama_cpp("Q4_1", 5.0)),
+    Peer("llama.cpp Q4_0", "gguf", llama_cpp("Q4_0", 4.5)),
+    Peer("HQQ, 4 bits, groups of 64", "hqq", hqq),
+    Peer("llm-compressor, W4A16 by GPTQ", "llmcompressor", llm_compressor),
+    Peer("auto-round, W4A16", "auto-round", auto_round),
+    Peer("GPTQModel, 4 bits, groups of 128", "gptqmodel", gptqmodel),
+)
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None if it is not here."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def all_or_some(names: Sequence[str], label: str) -> bool:
+    """True if no name is given, or one is in the label."""
+    return not names or any(name.lower() in label.lower() for name in names)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model in one format: its evaluation, and the tokens per second that it decodes, if timed."""
+
+    label: str
+    report: EvalReport
+    speed: float | None
+
+
+def of_weights(sizes: Sizes, bits: float, label: str) -> Sizes:
+    """The sizes of a dense model of rounded weights, as if its linears were stored in `bits`."""
+    return replace(sizes, linears=bits, format=label, method=None)
+
+
+def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[Row], list[str], float | None]:
+    """Return the rows of a model, notes on peers that are not in it, and the speed of the original."""
+    source = resolve(model)
+    made: dict[str, tuple[Path, float | None]] = {}
+    notes: list[str] = []
+    for name, given in WIDTHS.items():
+        if options.row and name not in options.row:
+            continue
+        place = work / name.replace(" ", "-")
+        try:
+            quantize(source, place, **given)
+            made[name] = (place, None)
+        except QuantkitError as error:
+            notes.append(f"{name}: {error}")
+        print(f"quantized to {name}", file=sys.stderr, flush=True)
+    ours = list(made)
+    for peer in PEERS:
+        if options.peers is None or not all_or_some(options.peers, peer.label):
+            continue
+        found = installed(peer.package)
+        if found is None:
+            notes.append(f"{peer.label}: {peer.package} is not installed (pip install {peer.package})")
+            continue
+        place = work / "".join(letter if letter.isalnum() else "-" for letter in peer.label)
+        try:
+            bits = peer.make(source, place)
+            # Some write into a folder of their own.
+            place = sorted(place.rglob("config.json"))[0].parent
+            load(place, device="cpu")
+        except Exception as error:  # whatever another tool raises is a line of the page
+            notes.append(f"{peer.label} ({peer.package} {found}): {type(error).__name__}: {str(error)[:200]}")
+            continue
+        made[peer.label] = (place, bits)
+        notes.append(f"{peer.label}: {peer.package} {found}")
+        print(f"quantized by {peer.label}", file=sys.stderr, flush=True)
+    asked = EvalOptions(
+        texts=tuple(options.text), against=source, window=options.window, max_windows=options.max_windows,
+        noise_floor=True,
+    )  # fmt: skip
+    rows = []
+    reports = evaluate_many([place for place, _ in made.values()], asked)
+    for (name, (_, bits)), report in zip(made.items(), reports, strict=True):
+        if all(found.kl_mean == 0 for found in report.texts.values()):
+            notes.append(f"{name}: left out, as its predictions are the original's: nothing was quantized")
+            continue
+        labelled = replace(report, label=name)
+        if bits is not None:
+            labelled = replace(labelled, sizes=of_weights(report.sizes, bits, name))
+        rows.append(Row(name, labelled, None))
+    dense = None
+    if not options.no_speed:
+        timed = BenchOptions(batches=(1,), prompts=(32,), new_tokens=32, repeats=3)
+        dense = decoding(str(source), timed)
+        rows = [
+            replace(row, speed=decoding(str(made[row.label][0]), timed)) if row.label in ours else row
+            for row in rows
+        ]
+    return rows, notes, dense
+
+
+def decoding(model: str, options: BenchOptions) -> float:
+    """Tokens per second of one sequence, in the fastest mode."""
+    return max(cell.decode.median for cell in speed_of(model, options).cells)
+
+
+def table(rows: Sequence[Row], name: str, dense: float | None) -> Table:
+    """One row per format, and last the original."""
+    texts = list(rows[0].report.texts)
+    headings = ["format", "bits, linears", "size", "of original"]
+    for text in texts:
+        headings += [f"perplexity, {text}", "of original", f"KL mean, {text}", f"same top-1, {text}"]
+    headings += [] if dense is None else ["tokens/s", "of original"]
+    cells = []
+    original = rows[0].report.reference_sizes
+    assert original is not None
+    for row in rows:
+        sizes = row.report.sizes
+        is_rounded = sizes.format == row.label
+        size = ("-", "-") if is_rounded else (
+            size_text(sizes.file_bytes), ratio_text(sizes.file_bytes, original.file_bytes)
+        )  # fmt: skip
+        line = [row.label, "-" if sizes.linears is None else f"{sizes.linears:.3f}", *size]
+        for found in row.report.texts.values():
+            line += [
+                "-" if found.perplexity is None else f"{found.perplexity:.5g}",
+                "-" if found.excess is None else change_text(found.excess),
+                f"{found.kl_mean:.3g}{error_text(found.kl_mean_se)}",
+                percent_text(found.same_top1),
+            ]
+        if dense is not None:
+            line += ["-", "-"] if row.speed is None else [f"{row.speed:.3g}", ratio_text(row.speed, dense)]
+        cells.append(line)
+    last = [name, f"{original.model:g}", size_text(original.file_bytes), "1x"]
+    for found in rows[0].report.texts.values():
+        last += [f"{found.reference_perplexity:.5g}", "1x", "0", "100.00 %"]
+    cells.append([*last, *([] if dense is None else [f"{dense:.3g}", "1x"])])
+    return Table(headings, cells, frozenset({"format"}))
+
+
+def page(model: str, options: argparse.Namespace, command: str, about: str, work: Path) -> Path:
+    """Measure a model, write its page, and return the Markdown file."""
+    name = Path(model).name
+    rows, notes, dense = measure(model, options, work)
+    drawn, missing = figures([row.report for row in rows])
+    first = rows[0].report
+    how = (
+        f"Windows of {first.window} tokens, at most {first.max_windows} of each text, activations in "
+        f"{first.dtype}; ± is one standard error. Decoding is of one sequence, 32 tokens after 32, in the "
+        "fastest mode. `best` is calibrated on the text that comes with quantkit."
+    )
+    document = Document(
+        f"{name} from 8 bits to 1",
+        [
+            Section(
+                "Accuracy, size and speed", [table(rows, name, dense), *([Text(missing)] if missing else [])]
+            ),
+            Section("Plots", drawn),
+            Section("Peers, and what is missing", [Bullets(notes or ["none"])]),
+            Section("How it was measured", [Command(command), Text(how), Text(about)]),
+        ],
+        f"{date.today():%d %B %Y}, {about.partition(', torch')[0]}",
+    )
+    stored = {
+        "command": command,
+        "machine": about,
+        "model": model,
+        "rows": [
+            {"label": row.label, "tokens_per_second": row.speed, **row.report.to_dict()} for row in rows
+        ],
+        "original_tokens_per_second": dense,
+        "notes": notes,
+    }
+    return write(options.out / name, "known", document, {"known.json": json.dumps(stored, indent=1) + "\n"})[
+        0
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--text", type=Path, action="append", required=True)
+    parser.add_argument("--out", type=Path, default=Path("known-models"))
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--max-windows", type=int, default=4)
+    parser.add_argument("--row", action="append", help="only these rows of WIDTHS")
+    parser.add_argument("--no-speed", action="store_true")
+    parser.add_argument(
+        "--peers", nargs="*", help="also what other tools make: all, or those with these names"
+    )
+    options = parser.parse_args(arguments)
+    command = shlex.join(["python", "benchmarks/known_models.py", *(arguments or sys.argv[1:])])
+    about = machine() if torch.cuda.is_available() else cpu_machine()
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as work:
+            print(page(model, options, command, about, Path(work)))
+
+
+if __name__ == "__main__":
+    main()

@@ -115,9 +115,9 @@ def layers() -> list[str]:
 
 
 def weights() -> list[str]:
-    """int4 on each linear of four models."""
+    """A table per GPU: int4 on each linear of four models."""
     parts = ["### int4, each linear"]
-    for gpu, name, others in GPUS[:1]:
+    for gpu, name, others in GPUS:
         runs = [Run.load(RESULTS / f"{one}.json") for one in (name, others)]
         rows = [row for run in runs for row in run.rows if row.library == OURS and row.format == "int4"]
         shapes = {shape: sides for run in runs for shape, sides in run.shapes.items()}

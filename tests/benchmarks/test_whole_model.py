@@ -51,8 +51,8 @@ def test_each_format_is_measured_and_shown(
     title, text, table = page.whole_models()
     assert title == "## A whole model: cpu" and "`cpu-bench.json`" in text
     assert table.splitlines()[2:4] == [
-        "| int4 | 1 | flat | 500 | 8 (7 to 9) | 125 | 50% | |",
-        "| int4 | 16 | flat | 500 | 8 (7 to 9) | 125 | 50% | |",
+        "| int4 | 512 | 1 | flat | 500 | 8 (7 to 9) | 125 | 50% | |",
+        "| int4 | 512 | 16 | flat | 500 | 8 (7 to 9) | 125 | 50% | |",
     ]
     assert [row.split("|")[1].strip() for row in table.splitlines()[4:]] == ["bf16", "bf16", "fp6"]
 

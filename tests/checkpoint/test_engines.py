@@ -143,8 +143,8 @@ def cell(engine: Engine, format: str, strategies: tuple[str, ...], widths: tuple
     return {**names, (True, False, False): "not experts, not lm_head"}[read]
 
 
-def test_the_readme_shows_the_table():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_guide_shows_the_table():
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "transformers.md").read_text()
     for label, how in README.items():
         assert f"| {' | '.join([label, *(cell(engine, *how) for engine in ENGINES)])} |\n" in text
     assert f"{VLLM}, {SGLANG} and {TRANSFORMERS}" in text

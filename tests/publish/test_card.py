@@ -36,7 +36,8 @@ from quantkit.publish.measurements import (
 )
 from quantkit.quantization.plan_warnings import Note
 from quantkit.report.document import Figure
-from quantkit.report.eval_report import document, figures_of, write_report
+from quantkit.report.eval_plots import figures
+from quantkit.report.eval_report import document, write_report
 
 from ..fuzz.guard import bounded
 from ..test_escaping import NAMES, line, only_text
@@ -490,7 +491,7 @@ def test_plots_are_of_this_model_alone(packed: Path, tmp_path: Path) -> None:
     write_report(tmp_path / "both", reports)
     plots, note = plots_of(packed, tmp_path / "both" / "report.json")
     assert note is None and [plot.name for plot in plots] == ["eval-excess", "eval-kl", "eval-kl-histogram"]
-    drawn, _ = figures_of([reports[0]])
+    drawn, _ = figures([reports[0]])
     assert [plot.png for plot in plots] == [figure.png for figure in drawn]
     beside = {plot.name: plot.png for plot in plots_beside(tmp_path / "both" / "report.json")}
     assert beside["eval-kl"] != plots[1].png

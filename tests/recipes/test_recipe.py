@@ -205,7 +205,7 @@ def test_a_recipe_file_inherits_from_its_default_and_that_from_the_command_line(
 
 #: TOML and the error text.
 REFUSED = [
-    ("[options]", r"unknown keys \['options'\]; it has 'rotate', 'embeddings', 'default' and"),
+    ("[options]", r"unknown keys \['options'\]; it has 'rotate', 'embeddings', 'kv_scales',"),
     ("default = 3", "'default' must be a table; found int"),
     ("rule = 'x'", r"'rule' must be an array of tables"),
     ("rule = ''", r"'rule' must be an array of tables"),

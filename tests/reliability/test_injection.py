@@ -231,7 +231,7 @@ _OPENING = re.compile(
     r"\bopen\(|\.(read_bytes|read_text|write_bytes|write_text|touch)\(|memmap\(|fromfile\(|tofile\("
     r"|save_file\(|safe_open\(|torch\.(save|load)\(|copyfile\("
 )
-_NO_FILE = re.compile(r"(Checkpoint|OutputDirectory|Subject|cls)\.open\(")
+_NO_FILE = re.compile(r"(Checkpoint|OutputDirectory|LoraAdapter|Subject|cls)\.open\(")
 
 
 def opens(path: Path) -> bool:

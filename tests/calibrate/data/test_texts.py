@@ -82,10 +82,8 @@ def test_a_source_may_be_a_data_set_with_part_revision_and_share(
         ("missing.txt", "missing.txt is not there"),
         (f"b.txt,{'x' * 999}.txt", "x.txt cannot be read"),
         (",".join(f"{i}.txt" for i in range(99)), "file 0.txt is not there"),
-        (
-            "wikitext",
-            ".json or .parquet file. Give one, or a data set of the hub as hf:OWNER/NAME.",
-        ),
+        ("wikitext", "data set of the hub as hf:Salesforce/wikitext/wikitext-2-raw-v1."),
+        ("wikipedia", ".json or .parquet file. Give one, or a data set of the hub as hf:OWNER/NAME."),
         ("user/set:64", "'user/set' is not"),
         ("b.csv", "'b.csv' is not a .txt, "),
         ("folder.txt", "'folder.txt' is not a .txt, "),

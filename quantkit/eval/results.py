@@ -112,6 +112,7 @@ class EvalReport:
                 "model": self.sizes.file_bytes,
                 "reference": None if reference is None else reference.file_bytes,
             },
+            "reference_sizes": None if reference is None else vars(reference),
             "noise_floor": None if self.noise_floor is None else self.noise_floor.to_dict(),
             "per_block": None if self.per_block is None else self.per_block.to_dict(),
             "continuations": None if self.continuations is None else self.continuations.to_dict(),
@@ -148,13 +149,14 @@ class EvalReport:
         Raises `KeyError`, `TypeError` or `ValueError` for anything else.
         """
         floor, blocks = data.get("noise_floor"), data.get("per_block")
+        reference = data.get("reference_sizes")
         bits = (data["bits_per_weight"]["linears"], data["bits_per_weight"]["model"])
         return cls(
             model=data["model"],
             against=data["against"],
             texts=_texts(data["texts"]),
             sizes=Sizes(*bits, data["bytes"]["model"], data["format"], data["method"]),
-            reference_sizes=None,
+            reference_sizes=None if reference is None else Sizes(**reference),
             dtype=data["dtype"],
             window=data["window"],
             stride=data["stride"],

@@ -54,7 +54,7 @@ def test_each_format_is_measured_and_shown(
         "| int4 | 512 | 1 | flat | 500 | 8 (7 to 9) | 125 | 50% | |",
         "| int4 | 512 | 16 | flat | 500 | 8 (7 to 9) | 125 | 50% | |",
     ]
-    assert [row.split("|")[1].strip() for row in table.splitlines()[4:]] == ["bf16", "bf16", "fp6"]
+    assert [row.split("|")[1].strip() for row in table.splitlines()[4:]] == ["bf16", "bf16", "fp6", "fp6"]
 
 
 def test_the_source_is_one_that_transformers_reads(
@@ -73,3 +73,23 @@ def test_without_a_gpu_it_says_so(
     with pytest.raises(SystemExit):
         benchmark.main(["--json", "out.json"])
     assert "there is no GPU here" in capsys.readouterr().err
+
+
+def test_schemes_and_further_prompts_are_asked_for(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[list[str]] = []
+
+    def quantkit(*given: Any) -> None:
+        calls.append([str(one) for one in given])
+        if given[0] == "bench":
+            Path(given[-1]).write_text(to_json([speed("one", [1])]))
+
+    monkeypatch.setattr(benchmark, "quantkit", quantkit)
+    monkeypatch.setattr(benchmark, "write_source", lambda directory, layers, device: directory)
+    given = ["--formats", "W4AFP8", "--batch", "1,64", "--prompt", "512,4096", "--device", "cpu"]
+    benchmark.main([*given, "--json", str(tmp_path / "out.json")])
+    quantizing, first, second = calls
+    assert quantizing[3:5] == ["--scheme", "W4AFP8"]
+    asked = [(one[one.index("--prompt") + 1], one[one.index("--batch") + 1]) for one in (first, second)]
+    assert asked == [("512", "1,64"), ("4096", "1")]

@@ -179,7 +179,7 @@ def fp8() -> str:
     """KL of the schemes that engines run on 8-bit products."""
     cells = [["`--scheme`", "`--method`", "KL mean, books / docs", "llm-compressor"]]
     for scheme, row in filled("activations"):
-        if scheme in ("FP8_DYNAMIC", "FP8_BLOCK", "W8A8"):
+        if scheme in ("FP8_DYNAMIC", "FP8", "FP8_BLOCK", "W8A8"):
             cells.append([scheme, row[1], row[2], row[3]])
     return grid(cells)
 

@@ -47,7 +47,7 @@ from quantkit.quantization.blockwise.calibration import (
     blocks_with_data,
     calibrate,
     discard_work,
-    with_inputs,
+    measure_scales,
 )
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.distill.distill import distill
@@ -281,7 +281,7 @@ def quantize_checkpoint(
             if on_plan is not None:
                 on_plan(checkpoint, planned)
         if calibrated is not None:
-            calibrated, planned = with_inputs(calibrated, planned, output, Path(out), ranks, report)
+            calibrated, planned = measure_scales(calibrated, planned, output, Path(out), ranks, report)
             distilled = None if distilled is None else distilled.bound(calibrated, planned)
             calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
         unchecked = None

@@ -12,6 +12,7 @@ count for all. With data, a matrix product is measured, and the operations of a 
 Attention, reading, writing and the check of the result are not counted.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -61,9 +62,14 @@ def estimate(
     if planned.allocation is not None or learned or (with_data and experts):
         return None
     rows = _seconds_of_rows(tasks, device)
-    if not with_data:
+    measured = any(task.is_measured for task in tasks)
+    if not with_data and not measured:
         return Duration(rows, 2.0)
     operations = _operations(with_data, checkpoint, options)
+    if measured:
+        # A pass of the original.
+        tokens = math.prod(sample_shape(checkpoint, options))
+        operations += 2.0 * tokens * sum(task.source.elements for task in tasks)
     return Duration(rows + operations / _speed(device), 3.0)
 
 

@@ -29,6 +29,7 @@ from quantkit.memory import CONTEXT_BYTES, IDLE_BYTES, STREAM_IDLE_BYTES
 from quantkit.model.hidden_states import HIDDEN_BYTES, HIDDEN_MEMORY
 from quantkit.packing.formats import IntFormat
 from quantkit.quantization.allocate.sensitivity import BATCH, LOGITS, TOKENS
+from quantkit.quantization.blockwise.block_tasks import needs_data
 from quantkit.quantization.blockwise.calibration_data import sample_shape
 from quantkit.quantization.blockwise.moe_calibration import WORK_BYTES
 from quantkit.quantization.blockwise.pipeline import batch_size, compute_dtype
@@ -74,12 +75,13 @@ def gpu_memory(
 ) -> GpuMemory:
     """Return the GPU memory of a run of the plan on a GPU with `free` bytes; None for unlimited memory."""
     device = torch.device("cuda")
-    takes_data = planned.allocation is not None or needs_of(_packing(planned))
+    takes_data = planned.allocation is not None or needs_data(planned)
     shape = sample_shape(checkpoint, options) if takes_data else (0, 0)
     peaks = [
         streamed_bytes(planned, device) + STREAM_IDLE_BYTES,
         calibrated_bytes(checkpoint, planned, shape, device, free) + IDLE_BYTES,
     ]
+    peaks.append(measured_bytes(checkpoint, planned, shape, device, free) + IDLE_BYTES)
     peaks.append(trained_bytes(checkpoint, planned, shape[1], device) + IDLE_BYTES)
     if planned.allocation is not None:
         peaks.append(_sensitivity_bytes(checkpoint, planned, shape[1]) + IDLE_BYTES)
@@ -93,6 +95,23 @@ def streamed_bytes(planned: Plan, device: torch.device) -> int:
     tasks = [task for task in _packing(planned) if not task.needs]
     most = max((_rows_bytes(t, min(GPU_CHUNK_WEIGHTS, t.source.elements), device) for t in tasks), default=0)
     return worker_count(device.type) * (most + CHUNK_BYTES[device.type])
+
+
+def measured_bytes(
+    checkpoint: Checkpoint, planned: Plan, shape: tuple[int, int], device: torch.device, free: int | None
+) -> int:
+    """Return the bytes of passes that measure scales on samples of `shape`, [count, length]; 0 without."""
+    tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
+    if not any(task.is_measured for task in tasks):
+        return 0
+    widest = max(max(task.source.shape) for task in tasks)
+    hidden = _hidden_size(checkpoint, widest)
+    tokens = batch_size(shape, False, widest, device.type) * shape[1]
+    through = tokens * itemsize * (PASS[0] * hidden + PASS[1] * widest)
+    states = shape[0] * shape[1] * hidden * itemsize
+    at_home = states <= (HIDDEN_BYTES if free is None else min(HIDDEN_BYTES, HIDDEN_MEMORY * free))
+    held = states if at_home else 2 * tokens * hidden * itemsize
+    return int(max(_stored_bytes(checkpoint, itemsize).values()) + through + held)
 
 
 def calibrated_bytes(

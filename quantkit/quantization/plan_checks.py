@@ -40,7 +40,9 @@ def check_kv_scales(schemes: Mapping[str, Scheme | None]) -> frozenset[str]:
         f"{parent}.{leaf}" for parent in found for leaf in KV_PARTS if not schemes.get(f"{parent}.{leaf}")
     }
     if alone or not found:
-        what = f"{min(alone)} is not packed" if alone else "no k_proj and v_proj are packed"
+        named = any(name.rpartition(".")[2] in KV_PARTS for name in schemes)
+        what = "no k_proj and v_proj are packed" if named else "this model has no linears of these names"
+        what = f"{min(alone)} is not packed" if alone else what
         raise UsageError(
             f"--kv-scales stores scales beside the packed k_proj and v_proj of each layer, and {what}. Pack "
             "them, or leave out --kv-scales: engines then take 1 for each scale."

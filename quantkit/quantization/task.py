@@ -43,6 +43,11 @@ class Task:
         )
 
     @property
+    def is_measured(self) -> bool:
+        """Return True if a scale beside its weights is measured on calibration data."""
+        return self.is_static or self.kv_part is not None
+
+    @property
     def known(self) -> dict[str, torch.Tensor]:
         """Return the parts that do not depend on its weights: the logical shape, and measured scales."""
         inputs = None if self.scheme is None else self.scheme.activations

@@ -64,3 +64,17 @@ def test_what_cannot_be_told_is_not(one_second: None) -> None:
 def test_a_sample_takes_little_time() -> None:
     found = estimated("mse")
     assert found is not None and 0 < found.seconds < 60
+
+
+def test_a_pass_that_measures_scales_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duration, "_speed", lambda device: 1.0)
+    monkeypatch.setattr(duration, "_seconds_of_rows", lambda tasks, device: 0.0)
+    found = []
+    for name in ("FP8_DYNAMIC", "FP8"):
+        checkpoint, planned = plan(SOURCE, QuantizeOptions(RecipeOptions(scheme=name), device="cpu"))
+        one = estimate(checkpoint, planned, CALIBRATION, torch.device("cpu"))
+        assert one is not None
+        found.append(one)
+    weights = sum(layer.weights for layer in planned.layers if layer.scheme is not None)
+    assert [one.seconds for one in found] == [0.0, 2.0 * 4 * 32 * weights]
+    assert found[1].factor > found[0].factor

@@ -209,3 +209,13 @@ def test_quantize_says_where_a_gpu_has_less_than_the_plan(
         quantizing._say_if_short(checkpoint, planned, CalibrationOptions(), torch.device("cuda"))
     (said,) = caplog.messages
     assert "and cuda has 268.44 MB free" in said
+
+
+def test_passes_that_measure_scales_count(tmp_path):
+    source = write(tmp_path, "llama", num_hidden_layers=2)
+    options = CalibrationOptions(samples=4, length=16)
+    sizes = []
+    for recipe in (RecipeOptions(scheme="FP8_DYNAMIC"), RecipeOptions(scheme="FP8")):
+        checkpoint, planned = plan(source, QuantizeOptions(recipe=recipe, calibration=options))
+        sizes.append(gpu_memory.measured_bytes(checkpoint, planned, (4, 16), torch.device("cuda"), None))
+    assert sizes[0] == 0 < sizes[1]

@@ -122,9 +122,7 @@ def weight_of(name: str) -> str:
 
 def needs_data(planned: Plan) -> bool:
     """Return True if a linear of the plan takes calibration data, for its method or for measured scales."""
-    return bool(needs_of(_packing(planned))) or any(
-        task.is_static or task.kv_part is not None for task in _packing(planned)
-    )
+    return bool(needs_of(_packing(planned))) or any(task.is_measured for task in _packing(planned))
 
 
 def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:

@@ -153,7 +153,7 @@ def calibrate(
         quantize_blocks(blocks, decoder, files, samples, workers, lanes, ranks, report)
 
 
-def with_inputs(
+def measure_scales(
     calibration: Calibration,
     planned: Plan,
     output: OutputDirectory | None,

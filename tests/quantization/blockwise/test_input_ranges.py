@@ -158,6 +158,9 @@ def test_kv_scales_need_packed_keys_and_values(tmp_path, text):
         "--kv-scales stores scales beside the packed k_proj and v_proj of each layer, and no k_proj and "
         "v_proj are packed. Pack them, or leave out --kv-scales: engines then take 1 for each scale."
     )
+    other = write(tmp_path, "gpt2")
+    with pytest.raises(UsageError, match=r"and this model has no linears of these names\. Pack"):
+        quantize(other, tmp_path / "a", kv_scales="fp8", calibration=data(text))
     with pytest.raises(UsageError, match=r"unknown format of KV scales 'int8'; known are fp8"):
         quantize(source, tmp_path / "a", kv_scales="int8", calibration=data(text))
 

@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.errors import OutputError, UsageError
 from quantkit.files import os_error_text
+from quantkit.model.distributed import Ranks
 from quantkit.progress import Progress
 from quantkit.progress_bar import reporting
 from quantkit.quantization.blockwise.block_tasks import needs_data
@@ -67,7 +68,7 @@ def quantize_model(
                 "calibration texts take the model's tokenizer: give it as tokenizer=, or choose a method "
                 "without data, such as mse, and a format."
             )
-        quantize_checkpoint(dense, packed, options, progress=report)
+        quantize_checkpoint(dense, packed, options, progress=report, ranks=Ranks())
         shutil.rmtree(dense)
         found = load(packed, device=model.device, dtype=model.dtype)
     found.config._name_or_path = getattr(model.config, "_name_or_path", "")
@@ -130,7 +131,10 @@ class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         work = Path(tempfile.mkdtemp(prefix="quantkit-"))
         weakref.finalize(model, shutil.rmtree, work, ignore_errors=True)
         with _defaults(), reporting(self.progress, "quantizing") as report:
-            return quantize_checkpoint(directory, work / "packed", self.options, progress=report).directory
+            # Each process of torchrun packs for itself.
+            alone = Ranks()
+            done = quantize_checkpoint(directory, work / "packed", self.options, progress=report, ranks=alone)
+            return done.directory
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options, as text where they are no JSON."""

@@ -1,6 +1,6 @@
 """Replace dense modules by packed ones, and back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,7 +194,14 @@ def _add_kv_scales(model: nn.Module) -> None:
         leaves = {leaf for leaf in KV_PARTS if isinstance(attention._modules.get(leaf), PackedLinear)}
         if leaves == set(KV_PARTS):
             for part in KV_PARTS.values():
-                attention.register_buffer(part, torch.empty(1, device="meta"))
+                attention.register_buffer(part, torch.empty(1, dtype=torch.float32, device="meta"))
+
+
+def _drop_kv_scales(model: nn.Module, packed: Iterable[str]) -> None:
+    """Undo `_add_kv_scales` for the layers that hold the modules `packed`."""
+    for parent in {name.rpartition(".")[0] for name in packed}:
+        for part in KV_PARTS.values():
+            model.get_submodule(parent)._buffers.pop(part, None)
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
@@ -241,6 +248,7 @@ def unpack_modules(model: Any, dtype: torch.dtype) -> None:
             model.set_submodule(name, dense.train(module.training))
         if any(isinstance(module, PackedEmbedding) for module in packed.values()):
             tie_dense(model)
+        _drop_kv_scales(model, packed)
         # Buffers, such as rope frequencies, and parameters kept in float32 keep their dtype.
         for parameter in model.parameters():
             if parameter.dtype == before:

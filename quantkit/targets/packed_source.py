@@ -15,8 +15,9 @@ from quantkit.checkpoint.tensors import Read, StoredTensor
 from quantkit.errors import CheckpointError
 from quantkit.model.prefixes import read_names
 from quantkit.model.structure import Structure
+from quantkit.packing.activations import INPUT_PARTS
 from quantkit.packing.bitpack import BLOCK
-from quantkit.packing.names import StoredFormat, packed_parameters
+from quantkit.packing.names import KV_PARTS, StoredFormat, packed_parameters
 from quantkit.packing.schemes import PARTS, Scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -121,14 +122,16 @@ def open_packed(directory: Path) -> tuple[Checkpoint, Structure]:
             *(name, tensor.dtype, tensor.shape, tensor.file, tensor.offset),
             scheme=scheme.for_columns(tensor.shape[1]),
             module=module,
-            parts={part: one for part, one in parts[name].items() if part != "shape"},
+            parts={part: one for part, one in parts[name].items() if part in PARTS and part != "shape"},
             stored=one,
         )
     return replace(view, tensors={**view.tensors, **packed}), structure
 
 
 def _parts(checkpoint: Checkpoint, parameter: str, stored: StoredFormat) -> dict[str, StoredTensor]:
-    names = {part: stored.part_name(parameter, part) for part in PARTS}
+    names = {part: stored.part_name(parameter, part) for part in (*PARTS, *INPUT_PARTS.values())}
+    parent = parameter.removesuffix(".weight").rpartition(".")[0]
+    names |= {part: f"{parent}.{part}" for part in KV_PARTS.values()}
     return {part: checkpoint.tensors[name] for part, name in names.items() if name in checkpoint.tensors}
 
 

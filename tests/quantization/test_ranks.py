@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptq": ("llama", {"method": "gptq", "lm_head": "int4:32"}),
     "awq": ("qwen2", {"method": "awq"}),
     "best": ("llama", {"method": "best", "rules": ("*.layers.1.mlp.*=int8::mse", "*.k_proj=book4::best")}),
+    "static": ("llama", {"scheme": "FP8", "kv_scales": "fp8", "method": "gptq"}),
     "experts": ("mixtral", {"method": "best"}),
 }
 

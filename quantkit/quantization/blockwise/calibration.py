@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,18 +167,19 @@ def measure_scales(
     """
     wanted = Wanted.of(planned)
 
-    def measured() -> Ranges | None:
+    def measured() -> dict[str, Any] | None:
         assert output is not None
         if output.complete or all(output.is_done(shard.filename) for shard in planned.shards):
             return None
         decoder = calibration.decoder
         lanes = cpu_workers() if decoder.device.type == "cpu" else 1
         with working(lanes, "measure inputs") as workers:
-            return measure(decoder, calibration.samples, wanted, workers, ranks, out, report)
+            return asdict(measure(decoder, calibration.samples, wanted, workers, out, report))
 
-    found = ranks.broadcast(measured) if wanted else None
-    if found is None:
+    told = ranks.broadcast(measured) if wanted else None
+    if told is None:
         return calibration, planned
+    found = Ranges(**told)
 
     def bound(block: BlockTasks) -> BlockTasks:
         return replace(block, tasks={name: bind_task(task, found) for name, task in block.tasks.items()})

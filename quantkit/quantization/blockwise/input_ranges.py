@@ -19,6 +19,8 @@ from quantkit.model.blocks import Block, Decoder
 from quantkit.model.distributed import Ranks
 from quantkit.model.forward.model_pass import Call, ModelPass
 from quantkit.model.hidden_states import choose_home
+from quantkit.packing.activations import activations_named
+from quantkit.packing.names import KV_PARTS
 from quantkit.progress import Advance
 from quantkit.quantization.blockwise.pipeline import batch_size
 from quantkit.quantization.plan import Plan
@@ -30,8 +32,6 @@ _WIDEST = 4
 
 #: Names of the KV cache among the arguments of a decoder layer, by version of transformers.
 _CACHES = ("past_key_values", "cache")
-#: Largest number of e4m3, the format of a KV cache in fp8.
-_E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,6 @@ def measure(
     samples: Samples,
     wanted: Wanted,
     workers: ThreadPoolExecutor,
-    ranks: Ranks,
     path: Path,
     report: Advance,
 ) -> Ranges:
@@ -90,16 +89,21 @@ def measure(
     rows = batch_size(samples.tokens.shape, False, widest, decoder.device.type)
     batches = torch.split(samples.tokens, 1 if samples.beside else rows)
     needed = samples.tokens.numel() * decoder.hidden_size * decoder.dtype.itemsize
-    home = choose_home(needed, widest, decoder.device, ranks, path)
+    home = choose_home(needed, widest, decoder.device, Ranks(), path)
     with decoder.passes() as start:
         beside = samples.beside or [None] * len(batches)
         passes = list(
             workers.map(lambda one: start(one[0], home, beside=one[1]), zip(batches, beside, strict=True))
         )
         while (name := passes[0].block) is not None and name != decoder.head_name:
+            if any(one.block != name for one in passes):
+                raise UsageError(
+                    "calibration samples run different blocks, such as rows with and without images. Give "
+                    "rows of one kind with --calibration."
+                )
             block, mine = decoder.block(name), wanted.within(name)
             report(0, f"{name}, its inputs")
-            cache = _Cache(mine.keys_and_values, states)
+            cache = _cache(mine.keys_and_values, states)
             with _seeing(block, mine.linears, inputs), decoder.loaded(block):
                 list(workers.map(partial(_run, block, cache), passes))
         if name is not None and name in wanted.linears:
@@ -129,33 +133,36 @@ class _Largest:
             self.found[module] = known if math.isnan(known) or largest <= known else largest
 
 
-class _Cache:
-    """Stands for the KV cache of a decoder layer: passes keys and values on, and sees their magnitudes."""
+def _cache(modules: frozenset[str], largest: _Largest) -> Any:
+    """Return a KV cache for a decoder layer, which passes keys and values on and sees their magnitudes.
 
-    def __init__(self, modules: frozenset[str], largest: _Largest) -> None:
-        self._modules, self._largest = modules, largest
+    None if nothing is to be seen.
+    """
+    from transformers import DynamicCache
 
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `keys` and `values` [B, H, T, D] of the layer."""
-        for module in self._modules:
-            self._largest.add(module, keys if module.endswith("k_proj") else values)
-        return keys, values
+    class Seeing(DynamicCache):  # type: ignore[misc]
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            for module in modules:
+                part = KV_PARTS[module.rpartition(".")[2]]
+                largest.add(module, key_states if part == "k_scale" else value_states)
+            return key_states, value_states
 
-    def given(self, call: Call) -> Call:
-        """Return a call of the layer with this cache, if it takes one and something is to be seen."""
-        names = [name for name in _CACHES if name in call.kwargs and call.kwargs[name] is None]
-        if not self._modules or not names:
-            return call
-        return Call(call.args, {**call.kwargs, names[0]: self})
+    return Seeing() if modules else None
 
 
-def _run(block: Block, cache: _Cache, one: ModelPass) -> None:
+def _with_cache(call: Call, cache: Any) -> Call:
+    """Return a call of a layer with `cache`, if the layer takes one."""
+    names = [name for name in _CACHES if name in call.kwargs and call.kwargs[name] is None]
+    return call if cache is None or not names else Call(call.args, {**call.kwargs, names[0]: cache})
+
+
+def _run(block: Block, cache: Any, one: ModelPass) -> None:
     """Run a block in a pass, which goes on to the next block."""
     with torch.no_grad():
         with one.loaded() as call:
-            output = block.run(cache.given(call))
+            output = block.run(_with_cache(call, cache))
         one.advance(output)
 
 
@@ -198,6 +205,7 @@ def bind_task(task: Task, ranges: Ranges) -> Task:
         activations = task.scheme.activations.fit(ranges.inputs[task.module])
         task = replace(task, scheme=replace(task.scheme, activations=activations))
     if task.kv_part is not None and task.module is not None:
-        largest = torch.tensor(ranges.keys_and_values[task.module])
-        task = replace(task, kv_scale=float(largest / torch.tensor(_E4M3_MAX)))
+        e4m3 = activations_named("fp8-static")
+        assert e4m3 is not None
+        task = replace(task, kv_scale=e4m3.fit(ranges.keys_and_values[task.module]).stored)
     return task

@@ -21,7 +21,8 @@ class _Divergence(torch.autograd.Function):
             student = torch.log_softmax(rows[start : start + step].float(), -1)
             original = torch.log_softmax(targets[start : start + step].float(), -1)
             expected = original.exp()
-            total += (expected * original.sub_(student)).sum()
+            # Where the original is sure that a token does not follow, both logarithms may be infinite.
+            total += (expected * original.sub_(student).masked_fill_(expected == 0, 0.0)).sum()
             difference[start : start + step] = student.exp_().sub_(expected)
         ctx.save_for_backward(difference.view_as(logits))
         return total

@@ -98,8 +98,7 @@ def _rounding(model: nn.Module, activations: Mapping[str, ActivationScheme]) -> 
 
     def hook(scheme: ActivationScheme) -> Any:
         def before(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            x = inputs[0]
-            return x + (scheme.round(x.detach()) - x.detach()), *inputs[1:]
+            return scheme.round(inputs[0]), *inputs[1:]
 
         return before
 

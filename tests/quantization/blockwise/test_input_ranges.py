@@ -18,6 +18,7 @@ from quantkit.runtime.cache.cache_name import CACHE
 from quantkit.runtime.cache.kv_cache import PackedCache, PackedLayer
 from quantkit.runtime.cache.stored_scales import stored_scales
 from quantkit.runtime.load import load
+from quantkit.targets.packed_source import open_packed
 from quantkit.verification.verify import verify
 
 from ...support.compare import assert_close, assert_equal
@@ -150,6 +151,15 @@ def test_kv_scales_are_those_of_the_largest_keys_and_values(tmp_path, text, fami
     assert not torch.equal(other, expected)
 
 
+def test_measured_scales_are_no_tensors_of_an_export(tmp_path, text):
+    source, out = write(tmp_path, "llama", num_hidden_layers=1, intermediate_size=96), tmp_path / "out"
+    quantize(source, out, format="int4", group_size=32, kv_scales="fp8", calibration=data(text))
+    _, structure = open_packed(out)
+    view, _ = open_packed(out)
+    assert not any(name.endswith(("_scale", "_packed")) for name in view.tensors)
+    assert "model.layers.0.self_attn.k_proj" in structure.linears
+
+
 def test_kv_scales_need_packed_keys_and_values(tmp_path, text):
     source = write(tmp_path, "llama", num_hidden_layers=1)
     with pytest.raises(UsageError) as error:
@@ -170,6 +180,11 @@ def test_saved_models_keep_the_number(tmp_path, text):
     quantize(source, out, scheme="FP8", kv_scales="fp8", calibration=data(text))
     load(out, dtype=torch.float32, device="cpu").save_pretrained(again)
     before, after = load_file(out / "model.safetensors"), load_file(again / "model.safetensors")
+    half = load(out, dtype=torch.bfloat16, device="cpu")
+    attention = half.model.layers[0].self_attn
+    assert attention.k_scale.dtype == torch.float32
+    assert_equal(attention.k_scale, before["model.layers.0.self_attn.k_scale"])
+    assert not any(name.endswith(("k_scale", "input_scale")) for name in half.dequantize().state_dict())
     for name in before:
         if name.endswith(("input_scale", "k_scale", "v_scale")):
             assert_equal(after[name], before[name], name)

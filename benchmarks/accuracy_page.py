@@ -7,13 +7,12 @@ The figures are what `quantkit eval` and `benchmarks/accuracy.py` printed, with 
 table names its commands, machine and commits. To measure anew, put what they print into its rows.
 """
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 
 from performance_page import ROOT, grid
+from written_pages import write_or_check
 
 STORED = ROOT / "benchmarks" / "results" / "accuracy" / "books-28m.json"
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -34,14 +33,8 @@ def page(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page, or say that it is not up to date."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it differs")
-    options = parser.parse_args(arguments)
-    text = PAGE.read_text(encoding="utf-8")
-    if not options.check:
-        PAGE.write_text(page(text), encoding="utf-8")
-    elif page(text) != text:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is not up to date: run python benchmarks/accuracy_page.py")
+    wanted = {PAGE: page(PAGE.read_text(encoding="utf-8"))}
+    write_or_check(arguments, __doc__, "accuracy_page.py", wanted, ROOT)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ A page has a line `<!-- generated: NAME -->`. What follows up to an empty line i
 made by the row NAME of `PARTS`. No figure stands in a page otherwise.
 """
 
-import argparse
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accuracy_page import TABLES
 from matmul_report import Run
 from performance_page import ENGINE_RUNS, RESULTS, ROOT, engine_cells, grid, paragraph, stored
+from written_pages import write_or_check
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
 SIZES = "guide/model-sizes"
@@ -230,17 +229,8 @@ def page(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write all pages, or say which is not up to date."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 where a file differs"
-    )
-    options = parser.parse_args(arguments)
-    for path in PAGES:
-        text = path.read_text(encoding="utf-8")
-        if not options.check:
-            path.write_text(page(text), encoding="utf-8")
-        elif page(text) != text:
-            sys.exit(f"{path.relative_to(ROOT)} is not up to date: run python benchmarks/guide_pages.py")
+    wanted = {path: page(path.read_text(encoding="utf-8")) for path in PAGES}
+    write_or_check(arguments, __doc__, "guide_pages.py", wanted, ROOT)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,15 @@ Every figure comes from a stored run, which names its command, machine, versions
 stored with `--json` of its script under the name that `SOURCES` has. Needs no GPU and no torch.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from textwrap import fill
 from typing import Any
 
 from matmul_report import FEW, OURS, Row, Run, table
+from written_pages import ROOT, write_or_check
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 #: Linears of a decoder layer of Llama-3 8B, whose times are added up.
@@ -514,14 +511,7 @@ def page() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page, or say that it is not up to date."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where it differs")
-    options = parser.parse_args(arguments)
-    text = page()
-    if not options.check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is not up to date: run python benchmarks/performance_page.py")
+    write_or_check(arguments, __doc__, "performance_page.py", {PAGE: page()}, ROOT)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from quantkit.packing.activations import activations_named
 from quantkit.packing.names import KV_PARTS
 from quantkit.progress import Advance
 from quantkit.quantization.blockwise.pipeline import batch_size
+from quantkit.quantization.blockwise.states import States
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.task import Task
 
@@ -95,12 +96,8 @@ def measure(
         passes = list(
             workers.map(lambda one: start(one[0], home, beside=one[1]), zip(batches, beside, strict=True))
         )
-        while (name := passes[0].block) is not None and name != decoder.head_name:
-            if any(one.block != name for one in passes):
-                raise UsageError(
-                    "calibration samples run different blocks, such as rows with and without images. Give "
-                    "rows of one kind with --calibration."
-                )
+        waiting = States(tuple(range(len(passes))), home, passes, None)
+        while (name := waiting.block) is not None and name != decoder.head_name:
             block, mine = decoder.block(name), wanted.within(name)
             report(0, f"{name}, its inputs")
             cache = _cache(mine.keys_and_values, states)
@@ -144,9 +141,9 @@ def _cache(modules: frozenset[str], largest: _Largest) -> Any:
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
+            states = dict(zip(KV_PARTS, (key_states, value_states), strict=True))
             for module in modules:
-                part = KV_PARTS[module.rpartition(".")[2]]
-                largest.add(module, key_states if part == "k_scale" else value_states)
+                largest.add(module, states[module.rpartition(".")[2]])
             return key_states, value_states
 
     return Seeing() if modules else None

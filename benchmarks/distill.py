@@ -36,6 +36,11 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "int2 text only": (INT2, {"own": 0.0}),
     "ternary": (TERNARY, {}),
     "binary": (BINARY, {}),
+    "ternary codes 15e-3": (TERNARY, {"code_rate": 15e-3}),
+    "binary codes 15e-3": (BINARY, {"code_rate": 15e-3}),
+    "int2 group 32": (INT2_G32, {}),
+    "int3": (INT3, {}),
+    "int3 codes 15e-3": (INT3, {"code_rate": 15e-3}),
 }
 
 

@@ -42,6 +42,16 @@ def does_norm(
     )
 
 
+def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
+    """Return True if x [rows, columns] is rounded before the kernel, which multiplies it as it is."""
+    scheme, n, layout_name = weight
+    parsed = parse_token(scheme)
+    if parsed.activations is None:
+        return False
+    problem = Problem.on(device, rows, n, columns, parsed, dtype, layout_name)
+    return parsed.column_scale or not choose(problem).kernel.rounds_x
+
+
 def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
     """Return True if the kernel for x [rows, columns] can gate its output."""
     found = _runs(rows, columns, dtype, device, *weight)

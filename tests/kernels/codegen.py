@@ -53,6 +53,7 @@ from quantkit.kernels.moe.permute_kernels import (
     sort_tokens_by_expert,
 )
 from quantkit.kernels.ops import activation, argmax, attention, embedding, kv_append, norm, rope
+from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.presets import SCHEMES
 from quantkit.packing.schemes import scheme
 
@@ -94,6 +95,7 @@ class Source(NamedTuple):
 
 #: How experts of DeepSeek-V3 are chosen.
 GROUPED = router.Routing(8, factor=2.5, groups=8, kept=4)
+ROUNDED = ActivationScheme("fp8-e4m3")
 #: Tensors of `ops` that are int64.
 INTEGERS = ("cache_length", "table", "ids", "positions", "partial", "tokens", "index")
 #: Kernels that work on pairs, which know no weights, with two slots of 8 experts.
@@ -173,8 +175,16 @@ def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     features = frozenset({"overlap"} if 90 <= case.capability < 942 else ())
     launch = {
         "embed": lambda: embedding._embed_launch(1, 1, features),
-        "norm": lambda: norm._norm_launch(1, 1, case.m, 1e-5, True, "llama", False, features),
-        "gate": lambda: activation._gate_launch(1, 1, "silu", features),
+        "norm": lambda: norm._norm_launch(
+            1, 1, case.m, 1e-5, True, "llama", False, None, torch.bfloat16, features
+        ),
+        "rounded norm": lambda: norm._norm_launch(
+            1, 1, case.m, 1e-5, True, "llama", False, ROUNDED, torch.bfloat16, features
+        ),
+        "gate": lambda: activation._gate_launch(1, 1, 1024, "silu", None, torch.bfloat16, features),
+        "rounded gate": lambda: activation._gate_launch(
+            1, 1, case.m, "silu", ROUNDED, torch.bfloat16, features
+        ),
         "activate": lambda: expert_activation._launch(
             *(1, case.m, 32, EXPERTS_SWIGLU, (torch.bfloat16, torch.int64, torch.bfloat16)), features
         ),

@@ -663,7 +663,14 @@ def test_streams_compile_for_every_nvidia_gpu(compiled: Compiled, capability: in
 
 @pytest.mark.parametrize("targets", [(90, AMD), pytest.param((80, 89, 100), marks=pytest.mark.slow)], ids=str)
 def test_ops_compile_for_every_target(compiled: Compiled, targets: tuple[int, ...]) -> None:
-    sizes = {"embed": 1, "norm": 4096, "gate": 1, "activate": 2880}
+    sizes = {
+        "embed": 1,
+        "norm": 4096,
+        "gate": 1,
+        "activate": 2880,
+        "rounded norm": 4096,
+        "rounded gate": 4096,
+    }
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
     sizes |= {"norm_rotate_append": 128}
     sizes |= {"argmax partial": 1, "argmax combine": 1}

@@ -6,6 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
+from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.ops.quantize_x import rounding_of, rounding_options, scale_bits
+from quantkit.packing.activations import ActivationScheme
 
 #: Columns per program.
 GATED = 1024
@@ -25,22 +28,51 @@ def gelu_gate_reference(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 GATE_REFERENCES = {"silu": silu_gate_reference, "gelu": gelu_gate_reference}
 
 
-def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return f(x) * up for `x` and `up` [..., N] of one dtype; f is SiLU or GELU by tanh, by `kind`."""
+def gate(x: torch.Tensor, up: torch.Tensor, kind: str, rounding: str = "") -> torch.Tensor:
+    """Return f(x) * up for `x` and `up` [..., N] of one dtype; f is SiLU or GELU by tanh, by `kind`.
+
+    `rounding` is the `Scheme.token` of the linears after it, and the result what `quantize_x.round_inputs`
+    makes of the product.
+    """
     columns = x.shape[-1]
     flat, flat_up = (part.reshape(-1, columns) for part in (x, up))
     if flat.stride(-1) != 1 or flat_up.stride(-1) != 1:
         flat, flat_up = flat.contiguous(), flat_up.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch = _gate_launch(len(flat), -(-columns // GATED), kind, launch_features(x.device))
+    scheme, block = rounding_of(rounding) if rounding else None, GATED
+    if scheme is not None and scheme.group_size is None:
+        block = max(block, power_of_two(columns))
+    unbound = None if scheme is None else scheme.unbound
+    features = launch_features(x.device)
+    launch = _gate_launch(len(flat), -(-columns // block), block, kind, unbound, x.dtype, features)
     with launching_on(x.device):
-        launch(flat, flat_up, y, flat.stride(0), flat_up.stride(0), columns)
+        launch(flat, flat_up, y, flat.stride(0), flat_up.stride(0), columns, scale_bits(scheme))
     return y
 
 
 @lru_cache(maxsize=256)
-def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> Launch:
-    """Build the launch for `rows` rows and `parts` programs per row."""
+def _gate_launch(
+    rows: int,
+    parts: int,
+    block: int,
+    kind: str,
+    scheme: ActivationScheme | None,
+    dtype: torch.dtype,
+    features: frozenset[str],
+) -> Launch:
+    """Build the launch for `rows` rows and `parts` programs per row, of `block` columns each.
+
+    With `scheme` it rounds results, which have `dtype`.
+    """
     from quantkit.kernels.ops.activation_kernel import gate
 
-    return Launch(gate, (rows, parts), KIND=kind, B=GATED, **overlap(features), num_warps=4)
+    return Launch(
+        gate,
+        (rows, parts),
+        KIND=kind,
+        B=block,
+        MOST=torch.finfo(dtype).max,
+        **rounding_options(scheme, features),
+        **overlap(features),
+        num_warps=max(4, min(16, block // 512)),
+    )

@@ -4,12 +4,19 @@
 import triton
 import triton.language as tl
 
+from quantkit.kernels.ops.quantize_x_kernel import rounded
+
 
 @triton.jit
-def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+def gate(
+    x, up, y, x_r, u_r, N, scale_bits, KIND: tl.constexpr, B: tl.constexpr, ABSMAX: tl.constexpr,
+    MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, MOST: tl.constexpr, GROUPED: tl.constexpr,
+    STATIC: tl.constexpr, FMA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Write `y` [rows, N] = f(x) * up, where f is the activation that KIND names. Grid: (rows, N / B).
 
-    `x` and `up` [rows, N] have row strides x_r and u_r.
+    `x` and `up` [rows, N] have row strides x_r and u_r. With ABSMAX > 0, `y` is then rounded as by
+    `quantize_x_kernel.rounded`, and without GROUPED B is at least N.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -19,6 +26,8 @@ def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.con
     inside = n < N
     numbers = tl.load(x + row * x_r + n, mask=inside, other=0.0)
     found = gated(numbers, tl.load(up + row * u_r + n, mask=inside, other=0.0), KIND)
+    if ABSMAX > 0.0:
+        found = rounded(found, scale_bits, ABSMAX, MANTISSA, SMALLEST, MOST, GROUPED, STATIC, FMA)
     tl.store(y + row * N + n, found, mask=inside)
 
 

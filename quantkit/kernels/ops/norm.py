@@ -7,6 +7,8 @@ import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
 from quantkit.kernels.layouts.shared_memory import power_of_two
+from quantkit.kernels.ops.quantize_x import BLOCK, rounding_of, rounding_options, scale_bits
+from quantkit.packing.activations import ActivationScheme
 
 #: Largest N: a program keeps a row in registers.
 MOST_COLUMNS = 32768
@@ -45,14 +47,16 @@ NORM_REFERENCES = {
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False
+    x: torch.Tensor, weight: torch.Tensor, eps: float, kind: str, late: bool = False, rounding: str = ""
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight, [..., N] in x's dtype, over the rows of `x` [..., N].
 
     `weight` is [N], N at most `MOST_COLUMNS`, and `kind` one of `NORMS`. `weight` is read before PDL's wait.
     PDL lets the next kernel start at once; with `late`, only after the kernels before this one have ended.
+    `rounding` is the `Scheme.token` of the linears after it, and the result what `quantize_x.round_inputs`
+    makes of the norm.
     """
-    return _launch_norm(x, None, weight, eps, kind, late)[1]
+    return _launch_norm(x, None, weight, eps, kind, late, rounding)[1]
 
 
 def add_rms_norm(
@@ -62,9 +66,10 @@ def add_rms_norm(
     eps: float,
     kind: str,
     late: bool = False,
+    rounding: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + other and `rms_norm` of it: `x`, `other` [..., N] -> [..., N] twice."""
-    return _launch_norm(x, other, weight, eps, kind, late)
+    return _launch_norm(x, other, weight, eps, kind, late, rounding)
 
 
 class HeadNorms(NamedTuple):
@@ -95,6 +100,7 @@ def _launch_norm(
     eps: float,
     kind: str,
     late: bool,
+    rounding: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `add_rms_norm`, or without `other` [..., N] `rms_norm`: x + other and the norm."""
     columns, parts = x.shape[-1], [x] if other is None else [x, other]
@@ -107,9 +113,12 @@ def _launch_norm(
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if other is not None else y
     features = launch_features(x.device)
     programs, adds = x.numel() // columns, other is not None
-    launch = _norm_launch(programs, rows, columns, eps, adds, kind, late, features)
+    scheme = rounding_of(rounding) if rounding else None
+    unbound = None if scheme is None else scheme.unbound
+    launch = _norm_launch(programs, rows, columns, eps, adds, kind, late, unbound, x.dtype, features)
+    strides = outer, inner, o_outer, o_inner, weight.stride(0)
     with launching_on(x.device):
-        launch(x, added, weight, total, y, outer, inner, o_outer, o_inner, weight.stride(0))
+        launch(x, added, weight, total, y, *strides, scale_bits(scheme))
     return total, y
 
 
@@ -145,12 +154,17 @@ def _norm_launch(
     add: bool,
     kind: str,
     late: bool,
+    scheme: ActivationScheme | None,
+    dtype: torch.dtype,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `programs` rows of N `columns`, `rows` per inner block."""
+    """Build the launch of `programs` rows of N `columns`, `rows` per inner block.
+
+    With `scheme` it rounds results, which have `dtype`.
+    """
     from quantkit.kernels.ops.norm_kernel import rms_norm as kernel
 
-    padded = power_of_two(columns)
+    padded = power_of_two(columns if scheme is None else max(columns, BLOCK))
     return Launch(
         kernel,
         (programs,),
@@ -160,6 +174,8 @@ def _norm_launch(
         ADD=add,
         LATE=late,
         **norm_options((eps, kind)),
+        **rounding_options(scheme, features),
+        MOST=torch.finfo(dtype).max,
         **overlap(features),
         # Eight numbers per thread.
         num_warps=min(16, max(1, padded // 256)),

@@ -7,12 +7,16 @@ Numbers are rounded where torch, which runs a kernel per operation, rounds them.
 import triton
 import triton.language as tl
 
+from quantkit.kernels.ops.quantize_x_kernel import rounded
+
 
 @triton.jit
 def rms_norm(
-    x, other, weight, total, y, x_o, x_i, o_o, o_i, w_i,
+    x, other, weight, total, y, x_o, x_i, o_o, o_i, w_i, scale_bits,
     ROWS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
-    ROUND: tl.constexpr, OFFSET: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    ROUND: tl.constexpr, OFFSET: tl.constexpr, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr, MOST: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr,
+    FMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write `y` = x / sqrt(mean(x^2) + EPS) * (weight + OFFSET) over rows of N numbers. Grid: (rows,).
 
@@ -20,7 +24,8 @@ def rms_norm(
     `weight` [N] has stride w_i. `y` and `total` are [rows, N], contiguous.
 
     With ADD, x is first replaced by `total` = x + other. With ROUND, numbers are rounded to y's dtype before
-    they are multiplied by weights. With LATE, the next kernel starts only after PDL's wait.
+    they are multiplied by weights. With ABSMAX > 0, `y` is then rounded as by `quantize_x_kernel.rounded`.
+    With LATE, the next kernel starts only after PDL's wait.
     """
     n = tl.arange(0, NP)
     inside = n < N
@@ -40,7 +45,10 @@ def rms_norm(
         tl.store(total + row * N + n, numbers, mask=inside)
     scaled = numbers.to(tl.float32)
     root = tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
-    tl.store(y + row * N + n, normed(scaled, root, factor, y.dtype.element_ty, ROUND, OFFSET), mask=inside)
+    found = normed(scaled, root, factor, y.dtype.element_ty, ROUND, OFFSET)
+    if ABSMAX > 0.0:
+        found = rounded(found, scale_bits, ABSMAX, MANTISSA, SMALLEST, MOST, GROUPED, STATIC, FMA)
+    tl.store(y + row * N + n, found, mask=inside)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.problem import device_features
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import FORMATS, FloatFormat
+from quantkit.packing.schemes import parse_token
 
 #: Columns of a block of x, and rows to which scales and sums are padded: those of the largest tile.
 BLOCK, ROWS = 128, 256
@@ -81,7 +83,7 @@ def quantize_x(x: torch.Tensor, scheme: ActivationScheme, span: int, sums: bool)
     added = torch.empty(blocks if sums else 0, stride, dtype=torch.float32, device=x.device)
     with launching_on(x.device):
         _launch(m, k, scheme.unbound, span, sums, None, launch_features(x.device))(
-            x, codes, scales, added if sums else scales, stride, _scale_bits(scheme)
+            x, codes, scales, added if sums else scales, stride, scale_bits(scheme)
         )
     return QuantizedX(codes, scales, added)
 
@@ -100,13 +102,48 @@ def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
     with launching_on(x.device):
         # Pairs of neighbours stay as they are.
         launch = _launch(m, k, scheme.unbound, 2, False, x.dtype, launch_features(x.device))
-        launch(x, y, y, y, 0, _scale_bits(scheme))
+        launch(x, y, y, y, 0, scale_bits(scheme))
     return y
 
 
-def _scale_bits(scheme: ActivationScheme) -> int:
+def round_inputs(x: torch.Tensor, token: str) -> torch.Tensor:
+    """Return `x` [..., K] rounded as the scheme of `token` (`Scheme.token`) rounds its inputs, in x's dtype."""
+    return round_x(x.reshape(-1, x.shape[-1]).contiguous(), rounding_of(token)).view(x.shape)
+
+
+def rounding_of(token: str) -> ActivationScheme:
+    """Return the activation scheme of a `Scheme.token` that has one."""
+    found = parse_token(token).activations
+    assert found is not None, token
+    return found
+
+
+def scale_bits(scheme: ActivationScheme | None) -> int:
     """Return the bits of a static float32 scale, an argument that compiles no kernel anew; 0 without one."""
-    return 0 if scheme.stored is None else struct.unpack("<i", struct.pack("<f", scheme.stored))[0]
+    if scheme is None or scheme.stored is None:
+        return 0
+    bits: int = struct.unpack("<i", struct.pack("<f", scheme.stored))[0]
+    return bits
+
+
+def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) -> dict[str, Any]:
+    """Return the constexprs of `quantize_x_kernel.quantized`; None for no rounding, with ABSMAX 0.
+
+    `why_not_quantized` accepts `scheme`.
+    """
+    floats = None if scheme is None else scheme.number_format
+    mantissa, smallest = 0, 0.0
+    if isinstance(floats, FloatFormat):
+        mantissa, smallest = floats.mantissa_bits, 2.0 ** (1 - floats.bias)
+    return {
+        "ABSMAX": 0.0 if floats is None else float(floats.absmax),
+        "MANTISSA": mantissa,
+        "SMALLEST": smallest,
+        "GROUPED": scheme is not None and scheme.group_size is not None,
+        "STATIC": scheme is not None and scheme.static,
+        # Triton's interpreter rounds twice.
+        "FMA": "ptx" in features,
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -124,10 +161,6 @@ def _launch(
 
     blocks = -(-k // (2 * BLOCK)) * 2
     padded = power_of_two(blocks * BLOCK)
-    floats = scheme.number_format
-    mantissa, smallest = 0, 0.0
-    if isinstance(floats, FloatFormat):
-        mantissa, smallest = floats.mantissa_bits, 2.0 ** (1 - floats.bias)
     return Launch(
         kernel,
         (m,),
@@ -136,15 +169,9 @@ def _launch(
         STRIDE=blocks * BLOCK if rounded is None else k,
         BLOCKS=blocks,
         SPAN=span,
-        ABSMAX=float(floats.absmax),
-        MANTISSA=mantissa,
-        SMALLEST=smallest,
         MOST=0.0 if rounded is None else torch.finfo(rounded).max,
-        GROUPED=scheme.group_size is not None,
         SUMS=sums,
-        STATIC=scheme.static,
-        # Triton's interpreter rounds twice.
-        FMA="ptx" in features,
+        **rounding_options(scheme, features),
         **overlap(features),
         # Sixteen numbers per thread.
         num_warps=min(16, max(1, padded // 512)),

@@ -22,9 +22,7 @@ def quantize_x(
     dtype of x, whose largest number is MOST.
 
     Columns c and c + SPAN / 2 of a span become neighbours. KP is 128 * BLOCKS rounded up to a power of two.
-    A row, or group, with NaN or infinity has the scale NaN and codes 0. MANTISSA and SMALLEST are the
-    mantissa bits, 0 for integers, and the smallest normal of codes. With STATIC, the scale is the float32
-    whose bits are `scale_bits`, and x is clamped to its range. With FMA, a * b + c rounds once.
+    The other constexprs are those of `quantized`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -36,6 +34,36 @@ def quantize_x(
     first = tl.load(x + row * K + column, mask=column < K, other=0.0)
     second = tl.load(x + row * K + column + HALF, mask=column + HALF < K, other=0.0)
     values = tl.reshape(tl.join(first, second), (KP // 128, 128)).to(tl.float32)
+    code, scale = quantized(values, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA)
+    block = tl.arange(0, KP // 128)
+    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    if MOST > 0:
+        tl.store(
+            codes + row * STRIDE + at, multiplied(code, scale, MOST, codes.dtype.element_ty), mask=at < STRIDE
+        )
+    else:
+        tl.store(codes + row * STRIDE + at, code.to(codes.dtype.element_ty), mask=at < STRIDE)
+        if GROUPED:
+            tl.store(scales + block[:, None] * M_STRIDE + row, scale, mask=block[:, None] < BLOCKS)
+        else:
+            tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+    if SUMS:
+        total = tl.sum(code, 1, keep_dims=True)
+        tl.store(sums + block[:, None] * M_STRIDE + row, total, mask=block[:, None] < BLOCKS)
+
+
+@triton.jit
+def quantized(
+    values, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr,
+    GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
+):  # fmt: skip
+    """Quantize a row of float32 `values` [G, 128] to codes of a format, float32 [G, 128], and scales.
+
+    The row has one scale [1, 1], or with GROUPED one for each 128 numbers, [G, 1]. A row, or group, with NaN
+    or infinity has the scale NaN and codes 0. ABSMAX is the largest code. MANTISSA and SMALLEST are the
+    mantissa bits, 0 for integers, and the smallest normal of codes. With STATIC, the scale is the float32
+    whose bits are `scale_bits`, and values are clamped to its range. With FMA, a * b + c rounds once.
+    """
     # Bits of magnitudes are ordered as magnitudes, with infinity and NaN last.
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
     if not GROUPED:
@@ -50,31 +78,32 @@ def quantize_x(
     if FMA:
         # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
         inverse = tl.div_rn(1.0, scale)
-        rounded = values * inverse
-        rounded = tl.fma(tl.fma(-rounded, scale, values), inverse, rounded)
+        code = values * inverse
+        code = tl.fma(tl.fma(-code, scale, values), inverse, code)
     else:
-        rounded = tl.div_rn(values, scale)
+        code = tl.div_rn(values, scale)
     # Adding 1.5 * 2^23 spacings of the values around a number rounds it to a multiple, ties to even.
     spacing = 12582912.0
     if MANTISSA > 0:
-        power = (rounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        power = (code.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         spacing = tl.maximum(power, SMALLEST) * (12582912.0 / (1 << MANTISSA))
-    rounded = (rounded + spacing) - spacing
-    if MOST > 0:
-        # The largest numbers of float16 may round up to 65536.
-        value = tl.minimum(tl.maximum(rounded * scale, -MOST), MOST)
-        code = tl.where(broken, float("nan"), value).to(codes.dtype.element_ty)
-    else:
-        code = rounded.to(codes.dtype.element_ty)
-    scale = tl.where(broken, float("nan"), scale)
-    block = tl.arange(0, KP // 128)
-    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    tl.store(codes + row * STRIDE + at, code, mask=at < STRIDE)
-    if MOST == 0:
-        if GROUPED:
-            tl.store(scales + block[:, None] * M_STRIDE + row, scale, mask=block[:, None] < BLOCKS)
-        else:
-            tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
-    if SUMS:
-        total = tl.sum(rounded, 1, keep_dims=True)
-        tl.store(sums + block[:, None] * M_STRIDE + row, total, mask=block[:, None] < BLOCKS)
+    return (code + spacing) - spacing, tl.where(broken, float("nan"), scale)
+
+
+@triton.jit
+def multiplied(code, scale, MOST: tl.constexpr, dtype: tl.constexpr):
+    """Return `scale` * `code` [G, 128] in `dtype`, whose largest number is MOST; NaN where the scale is."""
+    # The largest numbers of float16 may round up to 65536.
+    value = tl.minimum(tl.maximum(code * scale, -MOST), MOST)
+    return tl.where(scale != scale, scale, value).to(dtype)
+
+
+@triton.jit
+def rounded(
+    x, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, MOST: tl.constexpr,
+    GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
+):  # fmt: skip
+    """Return a row `x` [KP] rounded as a linear rounds its inputs, in x's dtype; KP is a multiple of 128."""
+    groups = tl.reshape(x.to(tl.float32), (x.shape[0] // 128, 128))
+    code, scale = quantized(groups, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA)
+    return tl.reshape(multiplied(code, scale, MOST, x.dtype), (x.shape[0],))

@@ -42,7 +42,7 @@ class Gated:
 
 
 def _gates(product: Node, device: torch.device) -> bool:
-    return gates(*_problem_of(product, device))
+    return gates(*problem_of(product, device))
 
 
 def _gates_experts(product: Node, device: torch.device) -> bool:
@@ -70,7 +70,7 @@ def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -
     half = y.shape[-1] // 2
     parts = [(one.meta[META], one.meta[OFFSET]) for one in gate.all_input_nodes]
     return (
-        [*_used(memory, product)] == [gate] * 2
+        [*used(memory, product)] == [gate] * 2
         and y.is_contiguous()
         and y.shape[-1] == 2 * half
         and [offset for _, offset in parts] == [0, half]
@@ -97,8 +97,8 @@ def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
         first, second, _ = node.args
         for operand, residual in ((first, second), (second, first)):
             if not node._erased and _can_begin_norm(memory, operand, node, residual, device):
-                results = _results(node)
-                after = [user for one in results[-1:] for user in _used(memory, one)]
+                results = results_of(node)
+                after = [user for one in results[-1:] for user in used(memory, one)]
                 if after and all(_can_end_norm(memory, one, results[-1], device) for one in after):
                     _split(graph, memory, node, results, operand, residual)
 
@@ -111,7 +111,7 @@ def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, d
     product = memory.source(operand)
     if (
         product.target is not OPERATOR
-        or [*_used(memory, product)] != [norm]
+        or [*used(memory, product)] != [norm]
         or memory.source(residual) is product
     ):
         return False
@@ -121,7 +121,7 @@ def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, d
         all(one.meta[META].is_contiguous() for one in (operand, residual, weights))
         and (added.numel(), added.shape[-1]) == (y.numel(), y.shape[-1])
         and not any(memory.written(one) & read for one in between(product, norm))
-        and does_norm("begin", *_problem_of(product, device))
+        and does_norm("begin", *problem_of(product, device))
     )
 
 
@@ -133,7 +133,7 @@ def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.dev
     return (
         x.is_contiguous()
         and (x.numel(), x.shape[-1]) == (rows.numel(), rows.shape[-1])
-        and does_norm("end", *_problem_of(product, device))
+        and does_norm("end", *problem_of(product, device))
     )
 
 
@@ -152,7 +152,7 @@ def _split(
             parts.append(graph.call_function(part, (call, number)))
         memory.enter(parts[-1])
     total, begun, squares = parts
-    for after in list(_used(memory, results[-1])):
+    for after in list(used(memory, results[-1])):
         rows, *of_after = after.args
         with graph.inserting_after(after):
             arguments = (rows, squares, norm.kwargs["eps"], *of_after)
@@ -177,13 +177,13 @@ def fuse_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
     """Fuse norms into the prologue of the one linear that reads them, if its kernel supports it."""
     for target in (rms_norm, add_rms_norm):
         for node in graph.find_nodes(op="call_function", target=target):
-            results = _results(node)
-            products = [user for one in results[-1:] for user in _used(memory, one)]
+            results = results_of(node)
+            products = [user for one in results[-1:] for user in used(memory, one)]
             if len(products) == 1 and _can_fuse_norm(memory, node, results, products[0], device):
                 _fuse_norm(graph, memory, node, results, products[0])
 
 
-def _results(node: Node) -> list[Node]:
+def results_of(node: Node) -> list[Node]:
     """Return the used results of a norm, the normed tensor last; `norm.add_rms_norm` also returns a sum.
 
     Empty if the normed result is unused.
@@ -209,7 +209,7 @@ def _can_fuse_norm(
         and not any(user < product for one in results[:-1] for user in one.users)
         and not any(memory.written(one) & read for one in between(norm, product))
         and all(len(one.users) == 1 for one in _views(cast(Node, product.args[0]), norm))
-        and does_norm("whole", *_problem_of(product, device))
+        and does_norm("whole", *problem_of(product, device))
     )
 
 
@@ -245,7 +245,7 @@ def delay_start(graph: Graph, memory: Memory) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=add_rms_norm):
         before = max(_weight_bytes(memory.source(one)) for one in node.all_input_nodes)
-        if before > max(map(_weight_bytes, _used(memory, node)), default=before):
+        if before > max(map(_weight_bytes, used(memory, node)), default=before):
             node.update_kwarg("late", True)
 
 
@@ -255,7 +255,7 @@ def _x(product: Node) -> torch.Tensor:
     return x
 
 
-def _problem_of(product: Node, device: torch.device) -> tuple[Any, ...]:
+def problem_of(product: Node, device: torch.device) -> tuple[Any, ...]:
     """Return M, K, dtype, device, scheme token, N and layout name of a linear."""
     of: Any = product.args
     x = _x(product)
@@ -281,10 +281,10 @@ def _weight_bytes(node: Node) -> int:
     return sum(one.numel() * one.itemsize for one in read)
 
 
-def _used(memory: Memory, node: Node) -> Iterator[Node]:
+def used(memory: Memory, node: Node) -> Iterator[Node]:
     """Yield the nodes that read results of `node`, also through views."""
     for user in node.users:
         if memory.is_view(user):
-            yield from _used(memory, user)
+            yield from used(memory, user)
         else:
             yield user

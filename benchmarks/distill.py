@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from quantkit.cli.threads import usable_cores
+
 INT2: dict[str, Any] = {"format": "int2", "group_size": 64, "scale_dtype": "e4m3"}
 TERNARY: dict[str, Any] = {**INT2, "format": "ternary", "packing": "radix"}
 BINARY: dict[str, Any] = {**INT2, "format": "binary"}
@@ -26,21 +28,24 @@ INT3: dict[str, Any] = {**INT2, "format": "int3"}
 
 #: What `quantize` is given, and what differs in `DistillOptions`, by row.
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "int3 best": (INT3, None),
+    "int2 group 32 best": (INT2_G32, None),
     "int2 best": (INT2, None),
     "ternary best": (TERNARY, None),
     "binary best": (BINARY, None),
-    "int2 codes 2e-3": (INT2, {"code_rate": 2e-3}),
-    "int2 codes 5e-3": (INT2, {}),
-    "int2 codes 15e-3": (INT2, {"code_rate": 15e-3}),
-    "int2 no codes": (INT2, {"code_rate": 0.0, "scale_rate": 2e-3}),
-    "int2 text only": (INT2, {"own": 0.0}),
+    "int3": (INT3, {}),
+    "int2 group 32": (INT2_G32, {}),
+    "int2": (INT2, {}),
     "ternary": (TERNARY, {}),
     "binary": (BINARY, {}),
-    "ternary codes 15e-3": (TERNARY, {"code_rate": 15e-3}),
-    "binary codes 15e-3": (BINARY, {"code_rate": 15e-3}),
-    "int2 group 32": (INT2_G32, {}),
-    "int3": (INT3, {}),
-    "int3 codes 15e-3": (INT3, {"code_rate": 15e-3}),
+    "int2 no codes": (INT2, {"code_rate": 0.0, "scale_rate": 2e-3}),
+    "int2 text only": (INT2, {"own": 0.0}),
+    "int2 own only": (INT2, {"own": 1.0}),
+    **{
+        f"{name} codes {rate:g}": (scheme, {"code_rate": rate})
+        for name, scheme in {"int3": INT3, "int2": INT2, "ternary": TERNARY, "binary": BINARY}.items()
+        for rate in (1e-3, 3e-3, 1e-2, 3e-2)
+    },
 }
 
 
@@ -131,7 +136,7 @@ def main() -> None:
         return
     out = asked.out or Path(tempfile.mkdtemp(prefix="distill-"))
     out.mkdir(parents=True, exist_ok=True)
-    threads = str(max(1, (os.cpu_count() or 1) // min(asked.at_once, len(rows))))
+    threads = str(max(1, usable_cores() // min(asked.at_once, len(rows))))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
 
     def run(row: str) -> None:

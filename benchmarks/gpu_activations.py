@@ -6,6 +6,9 @@ Each figure is the median of CUDA-graph replays in microseconds, with weights ro
 bfloat16, and its quantization counts. `torch fp8` is `torch._scaled_mm` with a scale per row and column and
 fast accumulation, `torch int8` is `torch._int_mm` without scales; quantkit's kernel quantizes x for both.
 `error` is that of y against the product of the rounded x and the dequantized weight, in Frobenius norms.
+
+`before` are the norm and the gate before such linears: alone, with the rounding of their results in the same
+launch (as 16-bit numbers, and as codes), and the kernel that rounds x by itself.
 """
 
 import argparse
@@ -21,7 +24,9 @@ from machine import command, machine
 from quantkit.kernels.eager import KernelLayout
 from quantkit.kernels.gemm.fused_kernels import FRAGMENTS
 from quantkit.kernels.linear import linear_parts
-from quantkit.kernels.ops.quantize_x import quantize_x
+from quantkit.kernels.ops.activation import gate, gate_codes
+from quantkit.kernels.ops.norm import add_rms_norm, norm_codes
+from quantkit.kernels.ops.quantize_x import NATURAL_ORDER, quantize_x, round_x
 from quantkit.kernels.tuning.shapes import shapes_named
 from quantkit.kernels.tuning.timing import copies, graph_time, random_packed, rest_for
 from quantkit.packing.activations import ActivationScheme, activations_named
@@ -63,7 +68,7 @@ def torch_fp8(x: torch.Tensor, n: int, count: int) -> Calls:
     scales = torch.rand(1, n, device="cuda")
 
     def product(weight: torch.Tensor) -> torch.Tensor:
-        q = quantize_x(x, fp8, 2, False)
+        q = quantize_x(x, fp8, NATURAL_ORDER)
         rows = q.scales[: len(x), None]
         return torch._scaled_mm(q.codes, weight.T, rows, scales, out_dtype=DTYPE, use_fast_accum=True)
 
@@ -75,7 +80,7 @@ def torch_int8(x: torch.Tensor, n: int, count: int) -> Calls:
     int8 = inputs_named("int8")
 
     def product(weight: torch.Tensor) -> torch.Tensor:
-        return torch._int_mm(quantize_x(x, int8, 2, False).codes, weight.T)
+        return torch._int_mm(quantize_x(x, int8, NATURAL_ORDER).codes, weight.T)
 
     size = n, x.shape[1]
     weights = [torch.randint(-128, 128, size, device="cuda", dtype=torch.int8) for _ in range(count)]
@@ -124,6 +129,40 @@ def measured(n: int, k: int, m: int) -> dict[str, dict[str, float]]:
     return rows
 
 
+def before(m: int) -> dict[str, dict[str, float]]:
+    """Microseconds of a norm of 4096 and a gate of 14336 columns, m rows, by how the result is rounded."""
+    token, order = named("W4AFP8").for_columns(4096).token, (64, True)
+    rounds = inputs_named("fp8")
+
+    def many(columns: int) -> list[torch.Tensor]:
+        count = copies(2 * m * columns)
+        return [torch.randn(m, columns, device="cuda", dtype=DTYPE) for _ in range(count)]
+
+    weight, rows, wide = torch.ones(4096, device="cuda", dtype=DTYPE), many(4096), many(2 * 14336)
+    halves = [tuple(one.chunk(2, 1)) for one in wide]
+    plain = [one[:, :14336].contiguous() for one in wide]
+    norm = partial(add_rms_norm, weight=weight, eps=1e-5, kind="llama")
+    codes = partial(norm_codes, weight=weight, eps=1e-5, kind="llama", rounding=token, span=64, sums=True)
+    calls: dict[str, dict[str, Calls]] = {
+        "norm": {
+            "alone": [partial(norm, one, one) for one in rows],
+            "rounded": [partial(norm, one, one, rounding=token) for one in rows],
+            "codes": [partial(codes, one, one) for one in rows],
+            "rounding alone": [partial(round_x, one, rounds) for one in rows],
+        },
+        "gate": {
+            "alone": [partial(gate, *one, "silu") for one in halves],
+            "rounded": [partial(gate, *one, "silu", token) for one in halves],
+            "codes": [partial(gate_codes, *one, "silu", token, *order) for one in halves],
+            "rounding alone": [partial(round_x, one, rounds) for one in plain],
+        },
+    }
+    return {
+        op: {how: round(graph_time(of, REPLAYS, rest=rest_for(m)), 2) for how, of in ways.items()}
+        for op, ways in calls.items()
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", default=SHAPES)
@@ -131,13 +170,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     found: list[dict[str, object]] = []
+    ops = {m: before(m) for m in map(int, options.m.split(","))}
+    print(json.dumps(ops), flush=True)
     for shape, (n, k) in shapes_named(options.shapes.split(",")).items():
         for m in map(int, options.m.split(",")):
             rows = measured(n, k, m)
             found.append({"shape": shape, "n": n, "k": k, "m": m, "rows": rows})
             print(shape, m, " ".join(f"{name} {row['us']:.1f}" for name, row in rows.items()), flush=True)
             if options.json:
-                data = {"machine": machine(), "command": command(), "products": found}
+                data = {"machine": machine(), "command": command(), "products": found, "before": ops}
                 options.json.write_text(json.dumps(data, indent=1) + "\n")
 
 

@@ -21,7 +21,7 @@ from quantkit.kernels.autograd import (
 )
 from quantkit.kernels.eager import KernelLayout, is_plain, plan_next, planned
 from quantkit.kernels.gemm.unpack import block_rows
-from quantkit.kernels.ops.quantize_x import round_x
+from quantkit.kernels.ops.quantize_x import QuantizedX, round_x
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
 from quantkit.kernels.registry import (
     FORCE_VARIABLE,
@@ -243,11 +243,12 @@ def run_linear(
     *,
     normed: Normed | None = None,
     gate: str = "",
+    codes: QuantizedX | None = None,
 ) -> torch.Tensor:
     """Compute the operator: `x` [..., K], `bias` [N] -> [..., N].
 
-    With `normed`, it also computes a part of a norm. With a kind of `gate`, the result is [..., N / 2]; see
-    `Kernel`.
+    With `normed`, it also computes a part of a norm. With a kind of `gate`, the result is [..., N / 2]. With
+    `codes`, x has a shape and a dtype but no numbers. See `Kernel`.
     """
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")
@@ -255,7 +256,8 @@ def run_linear(
     asked = parse_token(scheme)
     parsed, rounding = asked.of_weights, asked.activations
     _check_activations(x, (parts or layout)[0], bias, out_features)
-    flat = x.reshape(-1, columns).contiguous()
+    flat = x.reshape(-1, columns)
+    flat = flat if codes is not None else flat.contiguous()
     if flat.shape[0] == 0 or out_features == 0:
         return x.new_empty(*x.shape[:-1], out_features)
     if parsed.column_scale:
@@ -268,7 +270,7 @@ def run_linear(
         flat = flat * column_scale.to(x.dtype)
     problem = Problem.on(x.device, flat.shape[0], out_features, columns, asked, x.dtype, layout_name)
     chosen = choose(problem)
-    if rounding is not None and not chosen.kernel.rounds_x:
+    if rounding is not None and codes is None and not chosen.kernel.rounds_x:
         flat, rounding = round_x(flat, rounding), None
     if chosen.kernel.layout is None and not parts:
         raise KernelError(
@@ -288,12 +290,17 @@ def run_linear(
         raise KernelError(
             f"{chosen.kernel.name}, which runs {problem}, does not gate y: {reason}. {_NOT_BETWEEN_RUNS}"
         )
+    if codes is not None and chosen.kernel.code_order is None:
+        raise KernelError(
+            f"{chosen.kernel.name}, which runs {problem}, does not read codes of x. {_NOT_BETWEEN_RUNS}"
+        )
     shape = (out_features, columns)
     # The whole weight only if it is used: checking its tensors takes longer than launching most kernels.
     outlined = not parts or (chosen.kernel.layout is not None and chosen.kernel.layout.whole)
     weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
     options: dict[str, Any] = {} if normed is None else {"normed": normed}
     options |= ({"gate": gate} if gate else {}) | ({} if rounding is None else {"activations": rounding})
+    options |= {} if codes is None else {"codes": codes}
     given = tuple(layout) if chosen.kernel.layout is not None else ()
     y = chosen.launch(flat, weight, given, bias, **options)
     # Not an autograd view: models may change it in place, as Llama 4 adds its experts to a shared one.

@@ -4,11 +4,13 @@
 those without tensors: scheme, out_features, layout_name.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from quantkit.kernels.linear import run_linear
+from quantkit.kernels.ops.quantize_x import CodeOrder, QuantizedX
 from quantkit.kernels.problem import Normed, Problem
 from quantkit.kernels.registry import Chosen, choose
 from quantkit.packing.schemes import parse_token
@@ -50,6 +52,17 @@ def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
         return False
     problem = Problem.on(device, rows, n, columns, parsed, dtype, layout_name)
     return parsed.column_scale or not choose(problem).kernel.rounds_x
+
+
+def code_order(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any
+) -> CodeOrder | None:
+    """Return the order of codes of x [rows, columns] that its kernel reads; None if it takes x alone."""
+    found = _runs(rows, columns, dtype, device, *weight)
+    if found is None or found[0].activations is None or found[1].kernel.code_order is None:
+        return None
+    order: CodeOrder = found[1].kernel.code_order(found[0])
+    return order
 
 
 def gates(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
@@ -109,3 +122,19 @@ def linear_of_norm(
     flat = None if other is None else other.view(-1, x.shape[-1])
     normed = Normed("whole", kind, eps, norm, flat, None if other is None else total)
     return total, run_linear(x, *weight, normed=normed, gate=gate)
+
+
+def linear_of_codes(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    sums: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *weight: Any,
+) -> torch.Tensor:
+    """Return [..., N], the linear of x of `shape` [..., K] and `dtype`, given as a `QuantizedX`.
+
+    Its order is `code_order(...)`.
+    """
+    x = codes.new_empty((), dtype=dtype).expand(*shape)
+    return run_linear(x, *weight, codes=QuantizedX(codes, scales, sums))

@@ -268,7 +268,8 @@ class Kernel:
     the same code, so that a tile search compiles it once.
 
     With `rounds_x` it rounds x itself, by the `activations` of the problem, which `launch` takes. For other
-    kernels x is rounded before.
+    kernels x is rounded before. `code_order(problem)` returns the `CodeOrder` of x that a kernel before may
+    have quantized: then `launch` takes a `QuantizedX` as `codes`, and an x without numbers.
     """
 
     name: str
@@ -285,6 +286,7 @@ class Kernel:
     run: Callable[..., torch.Tensor] | None = None
     grouped: GroupedGemm | None = None
     rounds_x: bool = False
+    code_order: Callable[[Problem], Any] | None = None
     representative: Callable[[Problem], Problem] = same_problem
 
 

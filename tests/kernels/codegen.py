@@ -53,6 +53,7 @@ from quantkit.kernels.moe.permute_kernels import (
     sort_tokens_by_expert,
 )
 from quantkit.kernels.ops import activation, argmax, attention, embedding, kv_append, norm, rope
+from quantkit.kernels.ops.quantize_x import CodeOrder
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.presets import SCHEMES
 from quantkit.packing.schemes import scheme
@@ -95,6 +96,8 @@ class Source(NamedTuple):
 
 #: How experts of DeepSeek-V3 are chosen.
 GROUPED = router.Routing(8, factor=2.5, groups=8, kept=4)
+#: Parts of quantized inputs, which no other operand shares a name with.
+CODES = {"codes": "*fp8e4nv", "scales": "*fp32", "sums": "*fp32"}
 ROUNDED = ActivationScheme("fp8-e4m3")
 #: Tensors of `ops` that are int64.
 INTEGERS = ("cache_length", "table", "ids", "positions", "partial", "tokens", "index")
@@ -181,6 +184,12 @@ def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "rounded norm": lambda: norm._norm_launch(
             1, 1, case.m, 1e-5, True, "llama", False, ROUNDED, torch.bfloat16, features
         ),
+        "norm codes": lambda: norm._norm_codes_launch(
+            1, 1, case.m, 1e-5, True, "llama", False, ROUNDED, CodeOrder(64, True), features
+        ),
+        "gate codes": lambda: activation._gate_codes_launch(
+            1, 1, case.m, case.m, "silu", ROUNDED, CodeOrder(64, True), features
+        ),
         "gate": lambda: activation._gate_launch(1, 1, 1024, "silu", None, torch.bfloat16, features),
         "rounded gate": lambda: activation._gate_launch(
             1, 1, case.m, "silu", ROUNDED, torch.bfloat16, features
@@ -217,6 +226,7 @@ def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     types = {
         **dict.fromkeys(names, "i32"),
         **dict.fromkeys(tensors, "*bf16"),
+        **{name: kind for name, kind in CODES.items() if name in names},
         **{name: "*i64" for name in INTEGERS if name in names},
         **{name: "*i32" for name in ("order", "expert_blocks") if name in names},
         **({"frequencies": "*fp32"} if "frequencies" in names else {}),

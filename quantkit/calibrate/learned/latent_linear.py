@@ -22,6 +22,8 @@ from quantkit.packing.tensor import PackedTensor, dequantize_codes, plane_codes,
 
 #: Least and largest ratio of a scale to its first value.
 LEAST_RATIO, LARGEST_RATIO = 0.125, 8.0
+#: Values of the formats whose codes move by one distance at a learning rate of 1.
+LEVELS = 4
 
 
 class LatentLinear:
@@ -34,7 +36,8 @@ class LatentLinear:
     zero_point    [N, groups], in codes
     column_scale  ratios, [K]
 
-    `steps` are the distances of neighbouring values of each, by name, for learning rates.
+    `steps` are the units of learning rates, by name. That of codes is the distance of neighbouring values,
+    times `LEVELS`^2 / L^2 for L values: on books-28m few values want larger steps than many do.
     """
 
     def __init__(self, weight: torch.Tensor, packed: PackedTensor) -> None:
@@ -58,7 +61,7 @@ class LatentLinear:
         self.numbers["codes"] = self._first_latents(weight.float())
         lowest, highest = self._range()
         self.steps = {
-            "codes": (highest - lowest) / (self._count() - 1),
+            "codes": (highest - lowest) / (self._count() - 1) * (LEVELS / self._count()) ** 2,
             "scale": 1.0,
             "zero_point": 1.0,
             "column_scale": 1.0,

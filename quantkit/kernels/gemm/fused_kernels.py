@@ -12,7 +12,7 @@ from quantkit.kernels.gemm import support
 from quantkit.kernels.gemm.bound import Bound
 from quantkit.kernels.gemm.decode import decode_launch
 from quantkit.kernels.gemm.dequantize import dequantize_launch
-from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens
+from quantkit.kernels.gemm.operands import Grouping, Operands, RoutedTokens, shape_of
 from quantkit.kernels.gemm.portable import portable_gemm_launch, portable_gemv_launch
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma import wgmma_launch
@@ -21,6 +21,7 @@ from quantkit.kernels.jit.building import wait_for
 from quantkit.kernels.layouts.fragment_layout import ROWS, build, join, restore
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.moe.permute import MAX_BLOCK_ROWS, SMALL_BLOCK_ROWS, usual_block_rows
+from quantkit.kernels.ops.quantize_x import CodeOrder
 from quantkit.kernels.problem import (
     GroupedGemm,
     Kernel,
@@ -308,6 +309,12 @@ def _fused(
     )
 
 
+def _code_order(problem: Problem) -> CodeOrder:
+    """Return `Kernel.code_order` of `fused-wgmma-8bit`."""
+    assert problem.activations is not None, problem
+    return wgmma_8bit_launch.code_order(shape_of(problem), problem.scheme, problem.activations)
+
+
 FUSED_KERNELS: tuple[Kernel, ...] = (
     _fused(
         name="fused-gemv",
@@ -382,6 +389,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         why_slower=support.why_slower_wgmma_8bit,
         run=wgmma_8bit_launch.run,
         rounds_x=True,
+        code_order=_code_order,
     ),
     _fused(
         name="fused-portable",

@@ -16,6 +16,7 @@ from quantkit.kernels.layouts.dequant_ptx import Expression, expression, has_sha
 from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, shared_bytes
 from quantkit.kernels.ops.norm import NORMS
+from quantkit.kernels.ops.quantize_x import QuantizedX
 from quantkit.kernels.problem import Gpu, Normed, Problem
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.schemes import Scheme
@@ -92,7 +93,8 @@ class Operands:
 
     The layout is (codes, scale, zero, factor, values). With `routed`, its tensors have a first dimension: the
     matrices of all experts. With `normed`, the kernel computes a part of a norm. With a kind of `gate`, y is
-    the gated half of the columns. With `activations`, the kernel rounds x.
+    the gated half of the columns. With `activations`, the kernel rounds x. With `codes`, that was done, and
+    x has a shape and a dtype but no numbers.
     """
 
     x: torch.Tensor
@@ -104,6 +106,7 @@ class Operands:
     normed: Normed | None = None
     gate: str = ""
     activations: ActivationScheme | None = None
+    codes: QuantizedX | None = None
     #: GPU to compile for, if x is on the meta device.
     gpu: Gpu | None = None
 

@@ -7,7 +7,14 @@ from torch.nn import functional as F
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
 from quantkit.kernels.layouts.shared_memory import power_of_two
-from quantkit.kernels.ops.quantize_x import rounding_of, rounding_options, scale_bits
+from quantkit.kernels.ops.quantize_x import (
+    CodeOrder,
+    code_options,
+    empty_codes,
+    rounding_of,
+    rounding_options,
+    scale_bits,
+)
 from quantkit.packing.activations import ActivationScheme
 
 #: Columns per program.
@@ -34,10 +41,8 @@ def gate(x: torch.Tensor, up: torch.Tensor, kind: str, rounding: str = "") -> to
     `rounding` is the `Scheme.token` of the linears after it, and the result what `quantize_x.round_inputs`
     makes of the product.
     """
+    flat, flat_up = _rows(x), _rows(up)
     columns = x.shape[-1]
-    flat, flat_up = (part.reshape(-1, columns) for part in (x, up))
-    if flat.stride(-1) != 1 or flat_up.stride(-1) != 1:
-        flat, flat_up = flat.contiguous(), flat_up.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scheme, block = rounding_of(rounding) if rounding else None, GATED
     if scheme is not None and scheme.group_size is None:
@@ -48,6 +53,35 @@ def gate(x: torch.Tensor, up: torch.Tensor, kind: str, rounding: str = "") -> to
     with launching_on(x.device):
         launch(flat, flat_up, y, flat.stride(0), flat_up.stride(0), columns, scale_bits(scheme))
     return y
+
+
+def gate_codes(
+    x: torch.Tensor, up: torch.Tensor, kind: str, rounding: str, span: int, sums: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes, scales and sums of the `gate` of `x` and `up` [..., N], as a `QuantizedX` has them.
+
+    `rounding` is the `Scheme.token` of the linears after it, which read codes in the `CodeOrder` of `span`
+    and `sums`.
+    """
+    flat, flat_up = _rows(x), _rows(up)
+    scheme, order, (m, columns) = rounding_of(rounding), CodeOrder(span, sums), flat.shape
+    found = empty_codes(m, columns, scheme, order, x.device)
+    width = found.codes.shape[1]
+    block = power_of_two(width) if scheme.group_size is None else GATED
+    features = launch_features(x.device)
+    launch = _gate_codes_launch(m, -(-width // block), block, columns, kind, scheme.unbound, order, features)
+    with launching_on(x.device):
+        launch(
+            flat, flat_up, found.codes, found.scales, found.sums_or_scales, flat.stride(0), flat_up.stride(0),
+            columns, found.stride, scale_bits(scheme),
+        )  # fmt: skip
+    return found.codes, found.scales, found.sums
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` [..., N] as [M, N] whose columns are neighbours."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 @lru_cache(maxsize=256)
@@ -73,6 +107,31 @@ def _gate_launch(
         B=block,
         MOST=torch.finfo(dtype).max,
         **rounding_options(scheme, features),
+        **overlap(features),
+        num_warps=max(4, min(16, block // 512)),
+    )
+
+
+@lru_cache(maxsize=256)
+def _gate_codes_launch(
+    rows: int,
+    parts: int,
+    block: int,
+    columns: int,
+    kind: str,
+    scheme: ActivationScheme,
+    order: CodeOrder,
+    features: frozenset[str],
+) -> Launch:
+    """Build the launch of `gate_codes`, with arguments as for `_gate_launch`; rows have `columns` columns."""
+    from quantkit.kernels.ops.activation_kernel import gate_codes as kernel
+
+    return Launch(
+        kernel,
+        (rows, parts),
+        KIND=kind,
+        B=block,
+        **code_options(scheme, columns, order, features),
         **overlap(features),
         num_warps=max(4, min(16, block // 512)),
     )

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from quantkit.kernels.ops.quantize_x_kernel import rounded
+from quantkit.kernels.ops.quantize_x_kernel import rounded, store_codes
 
 
 @triton.jit
@@ -18,17 +18,38 @@ def gate(
     `x` and `up` [rows, N] have row strides x_r and u_r. With ABSMAX > 0, `y` is then rounded as by
     `quantize_x_kernel.rounded`, and without GROUPED B is at least N.
     """
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)
+    if ABSMAX > 0.0:
+        found = rounded(found, scale_bits, ABSMAX, MANTISSA, SMALLEST, MOST, GROUPED, STATIC, FMA)
+    tl.store(y + row * N + n, found, mask=n < N)
+
+
+@triton.jit
+def gate_codes(
+    x, up, codes, scales, sums, x_r, u_r, N, M_STRIDE, scale_bits, KIND: tl.constexpr, B: tl.constexpr,
+    ABSMAX: tl.constexpr, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, GROUPED: tl.constexpr,
+    STATIC: tl.constexpr, FMA: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
+    SUMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write what `gate` computes as `quantize_x_kernel.quantize_x` quantizes it. Grid: (rows, STRIDE / B)."""
+    row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)
+    store_codes(
+        found, tl.program_id(1), row, codes, scales, sums, M_STRIDE, scale_bits, ABSMAX, MANTISSA, SMALLEST,
+        GROUPED, STATIC, FMA, STRIDE, BLOCKS, SPAN, SUMS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gated_part(x, up, row, n, x_r, u_r, N, KIND: tl.constexpr, PDL: tl.constexpr):
+    """Return f(x) * up of the columns `n` [B] of a row, with zeros beyond N."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * B + tl.arange(0, B)
     inside = n < N
     numbers = tl.load(x + row * x_r + n, mask=inside, other=0.0)
-    found = gated(numbers, tl.load(up + row * u_r + n, mask=inside, other=0.0), KIND)
-    if ABSMAX > 0.0:
-        found = rounded(found, scale_bits, ABSMAX, MANTISSA, SMALLEST, MOST, GROUPED, STATIC, FMA)
-    tl.store(y + row * N + n, found, mask=inside)
+    return gated(numbers, tl.load(up + row * u_r + n, mask=inside, other=0.0), KIND)
 
 
 @triton.jit

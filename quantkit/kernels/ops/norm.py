@@ -7,7 +7,16 @@ import torch
 
 from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on, overlap
 from quantkit.kernels.layouts.shared_memory import power_of_two
-from quantkit.kernels.ops.quantize_x import BLOCK, rounding_of, rounding_options, scale_bits
+from quantkit.kernels.ops.quantize_x import (
+    BLOCK,
+    CodeOrder,
+    blocks_of,
+    code_options,
+    empty_codes,
+    rounding_of,
+    rounding_options,
+    scale_bits,
+)
 from quantkit.packing.activations import ActivationScheme
 
 #: Largest N: a program keeps a row in registers.
@@ -72,6 +81,37 @@ def add_rms_norm(
     return _launch_norm(x, other, weight, eps, kind, late, rounding)
 
 
+def norm_codes(
+    x: torch.Tensor,
+    other: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    kind: str,
+    rounding: str,
+    span: int,
+    sums: bool,
+    late: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x + `other` [..., N], and codes, scales and sums of its `rms_norm`, as a `QuantizedX` has them.
+
+    Without `other` the first is x. `rounding` is the `Scheme.token` of the linears after it, which read codes
+    in the `CodeOrder` of `span` and `sums`.
+    """
+    scheme, order = rounding_of(rounding), CodeOrder(span, sums)
+    x, added, rows, strides = _operands(x, other)
+    columns = x.shape[-1]
+    total = x if other is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    found = empty_codes(x.numel() // columns, columns, scheme, order, x.device)
+    how = (len(found.codes), rows, columns, eps, other is not None, kind, late)
+    launch = _norm_codes_launch(*how, scheme.unbound, order, launch_features(x.device))
+    with launching_on(x.device):
+        launch(
+            x, added, weight, total, found.codes, found.scales, found.sums_or_scales, *strides,
+            weight.stride(0), found.stride, scale_bits(scheme),
+        )  # fmt: skip
+    return total, found.codes, found.scales, found.sums
+
+
 class HeadNorms(NamedTuple):
     """RMSNorms of the heads of queries and keys: weights `q` and `k` [D], the rest as for `rms_norm`."""
 
@@ -103,23 +143,32 @@ def _launch_norm(
     rounding: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `add_rms_norm`, or without `other` [..., N] `rms_norm`: x + other and the norm."""
-    columns, parts = x.shape[-1], [x] if other is None else [x, other]
+    x, added, rows, strides = _operands(x, other)
+    columns, adds = x.shape[-1], other is not None
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if adds else y
+    scheme = rounding_of(rounding) if rounding else None
+    unbound, features = None if scheme is None else scheme.unbound, launch_features(x.device)
+    how = (x.numel() // columns, rows, columns, eps, adds, kind, late)
+    with launching_on(x.device):
+        launch = _norm_launch(*how, unbound, x.dtype, features)
+        launch(x, added, weight, total, y, *strides, weight.stride(0), scale_bits(scheme))
+    return total, y
+
+
+def _operands(
+    x: torch.Tensor, other: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, int, tuple[int, int, int, int]]:
+    """Return `x` and `other` [..., N] with rows to read, rows per inner block, and strides as of `_rows`.
+
+    Without `other` it is x, which the kernel gets in its place, and does not read.
+    """
+    parts = [x] if other is None else [x, other]
     laid = [_rows(part) for part in parts]
     if laid[0][1] != laid[-1][1]:
         laid = [_rows(part.contiguous()) for part in parts]
-    # Without `other` the kernel gets `x` in its place, and does not read it.
     (x, rows, outer, inner), (added, _, o_outer, o_inner) = laid[0], laid[-1]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if other is not None else y
-    features = launch_features(x.device)
-    programs, adds = x.numel() // columns, other is not None
-    scheme = rounding_of(rounding) if rounding else None
-    unbound = None if scheme is None else scheme.unbound
-    launch = _norm_launch(programs, rows, columns, eps, adds, kind, late, unbound, x.dtype, features)
-    strides = outer, inner, o_outer, o_inner, weight.stride(0)
-    with launching_on(x.device):
-        launch(x, added, weight, total, y, *strides, scale_bits(scheme))
-    return total, y
+    return x, added, rows, (outer, inner, o_outer, o_inner)
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
@@ -178,5 +227,37 @@ def _norm_launch(
         MOST=torch.finfo(dtype).max,
         **overlap(features),
         # Eight numbers per thread.
+        num_warps=min(16, max(1, padded // 256)),
+    )
+
+
+@lru_cache(maxsize=256)
+def _norm_codes_launch(
+    programs: int,
+    rows: int,
+    columns: int,
+    eps: float,
+    add: bool,
+    kind: str,
+    late: bool,
+    scheme: ActivationScheme,
+    order: CodeOrder,
+    features: frozenset[str],
+) -> Launch:
+    """Build the launch of `norm_codes`, with arguments as for `_norm_launch`."""
+    from quantkit.kernels.ops.norm_kernel import rms_norm_codes as kernel
+
+    padded = power_of_two(blocks_of(columns) * BLOCK)
+    return Launch(
+        kernel,
+        (programs,),
+        ROWS=rows,
+        N=columns,
+        NP=padded,
+        ADD=add,
+        LATE=late,
+        **norm_options((eps, kind)),
+        **code_options(scheme, columns, order, features),
+        **overlap(features),
         num_warps=min(16, max(1, padded // 256)),
     )

@@ -7,7 +7,7 @@ Numbers are rounded where torch, which runs a kernel per operation, rounds them.
 import triton
 import triton.language as tl
 
-from quantkit.kernels.ops.quantize_x_kernel import rounded
+from quantkit.kernels.ops.quantize_x_kernel import rounded, store_codes
 
 
 @triton.jit
@@ -27,6 +27,47 @@ def rms_norm(
     they are multiplied by weights. With ABSMAX > 0, `y` is then rounded as by `quantize_x_kernel.rounded`.
     With LATE, the next kernel starts only after PDL's wait.
     """
+    row = tl.program_id(0).to(tl.int64)
+    found = _norm_of_row(
+        x, other, weight, total, row, x_o, x_i, o_o, o_i, w_i, y.dtype.element_ty, ROWS, N, NP, EPS, ADD,
+        ROUND, OFFSET, LATE, PDL,
+    )  # fmt: skip
+    if ABSMAX > 0.0:
+        found = rounded(found, scale_bits, ABSMAX, MANTISSA, SMALLEST, MOST, GROUPED, STATIC, FMA)
+    n = tl.arange(0, NP)
+    tl.store(y + row * N + n, found, mask=n < N)
+
+
+@triton.jit
+def rms_norm_codes(
+    x, other, weight, total, codes, scales, sums, x_o, x_i, o_o, o_i, w_i, M_STRIDE, scale_bits,
+    ROWS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr,
+    ROUND: tl.constexpr, OFFSET: tl.constexpr, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the norm of `rms_norm` as `quantize_x_kernel.quantize_x` quantizes it. Grid: (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    found = _norm_of_row(
+        x, other, weight, total, row, x_o, x_i, o_o, o_i, w_i, x.dtype.element_ty, ROWS, N, NP, EPS, ADD,
+        ROUND, OFFSET, LATE, PDL,
+    )  # fmt: skip
+    # The root of a row with NaN makes zeros NaN.
+    found = tl.where(tl.arange(0, NP) < N, found, 0.0)
+    store_codes(
+        found, 0, row, codes, scales, sums, M_STRIDE, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC,
+        FMA, STRIDE, BLOCKS, SPAN, SUMS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _norm_of_row(
+    x, other, weight, total, row, x_o, x_i, o_o, o_i, w_i, dtype: tl.constexpr, ROWS: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
+    OFFSET: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Return the norm of a row in `dtype`, [NP], and with ADD write `total`."""
     n = tl.arange(0, NP)
     inside = n < N
     # Before PDL's wait: no kernel that may still run writes weights.
@@ -37,7 +78,6 @@ def rms_norm(
         tl.extra.cuda.gdc_wait()
         if LATE:
             tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
     numbers = tl.load(x + row // ROWS * x_o + row % ROWS * x_i + n, mask=inside, other=0.0)
     if ADD:
         more = tl.load(other + row // ROWS * o_o + row % ROWS * o_i + n, mask=inside, other=0.0)
@@ -45,10 +85,7 @@ def rms_norm(
         tl.store(total + row * N + n, numbers, mask=inside)
     scaled = numbers.to(tl.float32)
     root = tl.rsqrt(tl.sum(scaled * scaled, 0) / N + EPS)
-    found = normed(scaled, root, factor, y.dtype.element_ty, ROUND, OFFSET)
-    if ABSMAX > 0.0:
-        found = rounded(found, scale_bits, ABSMAX, MANTISSA, SMALLEST, MOST, GROUPED, STATIC, FMA)
-    tl.store(y + row * N + n, found, mask=inside)
+    return normed(scaled, root, factor, dtype, ROUND, OFFSET)
 
 
 @triton.jit

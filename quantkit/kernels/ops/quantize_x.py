@@ -23,10 +23,22 @@ DTYPES = {FORMATS["int8"]: torch.int8, FORMATS["fp8-e4m3"]: torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
-class QuantizedX:
-    """Inputs [M, K] as `codes` int8 or e4m3 [M, B * 128], zeros beyond K; B is even.
+class CodeOrder:
+    """Order of the codes of inputs: columns c and c + span / 2 of each span of columns are neighbours.
 
-    Columns c and c + span / 2 of each span of columns are neighbours. `scales` are float32 [S], or [B, S] for
+    span  a power of two, at most 128
+    sums  True if the sums of each 128 codes are read
+    """
+
+    span: int
+    sums: bool
+
+
+@dataclass(frozen=True)
+class QuantizedX:
+    """Inputs [M, K] as `codes` int8 or e4m3 [M, B * 128] in a `CodeOrder`, zeros beyond K; B is even.
+
+    `scales` are float32 [S], or [B, S] for
     groups of 128; `sums` are the sums of each 128 codes, float32 [B, S]. S is M rounded up to `ROWS`; scales
     and sums of rows beyond M are undefined.
     """
@@ -40,11 +52,21 @@ class QuantizedX:
         """Return what there is for each block of 128 columns, [B, S]: scales or sums; empty for neither."""
         return self.scales if self.scales.dim() == 2 else self.sums
 
+    @property
+    def stride(self) -> int:
+        """Return S."""
+        return self.scales.shape[-1]
 
-def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, span: int, sums: bool) -> QuantizedX:
+    @property
+    def sums_or_scales(self) -> torch.Tensor:
+        """Return the sums, or memory in their place for a kernel that writes none."""
+        return self.sums if self.sums.numel() else self.scales
+
+
+def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
     """Compute `quantize_x` of `x` [M, K] by torch."""
-    m, k = x.shape
-    blocks, grouped = -(-k // (2 * BLOCK)) * 2, scheme.group_size is not None
+    (m, k), span, sums = x.shape, order.span, order.sums
+    blocks, grouped = blocks_of(k), scheme.group_size is not None
     wide = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - k))
     groups = wide.view(m, blocks, BLOCK) if grouped else wide.view(m, 1, -1)
     scale = scheme.scales(groups)
@@ -70,27 +92,45 @@ def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
     return None
 
 
-def quantize_x(x: torch.Tensor, scheme: ActivationScheme, span: int, sums: bool) -> QuantizedX:
-    """Quantize contiguous `x` [M, K] for weights whose codes have `span` columns; `sums` if they are read.
+def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
+    """Quantize contiguous `x` [M, K] in one launch.
 
     `why_not_quantized` must be None, and K a multiple of the group size.
     """
     m, k = x.shape
-    blocks, stride = -(-k // (2 * BLOCK)) * 2, -(-m // ROWS) * ROWS
-    grouped = scheme.group_size is not None
-    codes = torch.empty(m, blocks * BLOCK, dtype=DTYPES[scheme.number_format], device=x.device)
-    scales = torch.empty((blocks, stride) if grouped else (stride,), dtype=torch.float32, device=x.device)
-    added = torch.empty(blocks if sums else 0, stride, dtype=torch.float32, device=x.device)
+    found = empty_codes(m, k, scheme, order, x.device)
     with launching_on(x.device):
-        _launch(m, k, scheme.unbound, span, sums, None, launch_features(x.device))(
-            x, codes, scales, added if sums else scales, stride, scale_bits(scheme)
+        _launch(m, k, scheme.unbound, order, None, launch_features(x.device))(
+            x, found.codes, found.scales, found.sums_or_scales, found.stride, scale_bits(scheme)
         )
-    return QuantizedX(codes, scales, added)
+    return found
+
+
+def empty_codes(
+    m: int, k: int, scheme: ActivationScheme, order: CodeOrder, device: torch.device
+) -> QuantizedX:
+    """Return memory for quantized inputs [m, k]."""
+    blocks, stride = blocks_of(k), -(-m // ROWS) * ROWS
+    shape = (stride,) if scheme.group_size is None else (blocks, stride)
+    return QuantizedX(
+        torch.empty(m, blocks * BLOCK, dtype=DTYPES[scheme.number_format], device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(blocks if order.sums else 0, stride, dtype=torch.float32, device=device),
+    )
+
+
+def blocks_of(k: int) -> int:
+    """Return the number of blocks of 128 columns of inputs [M, k], an even one."""
+    return -(-k // (2 * BLOCK)) * 2
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
     """Return True if there are kernels for `x` [...]; a function, so that tests interpret them on a CPU."""
     return x.is_cuda and "triton" in device_features(x.device)
+
+
+#: Columns in their order: pairs of neighbours stay as they are.
+NATURAL_ORDER = CodeOrder(2, False)
 
 
 def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
@@ -100,14 +140,13 @@ def round_x(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tensor:
         return scheme.round(x)
     y = torch.empty_like(x)
     with launching_on(x.device):
-        # Pairs of neighbours stay as they are.
-        launch = _launch(m, k, scheme.unbound, 2, False, x.dtype, launch_features(x.device))
+        launch = _launch(m, k, scheme.unbound, NATURAL_ORDER, x.dtype, launch_features(x.device))
         launch(x, y, y, y, 0, scale_bits(scheme))
     return y
 
 
 def round_inputs(x: torch.Tensor, token: str) -> torch.Tensor:
-    """Return `x` [..., K] rounded as the scheme of `token` (`Scheme.token`) rounds its inputs, in x's dtype."""
+    """Return `x` [..., K] rounded as the scheme of a `Scheme.token` rounds its inputs, in x's dtype."""
     return round_x(x.reshape(-1, x.shape[-1]).contiguous(), rounding_of(token)).view(x.shape)
 
 
@@ -146,32 +185,36 @@ def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) 
     }
 
 
+def code_options(
+    scheme: ActivationScheme, k: int, order: CodeOrder, features: frozenset[str]
+) -> dict[str, Any]:
+    """Return the constexprs of `quantize_x_kernel.store_codes` for rows of `k` inputs."""
+    blocks = blocks_of(k)
+    sizes = {"STRIDE": blocks * BLOCK, "BLOCKS": blocks, "SPAN": order.span, "SUMS": order.sums}
+    return sizes | rounding_options(scheme, features)
+
+
 @lru_cache(maxsize=4096)
 def _launch(
     m: int,
     k: int,
     scheme: ActivationScheme,
-    span: int,
-    sums: bool,
+    order: CodeOrder,
     rounded: torch.dtype | None,
     features: frozenset[str],
 ) -> Launch:
     """Build the launch for x [m, k]; with a dtype `rounded` it writes rounded inputs, not codes."""
     from quantkit.kernels.ops.quantize_x_kernel import quantize_x as kernel
 
-    blocks = -(-k // (2 * BLOCK)) * 2
-    padded = power_of_two(blocks * BLOCK)
+    padded = power_of_two(blocks_of(k) * BLOCK)
+    options = code_options(scheme, k, order, features) | ({} if rounded is None else {"STRIDE": k})
     return Launch(
         kernel,
         (m,),
         K=k,
         KP=padded,
-        STRIDE=blocks * BLOCK if rounded is None else k,
-        BLOCKS=blocks,
-        SPAN=span,
         MOST=0.0 if rounded is None else torch.finfo(rounded).max,
-        SUMS=sums,
-        **rounding_options(scheme, features),
+        **options,
         **overlap(features),
         # Sixteen numbers per thread.
         num_warps=min(16, max(1, padded // 512)),

@@ -107,3 +107,30 @@ def rounded(
     groups = tl.reshape(x.to(tl.float32), (x.shape[0] // 128, 128))
     code, scale = quantized(groups, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA)
     return tl.reshape(multiplied(code, scale, MOST, x.dtype), (x.shape[0],))
+
+
+@triton.jit
+def store_codes(
+    x, part, row, codes, scales, sums, M_STRIDE, scale_bits, ABSMAX: tl.constexpr, MANTISSA: tl.constexpr,
+    SMALLEST: tl.constexpr, GROUPED: tl.constexpr, STATIC: tl.constexpr, FMA: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Write what `quantize_x` writes of `row`, for the numbers `x` [B] that are its part `part` of B columns.
+
+    `x` has zeros beyond K. Without GROUPED there is one part. B is a multiple of 128, and so of SPAN.
+    """
+    G: tl.constexpr = x.shape[0] // 128
+    HALF: tl.constexpr = SPAN // 2
+    groups = tl.reshape(x.to(tl.float32), (G, 128))
+    code, scale = quantized(groups, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA)
+    halves = tl.reshape(code.to(codes.dtype.element_ty), (G * 128 // SPAN, 2, HALF))
+    block = part * G + tl.arange(0, G)
+    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(codes + row * STRIDE + at, tl.reshape(tl.trans(halves, 0, 2, 1), (G, 128)), mask=at < STRIDE)
+    inside = block[:, None] < BLOCKS
+    if GROUPED:
+        tl.store(scales + block[:, None] * M_STRIDE + row, scale, mask=inside)
+    else:
+        tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+    if SUMS:
+        tl.store(sums + block[:, None] * M_STRIDE + row, tl.sum(code, 1, keep_dims=True), mask=inside)

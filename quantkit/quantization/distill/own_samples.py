@@ -11,8 +11,9 @@ import torch
 
 from quantkit.model.forward.sampling import continued
 
-#: Tokens of the samples that are written at a time, by device: all are in the cache of keys and values.
-TOKENS_AT_ONCE = {"cpu": 1 << 13, "cuda": 1 << 17}
+#: Bytes of the keys and values of the samples that are written at a time, by device, and most samples: the
+#: host takes as long to launch a step for one as for all.
+CACHE_BYTES, MOST_SAMPLES = {"cpu": 1 << 28, "cuda": 1 << 34}, {"cpu": 64, "cuda": 2048}
 #: Tokens of calibration text at the start of samples; batches take turns.
 PREFIXES = (1, 4, 16, 64)
 
@@ -23,7 +24,8 @@ def own_samples(model: Any, windows: torch.Tensor, length: int, seed: int) -> It
     `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i and the device alone.
     """
     device = next(model.parameters()).device
-    at_once, prefixes = at_a_time(device.type, length), [size for size in PREFIXES if size < length]
+    at_once = at_a_time(device.type, length, row_bytes(model))
+    prefixes = [size for size in PREFIXES if size < length]
     number = 0
     while True:
         of_batch = seed * 1_000_003 + number
@@ -36,6 +38,18 @@ def own_samples(model: Any, windows: torch.Tensor, length: int, seed: int) -> It
         number += 1
 
 
-def at_a_time(kind: str, length: int) -> int:
-    """Return the samples of `length` tokens that are written at a time on a device of this type."""
-    return max(1, TOKENS_AT_ONCE[kind] // length)
+def at_a_time(kind: str, length: int, row_bytes: int) -> int:
+    """Return the samples of `length` tokens that are written at a time on a device of this type.
+
+    `row_bytes` are those of the keys and values of a token.
+    """
+    return max(1, min(MOST_SAMPLES[kind], CACHE_BYTES[kind] // (length * row_bytes)))
+
+
+def row_bytes(model: Any) -> int:
+    """Return the bytes of the keys and values of a token, if all layers keep all heads."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    numbers: int = 2 * config.num_hidden_layers * heads * size
+    return numbers * next(model.parameters()).element_size()

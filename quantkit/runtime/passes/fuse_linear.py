@@ -85,7 +85,7 @@ def _fuse_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
         call = graph.call_function(GATED[product.target].run, product.args, {"gate": gate.kwargs["kind"]})
     memory.replace(gate, call)
     graph.erase_node(gate)
-    _erase(graph, product)
+    erase(graph, product)
 
 
 def split_norms(graph: Graph, memory: Memory, device: torch.device) -> None:
@@ -127,7 +127,7 @@ def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, d
 
 def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.device) -> bool:
     """Return True if `product` multiplies all rows of `normed`, a norm, and can apply its scale."""
-    if not _multiplies(memory, product, normed):
+    if not multiplies(memory, product, normed):
         return False
     x, rows = _x(product), normed.meta[META]
     return (
@@ -163,13 +163,13 @@ def _split(
         memory.replace(old, new)
     for node in (*results, norm):
         graph.erase_node(node)
-    _erase(graph, product)
+    erase(graph, product)
 
 
-def _erase(graph: Graph, node: Node) -> None:
+def erase(graph: Graph, node: Node) -> None:
     """Erase `node` and views of it."""
     for user in list(node.users):
-        _erase(graph, user)
+        erase(graph, user)
     graph.erase_node(node)
 
 
@@ -198,7 +198,7 @@ def _can_fuse_norm(
     memory: Memory, norm: Node, results: Sequence[Node], product: Node, device: torch.device
 ) -> bool:
     """Return True if `product` can compute `norm`, whose results are `results`, at its own place."""
-    if not _multiplies(memory, product, results[-1]):
+    if not multiplies(memory, product, results[-1]):
         return False
     x, read = _x(product), memory.read(norm)
     operands = [one.meta[META] for one in norm.args if isinstance(one, Node)]
@@ -263,7 +263,7 @@ def problem_of(product: Node, device: torch.device) -> tuple[Any, ...]:
     return x.numel() // columns, columns, x.dtype, device, *of[4:]
 
 
-def _multiplies(memory: Memory, node: Node, operand: Node) -> bool:
+def multiplies(memory: Memory, node: Node, operand: Node) -> bool:
     """Return True if `node` multiplies `operand` as x, and does not use it as weight or bias."""
     if node.target not in _PRODUCTS:
         return False

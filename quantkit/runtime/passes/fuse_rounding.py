@@ -2,26 +2,39 @@
 
     show_rounding   linear of rounded x      -> round_inputs -> linear of x as it is
     fuse_rounding   norm or gate -> round_inputs   -> norm or gate that writes rounded numbers
+    fuse_codes      norm or gate -> linear that quantizes x   -> norm_codes or gate_codes -> linear_of_codes
 
-The numbers are those of three launches. Linears whose kernel rounds x itself stay as they are.
+The numbers are those of a launch for each.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
 
 from quantkit.kernels.linear import OPERATOR
-from quantkit.kernels.linear_fused import rounds_before
+from quantkit.kernels.linear_fused import code_order, linear_of_codes, rounds_before
 from quantkit.kernels.ops import activation
-from quantkit.kernels.ops.norm import add_rms_norm, rms_norm
-from quantkit.kernels.ops.quantize_x import round_inputs, rounding_of, why_not_quantized
+from quantkit.kernels.ops.activation import gate_codes
+from quantkit.kernels.ops.norm import add_rms_norm, norm_codes, rms_norm
+from quantkit.kernels.ops.quantize_x import CodeOrder, round_inputs, rounding_of, why_not_quantized
 from quantkit.packing.schemes import parse_token
-from quantkit.runtime.passes.fuse_linear import problem_of, results_of, used
-from quantkit.runtime.passes.trace import META, OFFSET, Memory, between
+from quantkit.runtime.passes.fuse_linear import erase, multiplies, problem_of, results_of, used
+from quantkit.runtime.passes.trace import META, OFFSET, Memory, between, part
 
 #: Number of the scheme's token in the arguments of a linear.
 _TOKEN = 4
+
+
+def _x(node: Node) -> Node:
+    """Return the node of the inputs of a linear or a rounding."""
+    return cast(Node, node.args[0])
+
+
+def _token(product: Node) -> str:
+    """Return the token of the scheme of a linear."""
+    return str(product.args[_TOKEN])
 
 
 def show_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
@@ -29,7 +42,7 @@ def show_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
     for product in graph.find_nodes(op="call_function", target=OPERATOR):
         if not rounds_before(*problem_of(product, device)):
             continue
-        x, token = product.args[0], product.args[_TOKEN]
+        x, token = _x(product), _token(product)
         earlier = (one for one in x.users if one < product and _rounds(one, token))
         node = next((one for one in earlier if not _is_written(memory, x, one, product)), None)
         if node is None:
@@ -61,7 +74,7 @@ def fuse_rounding(graph: Graph, memory: Memory) -> None:
             if roundings and _can_round(memory, results[-1], roundings):
                 node.update_kwarg("rounding", roundings[0].args[1])
                 for rounding in roundings:
-                    rounding.replace_all_uses_with(rounding.args[0])
+                    rounding.replace_all_uses_with(_x(rounding))
                     graph.erase_node(rounding)
 
 
@@ -72,7 +85,7 @@ def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
     rows, token = result.meta[META], str(roundings[0].args[1])
     return (
         all(_rounds(one, token) for one in roundings)
-        and all(_is_whole(one.args[0].meta[META], rows) for one in roundings)
+        and all(_is_whole(_x(one).meta[META], rows) for one in roundings)
         and not any(_is_written(memory, result, result, one) for one in roundings)
         and rows.dtype != torch.float32
         and why_not_quantized(rounding_of(token), rows.shape[-1]) is None
@@ -82,3 +95,70 @@ def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
 def _is_whole(x: torch.Tensor, rows: torch.Tensor) -> bool:
     """Return True if `x` [..., K] has the memory of `rows` [..., K], in its order."""
     return x.is_contiguous() and x.shape[-1:] == rows.shape[-1:] and x.numel() == rows.numel()
+
+
+def fuse_codes(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Let norms and gates quantize their results, if nothing reads them but linears that quantize x alike."""
+    for target in (rms_norm, add_rms_norm, activation.gate):
+        for node in graph.find_nodes(op="call_function", target=target):
+            results = results_of(node)
+            products = [user for one in results[-1:] for user in used(memory, one)]
+            order = _order_of(memory, results, products, device)
+            if order is not None and not node.kwargs.get("rounding"):
+                _fuse_codes(graph, memory, node, results, products, order)
+
+
+def _order_of(
+    memory: Memory, results: Sequence[Node], products: Sequence[Node], device: torch.device
+) -> CodeOrder | None:
+    """Return the order in which all `products` read codes of the last of `results`; None if one does not."""
+    if not products or not all(
+        one.target is OPERATOR
+        and multiplies(memory, one, results[-1])
+        and _is_whole(_x(one).meta[META], results[-1].meta[META])
+        and not _is_written(memory, results[-1], results[-1], one)
+        for one in products
+    ):
+        return None
+    tokens = [_token(one) for one in products]
+    orders = {code_order(*problem_of(one, device)) for one in products}
+    if len(orders) > 1 or None in orders or len({parse_token(token).activations for token in tokens}) > 1:
+        return None
+    return orders.pop()
+
+
+def _fuse_codes(
+    graph: Graph,
+    memory: Memory,
+    node: Node,
+    results: Sequence[Node],
+    products: Sequence[Node],
+    order: CodeOrder,
+) -> None:
+    """Replace a norm or gate and the `products` after it by calls that hand over codes."""
+    how = {**node.kwargs, "rounding": _token(products[0]), "span": order.span, "sums": order.sums}
+    with graph.inserting_after(node):
+        if node.target is activation.gate:
+            call = graph.call_function(gate_codes, node.args, how)
+        else:
+            x, *other, weight = node.args
+            call = graph.call_function(norm_codes, (x, other[0] if other else None, weight), how)
+    memory.enter(call)
+    # The sum of an `add_rms_norm`, if it is read, then codes, scales and sums of codes.
+    count = 3 if node.target is activation.gate else 4
+    parts: list[Node] = []
+    for number in range(count - 2 - len(results), count):
+        with graph.inserting_after(parts[-1] if parts else call):
+            parts.append(graph.call_function(part, (call, number)))
+        memory.enter(parts[-1])
+    for product in products:
+        like: torch.Tensor = _x(product).meta[META]
+        with graph.inserting_after(product):
+            new = graph.call_function(
+                linear_of_codes, (*parts[-3:], tuple(like.shape), like.dtype, *product.args[1:])
+            )
+        memory.replace(product, new)
+        graph.erase_node(product)
+    for total in results[:-1]:
+        memory.replace(total, parts[0])
+    erase(graph, node)

@@ -14,7 +14,7 @@ from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_launch import Wgmma8BitTile
 from quantkit.kernels.layouts.fragment_layout import build
 from quantkit.kernels.ops import quantize_x as quantized
-from quantkit.kernels.ops.quantize_x import quantize_x, quantize_x_reference, round_x
+from quantkit.kernels.ops.quantize_x import CodeOrder, quantize_x, quantize_x_reference, round_x
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.registry import choose, explain
 from quantkit.packing.activations import ActivationScheme, activations_named
@@ -140,7 +140,7 @@ def test_inputs_are_quantized_as_by_torch(activations: str) -> None:
     found = inputs_named(activations)
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float16,) if DEVICE == "cpu" else (torch.bfloat16, torch.float16)
-    for k, span in ((128, 32), (384, 64), (1024, 128)):
+    for k, order in ((128, CodeOrder(32, True)), (384, CodeOrder(64, True)), (1024, CodeOrder(128, True))):
         for dtype in dtypes:
             x = torch.randn(6, k, generator=generator) * torch.rand(6, 1, generator=generator) * 9
             x[1] = 0
@@ -149,7 +149,7 @@ def test_inputs_are_quantized_as_by_torch(activations: str) -> None:
             x[4] = torch.arange(k) % 255 / 2 - 63.5
             x[4, 0] = found.number_format.absmax
             x = x.to(DEVICE, dtype)
-            got, expected = quantize_x(x, found, span, True), quantize_x_reference(x, found, span, True)
+            got, expected = quantize_x(x, found, order), quantize_x_reference(x, found, order)
             assert_equal(got.codes.float(), expected.codes.float())
             assert_equal(got.scales[..., :6].nan_to_num(-1.0), expected.scales[..., :6].nan_to_num(-1.0))
             assert_close(got.sums[:, :6], expected.sums[:, :6], rtol=1e-6, atol=1e-3)
@@ -165,7 +165,7 @@ def test_every_int8_and_e4m3_code_is_reached() -> None:
             else set(found.number_format.numbers)
         )
         x = torch.tensor(numbers + [0.0] * (256 - len(numbers))).to(DEVICE, torch.float16)[None]
-        got = quantize_x(x, found, 32, False)
+        got = quantize_x(x, found, CodeOrder(32, False))
         assert len(got.codes.float().unique()) == count
         assert_equal(got.scales[:1], torch.ones(1, device=DEVICE))
 

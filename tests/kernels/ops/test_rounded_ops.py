@@ -1,5 +1,6 @@
 """Norms and gates that round their results: bit for bit the norm or gate, then the rounding."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,12 +8,12 @@ import pytest
 import torch
 
 from quantkit.kernels.ops import activation, quantize_x
-from quantkit.kernels.ops.norm import NORMS, add_rms_norm, rms_norm
-from quantkit.kernels.ops.quantize_x import round_inputs
+from quantkit.kernels.ops.norm import NORMS, add_rms_norm, norm_codes, rms_norm
+from quantkit.kernels.ops.quantize_x import CodeOrder, round_inputs
 from quantkit.packing.activations import activations_named
 from quantkit.packing.schemes import scheme
 
-from ...support.compare import assert_equal
+from ...support.compare import assert_close, assert_equal
 from .test_ops import DEVICE, GATES, laid_out, numbers
 
 pytest.importorskip("triton")
@@ -83,3 +84,31 @@ def test_gates_round_their_results(poisoned: None, name: str, size: int) -> None
         for kind in GATES:
             found = activation.gate(x, up, kind, token)
             same(found, round_inputs(activation.gate(x, up, kind), token))
+
+
+@pytest.mark.parametrize(("name", "size"), cases())
+def test_norms_and_gates_write_codes(poisoned: None, name: str, size: int) -> None:
+    token, dtype = token_of(name), DTYPES[-1]
+    x, other = hard(2, 3, size, dtype=dtype), numbers(2, 3, size, dtype=dtype, seed=1)
+    weight, up = numbers(size, dtype=dtype, seed=2), laid_out(other, "part")
+    for order in (CodeOrder(32, False), CodeOrder(64, True), CodeOrder(128, True)):
+        how = (token, order.span, order.sums)
+        total, normed = add_rms_norm(x, other, weight, 1e-3, "llama")
+        sums, *found = norm_codes(x, other, weight, 1e-3, "llama", *how)
+        same(sums, total)
+        same_codes(found, normed, token, order)
+        first, *found = norm_codes(x, None, weight, 1e-3, "gemma", *how)
+        assert first is x
+        same_codes(found, rms_norm(x, weight, 1e-3, "gemma"), token, order)
+        same_codes(activation.gate_codes(x, up, "silu", *how), activation.gate(x, up, "silu"), token, order)
+
+
+def same_codes(found: Sequence[torch.Tensor], x: torch.Tensor, token: str, order: CodeOrder) -> None:
+    """Compare codes, scales and sums with those of `quantize_x` of `x` [..., K]."""
+    flat = x.view(-1, x.shape[-1])
+    expected, m = quantize_x.quantize_x(flat, quantize_x.rounding_of(token), order), len(flat)
+    codes, scales, sums = found
+    assert_equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    same(scales[..., :m], expected.scales[..., :m])
+    assert sums.shape == expected.sums.shape
+    assert_close(sums[:, :m], expected.sums[:, :m], rtol=1e-6, atol=1e-3)

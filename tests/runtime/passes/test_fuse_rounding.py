@@ -1,5 +1,6 @@
 """Norms and gates round the inputs of the linears after them, and the numbers stay the same."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,10 +9,13 @@ import pytest
 import torch
 
 from quantkit import quantize_tensor
-from quantkit.kernels.linear import linear_parts
+from quantkit.errors import KernelError
+from quantkit.kernels.linear import OPERATOR, linear_parts
+from quantkit.kernels.linear_fused import linear_of_codes
 from quantkit.kernels.ops import quantize_x
 from quantkit.kernels.ops.activation import silu_gate_reference
 from quantkit.kernels.ops.norm import rms_norm_reference
+from quantkit.kernels.ops.quantize_x import CodeOrder
 from quantkit.packing.activations import activations_named
 from quantkit.packing.schemes import Scheme, parse_token, scheme
 from quantkit.runtime.passes import fuse_linear, fuse_rounding
@@ -170,3 +174,54 @@ def test_rounded_norms_are_not_fused_into_linears(monkeypatch: pytest.MonkeyPatc
 
     _, found = counted(step, numbers(3, N).half(), numbers(N).half())
     assert found["add_rms_norm"] == 1 and found["linear.default"] == 2 and found["round_inputs"] == 0
+
+
+def of_codes(codes: Any, scales: Any, sums: Any, shape: Any, dtype: Any, *weight: Any) -> torch.Tensor:
+    """`linear_of_codes` as the product of what codes stand for."""
+    order, (parts, layout, bias, token, *rest) = CodeOrder(32, True), weight
+    scheme_of, rows = parse_token(token), math.prod(shape[:-1])
+    plain = codes.float().view(rows, -1, order.span // 2, 2).transpose(2, 3).reshape(rows, -1)
+    blocks = plain.view(rows, -1, 128)
+    assert_close(sums[:, :rows].T, blocks.sum(-1), rtol=1e-6, atol=1e-3)
+    assert plain[:, shape[-1] :].count_nonzero() == 0
+    each = scales[:rows, None, None] if scales.dim() == 1 else scales[:, :rows].T[..., None]
+    x = (blocks * each).view(rows, -1)[:, : shape[-1]].reshape(shape).to(dtype)
+    return OPERATOR(x, parts, layout, bias, scheme_of.of_weights.token, *rest)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "fp8-g128"])
+def test_norms_and_gates_quantize_for_linears_that_read_codes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = rounding(name)
+
+    def order_of(rows: int, columns: int, dtype: Any, device: Any, token: str, *rest: Any) -> Any:
+        return CodeOrder(32, True) if parse_token(token).activations is not None else None
+
+    monkeypatch.setattr(fuse_rounding, "rounds_before", lambda *of: False)
+    monkeypatch.setattr(fuse_rounding, "code_order", order_of)
+    monkeypatch.setattr(fuse_rounding, "linear_of_codes", of_codes)
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = rms_norm_reference(x, weight, 1e-5)
+        total = x + product(y, of) * product(y, of)
+        y = product(rms_norm_reference(total, weight, 1e-5), of)
+        y = product(silu_gate_reference(y, y + 1), of)
+        last = rms_norm_reference(y + 1, weight, 1e-5)
+        # What others read, parts of rows, and other schemes are not quantized before.
+        read = rms_norm_reference(total + y, weight, 1e-5)
+        both = rms_norm_reference(y + 2, weight, 1e-5)
+        rest = product(read, of) + read + product(both, of) + product(both, INT4.scheme)
+        part = rms_norm_reference(y + 3, weight, 1e-5)
+        return total + product(last, of) + rest + product(part[:, -1:], of)
+
+    _, found = counted(step, numbers(2, 3, N).half(), numbers(N).half())
+    assert found["norm_codes"] == 3 and found["gate_codes"] == 1 and found["of_codes"] == 5
+    assert found["linear.default"] == 4 and found["round_inputs"] == 0
+
+
+def test_codes_for_another_kernel_are_refused() -> None:
+    x = quantize_x.quantize_x(numbers(6, N).half(), rounding("fp8").activations, CodeOrder(32, True))
+    of = list(INT4.tensors), [], None, rounding("fp8").token, N, ""
+    with pytest.raises(KernelError, match="does not read codes of x"):
+        linear_of_codes(x.codes, x.scales, x.sums, (2, 3, N), torch.float16, *of)

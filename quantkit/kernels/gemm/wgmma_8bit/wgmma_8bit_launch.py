@@ -14,7 +14,7 @@ from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS,
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, STAGES, stream_k_schedule
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
-from quantkit.kernels.ops.quantize_x import quantize_x
+from quantkit.kernels.ops.quantize_x import CodeOrder, quantize_x
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import FloatFormat, IntFormat
 from quantkit.packing.schemes import Scheme
@@ -78,6 +78,11 @@ def needs_sums(scheme: Scheme, activations: ActivationScheme) -> bool:
     """Return True if the kernel reads sums of codes of x."""
     found = byte_operand(scheme, activations)
     return found is not None and found.offset != 0.0
+
+
+def code_order(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> CodeOrder:
+    """Return the order in which the kernel reads codes of x."""
+    return CodeOrder(shape.span, needs_sums(scheme, activations))
 
 
 def wgmma_8bit_tile(shape: Geometry, m: int, promotes: bool, multiprocessors: int) -> Wgmma8BitTile:
@@ -187,7 +192,7 @@ def run(
         raise KernelError("fused-wgmma-8bit multiplies inputs that a scheme rounds; this has none.")
     if tile is None:
         tile = wgmma_8bit_tile(shape, m, promotes(shape, scheme, activations), op.multiprocessors)
-    x = quantize_x(op.x, activations, shape.span, needs_sums(scheme, activations))
+    x = op.codes or quantize_x(op.x, activations, code_order(shape, scheme, activations))
     launches = _launches(
         m, op.n, k, scheme, activations.unbound, op.x.dtype, op.bias is not None, tile, features,
         op.multiprocessors,

@@ -4,7 +4,7 @@
 
 Runs rows `--at-once`, each in a process of its own, and prints the bits per weight of the packed linears and
 KL mean per text (float32 on the CPU, windows of 1024 tokens). `--time` are the seconds of each training. With
-`--row`, only the rows whose names contain what it is given; `--list` prints their names.
+`--row NAME`, once or more, only those rows; `--list` prints their names.
 """
 
 import argparse
@@ -122,12 +122,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--row", action="append", default=[])
+    parser.add_argument("--row", action="append", choices=ROWS, metavar="NAME")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    rows = [row for row in ROWS if not asked.row or any(part in row for part in asked.row)]
+    rows = asked.row or list(ROWS)
     if asked.list:
         print("\n".join(rows))
         return

@@ -13,6 +13,7 @@ from quantkit.kernels.ops.quantize_x import (
     empty_codes,
     rounding_of,
     rounding_options,
+    rounding_warps,
     scale_bits,
 )
 from quantkit.packing.activations import ActivationScheme
@@ -108,7 +109,7 @@ def _gate_launch(
         MOST=torch.finfo(dtype).max,
         **rounding_options(scheme, features),
         **overlap(features),
-        num_warps=max(4, min(16, block // 512)),
+        num_warps=4 if scheme is None else max(4, rounding_warps(rows, block)),
     )
 
 
@@ -133,5 +134,5 @@ def _gate_codes_launch(
         B=block,
         **code_options(scheme, columns, order, features),
         **overlap(features),
-        num_warps=max(4, min(16, block // 512)),
+        num_warps=max(4, rounding_warps(rows, block)),
     )

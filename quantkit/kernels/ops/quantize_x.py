@@ -18,6 +18,8 @@ from quantkit.packing.schemes import parse_token
 BLOCK, ROWS = 128, 256
 #: Largest K: a program keeps a row in registers.
 MOST_COLUMNS = 32768
+#: Rows for which a GPU has a multiprocessor each.
+FEW_ROWS = 128
 #: Dtypes of codes, by number format.
 DTYPES = {FORMATS["int8"]: torch.int8, FORMATS["fp8-e4m3"]: torch.float8_e4m3fn}
 
@@ -185,6 +187,14 @@ def rounding_options(scheme: ActivationScheme | None, features: frozenset[str]) 
     }
 
 
+def rounding_warps(rows: int, columns: int) -> int:
+    """Return the warps of a program that rounds one of `rows` rows of `columns` numbers.
+
+    Sixteen numbers per thread, eight where there are no more rows than multiprocessors.
+    """
+    return min(32, max(1, columns // 256)) if rows <= FEW_ROWS else min(16, max(1, columns // 512))
+
+
 def code_options(
     scheme: ActivationScheme, k: int, order: CodeOrder, features: frozenset[str]
 ) -> dict[str, Any]:
@@ -216,6 +226,5 @@ def _launch(
         MOST=0.0 if rounded is None else torch.finfo(rounded).max,
         **options,
         **overlap(features),
-        # Sixteen numbers per thread.
-        num_warps=min(16, max(1, padded // 512)),
+        num_warps=rounding_warps(m, padded),
     )

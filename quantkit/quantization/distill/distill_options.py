@@ -14,8 +14,8 @@ class DistillOptions:
     batch       sequences per step; None for a number by device
     own         part of each batch that the original model wrote itself; the rest is calibration text
     own_most    most sequences that it writes
-    code_rate   first learning rate of codes of two bits, in distances of neighbouring codes per step; codes of
-                L values get 16 / L^2 of it
+    code_rate   first learning rate of codes of two bits, in distances of neighbouring codes per step; codes
+                with L values get 16 / L^2 of it
     scale_rate  first learning rate of scales, relative, and of zero-points, in codes
     norm_rate   first learning rate of the weights of norms
     """

@@ -139,16 +139,20 @@ def plan_next(
         return
     columns = x.shape[-1]
     flat = x.reshape(-1, columns).contiguous()
-    chosen = choose(Problem.on(x.device, flat.shape[0], rows, columns, scheme, x.dtype, layout.name))
+    problem = Problem.on(x.device, flat.shape[0], rows, columns, scheme, x.dtype, layout.name)
+    chosen = choose(problem)
     plan, rounding = None, scheme.activations
     if chosen.kernel.bind is not None and not scheme.column_scale:
+        options = {}
+        if rounding is not None and chosen.rounds(problem):
+            options, rounding = {"activations": rounding}, None
         flat = flat if rounding is None else round_x(flat, rounding)
         if flat.data_ptr() % 16 or is_watched():
             # The next x may fit a plan.
             return
         bias = None if bias is None else bias.contiguous()
         weight = Outline(scheme.of_weights, (rows, columns))
-        bound: Bound = chosen.kernel.bind(flat, weight, layout.tensors, bias, chosen.tile)
+        bound: Bound = chosen.kernel.bind(flat, weight, layout.tensors, bias, chosen.tile, **options)
         launches = bound.fixed(flat, bias)
         plan = None if launches is None else LaunchPlan(bound, launches, x.get_device(), rounding)
     if len(layout.plans) >= MOST_PLANS:

@@ -270,7 +270,7 @@ def run_linear(
         flat = flat * column_scale.to(x.dtype)
     problem = Problem.on(x.device, flat.shape[0], out_features, columns, asked, x.dtype, layout_name)
     chosen = choose(problem)
-    if rounding is not None and codes is None and not chosen.kernel.rounds_x:
+    if rounding is not None and codes is None and not chosen.rounds(problem):
         flat, rounding = round_x(flat, rounding), None
     if chosen.kernel.layout is None and not parts:
         raise KernelError(

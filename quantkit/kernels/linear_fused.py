@@ -45,13 +45,18 @@ def does_norm(
 
 
 def rounds_before(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
-    """Return True if x [rows, columns] is rounded before the kernel, which multiplies it as it is."""
-    scheme, n, layout_name = weight
-    parsed = parse_token(scheme)
+    """Return True if the kernel multiplies x [rows, columns] as it is, once it is rounded."""
+    parsed = parse_token(weight[0])
     if parsed.activations is None:
         return False
-    problem = Problem.on(device, rows, n, columns, parsed, dtype, layout_name)
-    return parsed.column_scale or not choose(problem).kernel.rounds_x
+    found = _runs(rows, columns, dtype, device, *weight)
+    return found is None or not found[1].kernel.rounds_x
+
+
+def rounds_within(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *weight: Any) -> bool:
+    """Return True if the kernel rounds x [rows, columns] itself."""
+    found = _runs(rows, columns, dtype, device, *weight)
+    return found is not None and found[0].activations is not None and found[1].rounds(found[0])
 
 
 def code_order(

@@ -121,6 +121,11 @@ def unjoinable(*_: object) -> None:
     return None
 
 
+def never_rounded(_: "Problem", __: Any) -> str | None:
+    """`Kernel.no_rounding` of a kernel that takes x as it is."""
+    return "it takes x as it is"
+
+
 def never_gated(_: "Problem", __: Any) -> str | None:
     """`Kernel.no_gate` of a kernel without gates."""
     return "it gives y as it is"
@@ -267,9 +272,12 @@ class Kernel:
     also of routed tokens. `representative(problem)` returns the smallest problem for which Triton compiles
     the same code, so that a tile search compiles it once.
 
-    With `rounds_x` it rounds x itself, by the `activations` of the problem, which `launch` takes. For other
-    kernels x is rounded before. `code_order(problem)` returns the `CodeOrder` of x that a kernel before may
-    have quantized: then `launch` takes a `QuantizedX` as `codes`, and an x without numbers.
+    With `rounds_x` it multiplies what x is rounded to by the `activations` of the problem, which `launch`
+    takes. `no_rounding(problem, tile)` returns why another kernel cannot round x, which is then rounded
+    before; if it can, `launch` and `bind` take `activations`.
+
+    `code_order(problem)` returns the `CodeOrder` of x that the kernel before may have quantized: `launch`
+    then takes a `QuantizedX` as `codes`, and an x without numbers.
     """
 
     name: str
@@ -282,6 +290,7 @@ class Kernel:
     tile_space: TileSpace | None = None
     no_norm: Callable[[Problem, Any, str], str | None] = never_normed
     no_gate: Callable[[Problem, Any], str | None] = never_gated
+    no_rounding: Callable[[Problem, Any], str | None] = never_rounded
     bind: Callable[..., Any] | None = None
     run: Callable[..., torch.Tensor] | None = None
     grouped: GroupedGemm | None = None

@@ -109,6 +109,10 @@ class Chosen:
     measured: Measured | None
     launch: Callable[..., torch.Tensor]
 
+    def rounds(self, problem: Problem) -> bool:
+        """Return True if the kernel rounds x itself."""
+        return self.kernel.rounds_x or self.kernel.no_rounding(problem, self.tile) is None
+
     @property
     def is_fitted(self) -> bool:
         """Return True if the tile differs from the measured one."""

@@ -99,6 +99,8 @@ GROUPED = router.Routing(8, factor=2.5, groups=8, kept=4)
 #: Parts of quantized inputs, which no other operand shares a name with.
 CODES = {"codes": "*fp8e4nv", "scales": "*fp32", "sums": "*fp32"}
 ROUNDED = ActivationScheme("fp8-e4m3")
+#: The same in the terms of `fused-gemv`.
+ROUNDS = decode_tiles.Rounding(448.0, 3, 2.0**-6, float(torch.finfo(torch.bfloat16).max), True)
 #: Tensors of `ops` that are int64.
 INTEGERS = ("cache_length", "table", "ids", "positions", "partial", "tokens", "index")
 #: Kernels that work on pairs, which know no weights, with two slots of 8 experts.
@@ -447,7 +449,7 @@ def build_decode(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     """The kernel for a few rows of x, in the tile that its name has the numbers of, with a bias.
 
     With "long", it is for a weight with long rows, with "small" for one of few; with "norm" x is the norm of
-    a sum, with "begin" or "end" they begin or end a norm, with "gate" y is gated.
+    a sum, with "begin" or "end" they begin or end a norm, with "gate" y is gated, with "round" x is rounded.
     """
     row, dtype = scheme(case.name), torch.bfloat16
     _, *numbers = case.kernel.split()
@@ -469,6 +471,7 @@ def build_decode(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         norm,
         gate,
         grouping,
+        ROUNDS if "round" in numbers else None,
     )
     names, options = launch._kernel.arg_names, dict(launch._options)
     known = options.pop("S")

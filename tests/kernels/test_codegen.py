@@ -573,6 +573,8 @@ def test_streamed_codes_stay_in_registers(compiled: Compiled, name: str, integer
         "decode norm gate 8 2 1 4 1",
         "decode end gate 8 2 1 2 1",
         "decode begin long 16 1 2 3 1",
+        "decode round long 16 1 2 3 1",
+        "decode round gate 8 2 1 4 1",
     ],
 )
 def test_turns_norms_and_gates_stay_in_registers(compiled: Compiled, kernel: str) -> None:

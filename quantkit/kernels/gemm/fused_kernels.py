@@ -83,9 +83,10 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
         layout: tuple[torch.Tensor, ...],
         bias: torch.Tensor | None,
         tile: Any,
+        **prepared: Any,
     ) -> Bound:
         """Return the launch for x [m, k] and bias [n], bound to its operands."""
-        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0])
+        operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
         return on_device(x.device, lambda features: bind(operands, tile, features))
 
     return bound
@@ -335,6 +336,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         ),
         no_norm=decode_launch.why_no_norm,
         no_gate=decode_launch.why_no_gate,
+        no_rounding=decode_launch.why_no_rounding,
         representative=_by_power_of_two,
     ),
     _fused(

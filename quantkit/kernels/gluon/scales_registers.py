@@ -8,7 +8,7 @@ For kernels in which lane 4 r + t of a warp has rows r and r + 8 of a row tile. 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quantkit.kernels.gluon.stage_x_per_warp import pack2, unpack2, vec4_layout
+from quantkit.kernels.gluon.x_rows import pack2, unpack2, vec4_layout
 from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_value
 
 

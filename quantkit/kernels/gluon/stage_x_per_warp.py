@@ -26,6 +26,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from quantkit.kernels.gluon.compat import async_load, reinterpret
 from quantkit.kernels.gluon.smem_layouts import copy_layout, x_smem_layout
+from quantkit.kernels.gluon.x_rows import (
+    largest_of_warps,
+    pack2,
+    per_lane,
+    round_rows,
+    row_layout,
+    unpack2,
+    vec4_layout,
+)
 
 #: 1.5 * 2**23, added to a float32 so that its last place counts 1; and the bits of that, less 0x808080.
 ROUNDING = gl.constexpr(12582912.0)
@@ -62,15 +71,6 @@ selp.b32 $0, give0, own0, p1; selp.b32 $1, give1, own1, p1;
 selp.b32 $2, own2, give0, p1; selp.b32 $3, own3, give1, p1;}""")
 
 
-@gluon.constexpr_function
-def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
-    """Return the layout of [W warps, 32 lanes, WORDS]: a thread has its words in registers."""
-    words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
-    lanes = [[0, 1 << bit, 0] for bit in range(5)]
-    warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
-    return gl.DistributedLinearLayout(words, lanes, warps, [], [W, 32, WORDS])
-
-
 @gluon.jit
 def norm_weights(norm, S: gl.constexpr):
     """Load the norm's weights [K] at the columns of each warp, as `_load_x` does; () if x is not normed."""
@@ -86,14 +86,16 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
 
     Each mma pair has `S.column_groups` vec4s, adjacent; columns beyond K are zeros. Units are float32 [W,
     rows]: 1 for floats, () if sums have no weights. With `S.norms_x`, x, or x + `other` (written to `total`),
-    is normed.
+    is normed. With `S.rounding`, it is then rounded.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(gl.int32, [S.smem_rows, S.smem_row_words], FLAT)
-    if S.int8_mma or S.shared_table or S.norms_x:
+    if S.int8_mma or S.shared_table or S.norms_x or S.rounding is not None:
         words = _load_x(x, M, order, S)
         if S.norms_x:
             words = _rms_norm(words, other, weights, total, M, S)
+        if S.rounding is not None:
+            words = round_rows(words, S)
         if S.int8_mma:
             x_scale = _stage_digits(words, x_smem, S)
         else:
@@ -123,25 +125,6 @@ def load_b_fragment(x_smem, number, S: gl.constexpr):
         vec4s = gl.permute(vec4s, (0, 1, 2, 4, 3))
     vec4s = gl.reshape(vec4s, (S.warps, 32, 4))
     return gl.convert_layout(vec4s, vec4_layout(S.warps), assert_trivial=True)
-
-
-@gluon.jit
-def unpack2(words, DTYPE: gl.constexpr):
-    """Unpack the two 16-bit floats of each word int32 [...] to two float32."""
-    if DTYPE == gl.bfloat16:
-        low = (words << 16).to(gl.float32, bitcast=True)
-        high = (words & -65536).to(gl.float32, bitcast=True)
-    else:
-        low = words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-        high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
-    return low, high
-
-
-@gluon.jit
-def pack2(low, high, DTYPE: gl.constexpr):
-    """Pack two float32 [...] into the 16-bit floats of a word int32."""
-    low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
 
 
 @gluon.jit
@@ -186,14 +169,6 @@ def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
         if other != AXIS:
             numbers = gl.expand_dims(numbers, other)
     return numbers
-
-
-@gluon.constexpr_function
-def _row_layout(S):  # type: ignore[no-untyped-def]
-    """Return the layout of [W, mma pairs per pass, rows of x, t]."""
-    return gl.BlockedLayout(
-        [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
-    )
 
 
 @gluon.jit
@@ -248,7 +223,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
     where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
-    ROW_LAYOUT: gl.constexpr = _row_layout(S)
+    ROW_LAYOUT: gl.constexpr = row_layout(S)
     NUMBERS: gl.constexpr = len(words)
     if S.norm.adds:
         others = _load_x(other, M, None, S)
@@ -269,7 +244,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
     of_rows = gl.convert_layout(of_rows, ROW_LAYOUT, assert_trivial=True)
     of_rows = gl.sum(gl.sum(gl.sum(of_rows, axis=3), axis=1), axis=0)
     times = gl.expand_dims(gl.rsqrt(of_rows / S.k + S.norm.eps), 0)
-    times = _per_lane(times, S)
+    times = per_lane(times, S)
     scaled = ()
     for number in gl.static_range(NUMBERS):
         low, high = unpack2(words[number], S.dtype)
@@ -283,26 +258,12 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
 
 @gluon.jit
-def _per_lane(of_rows, S: gl.constexpr):
-    """Broadcast a value per row of x, [W or 1, rows], to [W, 32, 1]: each lane gets the value of its row."""
-    ROW_LAYOUT: gl.constexpr = _row_layout(S)
-    of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
-    of_rows, _ = gl.broadcast(
-        of_rows, gl.full([S.warps, S.mma_pairs_per_pass, S.rows, 4], 0, gl.float32, ROW_LAYOUT)
-    )
-    of_rows = gl.convert_layout(
-        gl.reshape(of_rows, (S.warps, 32)), gl.SliceLayout(2, vec4_layout(S.warps)), assert_trivial=True
-    )
-    return gl.expand_dims(of_rows, 2)
-
-
-@gluon.jit
 def _unit_scales(S: gl.constexpr):
     """Return units of 1, float32 [W, rows], if sums have weights; else ()."""
     x_scale = ()
     if S.has_column_weights:
         x_scale = gl.full(
-            [S.warps, S.rows], 1.0, gl.float32, gl.SliceLayout(1, gl.SliceLayout(3, _row_layout(S)))
+            [S.warps, S.rows], 1.0, gl.float32, gl.SliceLayout(1, gl.SliceLayout(3, row_layout(S)))
         )
     return x_scale
 
@@ -379,22 +340,13 @@ def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
 @gluon.jit
 def _x_scales(words, S: gl.constexpr):
     """Return units of rows of x, float32 [W, rows] (NaN unless finite), and 1 / units, float32 [W, 32, 1]."""
-    ROW_LAYOUT: gl.constexpr = _row_layout(S)
-    largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
-    for number in gl.static_range(len(words)):
-        low, high = unpack2(words[number], S.dtype)
-        low, high = low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
-        # As integers, magnitudes of floats have the same order.
-        largest = gl.maximum(largest, gl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF))
-    most = gl.reshape(gl.max(largest, axis=2), (S.warps, S.mma_pairs_per_pass, S.rows, 4))
-    most = gl.convert_layout(most, ROW_LAYOUT, assert_trivial=True)
-    most = gl.max(gl.max(most, axis=3), axis=1)
+    most = largest_of_warps(words, S)
     # Keep unit and 1 / unit normal floats.
     exponent = gl.minimum(gl.maximum(most >> 23, 30), 254)
     x_scale = ((exponent - 21) << 23).to(gl.float32, bitcast=True)
     x_scale = gl.where(most < 0x7F800000, x_scale, float("nan"))
     inverse_scale = ((275 - exponent) << 23).to(gl.float32, bitcast=True)
-    return x_scale, _per_lane(inverse_scale, S)
+    return x_scale, per_lane(inverse_scale, S)
 
 
 @gluon.jit

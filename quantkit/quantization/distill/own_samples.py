@@ -51,5 +51,5 @@ def row_bytes(model: Any) -> int:
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers: int = 2 * config.num_hidden_layers * heads * size
-    return numbers * next(model.parameters()).element_size()
+    numbers: int = 2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size()
+    return numbers

@@ -30,7 +30,7 @@ from quantkit.kernels.ops.norm import add_rms_norm, rms_norm
 from quantkit.runtime.passes.trace import META, OFFSET, Memory, between, part
 
 #: Targets of calls that multiply x with a weight.
-_PRODUCTS = (OPERATOR, gated_linear)
+PRODUCTS = (OPERATOR, gated_linear)
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def problem_of(product: Node, device: torch.device) -> tuple[Any, ...]:
 
 def multiplies(memory: Memory, node: Node, operand: Node) -> bool:
     """Return True if `node` multiplies `operand` as x, and does not use it as weight or bias."""
-    if node.target not in _PRODUCTS:
+    if node.target not in PRODUCTS:
         return False
     of: Any = node.args
     _, parts, layout, bias, *_ = of
@@ -274,7 +274,7 @@ def multiplies(memory: Memory, node: Node, operand: Node) -> bool:
 
 def _weight_bytes(node: Node) -> int:
     """Return the weight bytes that a linear reads; 0 for other operations."""
-    if node.target not in _PRODUCTS:
+    if node.target not in PRODUCTS:
         return 0
     _, parts, layout, *_ = node.args
     read = [one.meta[META] for one in pytree.tree_leaves(layout or parts)]

@@ -2,25 +2,27 @@
 
     show_rounding   linear of rounded x      -> round_inputs -> linear of x as it is
     fuse_rounding   norm or gate -> round_inputs   -> norm or gate that writes rounded numbers
+    fuse_prologues  round_inputs -> linear         -> linear that rounds x
     fuse_codes      norm or gate -> linear that quantizes x   -> norm_codes or gate_codes -> linear_of_codes
 
 The numbers are those of a launch for each.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch.fx import Graph, Node
 
 from quantkit.kernels.linear import OPERATOR
-from quantkit.kernels.linear_fused import code_order, linear_of_codes, rounds_before
+from quantkit.kernels.linear_fused import code_order, linear_of_codes, rounds_before, rounds_within
 from quantkit.kernels.ops import activation
 from quantkit.kernels.ops.activation import gate_codes
 from quantkit.kernels.ops.norm import add_rms_norm, norm_codes, rms_norm
 from quantkit.kernels.ops.quantize_x import CodeOrder, round_inputs, rounding_of, why_not_quantized
 from quantkit.packing.schemes import parse_token
-from quantkit.runtime.passes.fuse_linear import erase, multiplies, problem_of, results_of, used
+from quantkit.runtime.passes.fuse_linear import PRODUCTS, erase, multiplies, problem_of, results_of, used
 from quantkit.runtime.passes.trace import META, OFFSET, Memory, between, part
 
 #: Number of the scheme's token in the arguments of a linear.
@@ -76,6 +78,22 @@ def fuse_rounding(graph: Graph, memory: Memory) -> None:
                 for rounding in roundings:
                     rounding.replace_all_uses_with(_x(rounding))
                     graph.erase_node(rounding)
+
+
+def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
+    """Let linears round inputs that no one else reads, if their kernels can."""
+    for node in graph.find_nodes(op="call_function", target=round_inputs):
+        product = next(iter(node.users))
+        if len(node.users) > 1 or product.target not in PRODUCTS or _x(product) is not node:
+            continue
+        scheme = replace(parse_token(_token(product)), activations=rounding_of(str(node.args[1])))
+        known = problem_of(product, device)
+        if rounds_within(*known[:4], scheme.token, *known[5:]) and not _is_written(
+            memory, _x(node), node, product
+        ):
+            product.update_arg(0, _x(node))
+            product.update_arg(_TOKEN, scheme.token)
+            graph.erase_node(node)
 
 
 def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:

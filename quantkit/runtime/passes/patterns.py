@@ -31,7 +31,7 @@ from quantkit.runtime.passes.fold_constants import fold_constants, merge_counter
 from quantkit.runtime.passes.fuse_attention import fuse_head_norms, fuse_rotations
 from quantkit.runtime.passes.fuse_linear import delay_start, fuse_gates, fuse_norms, split_norms
 from quantkit.runtime.passes.fuse_moe import fuse_permutations, fuse_router_norms
-from quantkit.runtime.passes.fuse_rounding import fuse_codes, fuse_rounding, show_rounding
+from quantkit.runtime.passes.fuse_rounding import fuse_codes, fuse_prologues, fuse_rounding, show_rounding
 from quantkit.runtime.passes.matcher import ANY, Match, Pattern, find_match, pattern_of
 from quantkit.runtime.passes.trace import META, Memory, part, trace
 
@@ -336,6 +336,7 @@ def fused(step: Callable[..., Any], inputs: Sequence[torch.Tensor], what: str) -
     split_norms(graph, memory, inputs[0].device)
     fuse_norms(graph, memory, inputs[0].device)
     fuse_rounding(graph, memory)
+    fuse_prologues(graph, memory, inputs[0].device)
     delay_start(graph, memory)
     fuse_codes(graph, memory, inputs[0].device)
     # Last, because references contain such operations too.

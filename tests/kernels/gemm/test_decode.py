@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from quantkit.kernels.ops.norm import (
 )
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
 from quantkit.kernels.registry import choose_by_rules, kernel_named
+from quantkit.packing.activations import ActivationScheme, activations_named
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
@@ -494,6 +496,66 @@ def test_products_of_norms_are_those_of_what_is_normed_first(
         assert_equal(y, decode_launch.run(replace(op, normed=normed), tile, features))
     if adds:
         assert_equal(total, added)
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    ("name", "integers"), [("int4", True), ("int3", True), ("int4", False), ("nf4", False)]
+)
+@pytest.mark.parametrize(("k", "m", "activations"), [(1400, 1, "fp8"), (264, 2, "int8"), (640, 3, "fp8")])
+def test_rows_are_rounded_as_by_torch(
+    make_packed: Callable[..., PackedTensor],
+    poisoned: None,
+    name: str,
+    integers: bool,
+    k: int,
+    m: int,
+    activations: str,
+) -> None:
+    assert RUN is not None
+    dtype, features = RUN
+    op, _ = operands(make_packed, name, 100, k, m, dtype)
+    scheme, tile = activations_named(activations), DecodeTile(4, 2, 2, 2, integers)
+    assert scheme is not None
+    op.x[0, 5] = 30.0
+    expected = decode_launch.run(replace(op, x=scheme.round(op.x)), tile, features)
+    rounded = replace(op, activations=scheme)
+    assert_equal(decode_launch.run(rounded, tile, features), expected)
+    assert not decode_launch.run(op, tile, features).equal(expected)
+    for broken in (torch.nan, torch.inf):
+        op.x[m - 1, k - 1] = broken
+        y = decode_launch.run(rounded, tile, features)
+        assert y[m - 1].isnan().all() and y[: m - 1].isfinite().all()
+
+
+@needs_gluon
+def test_norms_are_rounded_after(make_packed: Callable[..., PackedTensor], poisoned: None) -> None:
+    assert RUN is not None
+    dtype, features = RUN
+    op, packed = operands(make_packed, "int4", 100, 640, 2, dtype)
+    scheme, weight = activations_named("fp8"), torch.randn(640, dtype=dtype, device=DEVICE)
+    assert scheme is not None
+    normed = replace(op, normed=Normed("whole", "llama", 1e-5, weight), activations=scheme)
+    y = decode_launch.run(normed, DecodeTile(4, 2, 2, 2), features)
+    expected = scheme.round(NORM_REFERENCES["llama"](op.x, weight, 1e-5))
+    assert_product(y, expected, packed, op.bias, 10 * LIMIT[dtype])
+
+
+def test_rows_are_rounded_where_a_thread_has_room_for_them() -> None:
+    row = kernel_named("fused-gemv")
+    fp8 = ActivationScheme("fp8-e4m3")
+
+    def said(m: int, tile: DecodeTile, scheme: ActivationScheme | None, **of: Any) -> str | None:
+        return row.no_rounding(replace(problem(m, **of), activations=scheme), tile)
+
+    assert said(1, DecodeTile(), fp8) is None and said(4, DecodeTile(), fp8) is None
+    assert "has registers for 64" in str(said(5, DecodeTile(), fp8))
+    assert said(2, DecodeTile(16, 1), fp8, k=14336) is None
+    assert "up to 8 rows" in str(said(9, DecodeTile(), fp8, k=128))
+    for one in (replace(fp8, group_size=128), ActivationScheme("fp8-e4m3", static=True, stored=0.1)):
+        assert "one scale for each row of x" in str(said(1, DecodeTile(), one))
+    assert "multiplies int8 or fp8" in str(said(1, DecodeTile(), ActivationScheme("int4")))
+    assert "as they are" in str(said(1, DecodeTile(), None))
 
 
 def test_norms_are_taken_where_a_thread_has_room_for_them() -> None:

@@ -225,3 +225,22 @@ def test_codes_for_another_kernel_are_refused() -> None:
     of = list(INT4.tensors), [], None, rounding("fp8").token, N, ""
     with pytest.raises(KernelError, match="does not read codes of x"):
         linear_of_codes(x.codes, x.scales, x.sums, (2, 3, N), torch.float16, *of)
+
+
+def test_linears_round_what_no_norm_or_gate_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        fuse_rounding, "rounds_within", lambda *of: parse_token(of[4]).activations is not None
+    )
+    of = rounding("fp8")
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = rms_norm_reference(x, weight, 1e-5)
+        alone, shared, written = y * 2, y * 3, y * 4
+        found = product(y, of) + product(alone, of) + product(shared, of) + product(shared, of)
+        return found + product(written.add_(1), of)
+
+    module, found = counted(step, numbers(2, 3, N).half(), numbers(N).half())
+    # The norm is read as it is, and two linears share a rounding.
+    assert found["round_inputs"] == 1
+    rounds = [parse_token(node.args[4]).activations for node in of_kind(module, "linear.default")]
+    assert rounds.count(of.activations) == 3 and rounds.count(None) == 2

@@ -603,7 +603,7 @@ def test_products_gate_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(fuse_linear, "gates", gates)
     monkeypatch.setitem(fuse_linear.GATED, OPERATOR, replace(fuse_linear.GATED[OPERATOR], run=gated))
-    monkeypatch.setattr(fuse_linear, "_PRODUCTS", (OPERATOR, gated))
+    monkeypatch.setattr(fuse_linear, "PRODUCTS", (OPERATOR, gated))
     packed, narrower = (quantize_tensor(numbers(n, 64) / 8, "int4") for n in (128, 64))
     up = quantize_tensor(numbers(64, 64) / 8, "nf4")
 

@@ -39,6 +39,20 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Rounding of rows of x, in the terms of `quantkit.kernels.ops.quantize_x_kernel.quantized`.
+
+    `absmax` is the largest code, `most` the largest number of x's dtype. With `fma`, a * b + c rounds once.
+    """
+
+    absmax: float
+    mantissa: int
+    smallest: float
+    most: float
+    fma: bool
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """Everything that the kernel knows at compile time: the weight, its dequantization, the division of work.
 
@@ -60,6 +74,8 @@ class DecodeConfig:
     has_factor: bool
     has_bias: bool
     norm: Norm | None
+    #: Of x, after a norm; None to take x as it is.
+    rounding: Rounding | None
     #: Kind of gate (`quantkit.kernels.ops.activation.gate`): the first half of rows gates the second; "" for
     #: none.
     gate: str

@@ -39,7 +39,8 @@ from quantkit.kernels.gluon.scales_registers import (
     scales_for_a_fragment,
     scales_for_accumulator,
 )
-from quantkit.kernels.gluon.stage_x_per_warp import load_b_fragment, norm_weights, pack2, stage_x, vec4_layout
+from quantkit.kernels.gluon.stage_x_per_warp import load_b_fragment, norm_weights, stage_x
+from quantkit.kernels.gluon.x_rows import pack2, vec4_layout
 from quantkit.kernels.layouts.dequant_blocks import load_expert_block, select_matrix
 
 #: PTX of an mma: operand A is a vec4, operand B half of one.

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from quantkit.kernels.gemm.bound import BIAS, Bound, X, Y
-from quantkit.kernels.gemm.decode.decode_config import COLUMNS, Norm
+from quantkit.kernels.gemm.decode.decode_config import COLUMNS, Norm, Rounding
 from quantkit.kernels.gemm.decode.decode_tiles import (
     DecodeTile,
     RowTileSchedule,
@@ -33,7 +33,9 @@ from quantkit.kernels.layouts.fragment_layout import value_sizes
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.ops.norm import NORMS
+from quantkit.kernels.ops.quantize_x import rounding_options, why_not_quantized
 from quantkit.kernels.problem import Problem, TileSpace
+from quantkit.packing.activations import ActivationScheme
 
 #: Most rows of x, whose sums fit in registers, and most rows of x with integer products.
 MOST_ROWS, MOST_DIGITS = 16, 4
@@ -227,6 +229,26 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
     return None
 
 
+def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
+    """Return why x cannot be rounded as the problem's activations say; None if it can.
+
+    Each program rounds all of x itself.
+    """
+    scheme = problem.activations
+    if scheme is None:
+        return "inputs are taken as they are"
+    if (reason := why_not_quantized(scheme, problem.k)) is not None:
+        return reason
+    if scheme.static or scheme.group_size is not None:
+        return f"it finds one scale for each row of x, not as {scheme}"
+    if problem.m > COLUMNS:
+        return f"up to {COLUMNS} rows of x are rounded, not {problem.m}"
+    numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), thread_registers(tile) // 2
+    if numbers > most:
+        return f"each thread would have {numbers} numbers of x, and has registers for {most}"
+    return None
+
+
 def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
     """Return why the norm of x cannot be ended; None if it can."""
     if problem.m > MOST_ENDED:
@@ -313,13 +335,14 @@ def _launch(
     norm: Norm | None = None,
     gate: str = "",
     grouping: Grouping | None = None,
+    rounding: Rounding | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
     """Build the launch, and the division of row tiles among programs."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
     overlaps = options.pop("PDL")
-    known = decode_config(spec, tile, overlaps, multiprocessors, norm, gate, grouping)
+    known = decode_config(spec, tile, overlaps, multiprocessors, norm, gate, grouping, rounding)
     schedule = schedule_row_tiles(tile, spec.shape, multiprocessors, bool(gate), grouping)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
     pairs = {"order": None, "expert_blocks": None} if grouping is None else {}
@@ -339,10 +362,19 @@ def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset())
     spec, norm = op.spec, None
     if (normed := op.normed) is not None:
         norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])
-    launch, schedule = _launch(spec, tile, features, op.multiprocessors, norm, op.gate, op.grouping)
+    rounding = None if op.activations is None else _rounding(op.activations, spec.dtype, features)
+    how = op.multiprocessors, norm, op.gate, op.grouping, rounding
+    launch, schedule = _launch(spec, tile, features, *how)
     sizes = spec.m, spec.n, schedule.per_program, schedule.remainder
     # Placeholders of missing operands are neither read nor written.
     return bound(op, (launch, (X, *op.norm_operands(X), *op.layout, BIAS, Y, *sizes, *op.grouped)))
+
+
+def _rounding(scheme: ActivationScheme, dtype: torch.dtype, features: frozenset[str]) -> Rounding:
+    """Return how the kernel rounds x as `scheme` says."""
+    known = rounding_options(scheme, features)
+    most = torch.finfo(dtype).max
+    return Rounding(known["ABSMAX"], known["MANTISSA"], known["SMALLEST"], most, known["FMA"])
 
 
 def run(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> torch.Tensor:

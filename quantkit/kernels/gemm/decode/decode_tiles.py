@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quantkit.kernels.gemm.decode.decode_config import DecodeConfig, Norm
+from quantkit.kernels.gemm.decode.decode_config import DecodeConfig, Norm, Rounding
 from quantkit.kernels.gemm.operands import GemmSpec, Grouping
 from quantkit.kernels.layouts.dequant_ptx import expression, shared_table
 from quantkit.kernels.layouts.fragment_layout import Geometry
@@ -108,6 +108,7 @@ def decode_config(
     norm: Norm | None = None,
     gate: str = "",
     grouping: Grouping | None = None,
+    rounding: Rounding | None = None,
 ) -> DecodeConfig:
     """Return the compile-time config of `fused-gemv` for a product and a tile."""
     shape, scheme, name = spec.shape, spec.scheme, str(spec.dtype).removeprefix("torch.")
@@ -144,6 +145,7 @@ def decode_config(
         has_factor=scheme.global_scale or carried,
         has_bias=spec.bias,
         norm=norm,
+        rounding=rounding,
         gate=gate,
         matrices=1 if grouping is None else grouping.matrices,
         top_k=1 if grouping is None else grouping.top_k,

@@ -1,0 +1,114 @@
+"""Rows of x as words of two 16-bit floats in registers, for kernels whose warps have their own columns of K.
+
+`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+"""
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
+    """Return the layout of [W warps, 32 lanes, WORDS]: a thread has its words in registers."""
+    words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
+    lanes = [[0, 1 << bit, 0] for bit in range(5)]
+    warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
+    return gl.DistributedLinearLayout(words, lanes, warps, [], [W, 32, WORDS])
+
+
+@gluon.jit
+def unpack2(words, DTYPE: gl.constexpr):
+    """Unpack the two 16-bit floats of each word int32 [...] to two float32."""
+    if DTYPE == gl.bfloat16:
+        low = (words << 16).to(gl.float32, bitcast=True)
+        high = (words & -65536).to(gl.float32, bitcast=True)
+    else:
+        low = words.to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+        high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True).to(gl.float32)
+    return low, high
+
+
+@gluon.jit
+def pack2(low, high, DTYPE: gl.constexpr):
+    """Pack two float32 [...] into the 16-bit floats of a word int32."""
+    low = low.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    return low | high.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) << 16
+
+
+@gluon.constexpr_function
+def row_layout(S):  # type: ignore[no-untyped-def]
+    """Return the layout of [W, mma pairs per pass, rows of x, t]."""
+    return gl.BlockedLayout(
+        [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
+    )
+
+
+@gluon.jit
+def per_lane(of_rows, S: gl.constexpr):
+    """Broadcast a value per row of x, [W or 1, rows], to [W, 32, 1]: each lane gets the value of its row."""
+    ROW_LAYOUT: gl.constexpr = row_layout(S)
+    of_rows = gl.expand_dims(gl.expand_dims(of_rows, 1), 3)
+    of_rows, _ = gl.broadcast(
+        of_rows, gl.full([S.warps, S.mma_pairs_per_pass, S.rows, 4], 0, gl.float32, ROW_LAYOUT)
+    )
+    of_rows = gl.convert_layout(
+        gl.reshape(of_rows, (S.warps, 32)), gl.SliceLayout(2, vec4_layout(S.warps)), assert_trivial=True
+    )
+    return gl.expand_dims(of_rows, 2)
+
+
+@gluon.jit
+def largest_of_warps(words, S: gl.constexpr):
+    """Return the largest magnitude of each row of x among the columns of a warp, as bits int32 [W, rows]."""
+    ROW_LAYOUT: gl.constexpr = row_layout(S)
+    largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
+    for number in gl.static_range(len(words)):
+        low, high = unpack2(words[number], S.dtype)
+        low, high = low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True)
+        # As integers, magnitudes of floats have the same order.
+        largest = gl.maximum(largest, gl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF))
+    most = gl.reshape(gl.max(largest, axis=2), (S.warps, S.mma_pairs_per_pass, S.rows, 4))
+    most = gl.convert_layout(most, ROW_LAYOUT, assert_trivial=True)
+    return gl.max(gl.max(most, axis=3), axis=1)
+
+
+@gluon.jit
+def round_rows(words, S: gl.constexpr):
+    """Round x, words int32 [W, 32, 4], to the format of `S.rounding` with a scale for each row.
+
+    The numbers are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`.
+    """
+    most = gl.max(largest_of_warps(words, S), axis=0)
+    broken = most >= 0x7F800000
+    largest = gl.where(broken, 0, most).to(gl.float32, bitcast=True)
+    scale = gl.maximum(gl.div_rn(largest, S.rounding.absmax), 1.1754943508222875e-38)
+    inverse = per_lane(gl.expand_dims(gl.div_rn(1.0, scale), 0), S)
+    scale = per_lane(gl.expand_dims(gl.where(broken, float("nan"), scale), 0), S)
+    found = ()
+    for number in gl.static_range(len(words)):
+        low, high = unpack2(words[number], S.dtype)
+        low, high = _round(low, scale, inverse, S), _round(high, scale, inverse, S)
+        found = found + (pack2(low, high, S.dtype),)
+    return found
+
+
+@gluon.jit
+def _round(x, scale, inverse, S: gl.constexpr):
+    """Return float32 `x` [W, 32, 4] rounded with `scale` and its `inverse`, [W, 32, 1]."""
+    if S.rounding.fma:
+        # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
+        code = x * inverse
+        code = gl.fma(gl.fma(-code, scale, x), inverse, code)
+    else:
+        code = gl.div_rn(x, scale)
+    # Adding 1.5 * 2^23 spacings of the values around a number rounds it to a multiple, ties to even.
+    if S.rounding.mantissa > 0:
+        power = (code.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        spacing = gl.maximum(power, S.rounding.smallest) * (12582912.0 / (1 << S.rounding.mantissa))
+        code = (code + spacing) - spacing
+    else:
+        code = (code + 12582912.0) - 12582912.0
+    # The largest numbers of float16 may round up to 65536.
+    value = gl.minimum(gl.maximum(code * scale, -S.rounding.most), S.rounding.most)
+    return gl.where(scale != scale, scale, value)

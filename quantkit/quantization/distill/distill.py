@@ -1,7 +1,6 @@
 """Run a distillation: write samples, train, and leave the result in a work file."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -14,13 +13,7 @@ from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress
 from quantkit.quantization.distill.build_student import build_student
-from quantkit.quantization.distill.distillation import (
-    NOT_TRAINED,
-    RESULT,
-    SAMPLES,
-    STATES,
-    Distillation,
-)
+from quantkit.quantization.distill.distillation import RESULT, SAMPLES, STATES, Distillation
 from quantkit.quantization.distill.own_samples import own_samples
 from quantkit.quantization.distill.pool import HELD_OUT, Pool
 from quantkit.quantization.distill.student import Norm, Student
@@ -146,23 +139,22 @@ def _write(one: Distillation, student: Student, output: OutputDirectory, facts: 
     for filename in filenames:
         layers |= output.details(filename)["layers"]
     trained: dict[str, torch.Tensor] = {}
-    for parameter, task in one.linears.items():
-        linear = student.trained[parameter]
-        assert isinstance(linear, LatentLinear) and task.module is not None
-        packed, known = linear.packed(), layers[task.module]
+    errors = dict.fromkeys((str(task.module) for task in one.linears.values()), 0.0)
+    for name, task in one.linears.items():
+        linear = student.trained[name]
+        assert isinstance(linear, LatentLinear)
+        packed = linear.packed()
         trained |= _parts(packed, task)
-        errors = one.calibrated.decoder.read(task.source.name).float() - packed.dequantize()
+        of_weights = one.calibrated.decoder.read(task.source.name).float() - packed.dequantize()
+        errors[str(task.module)] += float(of_weights.double().square().sum())
+    for module, error in errors.items():
         # Errors of outputs are those of the codes before the training.
-        kept = {key: value for key, value in known.items() if key not in ("output", "block_error")}
-        squared = [float(errors.double().square().sum()), known["squared"][1]]
-        layers[task.module] = {**kept, "squared": squared}
-    for parameter, task in one.norms.items():
-        norm = student.trained[parameter]
+        kept = {key: value for key, value in layers[module].items() if key not in ("output", "block_error")}
+        layers[module] = {**kept, "squared": [error, layers[module]["squared"][1]]}
+    for name, task in one.norms.items():
+        norm = student.trained[name]
         assert isinstance(norm, Norm)
         trained[task.outputs[0].name] = norm.stored().cpu()
-    for module in _untrained(one):
-        note = layers[module].get("note")
-        layers[module] = {**layers[module], "note": f"{note}; {NOT_TRAINED}" if note else NOT_TRAINED}
     with output.shard(RESULT, one.specs, FORMAT) as file:
         file.detail.update(layers=layers, distillation=facts)
         for spec in one.specs:
@@ -177,15 +169,3 @@ def _parts(packed: PackedTensor, task: Task) -> dict[str, torch.Tensor]:
         assert tensor is not None
         found[spec.name] = tensor.cpu().view(spec.torch_dtype)
     return found
-
-
-def _untrained(one: Distillation) -> Iterator[str]:
-    """Yield the experts whose method trains, which the training does not cover."""
-    found = set()
-    for block in one.calibrated.blocks:
-        for name in block.parts.keys() & block.tasks.keys():
-            task = block.tasks[name]
-            if task.method is not None and task.method.distill and task.module not in found:
-                assert task.module is not None
-                found.add(task.module)
-                yield task.module

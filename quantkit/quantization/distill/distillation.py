@@ -17,7 +17,7 @@ from quantkit.errors import UsageError
 from quantkit.model.distributed import Ranks
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.blockwise.calibration_data import read_samples
-from quantkit.quantization.distill.build_student import parameter_of
+from quantkit.quantization.distill.build_student import trained_name
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -29,13 +29,11 @@ STATES = ("distill-state-0.safetensors", "distill-state-1.safetensors")
 MOST_TEXT = 8192
 #: Default time: seconds per weight, and the least.
 SECONDS_PER_WEIGHT, LEAST_SECONDS = 600 / 100e6, 600.0
-#: Note for a matrix whose method trains it, if the training does not cover it.
-NOT_TRAINED = "its codes are those before the training, which is not for experts"
 
 
 @dataclass(frozen=True, eq=False)
 class Distillation:
-    """Linears and norms to train, by parameter, the run that they belong to, and text to train on."""
+    """Linears, matrices of experts and norms to train, by name, their run, and text to train on."""
 
     linears: Mapping[str, Task]
     norms: Mapping[str, Task]
@@ -133,10 +131,10 @@ class Distillation:
 
 
 def _linears(calibrated: Calibration | None) -> dict[str, Task]:
-    """Return the linears whose method trains, by parameter."""
+    """Return the linears and matrices of experts whose method trains, by name."""
     return {
-        parameter_of(block, name): task
+        trained_name(block, name): task
         for block in (() if calibrated is None else calibrated.blocks)
         for name, task in block.tasks.items()
-        if task.method is not None and task.method.distill and name not in block.parts
+        if task.method is not None and task.method.distill
     }

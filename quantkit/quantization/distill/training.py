@@ -76,7 +76,9 @@ class Training:
             rate = getattr(options, RATES[kind]) * student.trained[parameter].steps[kind]
             if rate:
                 self._numbers[name], self._rates[name] = tensor, rate
-        self._chunks = list(_chunks({name: one.elements for name, one in student.trained.items()}))
+        elements = {name: one.elements for name, one in student.trained.items()}
+        parameters = {name: place.parameter for name, place in student.places.items()}
+        self._chunks = list(_chunks(elements, parameters))
 
     def run(self, seconds_left: Callable[[], float], on_step: Callable[[Reached], None]) -> None:
         """Train to the end, and call `on_step` after each step.
@@ -100,50 +102,55 @@ class Training:
 
     def _step(self) -> None:
         tokens = self._pool.batch(self.at.step, self.batch, self._own).to(self._student.device)
-        loss, of_weights = self._gradients(tokens)
-        factor = rate_at(self.at.step, self.at.total)
-        for chunk in self._chunks:
-            self._move({name: of_weights.pop(name) for name in chunk if name in of_weights}, factor)
+        loss = self._gradients(tokens)
+        factor, weights = rate_at(self.at.step, self.at.total), self._student.weights
+        for chunk, done in self._chunks:
+            # A part of the model that text does not reach has none.
+            found = {name: weights.gradient(name) for name in chunk}
+            self._move({name: one for name, one in found.items() if one is not None}, factor)
+            found.clear()
+            for parameter in done:
+                weights.let_go(parameter)
         self._loss = loss if self.at.step == 0 else self._loss.lerp(loss, LATELY)
 
-    def _gradients(self, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the mean divergence on `tokens`, [1], and the gradients of the weights, by parameter.
+    def _gradients(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the mean divergence on `tokens`, [1], and leave the gradients in the student's weights.
 
         They have the dtype of activations: in float32 they would take as much as the weights themselves.
         """
         student = self._student
-        weights = student.weights()
+        student.weights.collect()
         total = torch.zeros(1, device=student.device)
         for part in torch.split(tokens, self._micro):
             target = student.target(part)
             with torch.enable_grad():
-                loss = divergence(student.logits(part, weights), target) / tokens.numel()
+                loss = divergence(student.logits(part), target) / tokens.numel()
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        # A part of the model that text does not reach has none.
-        return total, {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        return total
 
     def _move(self, of_weights: Mapping[str, torch.Tensor], factor: float) -> None:
         """Move the numbers of some linears and norms, for gradients of their weights, at `factor` * rate."""
         trained = self._student.trained
         found = {
-            f"{parameter}.{kind}": gradient
-            for parameter, of_weight in of_weights.items()
-            for kind, gradient in trained[parameter].gradients(of_weight).items()
+            f"{name}.{kind}": gradient
+            for name, of_weight in of_weights.items()
+            for kind, gradient in trained[name].gradients(of_weight).items()
         }
         moved = {name: gradient for name, gradient in found.items() if name in self._rates}
         rates = {name: factor * self._rates[name] for name in moved}
         self._adam.step(self._numbers, moved, rates, self.at.step + 1)
-        for parameter in of_weights:
-            trained[parameter].clamp()
+        for name in of_weights:
+            trained[name].clamp()
+        self._student.update({name: trained[name] for name in of_weights})
 
     @torch.no_grad()
     def measure(self) -> float:
         """Return the mean divergence per token on what is held out, in nats."""
         student, held_out = self._student, self._pool.held_out
-        weights, total = student.weights(), 0.0
+        total = 0.0
         for part in torch.split(held_out.to(student.device), self._micro):
-            total += float(divergence(student.logits(part, weights), student.target(part)))
+            total += float(divergence(student.logits(part), student.target(part)))
         return total / held_out.numel()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -156,6 +163,7 @@ class Training:
         for name, number in self._numbers.items():
             number.copy_(state[name])
         self._adam.restore(state, self._numbers)
+        self._student.update(self._student.trained)
 
 
 def micro_batch(vocabulary: int, length: int, kind: str) -> int:
@@ -163,17 +171,23 @@ def micro_batch(vocabulary: int, length: int, kind: str) -> int:
     return max(1, min(MOST_TOKENS[kind], MOST_LOGITS[kind] // vocabulary) // length)
 
 
-def _chunks(elements: Mapping[str, int]) -> Iterator[list[str]]:
-    """Split names into lists of at most `CHUNK_WEIGHTS` numbers, or of one name; `elements` are of each."""
-    chunk, count = list[str](), 0
+def _chunks(
+    elements: Mapping[str, int], parameters: Mapping[str, str]
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Split names into lists of at most `CHUNK_WEIGHTS` numbers, or of one name; `elements` are of each.
+
+    With each list come the parameters that no later one has a part of; `parameters` are those of the names.
+    """
+    chunks, count = [list[str]()], 0
     for name, size in elements.items():
-        if chunk and count + size > CHUNK_WEIGHTS:
-            yield chunk
-            chunk, count = [], 0
-        chunk.append(name)
+        if chunks[-1] and count + size > CHUNK_WEIGHTS:
+            chunks.append([])
+            count = 0
+        chunks[-1].append(name)
         count += size
-    if chunk:
-        yield chunk
+    last = {parameters[name]: at for at, chunk in enumerate(chunks) for name in chunk}
+    for at, chunk in enumerate(chunks):
+        yield chunk, [parameter for parameter, place in last.items() if place == at]
 
 
 def rate_at(step: int, total: int | None) -> float:

@@ -14,7 +14,8 @@ from quantkit.model.experts import DOWN
 from quantkit.packing.activations import ActivationScheme
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, weight_of
 from quantkit.quantization.blockwise.layer_quantizer import Solver, packed_of
-from quantkit.quantization.distill.student import Norm, Student
+from quantkit.quantization.distill.residence import Residence
+from quantkit.quantization.distill.student import Norm, Student, Trained
 from quantkit.quantization.distill.trained_weights import Place
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.task import Task
@@ -35,13 +36,14 @@ def build_student(
     linears: Mapping[str, Task],
     norms: Mapping[str, Task],
     files: WorkFiles,
+    residence: Residence,
 ) -> Student:
     """Build a student of `model`, the original with all weights.
 
     `linears`, which may be matrices of experts, and `norms` are trained, by name. What else is packed has the
     weights that it will have, and dense tensors that calibration changed are as it left them in `files`.
     """
-    trained: dict[str, LatentLinear | Norm] = {}
+    trained: dict[str, Trained] = {}
     places: dict[str, Place] = {}
     fixed: dict[str, torch.Tensor] = {}
     activations: dict[str, ActivationScheme] = {}
@@ -60,7 +62,8 @@ def build_student(
                 fixed[place.parameter] = originals[place.parameter].detach().clone()
             known = trained_name(block, name)
             if known in linears:
-                trained[known] = LatentLinear(decoder.read(task.source.name), packed)
+                linear = LatentLinear(decoder.read(task.source.name), packed)
+                trained[known] = residence.keep_all(linear)
                 places[known] = place
             elif place.part is None:
                 fixed[place.parameter] = packed.dequantize(decoder.dtype)
@@ -75,9 +78,9 @@ def build_student(
         weight = fixed.pop(parameter, None)
         if weight is None:
             weight = decoder.read(task.source.name)
-        trained[parameter] = Norm(weight, task.outputs[0].torch_dtype)
+        trained[parameter] = residence.keep_all(Norm(weight, task.outputs[0].torch_dtype))
         places[parameter] = Place(parameter)
-    return Student(model, trained, places, fixed, activations)
+    return Student(model, trained, places, fixed, activations, residence)
 
 
 def _place(block: BlockTasks, name: str) -> Place:

@@ -1,5 +1,6 @@
 """Run a distillation: write samples, train, and leave the result in a work file."""
 
+import logging
 import time
 from dataclasses import asdict
 from typing import Any
@@ -10,15 +11,20 @@ from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.memory import free_memory
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress
 from quantkit.quantization.distill.build_student import build_student
 from quantkit.quantization.distill.distillation import RESULT, SAMPLES, STATES, Distillation
 from quantkit.quantization.distill.own_samples import own_samples
 from quantkit.quantization.distill.pool import HELD_OUT, Pool
+from quantkit.quantization.distill.residence import Residence
 from quantkit.quantization.distill.student import Norm, Student
-from quantkit.quantization.distill.training import BATCH, Reached, Training
+from quantkit.quantization.distill.training import Reached, Training, batch_of
+from quantkit.quantization.distill.training_memory import Way, check_host, choose
 from quantkit.quantization.task import Task
+
+logger = logging.getLogger("quantkit.memory")
 
 FORMAT = {"format": "pt"}
 #: Seconds between storing the state.
@@ -41,10 +47,16 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
     report: Progress = progress or (lambda done, total, label: None)
     started, calibrated = time.monotonic(), one.calibrated
     decoder, tokens = calibrated.decoder, one.text.tokens
+    way = _way(one, output)
     model = decoder.whole()
     own = _samples_of(one, model, output, report)
-    student = build_student(model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, output)
-    training = Training(student, Pool.of(tokens, own, calibrated.seed), one.options, decoder.embedding_rows)
+    residence = Residence(decoder.device, way.on_host)
+    student = build_student(
+        model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, output, residence
+    )
+    if way.compute_again:
+        student.compute_again(name for name in decoder.block_names if not decoder.block(name).is_linear)
+    training = Training(student, Pool.of(tokens, own, calibrated.seed), one.options, way.micro)
     before = _resumed(training, output)
     if before is None:
         before = training.measure()
@@ -68,9 +80,26 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
         "steps": training.at.step,
         "tokens": training.at.step * training.batch * tokens.shape[1],
         "sequences": {"length": tokens.shape[1], "text": len(tokens), "own": len(own)},
-        "settings": {**asdict(one.options), "batch": training.batch},
+        "settings": {**asdict(one.options), "batch": training.batch, "micro_batch": way.micro},
     }
     _write(one, student, output, facts)
+
+
+def _way(one: Distillation, output: OutputDirectory) -> Way:
+    """Return the way to train that fits the free memory, and say which it is.
+
+    A resumed run keeps the micro-batch of its state.
+    """
+    device, sizes = one.calibrated.decoder.device, one.sizes
+    stored = _stored(output)
+    micro = output.details(stored[-1])["micro"] if stored else None
+    free, on_host = free_memory(device), free_memory(torch.device("cpu"))
+    way = choose(sizes, batch_of(one.options, device), free, micro)
+    check_host(way, sizes, on_host, device, free)
+    logger.log(
+        logging.WARNING if way.on_host or way.compute_again else logging.INFO, way.text(sizes, free, device)
+    )
+    return way
 
 
 def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: Progress) -> torch.Tensor:
@@ -82,7 +111,7 @@ def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: 
         return tokens[:0]
     most, limit = options.own_most, SAMPLING * one.seconds
     if options.steps is not None:
-        batch = options.batch or BATCH[one.calibrated.decoder.device.type]
+        batch = batch_of(options, one.calibrated.decoder.device)
         most, limit = min(most, HELD_OUT + round(options.steps * batch * options.own)), float("inf")
     started, found, count = time.monotonic(), [], 0
     for samples in own_samples(model, tokens, tokens.shape[1], one.calibrated.seed):
@@ -107,7 +136,7 @@ def _store(training: Training, output: OutputDirectory, before: float) -> None:
     name = next(name for name in STATES if name not in old[-1:])
     state = training.state()
     with output.shard(name, [TensorSpec.of(key, one) for key, one in state.items()], FORMAT) as file:
-        file.detail.update(at=asdict(training.at), before=before)
+        file.detail.update(at=asdict(training.at), before=before, micro=training.micro)
         for key, one in state.items():
             file.write(key, one.cpu())
     for other in old[-1:]:
@@ -133,6 +162,7 @@ def _resumed(training: Training, output: OutputDirectory) -> float | None:
 
 def _write(one: Distillation, student: Student, output: OutputDirectory, facts: dict[str, Any]) -> None:
     """Write what was trained, and all else of the work files of the calibration as it is."""
+    student.residence.wait()
     filenames = one.calibrated.quantized_files
     files = Checkpoint.of_files([output.path / name for name in filenames])
     layers: dict[str, Any] = {}
@@ -143,7 +173,7 @@ def _write(one: Distillation, student: Student, output: OutputDirectory, facts: 
     for name, task in one.linears.items():
         linear = student.trained[name]
         assert isinstance(linear, LatentLinear)
-        packed = linear.packed()
+        packed = student.residence.fetch_all(linear).packed()
         trained |= _parts(packed, task)
         of_weights = one.calibrated.decoder.read(task.source.name).float() - packed.dequantize()
         errors[str(task.module)] += float(of_weights.double().square().sum())

@@ -19,6 +19,7 @@ from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.distill.build_student import trained_name
 from quantkit.quantization.distill.distill_options import DistillOptions
+from quantkit.quantization.distill.training_memory import Sizes
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.task import Task
@@ -27,8 +28,6 @@ SAMPLES, RESULT = "distill-samples.safetensors", "distilled.safetensors"
 STATES = ("distill-state-0.safetensors", "distill-state-1.safetensors")
 #: Most sequences of the calibration text: many more than calibration needs.
 MOST_TEXT = 8192
-#: Default time: seconds per weight, and the least.
-SECONDS_PER_WEIGHT, LEAST_SECONDS = 600 / 100e6, 600.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +40,7 @@ class Distillation:
     calibrated: Calibration
     planned: Plan
     text: Samples
+    sizes: Sizes
 
     @classmethod
     def of(
@@ -77,7 +77,9 @@ class Distillation:
         norms = {name: dense[one] for name, one in stored.items() if one in dense and options.norm_rate}
         more = replace(asked.calibration, samples=MOST_TEXT)
         text = read_samples(checkpoint, more, decoder.embedding_rows)
-        return cls(linears, norms, options, calibrated, planned, text)
+        sizes = Sizes.of(checkpoint, planned, text.tokens.shape[1], decoder.device)
+        assert sizes is not None
+        return cls(linears, norms, options, calibrated, planned, text, sizes)
 
     def bound(self, calibrated: Calibration, planned: Plan) -> "Distillation":
         """Return the distillation of the same run, once the scales of inputs are measured."""
@@ -86,8 +88,7 @@ class Distillation:
     @property
     def seconds(self) -> float:
         """Return about how long writing samples and training take, if the time decides."""
-        weights = sum(task.source.elements for task in self.linears.values())
-        return self.options.seconds or max(LEAST_SECONDS, SECONDS_PER_WEIGHT * weights)
+        return self.options.seconds_of(sum(task.source.elements for task in self.linears.values()))
 
     @property
     def work_files(self) -> tuple[str, ...]:

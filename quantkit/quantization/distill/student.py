@@ -1,14 +1,18 @@
 """Student: a second model beside the original, with the weights that its packed linears have now."""
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.packing.activations import ActivationScheme
+from quantkit.quantization.distill.residence import Residence
 from quantkit.quantization.distill.trained_weights import Place, TrainedWeights
 
 
@@ -35,34 +39,46 @@ class Norm:
     def gradients(self, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"norm": gradient.float()}
 
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return this weight with `function` applied to it, such as a copy to another device."""
+        found = copy.copy(self)
+        found.numbers = {name: function(one) for name, one in self.numbers.items()}
+        return found
+
     def clamp(self) -> None:
         """Do nothing: any number is a weight."""
+
+
+#: What is trained of a linear, a matrix of experts, or a norm.
+Trained = LatentLinear | Norm
 
 
 class Student:
     """Original model, and a student that shares with it the weights in which they do not differ.
 
-    model    the original, with all its weights
-    trained  linears, matrices of experts, and norms, by name
-    places   where they are in the model, by the same names
-    weights  the student's weights of them
-    network  the student as a model
+    model      the original, with all its weights
+    trained    linears, matrices of experts, and norms, by name, where they are between steps
+    places     where they are in the model, by the same names
+    weights    the student's weights of them
+    network    the student as a model
+    residence  where `trained` is between steps
     """
 
     def __init__(
         self,
         model: Any,
-        trained: Mapping[str, LatentLinear | Norm],
+        trained: Mapping[str, Trained],
         places: Mapping[str, Place],
         fixed: Mapping[str, torch.Tensor],
         activations: Mapping[str, ActivationScheme],
+        residence: Residence,
     ) -> None:
         """Build the student.
 
         `fixed` are weights that differ from the original's and are not trained, by parameter; of fused
         experts the whole parameter. `activations` say how modules round their inputs, by name.
         """
-        self.model, self.trained, self.places = model, trained, places
+        self.model, self.trained, self.places, self.residence = model, trained, places, residence
         originals = dict(model.named_parameters(remove_duplicate=False))
         tensors = {
             place.parameter: torch.empty_like(originals[place.parameter])
@@ -78,13 +94,12 @@ class Student:
         self.weights.put_into(self.network)
         for name, scheme in activations.items():
             self.network.get_submodule(name).register_forward_pre_hook(_rounding(scheme))
-        self.update(trained)
+        self.update()
 
     @property
     def device(self) -> torch.device:
         """Return the device of the weights."""
-        found: torch.device = next(self.model.parameters()).device
-        return found
+        return self.residence.device
 
     @property
     def numbers(self) -> dict[str, torch.Tensor]:
@@ -95,10 +110,30 @@ class Student:
             for kind, tensor in one.numbers.items()
         }
 
-    def update(self, trained: Mapping[str, LatentLinear | Norm]) -> None:
-        """Set the student's weights to those of the numbers in `trained`, by name."""
-        for name, one in trained.items():
+    @contextmanager
+    def at_work(self, names: Iterable[str]) -> Iterator[dict[str, Trained]]:
+        """Context manager: yield what is trained under these names on the device, to be changed in place.
+
+        At the end the student has the new weights.
+        """
+        here = {name: self.residence.fetch_all(self.trained[name]) for name in names}
+        yield here
+        for name, one in here.items():
             self.weights.write(name, one.values())
+            self.residence.bring_all_back(self.trained[name], one)
+
+    def update(self) -> None:
+        """Set the student's weights to those of the numbers as they are."""
+        for name, one in self.trained.items():
+            self.weights.write(name, self.residence.fetch_all(one).values())
+
+    def compute_again(self, blocks: Iterable[str]) -> None:
+        """Keep only the inputs of these modules in a pass with gradients; the rest is computed twice."""
+        for name in blocks:
+            module = self.network.get_submodule(name)
+            module.forward = partial(
+                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+            )
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the student's logits [B, T, V] for tokens int64 [B, T]."""

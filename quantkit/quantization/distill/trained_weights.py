@@ -72,16 +72,16 @@ class TrainedWeights:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> None:
         self._places = places
-        self._leaves = {name: one.detach().requires_grad_() for name, one in tensors.items()}
+        self.leaves = {name: one.detach().requires_grad_() for name, one in tensors.items()}
         self._stacks = {
-            place.parameter: ExpertStack.of(self._leaves[place.parameter])
+            place.parameter: ExpertStack.of(self.leaves[place.parameter])
             for place in {place.parameter: place for place in places.values()}.values()
             if place.part is not None
         }
 
     def put_into(self, model: nn.Module) -> None:
         """Make these the parameters of a model."""
-        for name, leaf in self._leaves.items():
+        for name, leaf in self.leaves.items():
             owner, _, last = name.rpartition(".")
             # `setattr` takes only an `nn.Parameter`, which would be a leaf of its own.
             parameters: dict[str, Any] = model.get_submodule(owner)._parameters
@@ -91,21 +91,21 @@ class TrainedWeights:
     def write(self, name: str, values: torch.Tensor) -> None:
         """Set the weights of the trained matrix or norm `name`, rounded to the dtype of the model."""
         place = self._places[name]
-        place.of(self._leaves[place.parameter]).copy_(values)
+        place.of(self.leaves[place.parameter]).copy_(values)
 
     def collect(self) -> None:
         """Begin a step, whose gradients are added up; those of an expert that no token reaches are 0."""
         for name, stack in self._stacks.items():
-            stack.collect(torch.zeros_like(self._leaves[name]))
+            stack.collect(torch.zeros_like(self.leaves[name]))
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """Return the gradient of a trained matrix or norm; None if nothing that ran has it."""
         place = self._places[name]
-        gradient = self._leaves[place.parameter].grad
+        gradient = self.leaves[place.parameter].grad
         return None if gradient is None else place.of(gradient)
 
     def let_go(self, parameter: str) -> None:
         """Free the gradient of a parameter."""
         if parameter in self._stacks:
             self._stacks[parameter].collect(None)
-        self._leaves[parameter].grad = None
+        self.leaves[parameter].grad = None

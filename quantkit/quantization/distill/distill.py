@@ -15,7 +15,7 @@ from quantkit.memory import free_memory
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress
 from quantkit.quantization.distill.build_student import build_student
-from quantkit.quantization.distill.distillation import RESULT, SAMPLES, STATES, Distillation
+from quantkit.quantization.distill.distillation import FACTS, RESULT, SAMPLES, STATES, Distillation
 from quantkit.quantization.distill.own_samples import own_samples
 from quantkit.quantization.distill.pool import HELD_OUT, Pool
 from quantkit.quantization.distill.residence import Residence
@@ -50,6 +50,7 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
     way = _way(one, output)
     model = decoder.whole()
     own = _samples_of(one, model, output, report)
+    started = min(started, time.monotonic() - _seconds_of_samples(output))
     residence = Residence(decoder.device, way.on_host)
     student = build_student(
         model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, output, residence
@@ -123,8 +124,15 @@ def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: 
             break
     own = torch.cat(found)[:most]
     with output.shard(SAMPLES, [TensorSpec("tokens", "I32", tuple(own.shape))], FORMAT) as file:
+        file.detail["seconds"] = time.monotonic() - started
         file.write("tokens", own.int())
     return own
+
+
+def _seconds_of_samples(output: OutputDirectory) -> float:
+    """Return how long writing the samples took, in this process or an earlier one; 0 without samples."""
+    seconds: float = output.details(SAMPLES)["seconds"] if output.is_done(SAMPLES) else 0.0
+    return seconds
 
 
 def _store(training: Training, output: OutputDirectory, before: float) -> None:
@@ -186,7 +194,7 @@ def _write(one: Distillation, student: Student, output: OutputDirectory, facts: 
         assert isinstance(norm, Norm)
         trained[task.outputs[0].name] = norm.stored().cpu()
     with output.shard(RESULT, one.specs, FORMAT) as file:
-        file.detail.update(layers=layers, distillation=facts)
+        file.detail.update({"layers": layers, FACTS: facts})
         for spec in one.specs:
             file.write(spec.name, trained[spec.name] if spec.name in trained else files.read(spec.name))
 

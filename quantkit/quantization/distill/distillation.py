@@ -26,6 +26,8 @@ from quantkit.quantization.task import Task
 
 SAMPLES, RESULT = "distill-samples.safetensors", "distilled.safetensors"
 STATES = ("distill-state-0.safetensors", "distill-state-1.safetensors")
+#: Key of what the manifest says of a training, in the details of files.
+FACTS = "distillation"
 #: Most sequences of the calibration text: many more than calibration needs.
 MOST_TEXT = 8192
 
@@ -53,7 +55,8 @@ class Distillation:
     ) -> "Distillation | None":
         """Return the distillation of a plan; None if no method trains end to end.
 
-        Raises `UsageError` for options without such a method, and for several ranks.
+        Raises `UsageError` for options without such a method, several ranks, and models that predict no
+        tokens.
         """
         options, linears = asked.distillation, _linears(calibrated)
         if calibrated is None or not linears:
@@ -69,6 +72,12 @@ class Distillation:
                 "quantkit without torchrun."
             )
         decoder = calibrated.decoder
+        if decoder.head_name is None or decoder.config.get("is_encoder_decoder"):
+            raise UsageError(
+                "--method distill compares predictions of tokens from tokens alone, and models of type "
+                f"{decoder.config.get('model_type')!r} make none. Take a method that learns block by block, "
+                "such as --method signround."
+            )
         dense = {
             task.source.name: task for shard in planned.shards for task in shard.tasks if task.scheme is None
         }
@@ -113,11 +122,19 @@ class Distillation:
         samples = self.options.own_most * self.text.tokens.shape[1] * 4
         return samples + 2 * 3 * 4 * weights + sum(spec.nbytes for spec in self.specs)
 
-    def result(self, output: OutputDirectory) -> tuple[tuple[str, ...], dict[str, Any] | None]:
-        """Return the files from which shards copy tensors, and what the manifest says of the training."""
+    def result(self, output: OutputDirectory) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """Return the files from which shards copy tensors, and what their details have beside."""
         if not output.is_done(RESULT):
-            return (), None
-        return (RESULT,), output.details(RESULT)["distillation"]
+            return (), {}
+        return (RESULT,), {FACTS: output.details(RESULT)[FACTS]}
+
+    def facts(self, output: OutputDirectory) -> dict[str, Any]:
+        """Return what the manifest says of the training, once all shards are done.
+
+        The details of shards have it, which are there until the directory is finished.
+        """
+        found: dict[str, Any] = output.details(self.planned.shards[0].filename)[FACTS]
+        return found
 
     def reasons(self, dense: Mapping[str, str]) -> dict[str, str]:
         """Return `dense`, the reasons why tensors are dense, with a word on those that are trained."""

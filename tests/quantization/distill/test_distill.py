@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralForCausalLM
 
+from quantkit import quantizing
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint
@@ -16,6 +18,7 @@ from quantkit.errors import UsageError
 from quantkit.quantization.distill import distill, training
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.student import Student
+from quantkit.quantization.distill.training import Training
 from quantkit.quantizing import quantize
 from quantkit.runtime.load import load
 from quantkit.runtime.replace import unpack_modules
@@ -89,6 +92,52 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
         assert files_of(out) == expected
         if stop > first:
             assert not any(text.startswith("step 2 of 6") for text in resumed)
+
+
+@pytest.mark.parametrize("where", ["check_unfinished", "discard_work"])
+def test_interrupted_at_the_end_the_manifest_has_what_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    options = {**SMALL, **steps(2), "check": True}
+    quantize(STORIES, tmp_path / "whole", **options)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(quantizing, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(STORIES, tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "config.json").exists()
+    quantize(STORIES, tmp_path / "out", resume=True, **options)
+    assert facts_of(tmp_path / "out")["steps"] == 2
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_resumed_run_counts_the_time_of_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, left = [0.0], list[float]()
+    write_samples = distill.own_samples
+
+    def slowly(*given: Any) -> Any:
+        for samples in write_samples(*given):
+            clock[0] += 100.0
+            yield samples
+
+    def run(training: Training, seconds_left: Any, on_step: Any) -> None:
+        left.append(seconds_left())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(distill, "own_samples", slowly)
+    monkeypatch.setattr(Training, "run", run)
+    options = {**SMALL, "distillation": DistillOptions(seconds=1500.0, batch=2)}
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            quantize(STORIES, tmp_path / "out", resume=resume, **options)
+    # A fifth of the time is for samples.
+    assert left == [1200.0, 1200.0] and clock == [300.0]
 
 
 def test_a_time_decides_the_number_of_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +286,14 @@ def test_refusals_come_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'best,best' cannot be combined"):
         quantize(STORIES, out, **{**SMALL, "method": "best,best"})
     assert not out.exists()
+
+
+@pytest.mark.parametrize("family", ["t5", "embedding"])
+def test_models_that_predict_no_tokens_are_refused(tmp_path: Path, text: Path, family: str) -> None:
+    source = write(tmp_path, family)
+    with pytest.raises(UsageError, match=r"models of type '\w+' make none.*--method signround"):
+        quantize(source, tmp_path / "out", **TINY, calibration=data(text), **steps(2))
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_time_is_another_run(tmp_path: Path) -> None:

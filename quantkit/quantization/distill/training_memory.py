@@ -11,6 +11,7 @@ Sums over tokens depend on the micro-batch, so a resumed run keeps that. The bit
 """
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +34,8 @@ CHUNK_WEIGHTS = 1 << 26
 MOVED_BYTES, FETCHED_BYTES, WORK_BYTES = 16, 10, 12
 #: Values per token that a block keeps for gradients: in hidden sizes and in widths of the widest linear.
 KEPT = (13, 3)
+#: Values per token that each expert of it keeps: in hidden sizes and in widths between its products.
+KEPT_BY_EXPERT = (4, 4)
 #: Tensors of all logits of a micro-batch, and bytes of those whose divergence is computed at a time.
 LOGIT_TENSORS, LOGIT_BYTES = 4, 24
 #: Tokens times weights of a matrix whose product takes as long as the launches that come with it, by device:
@@ -92,8 +95,15 @@ class Sizes:
         itemsize = compute_dtype(checkpoint, device).itemsize
         weights = sum(task.source.elements for task in trained)
         latents = [task.source.elements * task.scheme.planes for task in trained if task.scheme is not None]
-        widest = max(max(task.source.shape) for task in trained)
+        modules = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
+        experts = [task for task in packed if task.module in modules]
+        widest = max(max(task.source.shape) for task in packed if task not in experts)
         hidden = hidden_size(checkpoint, widest)
+        values = KEPT[0] * hidden + KEPT[1] * widest
+        if experts:
+            between = max(sum(task.source.shape) for task in experts) - hidden
+            of_expert = KEPT_BY_EXPERT[0] * hidden + KEPT_BY_EXPERT[1] * between
+            values += _experts_per_token(checkpoint, experts) * of_expert
         # The token embedding has most rows.
         vocabulary = max(task.source.shape[0] for task in tasks if len(task.source.shape) == 2)
         return cls(
@@ -107,7 +117,7 @@ class Sizes:
             moved=min(sum(latents), max(CHUNK_WEIGHTS, *latents)),
             largest=max(latents),
             blocks=len({block_of(task.source.name) for task in trained}),
-            per_block=itemsize * (KEPT[0] * hidden + KEPT[1] * widest),
+            per_block=itemsize * values,
             per_input=itemsize * hidden,
             per_logits=itemsize * LOGIT_TENSORS * vocabulary,
             length=length,
@@ -200,6 +210,13 @@ def check_host(way: Way, sizes: Sizes, free: int, device: torch.device, on_devic
             f"memory, where {size_text(free)} are free; {device} has {size_text(on_device)} free, and would "
             f"need {size_text(needed)} with them. {RUN_AGAIN}"
         )
+
+
+def _experts_per_token(checkpoint: Checkpoint, experts: list[Task]) -> int:
+    """Return how many experts a token has by config.json, or if it does not say that, how many there are."""
+    config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+    stated = config.get("num_experts_per_tok")
+    return stated if isinstance(stated, int) else max(Counter(task.module for task in experts).values())
 
 
 def _number_bytes(task: Task) -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
-from quantkit.memory import CONTEXT_BYTES
-from quantkit.quantization.gpu_memory import WORKSPACE_BYTES
+from quantkit.memory import CONTEXT_BYTES, WORKSPACE_BYTES
 from quantkit.quantization.plan import Plan, make_plan
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import open_structure

@@ -318,10 +318,12 @@ def write_output(
         report(source_bytes(planned, calibrated), "")
         return check_finished(output, device) if check else None
     quantized = () if calibrated is None else calibrated.quantized_files
+    beside: dict[str, Any] = {}
     if distilled is not None:
-        quantized, facts = distilled.result(output)
-    measured = record(write_shards(checkpoint, planned, output, device, report, quantized))
+        quantized, beside = distilled.result(output)
+    measured = record(write_shards(checkpoint, planned, output, device, report, quantized, beside))
     if distilled is not None:
+        facts = distilled.facts(output)
         measured = replace(measured, distillation=facts, dense=distilled.reasons(measured.dense))
     if calibrated is not None:
         discard_work(output, [*calibrated.work_files, *(() if distilled is None else distilled.work_files)])

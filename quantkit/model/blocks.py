@@ -220,9 +220,8 @@ class Decoder:
     def check_runs(self, tokens: torch.Tensor, beside: Beside | None = None) -> None:
         """Raise `BlocksError` if the model does not run on `tokens` int64 [B, T] up to its first block.
 
-        `beside` are inputs besides tokens, such as pixels. No weight is read: those outside of blocks are
-        zeros. In-place changes to weights of blocks before they run, such as RWKV's scaling, are recorded and
-        later applied to the weights read.
+        `beside` are inputs besides tokens. No weight is read: those outside of blocks are zeros. Changes in
+        place to weights of blocks before they run, as RWKV makes, are recorded, and applied to weights read.
         """
         changes = WeightChanges(dict(self._model.named_parameters()))
 
@@ -369,12 +368,13 @@ class Decoder:
 
     def whole(self) -> Any:
         """Return a copy of the model with all weights of the checkpoint; tied ones are one parameter."""
-        model, made = copy.deepcopy(self._model), dict[int, nn.Parameter]()
-        for name, one in list(model.named_parameters(remove_duplicate=False)):
-            if id(one) not in made:
-                made[id(one)] = nn.Parameter(self._read(name).clone(), requires_grad=False)
+        model, made = copy.deepcopy(self._model), dict[str, nn.Parameter]()
+        for name in self.shapes:
+            known = self._stored.get(name) or self._tied.get(name) or name
+            if known not in made:
+                made[known] = nn.Parameter(self._read(name).clone(), requires_grad=False)
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, made[id(one)])
+            setattr(model.get_submodule(owner), leaf, made[known])
         return model
 
     def empty(self, parameter: str) -> torch.Tensor:

@@ -9,7 +9,8 @@ count for all. With data, a matrix product is measured, and the operations of a 
     factors      3 x K^3 for every such input
     rounding     2 x K for every weight, and the scale search that was sampled
 
-Attention, reading, writing and the check of the result are not counted.
+A training takes the time that it is given, or that its size decides. Attention, reading, writing and the
+check of the result are not counted.
 """
 
 import math
@@ -25,6 +26,7 @@ from quantkit.calibrate.methods import quantize_tensor
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.blockwise.calibration_data import sample_shape
+from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.task import Task, needs_of
 
@@ -48,18 +50,27 @@ class Duration:
 
 
 def estimate(
-    checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, device: torch.device
+    checkpoint: Checkpoint,
+    planned: Plan,
+    options: CalibrationOptions,
+    device: torch.device,
+    training: DistillOptions,
 ) -> Duration | None:
     """Measure a sample on `device` and return the estimate.
 
-    None where it would be a guess: experts with data, methods that learn, and allocations, whose measuring
-    took most of the time.
+    None where it would be a guess: experts with data, methods that learn in blocks, a number of steps of
+    `training`, and allocations, whose measuring took most of the time.
     """
     tasks = [task for shard in planned.shards for task in shard.tasks if task.scheme is not None]
     with_data = [task for task in tasks if task.needs]
     learned = any(task.method is not None and task.method.refine is not None for task in tasks)
     experts = any(layer.linear.kind == "experts" for layer in planned.layers)
+    trained = sum(
+        task.source.elements for task in tasks if task.method is not None and task.method.distill is not None
+    )
     if planned.allocation is not None or learned or (with_data and experts):
+        return None
+    if trained and training.steps is not None:
         return None
     rows = _seconds_of_rows(tasks, device)
     measured = any(task.is_measured for task in tasks)
@@ -70,7 +81,8 @@ def estimate(
         # A pass of the original.
         tokens = math.prod(sample_shape(checkpoint, options))
         operations += 2.0 * tokens * sum(task.source.elements for task in tasks)
-    return Duration(rows + operations / _speed(device), 3.0)
+    seconds = rows + operations / _speed(device)
+    return Duration(seconds + (training.seconds_of(trained) if trained else 0.0), 3.0)
 
 
 def _seconds_of_rows(tasks: Iterable[Task], device: torch.device) -> float:

@@ -4,7 +4,7 @@ Each phase has an upper bound on its live tensors. The constants per weight and 
 CPU; a test compares the bound with the bytes that the same code holds there.
 """
 
-import re
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,15 +25,17 @@ from quantkit.calibrate.scale_search import (
 from quantkit.calibrate.scaling import GPU_WEIGHTS
 from quantkit.checkpoint.model_record import float32_bytes
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.memory import CONTEXT_BYTES, IDLE_BYTES, STREAM_IDLE_BYTES
+from quantkit.memory import CONTEXT_BYTES, IDLE_BYTES, STREAM_IDLE_BYTES, WORKSPACE_BYTES
 from quantkit.model.hidden_states import HIDDEN_BYTES, HIDDEN_MEMORY
 from quantkit.packing.formats import IntFormat
 from quantkit.quantization.allocate.sensitivity import BATCH, LOGITS, TOKENS
+from quantkit.quantization.blockwise.block_sizes import block_of, hidden_size, stored_bytes
 from quantkit.quantization.blockwise.block_tasks import needs_data
 from quantkit.quantization.blockwise.calibration_data import sample_shape
 from quantkit.quantization.blockwise.moe_calibration import WORK_BYTES
 from quantkit.quantization.blockwise.pipeline import batch_size, compute_dtype
-from quantkit.quantization.distill import loss, training
+from quantkit.quantization.distill import training_memory
+from quantkit.quantization.distill.training_memory import Sizes, choose, least
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.stream import CHUNK_BYTES, worker_count
 from quantkit.quantization.task import Task, needs_of
@@ -50,30 +52,29 @@ FACTOR, CORRECTION = 2.7, 3.2
 PASS, BACK = (10, 3), (20, 5)
 #: Bytes per weight while its rounding is learned.
 LEARNED_BYTES = 30
-#: Bytes per weight while it is trained: latent number and Adam's means; the student's weight and its gradient
-#: in the dtype of activations are added. And bytes per weight of those that a step moves at a time.
-TRAINED_BYTES, MOVED_BYTES = 8, 32
-#: Tensors of all logits of a micro-batch, and bytes of those whose divergence is computed at a time.
-LOGIT_TENSORS, LOGIT_BYTES = 4, 24
-#: cuBLAS workspaces and CUDA graphs, in bytes: an H200 used 6.38 GB for 6.28 GB of GPTQ tensors.
-WORKSPACE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Largest GPU memory of a run in bytes, as nvidia-smi shows it: when quantizing, when checking.
+    """Largest GPU memory of a run in bytes, as nvidia-smi shows it.
 
-    The check on a prompt is left out if its memory is not free.
+    quantizing   to quantize
+    checking     to run the result on a prompt, which is left out if it is not free
+    fastest      what a training takes more, where that is free, to be faster; None without one
     """
 
     quantizing: int
     checking: int
+    fastest: int | None = None
 
 
 def gpu_memory(
     checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, free: int | None = None
 ) -> GpuMemory:
-    """Return the GPU memory of a run of the plan on a GPU with `free` bytes; None for unlimited memory."""
+    """Return the GPU memory of a run of the plan on a GPU with `free` bytes.
+
+    None is for unlimited memory, and for a training that does with little.
+    """
     device = torch.device("cuda")
     takes_data = planned.allocation is not None or needs_data(planned)
     shape = sample_shape(checkpoint, options) if takes_data else (0, 0)
@@ -82,12 +83,18 @@ def gpu_memory(
         calibrated_bytes(checkpoint, planned, shape, device, free) + IDLE_BYTES,
     ]
     peaks.append(measured_bytes(checkpoint, planned, shape, device, free) + IDLE_BYTES)
-    peaks.append(trained_bytes(checkpoint, planned, shape[1], device) + IDLE_BYTES)
+    sizes, batch = Sizes.of(checkpoint, planned, shape[1], device), training_memory.BATCH[device.type]
+    if sizes is not None:
+        way = least(sizes, batch) if free is None else choose(sizes, batch, free)
+        peaks.append(way.nbytes(sizes) + IDLE_BYTES)
     if planned.allocation is not None:
         peaks.append(_sensitivity_bytes(checkpoint, planned, shape[1]) + IDLE_BYTES)
     beside = CONTEXT_BYTES + WORKSPACE_BYTES
     checking = float32_bytes(planned.output_bytes, planned.layer_records({}))
-    return GpuMemory(beside + max(peaks), beside + IDLE_BYTES + checking)
+    fastest = None
+    if sizes is not None:
+        fastest = beside + IDLE_BYTES + choose(sizes, batch, math.inf).nbytes(sizes)
+    return GpuMemory(beside + max(peaks), beside + IDLE_BYTES + checking, fastest)
 
 
 def streamed_bytes(planned: Plan, device: torch.device) -> int:
@@ -105,13 +112,13 @@ def measured_bytes(
     if not any(task.is_measured for task in tasks):
         return 0
     widest = max(max(task.source.shape) for task in tasks)
-    hidden = _hidden_size(checkpoint, widest)
+    hidden = hidden_size(checkpoint, widest)
     tokens = batch_size(shape, False, widest, device.type) * shape[1]
     through = tokens * itemsize * (PASS[0] * hidden + PASS[1] * widest)
     states = shape[0] * shape[1] * hidden * itemsize
     at_home = states <= (HIDDEN_BYTES if free is None else min(HIDDEN_BYTES, HIDDEN_MEMORY * free))
     held = states if at_home else 2 * tokens * hidden * itemsize
-    return int(max(_stored_bytes(checkpoint, itemsize).values()) + through + held)
+    return int(max(stored_bytes(checkpoint, itemsize).values()) + through + held)
 
 
 def calibrated_bytes(
@@ -122,7 +129,7 @@ def calibrated_bytes(
     if not needs_of(tasks):
         return 0
     widest = max(max(task.source.shape) for task in tasks)
-    hidden = _hidden_size(checkpoint, widest)
+    hidden = hidden_size(checkpoint, widest)
     refines = any(_refines(task) for task in tasks)
     twice = 1 + bool(OF_ORIGINAL & needs_of(tasks))
     experts = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
@@ -134,7 +141,7 @@ def calibrated_bytes(
     held = states if at_home else 2 * tokens * hidden * itemsize
     # Calls of experts are stored with the hidden states, twice while they are concatenated.
     called = states if at_home else 0
-    stored = _stored_bytes(checkpoint, itemsize)
+    stored = stored_bytes(checkpoint, itemsize)
     peaks = [stored.get("", 0) + through]
     for prefix, of_block in _blocks(tasks).items():
         work = [through, _scaled_bytes(of_block, tokens * itemsize, through, device)]
@@ -150,30 +157,6 @@ def calibrated_bytes(
         work.append(learned and LEARNED_BYTES * learned + back)
         peaks.append(twice * stored.get(prefix, 0) + max(work))
     return held + max(peaks)
-
-
-def trained_bytes(checkpoint: Checkpoint, planned: Plan, length: int, device: torch.device) -> int:
-    """Return the bytes of training on sequences of `length` tokens; 0 if no method trains."""
-    tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
-    weights = sum(task.source.elements for task in tasks if task.method is not None and task.method.distill)
-    if not weights:
-        return 0
-    widest = max(max(task.source.shape) for task in tasks)
-    # The token embedding has most rows of all that is not packed.
-    dense = [task for shard in planned.shards for task in shard.tasks if task.scheme is None]
-    vocabulary = max((task.source.shape[0] for task in dense if len(task.source.shape) == 2), default=widest)
-    micro = training.micro_batch(vocabulary, length, device.type)
-    tokens = length * min(training.BATCH[device.type], micro)
-    blocks = len({_block_of(task.source.name) for task in tasks})
-    back = blocks * (BACK[0] * _hidden_size(checkpoint, widest) + BACK[1] * widest)
-    moved = max(training.CHUNK_WEIGHTS, *(task.source.elements for task in tasks))
-    return (
-        sum(_stored_bytes(checkpoint, itemsize).values())
-        + (TRAINED_BYTES + 2 * itemsize) * weights
-        + MOVED_BYTES * min(weights, moved)
-        + tokens * itemsize * (LOGIT_TENSORS * vocabulary + back)
-        + LOGIT_BYTES * loss.CHUNK_LOGITS
-    )
 
 
 def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int, device: torch.device) -> int:
@@ -242,9 +225,9 @@ def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
 
 def _sensitivity_bytes(checkpoint: Checkpoint, planned: Plan, length: int) -> int:
     """Return the bytes for measuring sensitivities: a block or head in float32, two sums, a backward pass."""
-    tasks, stored = _packing(planned), _stored_bytes(checkpoint, 4)
+    tasks, stored = _packing(planned), stored_bytes(checkpoint, 4)
     widest = max(max(task.source.shape) for task in tasks)
-    back = 4 * min(BATCH * length, TOKENS) * (BACK[0] * _hidden_size(checkpoint, widest) + BACK[1] * widest)
+    back = 4 * min(BATCH * length, TOKENS) * (BACK[0] * hidden_size(checkpoint, widest) + BACK[1] * widest)
     peaks = [2 * stored.get("", 0) + 24 * LOGITS]
     for prefix, of_block in _blocks(tasks).items():
         each = 4 if needs_of(of_block) else 2
@@ -261,17 +244,11 @@ def _refines(task: Task) -> bool:
     return task.method is not None and task.method.refine is not None
 
 
-def _block_of(name: str) -> str:
-    """Return the block of a tensor: its name up to the first number; "" outside of blocks."""
-    found = re.match(r".*?\.\d+(?=\.)", name)
-    return "" if found is None else found[0]
-
-
 def _blocks(tasks: Iterable[Task]) -> dict[str, list[Task]]:
     """Return the tasks of each distinct kind of block; a head is a block called ""."""
     found: dict[str, list[Task]] = {}
     for task in tasks:
-        found.setdefault(_block_of(task.source.name), []).append(task)
+        found.setdefault(block_of(task.source.name), []).append(task)
     alike = {tuple((t.source.shape, t.scheme, t.method) for t in some): name for name, some in found.items()}
     return {name: found[name] for name in alike.values()}
 
@@ -283,19 +260,3 @@ def _stages(tasks: Iterable[Task]) -> list[list[Task]]:
         if task.needs:
             found.setdefault(((task.module or "").rpartition(".")[0], task.source.shape[1]), []).append(task)
     return list(found.values())
-
-
-def _stored_bytes(checkpoint: Checkpoint, itemsize: int) -> dict[str, int]:
-    """Return the bytes of each block's weights in the compute dtype, plus the stored ones if that differs."""
-    found: dict[str, int] = {}
-    for name, tensor in checkpoint.tensors.items():
-        kept = tensor.torch_dtype.itemsize
-        block = _block_of(name)
-        found[block] = found.get(block, 0) + tensor.elements * (itemsize + (kept != itemsize) * kept)
-    return found
-
-
-def _hidden_size(checkpoint: Checkpoint, widest: int) -> int:
-    """Return the hidden size in config.json, or `widest`, an upper bound, if it states none."""
-    config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
-    return next((config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config), widest)

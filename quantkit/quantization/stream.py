@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,10 +63,11 @@ def write_shards(
     device: torch.device,
     report: Advance,
     quantized: Sequence[str],
+    beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Measured]:
     """Write every unfinished shard; return the measured errors of each packed linear.
 
-    Tensors in the files `quantized` of `output` are copied from there.
+    Tensors in the files `quantized` of `output` are copied from there. `beside` joins the details of shards.
     """
     details: dict[str, dict[str, Any]] = {}
     with working(worker_count(device.type), "quantize") as workers:
@@ -79,6 +81,7 @@ def write_shards(
                 with output.shard(shard.filename, shard.specs, {"format": "pt"}) as file:
                     sums = write_shard(checkpoint, shard, file, device, workers, report, prepared)
                     modules = {task.module for task in shard.tasks}
+                    file.detail.update(beside)
                     file.detail["layers"] = {
                         **{module: {"squared": pair} for module, pair in sums.items()},
                         **{

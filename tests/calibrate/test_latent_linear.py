@@ -37,6 +37,19 @@ def problem(options: dict[str, Any]) -> tuple[torch.Tensor, PackedTensor]:
     return weight, quantize_tensor(weight, method="mse", **options)
 
 
+def test_a_copy_elsewhere_is_the_same_and_shares_nothing() -> None:
+    weight, packed = problem({"format": "int4", "group_size": 16, "zero_point": "integer"})
+    linear = LatentLinear(weight, packed)
+    other = linear.mapped(torch.clone)
+    moved(other)
+    assert_equal(linear.values(), packed.dequantize())
+    assert not torch.equal(other.values(), linear.values())
+    for name, numbers in other.numbers.items():
+        linear.numbers[name].copy_(numbers)
+    assert_equal(linear.values(), other.values())
+    assert linear.mapped(lambda one: one.to("meta")).numbers["codes"].device.type == "meta"
+
+
 def moved(linear: LatentLinear) -> None:
     generator = torch.Generator().manual_seed(2)
     for name, numbers in linear.numbers.items():
@@ -60,7 +73,7 @@ def test_the_weights_are_those_that_are_packed(options: dict[str, Any]) -> None:
     assert_equal(linear.values(), linear.packed().dequantize())
 
 
-def twin(linear: LatentLinear) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def twin(linear: LatentLinear, start: PackedTensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weights by autograd alone, one group at a time, and the numbers as leaves."""
     scheme, packed = linear.scheme, linear.packed()
     (rows, columns), size = packed.shape, scheme.group_columns(packed.shape[1])
@@ -70,7 +83,7 @@ def twin(linear: LatentLinear) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return exact + (rounded.float() - exact).detach()
 
     divisor = packed.part("global_scale")
-    scale = through(numbers["scale"] * linear.start.scale.float(), packed.scale)
+    scale = through(numbers["scale"] * start.scale.float(), packed.scale)
     scale = scale if divisor is None else scale / divisor
     zero = packed.zero_points()
     shift = None if zero is None else through(numbers["zero_point"], zero)
@@ -92,7 +105,7 @@ def twin(linear: LatentLinear) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     found = torch.stack(out)
     factors = packed.part("column_scale")
     if factors is not None:
-        first = linear.start.part("column_scale")
+        first = start.part("column_scale")
         assert first is not None
         found = found * through(numbers["column_scale"] * first.float(), factors)
     return found, numbers
@@ -100,9 +113,10 @@ def twin(linear: LatentLinear) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("options", SCHEMES, ids=by_name)
 def test_gradients_are_those_of_autograd(options: dict[str, Any]) -> None:
-    linear = LatentLinear(*problem(options))
+    weight, packed = problem(options)
+    linear = LatentLinear(weight, packed)
     moved(linear)
-    weights, numbers = twin(linear)
+    weights, numbers = twin(linear, packed)
     torch.testing.assert_close(weights, linear.values())
     gradient = torch.randn(weights.shape, generator=torch.Generator().manual_seed(3))
     expected = torch.autograd.grad(weights, list(numbers.values()), gradient)

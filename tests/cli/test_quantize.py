@@ -84,6 +84,10 @@ def test_plan_tells_what_a_gpu_that_is_not_here_needs(run: Run, monkeypatch: pyt
     many = ("--calibration-samples", 4096, "--calibration-length", 512)
     told = json.loads(run("plan", SOURCE, "-m", "gptq", "--device", "cuda", *many, "--json").out)
     assert told["gpu_memory"]["quantizing"] > 1e9 * sizes["gptq"]
+    assert told["gpu_memory"]["fastest"] is None
+    trained = run("plan", SOURCE, "-f", "int2", "-m", "distill", "--device", "cuda").out.replace("\n", " ")
+    found = re.search(r"it: ([\d.]+) GB to quantize and train, up to ([\d.]+) GB where that is free", trained)
+    assert found is not None and 1.0 < float(found[1]) < float(found[2])
     assert "gpu_memory" not in json.loads(run("plan", SOURCE, "--device", "cpu", "--json").out)
     assert (
         "unknown device 'gpu'; known are auto, cpu, cuda. Did you mean cuda?"

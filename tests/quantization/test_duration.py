@@ -8,8 +8,9 @@ import torch
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.quantization import duration
+from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.duration import SAMPLE_WEIGHTS, Duration, estimate
-from quantkit.quantization.quantize_options import QuantizeOptions
+from quantkit.quantization.quantize_options import DEFAULT_DISTILLATION, QuantizeOptions
 from quantkit.quantizing import plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
@@ -17,10 +18,12 @@ SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"
 CALIBRATION = CalibrationOptions(samples=4, length=32)
 
 
-def estimated(method: str, **options: Any) -> Duration | None:
+def estimated(
+    method: str, training: DistillOptions = DEFAULT_DISTILLATION, **options: Any
+) -> Duration | None:
     asked = QuantizeOptions(RecipeOptions(method=method, **options), device="cpu")
     checkpoint, planned = plan(SOURCE, asked)
-    return estimate(checkpoint, planned, CALIBRATION, torch.device("cpu"))
+    return estimate(checkpoint, planned, CALIBRATION, torch.device("cpu"), training)
 
 
 @pytest.fixture
@@ -59,6 +62,22 @@ def test_calibration_adds_its_operations(one_second: None) -> None:
 
 def test_what_cannot_be_told_is_not(one_second: None) -> None:
     assert estimated("signround") is None
+    assert estimated("distill", DistillOptions(steps=5)) is None
+
+
+def test_a_training_takes_its_time(one_second: None) -> None:
+    before, hour, default = (
+        estimated(method, training)
+        for method, training in (
+            ("best", DEFAULT_DISTILLATION),
+            ("distill", DistillOptions(seconds=3600.0)),
+            ("distill", DEFAULT_DISTILLATION),
+        )
+    )
+    assert before is not None and hour is not None and default is not None
+    assert hour.seconds - before.seconds == pytest.approx(3600)
+    assert default.seconds - before.seconds == pytest.approx(600)
+    assert DEFAULT_DISTILLATION.seconds_of(8 * 10**9) == 48000
 
 
 def test_a_sample_takes_little_time() -> None:
@@ -72,7 +91,7 @@ def test_a_pass_that_measures_scales_counts(monkeypatch: pytest.MonkeyPatch) -> 
     found = []
     for name in ("FP8_DYNAMIC", "FP8"):
         checkpoint, planned = plan(SOURCE, QuantizeOptions(RecipeOptions(scheme=name), device="cpu"))
-        one = estimate(checkpoint, planned, CALIBRATION, torch.device("cpu"))
+        one = estimate(checkpoint, planned, CALIBRATION, torch.device("cpu"), DEFAULT_DISTILLATION)
         assert one is not None
         found.append(one)
     weights = sum(layer.weights for layer in planned.layers if layer.scheme is not None)

@@ -9,8 +9,10 @@ Each latent stays within half a step of the values of its format. A weight that 
 need many steps to come back, and its code would not change meanwhile.
 """
 
-from collections.abc import Iterator, Set
+import copy
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -41,24 +43,26 @@ class LatentLinear:
     """
 
     def __init__(self, weight: torch.Tensor, packed: PackedTensor) -> None:
-        self.start, self.scheme = packed, packed.scheme
+        self.scheme, self.shape = packed.scheme, packed.shape
         scheme, codebook = packed.scheme, packed.part("codebook")
-        self._codebook = codebook
+        trained = {"packed", "scale", "zero_point"}
+        #: Parts of the packed form that are not trained, and those of which only a ratio is.
+        self._parts = {part: tensor for part, tensor in packed.parts() if part not in trained}
         self._format: NumberFormat = scheme.format
         if codebook is not None:
             self._format = scheme.format.bind(codebook.tolist())  # type: ignore[attr-defined]
-        self._base = packed.scale.to(torch.float32)
+        #: The first scales, float32.
+        self._base = packed.scale.to(torch.float32, copy=True)
         zero = packed.zero_points()
         # A minimum follows from its zero-point, and nothing searches it.
         assert not scheme.zero_point_type.is_minimum
-        ratios = torch.ones_like(self._base)
-        self.numbers = {"codes": torch.empty(0), "scale": ratios}
+        self.numbers = {"codes": torch.empty(0), "scale": torch.ones_like(self._base)}
         if zero is not None:
-            self.numbers["zero_point"] = zero.to(torch.float32).clone()
-        columns = packed.part("column_scale")
+            self.numbers["zero_point"] = zero.to(torch.float32, copy=True)
+        columns = self._parts.get("column_scale")
         if columns is not None:
             self.numbers["column_scale"] = torch.ones_like(columns, dtype=torch.float32)
-        self.numbers["codes"] = self._first_latents(weight.float())
+        self.numbers["codes"] = self._first_latents(weight.float(), packed)
         lowest, highest = self._range()
         self.steps = {
             "codes": (highest - lowest) / (self._count() - 1) * (LEVELS / self._count()) ** 2,
@@ -66,6 +70,14 @@ class LatentLinear:
             "zero_point": 1.0,
             "column_scale": 1.0,
         }
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return these numbers with `function` applied to every tensor, such as a copy to another device."""
+        found = copy.copy(self)
+        found.numbers = {name: function(one) for name, one in self.numbers.items()}
+        found._parts = {part: function(one) for part, one in self._parts.items()}
+        found._base = function(self._base)
+        return found
 
     @property
     def elements(self) -> int:
@@ -81,10 +93,9 @@ class LatentLinear:
             return 0.0, float(2**self._format.bits - 1)
         return self._format.min, self._format.max
 
-    def _first_latents(self, weight: torch.Tensor) -> torch.Tensor:
+    def _first_latents(self, weight: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
         """Return the weight in units of its scale, or the value of its code where that is not the nearest."""
-        scheme, packed = self.scheme, self.start
-        columns = weight.shape[1]
+        scheme, columns = self.scheme, weight.shape[1]
         scale, found = packed.group_scale(), []
         factors = packed.part("column_scale")
         if factors is not None:
@@ -126,8 +137,8 @@ class LatentLinear:
         return self.scheme.scale_type.round((self._base * self.numbers["scale"]).clamp_(-most, most))
 
     def _group_scale(self) -> torch.Tensor:
-        scale = self.scheme.row_scale(self._stored_scale(), self.start.shape[0])
-        divisor = self.start.part("global_scale")
+        scale = self.scheme.row_scale(self._stored_scale(), self.shape[0])
+        divisor = self._parts.get("global_scale")
         return scale if divisor is None else scale / divisor
 
     def _zero(self) -> torch.Tensor | None:
@@ -140,7 +151,7 @@ class LatentLinear:
 
     def _columns(self) -> torch.Tensor | None:
         """Return the column scales as they are stored, in their dtype."""
-        first = self.start.part("column_scale")
+        first = self._parts.get("column_scale")
         return None if first is None else (first.float() * self.numbers["column_scale"]).to(first.dtype)
 
     def codes(self) -> torch.Tensor:
@@ -154,22 +165,20 @@ class LatentLinear:
     def values(self) -> torch.Tensor:
         """Return the weights for the current numbers, float32 [N, K], bit by bit those of `packed()`."""
         weights = dequantize_codes(
-            self.codes(), self._group_scale(), self._zero(), self.scheme, self._codebook
+            self.codes(), self._group_scale(), self._zero(), self.scheme, self._parts.get("codebook")
         )
         columns = self._columns()
         return weights if columns is None else weights.mul_(columns.float())
 
     def gradients(self, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the gradients of `numbers` for the gradient of the weights, [N, K]."""
-        scheme, (rows, columns) = self.scheme, self.start.shape
+        scheme, (rows, columns) = self.scheme, self.shape
         gradient = gradient.float()
         scale, zero, factors = self._group_scale(), self._zero(), self._columns()
         found: dict[str, torch.Tensor] = {}
         if factors is not None:
-            uncolumned = dequantize_codes(self.codes(), scale, zero, scheme, self._codebook)
-            first = self.start.part("column_scale")
-            assert first is not None
-            found["column_scale"] = (gradient * uncolumned).sum(0) * first.float()
+            uncolumned = dequantize_codes(self.codes(), scale, zero, scheme, self._parts.get("codebook"))
+            found["column_scale"] = (gradient * uncolumned).sum(0) * self._parts["column_scale"].float()
             gradient = gradient * factors.float()
         of_codes, of_scales = [], []
         shift = None if zero is None else spread(zero, columns, scheme)
@@ -182,7 +191,7 @@ class LatentLinear:
             of_scales.append(self._sums(gradient * values))
         found["codes"] = torch.stack(of_codes)
         per_group = torch.stack(of_scales, dim=2).reshape(rows, -1)
-        divisor = self.start.part("global_scale")
+        divisor = self._parts.get("global_scale")
         stored = self._per_stored(per_group if divisor is None else per_group / divisor)
         found["scale"] = stored * self._base
         if zero is not None:
@@ -212,7 +221,7 @@ class LatentLinear:
         """Return the packed linear for the current numbers."""
         scheme, zero, columns = self.scheme, self._zero(), self._columns()
         parts = {
-            **dict(self.start.parts()),
+            **self._parts,
             "packed": scheme.pack(self.codes()),
             "scale": self._stored_scale().to(scheme.scale_dtype),
         }
@@ -220,7 +229,7 @@ class LatentLinear:
             parts["zero_point"] = store_zero_points(zero.to(scheme.zero_point_dtype), scheme)
         if columns is not None:
             parts["column_scale"] = columns
-        return PackedTensor.from_parts(parts, scheme, self.start.shape)
+        return PackedTensor.from_parts(parts, scheme, self.shape)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def _duration_of(checkpoint: "Checkpoint", planned: "Plan", asked: QuantizeOptio
     device = named_device(asked.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         return None
-    return estimate(checkpoint, planned, asked.calibration, device)
+    return estimate(checkpoint, planned, asked.calibration, device, asked.distillation)
 
 
 def _show_fits(
@@ -183,8 +183,12 @@ def print_memory(memory: "GpuMemory | None") -> None:
     """The line about the memory of a GPU."""
     if memory is not None:
         quantizing, checking = size_text(memory.quantizing), size_text(memory.checking)
+        work = f"at most {quantizing} to quantize"
+        if memory.fastest is not None:
+            most = size_text(max(memory.quantizing, memory.fastest))
+            work = f"{quantizing} to quantize and train, up to {most} where that is free, for shorter steps"
         say(
-            f"GPU memory, as nvidia-smi counts it: at most {quantizing} to quantize, {checking} to run the "
+            f"GPU memory, as nvidia-smi counts it: {work}, {checking} to run the "
             "result once, which is left out where less is free and with --no-check"
         )
 

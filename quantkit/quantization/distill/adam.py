@@ -4,19 +4,21 @@ Both means move by at least 2 % of a gradient that differs much from them, which
 arithmetic is float32. Tensors are updated many at a time, as each launch of a GPU costs some microseconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+
+from quantkit.quantization.distill.residence import Residence
 
 #: Decay of the means of gradients and of their squares, and the least divisor: gradients of codes are small.
 BETAS, EPSILON = (0.9, 0.98), 1e-15
 
 
 class Adam:
-    """Means by name; `step` moves tensors, `state` and `restore` are for a resumed run."""
+    """Means by name, which stay at a residence; `state` and `restore` are for a resumed run."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._dtype = dtype
+    def __init__(self, residence: Residence, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._residence, self._dtype = residence, dtype
         self._means: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @torch.no_grad()
@@ -27,23 +29,26 @@ class Adam:
         rates: Mapping[str, float],
         count: int,
     ) -> None:
-        """Move `numbers` (float32) with `gradients`, by name; it is step `count` from 1 on."""
-        names = list(gradients)
+        """Move `numbers` (float32, on the device) with `gradients`, by name; it is step `count` from 1 on."""
+        names, here = list(gradients), self._residence
         if not names:
             return
         for name in names:
             if name not in self._means:
                 empty = torch.zeros_like(numbers[name], dtype=self._dtype)
-                self._means[name] = empty, empty.clone()
+                self._means[name] = here.keep(empty), here.keep(empty.clone())
         found = [gradients[name] for name in names]
-        first, second = (
-            [self._means[name][at].to(torch.float32, copy=True) for name in names] for at in (0, 1)
-        )
+        means = [[here.fetch(self._means[name][at]) for name in names] for at in (0, 1)]
+        first, second = ([one.to(torch.float32, copy=True) for one in some] for some in means)
         torch._foreach_lerp_(first, found, 1 - BETAS[0])
         torch._foreach_mul_(second, BETAS[1])
         torch._foreach_addcmul_(second, found, found, 1 - BETAS[1])
-        torch._foreach_copy_([self._means[name][0] for name in names], first)
-        torch._foreach_copy_([self._means[name][1] for name in names], second)
+        torch._foreach_copy_(means[0], first)
+        torch._foreach_copy_(means[1], second)
+        for at, some in enumerate(means):
+            for name, one in zip(names, some, strict=True):
+                here.bring_back(self._means[name][at], one)
+        del means
         torch._foreach_div_(second, 1 - BETAS[1] ** count)
         torch._foreach_sqrt_(second)
         torch._foreach_add_(second, EPSILON)
@@ -58,13 +63,13 @@ class Adam:
             f"{name}.mean{at}": mean for name, pair in self._means.items() for at, mean in enumerate(pair)
         }
 
-    def restore(self, state: Mapping[str, torch.Tensor], numbers: Mapping[str, torch.Tensor]) -> None:
-        """Go on from the `state` of an earlier Adam of the same `numbers`."""
+    def restore(self, state: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+        """Go on from the `state` of an earlier Adam of numbers with these names."""
+        here = self._residence
+
+        def kept(name: str) -> torch.Tensor:
+            return here.keep(state[name].to(here.device, self._dtype))
+
         self._means = {
-            name: (
-                state[f"{name}.mean0"].to(one.device, self._dtype),
-                state[f"{name}.mean1"].to(one.device, self._dtype),
-            )
-            for name, one in numbers.items()
-            if f"{name}.mean0" in state
+            name: (kept(f"{name}.mean0"), kept(f"{name}.mean1")) for name in names if f"{name}.mean0" in state
         }

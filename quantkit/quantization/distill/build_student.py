@@ -1,6 +1,6 @@
 """Build the student of a run: the original model, with the packed linears that calibration made."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,18 +10,21 @@ from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.model.blocks import Decoder
 from quantkit.model.distributed import Ranks
+from quantkit.model.experts import DOWN
 from quantkit.packing.activations import ActivationScheme
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, weight_of
 from quantkit.quantization.blockwise.layer_quantizer import Solver, packed_of
-from quantkit.quantization.distill.student import Norm, Student
+from quantkit.quantization.distill.residence import Residence
+from quantkit.quantization.distill.student import Norm, Student, Trained
+from quantkit.quantization.distill.trained_weights import Place
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.task import Task
 from quantkit.workers import working
 
 
-def parameter_of(block: BlockTasks, name: str) -> str:
-    """Return the weight in the model of a linear, by its name in `block.tasks`."""
-    inside = "weight" if block.is_head else weight_of(name)
+def trained_name(block: BlockTasks, name: str) -> str:
+    """Return the name in a student of a task of `block`: of a linear that of its parameter."""
+    inside = "weight" if block.is_head else name if name in block.parts else weight_of(name)
     return f"{block.name}.{inside}"
 
 
@@ -33,13 +36,15 @@ def build_student(
     linears: Mapping[str, Task],
     norms: Mapping[str, Task],
     files: WorkFiles,
+    residence: Residence,
 ) -> Student:
     """Build a student of `model`, the original with all weights.
 
-    `linears` and `norms` are trained, by parameter. What else is packed has the weights that it will have,
-    and dense tensors that calibration changed are as it left them in `files`.
+    `linears`, which may be matrices of experts, and `norms` are trained, by name. What else is packed has the
+    weights that it will have, and dense tensors that calibration changed are as it left them in `files`.
     """
-    trained: dict[str, LatentLinear | Norm] = {}
+    trained: dict[str, Trained] = {}
+    places: dict[str, Place] = {}
     fixed: dict[str, torch.Tensor] = {}
     activations: dict[str, ActivationScheme] = {}
     originals = dict(model.named_parameters(remove_duplicate=False))
@@ -50,30 +55,54 @@ def build_student(
             assert stored is not None and task.scheme is not None
             calibrated.add(task.source.name)
             packed = packed_of(stored, task).to(decoder.device)
-            part = block.parts.get(name)
-            if part is not None:
-                whole = f"{block.name}.{part.parameter}"
-                fused = fixed.setdefault(whole, originals[whole].detach().clone())
-                part.of(fused).copy_(packed.dequantize(decoder.dtype))
-                continue
-            parameter = parameter_of(block, name)
-            if task.scheme.activations is not None:
-                activations[parameter.rpartition(".")[0]] = task.scheme.activations
-            if parameter in linears:
-                trained[parameter] = LatentLinear(decoder.read(task.source.name), packed)
+            place = _place(block, name)
+            if task.scheme.activations is not None and not _is_inside(place):
+                activations[place.parameter.rpartition(".")[0]] = task.scheme.activations
+            if place.part is not None and place.parameter not in fixed:
+                fixed[place.parameter] = originals[place.parameter].detach().clone()
+            known = trained_name(block, name)
+            if known in linears:
+                linear = LatentLinear(decoder.read(task.source.name), packed)
+                trained[known] = residence.keep_all(linear)
+                places[known] = place
+            elif place.part is None:
+                fixed[place.parameter] = packed.dequantize(decoder.dtype)
             else:
-                fixed[parameter] = packed.dequantize(decoder.dtype)
+                place.of(fixed[place.parameter]).copy_(packed.dequantize(decoder.dtype))
         for parameter, task in block.changed.items():
             assert stored is not None
             tensor = stored.read(task.outputs[0].name)
             fixed[f"{block.name}.{parameter}"] = tensor.to(decoder.device, decoder.dtype)
-    fixed |= _packed_later(planned, calibrated, decoder)
+    fixed |= _with_tied(_packed_later(planned, calibrated, decoder), originals, {*fixed, *trained})
     for parameter, task in norms.items():
         weight = fixed.pop(parameter, None)
         if weight is None:
             weight = decoder.read(task.source.name)
-        trained[parameter] = Norm(weight, task.outputs[0].torch_dtype)
-    return Student(model, trained, fixed, activations)
+        trained[parameter] = residence.keep_all(Norm(weight, task.outputs[0].torch_dtype))
+        places[parameter] = Place(parameter)
+    return Student(model, trained, places, fixed, activations, residence)
+
+
+def _place(block: BlockTasks, name: str) -> Place:
+    """Return where a task of `block` is in the model."""
+    part = block.parts.get(name)
+    if part is None:
+        return Place(trained_name(block, name))
+    return Place(f"{block.name}.{part.parameter}", part)
+
+
+def _is_inside(place: Place) -> bool:
+    """Return True if the inputs of a matrix arise inside of fused experts, where nothing rounds them."""
+    return place.part is not None and place.parameter.rpartition(".")[2] == DOWN
+
+
+def _with_tied(
+    packed: dict[str, torch.Tensor], originals: Mapping[str, torch.Tensor], others: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Add the names that share a parameter of the original with one of `packed`, without `others`."""
+    names = {id(originals[name]): name for name in packed}
+    tied = {name: names[id(one)] for name, one in originals.items() if id(one) in names}
+    return {name: packed[of] for name, of in tied.items() if name in packed or name not in others}
 
 
 def _packed_later(planned: Plan, calibrated: set[str], decoder: Decoder) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Run a distillation: write samples, train, and leave the result in a work file."""
 
+import logging
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -11,21 +11,20 @@ from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.memory import free_memory
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress
 from quantkit.quantization.distill.build_student import build_student
-from quantkit.quantization.distill.distillation import (
-    NOT_TRAINED,
-    RESULT,
-    SAMPLES,
-    STATES,
-    Distillation,
-)
+from quantkit.quantization.distill.distillation import FACTS, RESULT, SAMPLES, STATES, Distillation
 from quantkit.quantization.distill.own_samples import own_samples
 from quantkit.quantization.distill.pool import HELD_OUT, Pool
+from quantkit.quantization.distill.residence import Residence
 from quantkit.quantization.distill.student import Norm, Student
-from quantkit.quantization.distill.training import BATCH, Reached, Training
+from quantkit.quantization.distill.training import Reached, Training, batch_of
+from quantkit.quantization.distill.training_memory import Way, check_host, choose
 from quantkit.quantization.task import Task
+
+logger = logging.getLogger("quantkit.memory")
 
 FORMAT = {"format": "pt"}
 #: Seconds between storing the state.
@@ -48,10 +47,17 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
     report: Progress = progress or (lambda done, total, label: None)
     started, calibrated = time.monotonic(), one.calibrated
     decoder, tokens = calibrated.decoder, one.text.tokens
+    way = _way(one, output)
     model = decoder.whole()
     own = _samples_of(one, model, output, report)
-    student = build_student(model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, output)
-    training = Training(student, Pool.of(tokens, own, calibrated.seed), one.options, decoder.embedding_rows)
+    started = min(started, time.monotonic() - _seconds_of_samples(output))
+    residence = Residence(decoder.device, way.on_host)
+    student = build_student(
+        model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, output, residence
+    )
+    if way.compute_again:
+        student.compute_again(name for name in decoder.block_names if not decoder.block(name).is_linear)
+    training = Training(student, Pool.of(tokens, own, calibrated.seed), one.options, way.micro)
     before = _resumed(training, output)
     if before is None:
         before = training.measure()
@@ -75,9 +81,26 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
         "steps": training.at.step,
         "tokens": training.at.step * training.batch * tokens.shape[1],
         "sequences": {"length": tokens.shape[1], "text": len(tokens), "own": len(own)},
-        "settings": {**asdict(one.options), "batch": training.batch},
+        "settings": {**asdict(one.options), "batch": training.batch, "micro_batch": way.micro},
     }
     _write(one, student, output, facts)
+
+
+def _way(one: Distillation, output: OutputDirectory) -> Way:
+    """Return the way to train that fits the free memory, and say which it is.
+
+    A resumed run keeps the micro-batch of its state.
+    """
+    device, sizes = one.calibrated.decoder.device, one.sizes
+    stored = _stored(output)
+    micro = output.details(stored[-1])["micro"] if stored else None
+    free, on_host = free_memory(device), free_memory(torch.device("cpu"))
+    way = choose(sizes, batch_of(one.options, device), free, micro)
+    check_host(way, sizes, on_host, device, free)
+    logger.log(
+        logging.WARNING if way.on_host or way.compute_again else logging.INFO, way.text(sizes, free, device)
+    )
+    return way
 
 
 def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: Progress) -> torch.Tensor:
@@ -89,7 +112,7 @@ def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: 
         return tokens[:0]
     most, limit = options.own_most, SAMPLING * one.seconds
     if options.steps is not None:
-        batch = options.batch or BATCH[one.calibrated.decoder.device.type]
+        batch = batch_of(options, one.calibrated.decoder.device)
         most, limit = min(most, HELD_OUT + round(options.steps * batch * options.own)), float("inf")
     started, found, count = time.monotonic(), [], 0
     for samples in own_samples(model, tokens, tokens.shape[1], one.calibrated.seed):
@@ -101,8 +124,15 @@ def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: 
             break
     own = torch.cat(found)[:most]
     with output.shard(SAMPLES, [TensorSpec("tokens", "I32", tuple(own.shape))], FORMAT) as file:
+        file.detail["seconds"] = time.monotonic() - started
         file.write("tokens", own.int())
     return own
+
+
+def _seconds_of_samples(output: OutputDirectory) -> float:
+    """Return how long writing the samples took, in this process or an earlier one; 0 without samples."""
+    seconds: float = output.details(SAMPLES)["seconds"] if output.is_done(SAMPLES) else 0.0
+    return seconds
 
 
 def _store(training: Training, output: OutputDirectory, before: float) -> None:
@@ -114,7 +144,7 @@ def _store(training: Training, output: OutputDirectory, before: float) -> None:
     name = next(name for name in STATES if name not in old[-1:])
     state = training.state()
     with output.shard(name, [TensorSpec.of(key, one) for key, one in state.items()], FORMAT) as file:
-        file.detail.update(at=asdict(training.at), before=before)
+        file.detail.update(at=asdict(training.at), before=before, micro=training.micro)
         for key, one in state.items():
             file.write(key, one.cpu())
     for other in old[-1:]:
@@ -140,31 +170,31 @@ def _resumed(training: Training, output: OutputDirectory) -> float | None:
 
 def _write(one: Distillation, student: Student, output: OutputDirectory, facts: dict[str, Any]) -> None:
     """Write what was trained, and all else of the work files of the calibration as it is."""
+    student.residence.wait()
     filenames = one.calibrated.quantized_files
     files = Checkpoint.of_files([output.path / name for name in filenames])
     layers: dict[str, Any] = {}
     for filename in filenames:
         layers |= output.details(filename)["layers"]
     trained: dict[str, torch.Tensor] = {}
-    for parameter, task in one.linears.items():
-        linear = student.trained[parameter]
-        assert isinstance(linear, LatentLinear) and task.module is not None
-        packed, known = linear.packed(), layers[task.module]
+    errors = dict.fromkeys((str(task.module) for task in one.linears.values()), 0.0)
+    for name, task in one.linears.items():
+        linear = student.trained[name]
+        assert isinstance(linear, LatentLinear)
+        packed = student.residence.fetch_all(linear).packed()
         trained |= _parts(packed, task)
-        errors = one.calibrated.decoder.read(task.source.name).float() - packed.dequantize()
+        of_weights = one.calibrated.decoder.read(task.source.name).float() - packed.dequantize()
+        errors[str(task.module)] += float(of_weights.double().square().sum())
+    for module, error in errors.items():
         # Errors of outputs are those of the codes before the training.
-        kept = {key: value for key, value in known.items() if key not in ("output", "block_error")}
-        squared = [float(errors.double().square().sum()), known["squared"][1]]
-        layers[task.module] = {**kept, "squared": squared}
-    for parameter, task in one.norms.items():
-        norm = student.trained[parameter]
+        kept = {key: value for key, value in layers[module].items() if key not in ("output", "block_error")}
+        layers[module] = {**kept, "squared": [error, layers[module]["squared"][1]]}
+    for name, task in one.norms.items():
+        norm = student.trained[name]
         assert isinstance(norm, Norm)
         trained[task.outputs[0].name] = norm.stored().cpu()
-    for module in _untrained(one):
-        note = layers[module].get("note")
-        layers[module] = {**layers[module], "note": f"{note}; {NOT_TRAINED}" if note else NOT_TRAINED}
     with output.shard(RESULT, one.specs, FORMAT) as file:
-        file.detail.update(layers=layers, distillation=facts)
+        file.detail.update({"layers": layers, FACTS: facts})
         for spec in one.specs:
             file.write(spec.name, trained[spec.name] if spec.name in trained else files.read(spec.name))
 
@@ -177,15 +207,3 @@ def _parts(packed: PackedTensor, task: Task) -> dict[str, torch.Tensor]:
         assert tensor is not None
         found[spec.name] = tensor.cpu().view(spec.torch_dtype)
     return found
-
-
-def _untrained(one: Distillation) -> Iterator[str]:
-    """Yield the experts whose method trains, which the training does not cover."""
-    found = set()
-    for block in one.calibrated.blocks:
-        for name in block.parts.keys() & block.tasks.keys():
-            task = block.tasks[name]
-            if task.method is not None and task.method.distill and task.module not in found:
-                assert task.module is not None
-                found.add(task.module)
-                yield task.module

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from quantkit.errors import UsageError
 
+#: Default time: seconds per weight, and the least.
+SECONDS_PER_WEIGHT, LEAST_SECONDS = 600 / 100e6, 600.0
+
 
 @dataclass(frozen=True)
 class DistillOptions:
@@ -38,3 +41,10 @@ class DistillOptions:
             raise UsageError(
                 f"a distillation of {self.seconds:g} s trains nothing; give a time such as 30m or 2h."
             )
+
+    def seconds_of(self, weights: int) -> float:
+        """Return about how long sampling and training take of a model with as many weights to train.
+
+        Without a number of steps, that decides it.
+        """
+        return self.seconds or max(LEAST_SECONDS, SECONDS_PER_WEIGHT * weights)

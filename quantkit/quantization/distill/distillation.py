@@ -17,25 +17,24 @@ from quantkit.errors import UsageError
 from quantkit.model.distributed import Ranks
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.blockwise.calibration_data import read_samples
-from quantkit.quantization.distill.build_student import parameter_of
+from quantkit.quantization.distill.build_student import trained_name
 from quantkit.quantization.distill.distill_options import DistillOptions
+from quantkit.quantization.distill.training_memory import Sizes
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.task import Task
 
 SAMPLES, RESULT = "distill-samples.safetensors", "distilled.safetensors"
 STATES = ("distill-state-0.safetensors", "distill-state-1.safetensors")
+#: Key of what the manifest says of a training, in the details of files.
+FACTS = "distillation"
 #: Most sequences of the calibration text: many more than calibration needs.
 MOST_TEXT = 8192
-#: Default time: seconds per weight, and the least.
-SECONDS_PER_WEIGHT, LEAST_SECONDS = 600 / 100e6, 600.0
-#: Note for a matrix whose method trains it, if the training does not cover it.
-NOT_TRAINED = "its codes are those before the training, which is not for experts"
 
 
 @dataclass(frozen=True, eq=False)
 class Distillation:
-    """Linears and norms to train, by parameter, the run that they belong to, and text to train on."""
+    """Linears, matrices of experts and norms to train, by name, their run, and text to train on."""
 
     linears: Mapping[str, Task]
     norms: Mapping[str, Task]
@@ -43,6 +42,7 @@ class Distillation:
     calibrated: Calibration
     planned: Plan
     text: Samples
+    sizes: Sizes
 
     @classmethod
     def of(
@@ -55,7 +55,8 @@ class Distillation:
     ) -> "Distillation | None":
         """Return the distillation of a plan; None if no method trains end to end.
 
-        Raises `UsageError` for options without such a method, and for several ranks.
+        Raises `UsageError` for options without such a method, several ranks, and models that predict no
+        tokens.
         """
         options, linears = asked.distillation, _linears(calibrated)
         if calibrated is None or not linears:
@@ -71,6 +72,12 @@ class Distillation:
                 "quantkit without torchrun."
             )
         decoder = calibrated.decoder
+        if decoder.head_name is None or decoder.config.get("is_encoder_decoder"):
+            raise UsageError(
+                "--method distill compares predictions of tokens from tokens alone, and models of type "
+                f"{decoder.config.get('model_type')!r} make none. Take a method that learns block by block, "
+                "such as --method signround."
+            )
         dense = {
             task.source.name: task for shard in planned.shards for task in shard.tasks if task.scheme is None
         }
@@ -79,7 +86,9 @@ class Distillation:
         norms = {name: dense[one] for name, one in stored.items() if one in dense and options.norm_rate}
         more = replace(asked.calibration, samples=MOST_TEXT)
         text = read_samples(checkpoint, more, decoder.embedding_rows)
-        return cls(linears, norms, options, calibrated, planned, text)
+        sizes = Sizes.of(checkpoint, planned, text.tokens.shape[1], decoder.device)
+        assert sizes is not None
+        return cls(linears, norms, options, calibrated, planned, text, sizes)
 
     def bound(self, calibrated: Calibration, planned: Plan) -> "Distillation":
         """Return the distillation of the same run, once the scales of inputs are measured."""
@@ -88,8 +97,7 @@ class Distillation:
     @property
     def seconds(self) -> float:
         """Return about how long writing samples and training take, if the time decides."""
-        weights = sum(task.source.elements for task in self.linears.values())
-        return self.options.seconds or max(LEAST_SECONDS, SECONDS_PER_WEIGHT * weights)
+        return self.options.seconds_of(sum(task.source.elements for task in self.linears.values()))
 
     @property
     def work_files(self) -> tuple[str, ...]:
@@ -114,11 +122,19 @@ class Distillation:
         samples = self.options.own_most * self.text.tokens.shape[1] * 4
         return samples + 2 * 3 * 4 * weights + sum(spec.nbytes for spec in self.specs)
 
-    def result(self, output: OutputDirectory) -> tuple[tuple[str, ...], dict[str, Any] | None]:
-        """Return the files from which shards copy tensors, and what the manifest says of the training."""
+    def result(self, output: OutputDirectory) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """Return the files from which shards copy tensors, and what their details have beside."""
         if not output.is_done(RESULT):
-            return (), None
-        return (RESULT,), output.details(RESULT)["distillation"]
+            return (), {}
+        return (RESULT,), {FACTS: output.details(RESULT)[FACTS]}
+
+    def facts(self, output: OutputDirectory) -> dict[str, Any]:
+        """Return what the manifest says of the training, once all shards are done.
+
+        The details of shards have it, which are there until the directory is finished.
+        """
+        found: dict[str, Any] = output.details(self.planned.shards[0].filename)[FACTS]
+        return found
 
     def reasons(self, dense: Mapping[str, str]) -> dict[str, str]:
         """Return `dense`, the reasons why tensors are dense, with a word on those that are trained."""
@@ -133,10 +149,10 @@ class Distillation:
 
 
 def _linears(calibrated: Calibration | None) -> dict[str, Task]:
-    """Return the linears whose method trains, by parameter."""
+    """Return the linears and matrices of experts whose method trains, by name."""
     return {
-        parameter_of(block, name): task
+        trained_name(block, name): task
         for block in (() if calibrated is None else calibrated.blocks)
         for name, task in block.tasks.items()
-        if task.method is not None and task.method.distill and name not in block.parts
+        if task.method is not None and task.method.distill
     }

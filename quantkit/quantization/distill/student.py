@@ -1,16 +1,19 @@
-"""Student: the original model with the weights that its packed linears have now."""
+"""Student: a second model beside the original, with the weights that its packed linears have now."""
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.packing.activations import ActivationScheme
+from quantkit.quantization.distill.residence import Residence
+from quantkit.quantization.distill.trained_weights import Place, TrainedWeights
 
 
 class Norm:
@@ -36,53 +39,105 @@ class Norm:
     def gradients(self, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"norm": gradient.float()}
 
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return this weight with `function` applied to it, such as a copy to another device."""
+        found = copy.copy(self)
+        found.numbers = {name: function(one) for name, one in self.numbers.items()}
+        return found
+
     def clamp(self) -> None:
         """Do nothing: any number is a weight."""
 
 
-@dataclass(frozen=True, eq=False)
-class Student:
-    """Original model, and what differs in the student, by the names of parameters.
+#: What is trained of a linear, a matrix of experts, or a norm.
+Trained = LatentLinear | Norm
 
-    model        the original, with all its weights
-    trained      linears and norms
-    fixed        weights that are packed and not trained, in the dtype of the model
-    activations  how modules round their inputs, by name
+
+class Student:
+    """Original model, and a student that shares with it the weights in which they do not differ.
+
+    model      the original, with all its weights
+    trained    linears, matrices of experts, and norms, by name, where they are between steps
+    places     where they are in the model, by the same names
+    weights    the student's weights of them
+    network    the student as a model
+    residence  where `trained` is between steps
     """
 
-    model: Any
-    trained: Mapping[str, LatentLinear | Norm]
-    fixed: Mapping[str, torch.Tensor]
-    activations: Mapping[str, ActivationScheme]
+    def __init__(
+        self,
+        model: Any,
+        trained: Mapping[str, Trained],
+        places: Mapping[str, Place],
+        fixed: Mapping[str, torch.Tensor],
+        activations: Mapping[str, ActivationScheme],
+        residence: Residence,
+    ) -> None:
+        """Build the student.
+
+        `fixed` are weights that differ from the original's and are not trained, by parameter; of fused
+        experts the whole parameter. `activations` say how modules round their inputs, by name.
+        """
+        self.model, self.trained, self.places, self.residence = model, trained, places, residence
+        originals = dict(model.named_parameters(remove_duplicate=False))
+        tensors = {
+            place.parameter: torch.empty_like(originals[place.parameter])
+            if place.part is None
+            else fixed[place.parameter]
+            for place in places.values()
+        }
+        self.weights = TrainedWeights(tensors, places)
+        self.network = _sharing_copy(model)
+        for name, tensor in fixed.items():
+            owner, _, last = name.rpartition(".")
+            setattr(self.network.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=False))
+        self.weights.put_into(self.network)
+        for name, scheme in activations.items():
+            self.network.get_submodule(name).register_forward_pre_hook(_rounding(scheme))
+        self.update()
 
     @property
     def device(self) -> torch.device:
         """Return the device of the weights."""
-        found: torch.device = next(self.model.parameters()).device
-        return found
+        return self.residence.device
 
     @property
     def numbers(self) -> dict[str, torch.Tensor]:
-        """Return everything that is trained, float32, as `PARAMETER.KIND`."""
+        """Return everything that is trained, float32, as `NAME.KIND`."""
         return {
-            f"{parameter}.{kind}": tensor
-            for parameter, one in self.trained.items()
+            f"{name}.{kind}": tensor
+            for name, one in self.trained.items()
             for kind, tensor in one.numbers.items()
         }
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the current weights of what is trained, by parameter: leaves that collect gradients."""
-        dtypes = {name: one.dtype for name, one in self.model.named_parameters(remove_duplicate=False)}
-        return {name: one.values().to(dtypes[name]).requires_grad_() for name, one in self.trained.items()}
+    @contextmanager
+    def at_work(self, names: Iterable[str]) -> Iterator[dict[str, Trained]]:
+        """Context manager: yield what is trained under these names on the device, to be changed in place.
 
-    def logits(self, tokens: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the student's logits [B, T, V] for tokens int64 [B, T]."""
-        given = {"input_ids": tokens, "use_cache": False}
-        with _rounding(self.model, self.activations):
-            output = functional_call(
-                self.model, {**self.fixed, **weights}, args=(), kwargs=given, tie_weights=False
+        At the end the student has the new weights.
+        """
+        here = {name: self.residence.fetch_all(self.trained[name]) for name in names}
+        yield here
+        for name, one in here.items():
+            self.weights.write(name, one.values())
+            self.residence.bring_all_back(self.trained[name], one)
+
+    def update(self) -> None:
+        """Set the student's weights to those of the numbers as they are."""
+        for name, one in self.trained.items():
+            self.weights.write(name, self.residence.fetch_all(one).values())
+
+    def compute_again(self, blocks: Iterable[str]) -> None:
+        """Keep only the inputs of these modules in a pass with gradients; the rest is computed twice."""
+        for name in blocks:
+            module = self.network.get_submodule(name)
+            module.forward = partial(
+                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
             )
-        found: torch.Tensor = output.logits
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the student's logits [B, T, V] for tokens int64 [B, T]."""
+        found: torch.Tensor = self.network(input_ids=tokens, use_cache=False).logits
         return found
 
     @torch.no_grad()
@@ -92,22 +147,16 @@ class Student:
         return found
 
 
-@contextmanager
-def _rounding(model: nn.Module, activations: Mapping[str, ActivationScheme]) -> Iterator[None]:
-    """Context manager: modules round their inputs, and gradients pass straight through."""
+def _sharing_copy(model: nn.Module) -> Any:
+    """Return a copy of the modules of a model that shares its parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(one): one for one in tensors})
 
-    def hook(scheme: ActivationScheme) -> Any:
-        def before(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return scheme.round(inputs[0]), *inputs[1:]
 
-        return before
+def _rounding(scheme: ActivationScheme) -> Any:
+    """Return a hook that rounds the inputs of a module; gradients pass straight through."""
 
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(hook(scheme))
-        for name, scheme in activations.items()
-    ]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
+    def before(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return scheme.round(inputs[0]), *inputs[1:]
+
+    return before

@@ -15,14 +15,8 @@ from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.loss import divergence
 from quantkit.quantization.distill.pool import Pool
 from quantkit.quantization.distill.student import Student
+from quantkit.quantization.distill.training_memory import BATCH, CHUNK_WEIGHTS
 
-#: Sequences of a step, by device.
-BATCH = {"cpu": 8, "cuda": 64}
-#: Most tokens of a micro-batch, whose activations are kept, and most logits; at least one sequence.
-MOST_TOKENS = {"cpu": 4096, "cuda": 8192}
-MOST_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
-#: Weights whose gradients are in memory in float32 at a time, unless one linear has more.
-CHUNK_WEIGHTS = 1 << 26
 #: Most steps in which learning rates rise to their first value.
 WARM_UP = 20
 #: Steps after which the time of a step is known; the first ones, which are slower, do not count.
@@ -64,19 +58,22 @@ class Reached:
 class Training:
     """Training of a student on a pool; `state` and `at` are all that another process needs to go on."""
 
-    def __init__(self, student: Student, pool: Pool, options: DistillOptions, vocabulary: int) -> None:
+    def __init__(self, student: Student, pool: Pool, options: DistillOptions, micro: int) -> None:
+        """Prepare a training; `micro` sequences of a batch run at a time."""
         self.at = Reached(total=options.steps)
-        self.batch = options.batch or BATCH[student.device.type]
-        self._student, self._pool, self._own = student, pool, options.own
-        self._micro = micro_batch(vocabulary, pool.held_out.shape[1], student.device.type)
+        self.batch = batch_of(options, student.device)
+        self.student, self._pool, self._own, self.micro = student, pool, options.own, micro
         self._loss = torch.full((1,), math.nan, device=student.device)
-        self._adam, self._numbers, self._rates = Adam(), dict[str, torch.Tensor](), dict[str, float]()
+        self._adam = Adam(student.residence)
+        self._numbers, self._rates = dict[str, torch.Tensor](), dict[str, float]()
         for name, tensor in student.numbers.items():
             parameter, _, kind = name.rpartition(".")
             rate = getattr(options, RATES[kind]) * student.trained[parameter].steps[kind]
             if rate:
                 self._numbers[name], self._rates[name] = tensor, rate
-        self._chunks = list(_chunks({name: one.elements for name, one in student.trained.items()}))
+        elements = {name: one.elements for name, one in student.trained.items()}
+        parameters = {name: place.parameter for name, place in student.places.items()}
+        self._chunks = list(_chunks(elements, parameters))
 
     def run(self, seconds_left: Callable[[], float], on_step: Callable[[Reached], None]) -> None:
         """Train to the end, and call `on_step` after each step.
@@ -84,7 +81,7 @@ class Training:
         Without a number of steps it is as many as `seconds_left` has room for, once a step is measured.
         """
         at, first, started = self.at, self.at.step, time.monotonic()
-        with _deterministic(self._student.device):
+        with _deterministic(self.student.device):
             while at.total is None or at.step < at.total:
                 self._step()
                 at.step += 1
@@ -99,81 +96,98 @@ class Training:
                 on_step(at)
 
     def _step(self) -> None:
-        tokens = self._pool.batch(self.at.step, self.batch, self._own).to(self._student.device)
-        loss, of_weights = self._gradients(tokens)
-        factor = rate_at(self.at.step, self.at.total)
-        for chunk in self._chunks:
-            self._move({name: of_weights.pop(name) for name in chunk if name in of_weights}, factor)
+        tokens = self._pool.batch(self.at.step, self.batch, self._own).to(self.student.device)
+        loss = self._gradients(tokens)
+        factor, weights = rate_at(self.at.step, self.at.total), self.student.weights
+        for chunk, done in self._chunks:
+            # A part of the model that text does not reach has none.
+            found = {name: weights.gradient(name) for name in chunk}
+            self._move({name: one for name, one in found.items() if one is not None}, factor)
+            found.clear()
+            for parameter in done:
+                weights.let_go(parameter)
         self._loss = loss if self.at.step == 0 else self._loss.lerp(loss, LATELY)
 
-    def _gradients(self, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the mean divergence on `tokens`, [1], and the gradients of the weights, by parameter.
+    def _gradients(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the mean divergence on `tokens`, [1], and leave the gradients in the student's weights.
 
         They have the dtype of activations: in float32 they would take as much as the weights themselves.
         """
-        student = self._student
-        weights = student.weights()
+        student = self.student
+        student.weights.collect()
         total = torch.zeros(1, device=student.device)
-        for part in torch.split(tokens, self._micro):
+        for part in torch.split(tokens, self.micro):
             target = student.target(part)
             with torch.enable_grad():
-                loss = divergence(student.logits(part, weights), target) / tokens.numel()
+                loss = divergence(student.logits(part), target) / tokens.numel()
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        # A part of the model that text does not reach has none.
-        return total, {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        return total
 
     def _move(self, of_weights: Mapping[str, torch.Tensor], factor: float) -> None:
         """Move the numbers of some linears and norms, for gradients of their weights, at `factor` * rate."""
-        trained = self._student.trained
-        found = {
-            f"{parameter}.{kind}": gradient
-            for parameter, of_weight in of_weights.items()
-            for kind, gradient in trained[parameter].gradients(of_weight).items()
-        }
-        moved = {name: gradient for name, gradient in found.items() if name in self._rates}
-        rates = {name: factor * self._rates[name] for name in moved}
-        self._adam.step(self._numbers, moved, rates, self.at.step + 1)
-        for parameter in of_weights:
-            trained[parameter].clamp()
+        with torch.no_grad(), self.student.at_work(of_weights) as trained:
+            found = {
+                f"{name}.{kind}": gradient
+                for name, of_weight in of_weights.items()
+                for kind, gradient in trained[name].gradients(of_weight).items()
+            }
+            moved = {name: gradient for name, gradient in found.items() if name in self._rates}
+            numbers = {
+                f"{name}.{kind}": tensor
+                for name, one in trained.items()
+                for kind, tensor in one.numbers.items()
+            }
+            rates = {name: factor * self._rates[name] for name in moved}
+            self._adam.step(numbers, moved, rates, self.at.step + 1)
+            for one in trained.values():
+                one.clamp()
 
     @torch.no_grad()
     def measure(self) -> float:
         """Return the mean divergence per token on what is held out, in nats."""
-        student, held_out = self._student, self._pool.held_out
-        weights, total = student.weights(), 0.0
-        for part in torch.split(held_out.to(student.device), self._micro):
-            total += float(divergence(student.logits(part, weights), student.target(part)))
+        student, held_out = self.student, self._pool.held_out
+        total = 0.0
+        for part in torch.split(held_out.to(student.device), self.micro):
+            total += float(divergence(student.logits(part), student.target(part)))
         return total / held_out.numel()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the numbers, Adam's means of them, and the mean loss, by name."""
+        self.student.residence.wait()
         return {"loss": self._loss, **self._numbers, **self._adam.state()}
 
     def restore(self, state: Mapping[str, torch.Tensor], at: Reached) -> None:
         """Go on from a state that was stored at `at`."""
-        self.at, self._loss = at, state["loss"].to(self._student.device)
+        self.at, self._loss = at, state["loss"].to(self.student.device)
         for name, number in self._numbers.items():
             number.copy_(state[name])
         self._adam.restore(state, self._numbers)
+        self.student.update()
 
 
-def micro_batch(vocabulary: int, length: int, kind: str) -> int:
-    """Return the sequences of `length` tokens that run at a time on a device of this type."""
-    return max(1, min(MOST_TOKENS[kind], MOST_LOGITS[kind] // vocabulary) // length)
+def batch_of(options: DistillOptions, device: torch.device) -> int:
+    """Return the sequences of a step."""
+    return options.batch or BATCH[device.type]
 
 
-def _chunks(elements: Mapping[str, int]) -> Iterator[list[str]]:
-    """Split names into lists of at most `CHUNK_WEIGHTS` numbers, or of one name; `elements` are of each."""
-    chunk, count = list[str](), 0
+def _chunks(
+    elements: Mapping[str, int], parameters: Mapping[str, str]
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Split names into lists of at most `CHUNK_WEIGHTS` numbers, or of one name; `elements` are of each.
+
+    With each list come the parameters that no later one has a part of; `parameters` are those of the names.
+    """
+    chunks, count = [list[str]()], 0
     for name, size in elements.items():
-        if chunk and count + size > CHUNK_WEIGHTS:
-            yield chunk
-            chunk, count = [], 0
-        chunk.append(name)
+        if chunks[-1] and count + size > CHUNK_WEIGHTS:
+            chunks.append([])
+            count = 0
+        chunks[-1].append(name)
         count += size
-    if chunk:
-        yield chunk
+    last = {parameters[name]: at for at, chunk in enumerate(chunks) for name in chunk}
+    for at, chunk in enumerate(chunks):
+        yield chunk, [parameter for parameter, place in last.items() if place == at]
 
 
 def rate_at(step: int, total: int | None) -> float:

@@ -2,18 +2,26 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import MixtralForCausalLM
 
+from quantkit import quantizing
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.quantization.distill import distill, training
 from quantkit.quantization.distill.distill_options import DistillOptions
-from quantkit.quantizing import QuantizeResult, quantize
+from quantkit.quantization.distill.student import Student
+from quantkit.quantization.distill.training import Training
+from quantkit.quantizing import quantize
+from quantkit.runtime.load import load
+from quantkit.runtime.replace import unpack_modules
 from quantkit.verification.verify import verify
 
 from ...tiny.calibrated import data, files_of, interrupted_at, write
@@ -27,6 +35,10 @@ SMALL: dict[str, Any] = {
     "device": "cpu",
     "calibration": CalibrationOptions(None, 24, 64),
 }
+
+
+#: A tiny random model in few samples.
+TINY: dict[str, Any] = {"format": "int2", "group_size": 16, "method": "mse,distill", "device": "cpu"}
 
 
 def steps(count: int, **changes: Any) -> dict[str, Any]:
@@ -82,6 +94,52 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
             assert not any(text.startswith("step 2 of 6") for text in resumed)
 
 
+@pytest.mark.parametrize("where", ["check_unfinished", "discard_work"])
+def test_interrupted_at_the_end_the_manifest_has_what_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    options = {**SMALL, **steps(2), "check": True}
+    quantize(STORIES, tmp_path / "whole", **options)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(quantizing, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(STORIES, tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "config.json").exists()
+    quantize(STORIES, tmp_path / "out", resume=True, **options)
+    assert facts_of(tmp_path / "out")["steps"] == 2
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_resumed_run_counts_the_time_of_its_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, left = [0.0], list[float]()
+    write_samples = distill.own_samples
+
+    def slowly(*given: Any) -> Any:
+        for samples in write_samples(*given):
+            clock[0] += 100.0
+            yield samples
+
+    def run(training: Training, seconds_left: Any, on_step: Any) -> None:
+        left.append(seconds_left())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(distill, "own_samples", slowly)
+    monkeypatch.setattr(Training, "run", run)
+    options = {**SMALL, "distillation": DistillOptions(seconds=1500.0, batch=2)}
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            quantize(STORIES, tmp_path / "out", resume=resume, **options)
+    # A fifth of the time is for samples.
+    assert left == [1200.0, 1200.0] and clock == [300.0]
+
+
 def test_a_time_decides_the_number_of_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "MEASURED", 5)
     options = {**SMALL, "distillation": DistillOptions(seconds=3.0, batch=2)}
@@ -119,12 +177,89 @@ def test_the_divergence_before_is_that_of_the_start(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
-def test_experts_keep_their_codes_and_that_is_said(tmp_path: Path, text: Path) -> None:
-    source = write(tmp_path, "mixtral", num_hidden_layers=1)
-    given = {"format": "int2", "group_size": 16, "method": "distill", "calibration": data(text)}
-    result: QuantizeResult = quantize(source, tmp_path / "out", device="cpu", **given, **steps(2))
-    noted = {name.rpartition(".")[2] for name, one in result.measured.items() if one.note}
-    assert noted == {"gate_up_proj", "down_proj"}
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mixtral", {}),
+        # Every second row is of gate, matrices are turned, and there are biases.
+        ("gpt_oss", {"format": "ternary"}),
+        # One product for all experts, which takes the whole parameter.
+        ("llama4", {"method": "mse,distill"}),
+        ("tied", {}),
+        ("tied", {"embeddings": "int8:32", "lm_head": None}),
+        ("tied", {"lm_head": "int8:32"}),
+        ("qwen3_moe", {"activations": "int8", "method": "mse,distill"}),
+    ],
+)
+def test_the_student_is_what_is_loaded(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any]
+) -> None:
+    students: list[Student] = []
+    build = distill.build_student
+
+    def kept(*given: Any) -> Student:
+        students.append(build(*given))
+        return students[-1]
+
+    monkeypatch.setattr(distill, "build_student", kept)
+    source = write(tmp_path, family, num_hidden_layers=2)
+    given = {**TINY, "calibration": data(text), **options}
+    quantize(source, tmp_path / "out", **given, **steps(20, code_rate=2e-2))
+    facts = facts_of(tmp_path / "out")
+    assert facts["kl_after"] < facts["kl_before"]
+    loaded = load(tmp_path / "out", device="cpu", dtype=torch.float32)
+    tokens = torch.arange(48).view(2, 24)
+    with torch.no_grad():
+        found, expected = loaded(input_ids=tokens).logits, students[0].logits(tokens)
+    if "activations" not in options:
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+    unpack_modules(loaded, torch.float32)
+    of_student = dict(students[0].network.named_parameters(remove_duplicate=False))
+    for name, weight in loaded.named_parameters(remove_duplicate=False):
+        assert torch.equal(weight, of_student[name].view(weight.shape)), name
+
+
+def codes_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The words of packed matrices, and dense weights, by name."""
+    files = Checkpoint.of_files(sorted(directory.glob("*.safetensors")))
+    return {name: files.read(name) for name in files.tensors if name.endswith(".weight")}
+
+
+def test_experts_are_trained_but_for_those_that_no_token_reaches(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
+    source = write(tmp_path, "mixtral", num_hidden_layers=1, num_experts_per_tok=1)
+    # The logit of expert 3 is the mean of those of the others, and one is chosen.
+    tensors = load_file(source / "model.safetensors")
+    (router,) = (name for name in tensors if name.endswith("gate.weight"))
+    tensors[router][3] = tensors[router][:3].mean(0)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    given = {**TINY, "calibration": data(text), **steps(12, code_rate=2e-2)}
+    result = quantize(source, tmp_path / "out", **given)
+    quantize(source, tmp_path / "mse", **{**TINY, "method": "mse"})
+    ours, theirs = codes_of(tmp_path / "out"), codes_of(tmp_path / "mse")
+    experts = [name for name in ours if ".experts." in name]
+    assert len(experts) == 4 * 3
+    same = {name for name in experts if torch.equal(ours[name], theirs[name])}
+    assert same == {name for name in experts if ".experts.3." in name}
+    # The errors of all matrices of a parameter are added up.
+    loaded = load(tmp_path / "out", device="cpu", dtype=torch.float32)
+    unpack_modules(loaded, torch.float32)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    original = MixtralForCausalLM.from_pretrained(source, dtype=torch.float32).get_parameter(name)
+    with torch.no_grad():
+        error = (loaded.get_parameter(name) - original).square().sum() / original.square().sum()
+    assert result.measured[name].relative_error == pytest.approx(float(error), rel=1e-4)
+    assert not result.measured[name].note
+    calls: list[str] = []
+    quantize(source, tmp_path / "again", progress=lambda *call: calls.append(call[2]), **given)
+    stop = next(i for i, text in enumerate(calls) if text.startswith("step 6 of 12"))
+    out = tmp_path / "interrupted"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, out, progress=interrupted_at(stop + 1), **given)
+    quantize(source, out, resume=True, **given)
+    assert files_of(out) == files_of(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +286,14 @@ def test_refusals_come_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'best,best' cannot be combined"):
         quantize(STORIES, out, **{**SMALL, "method": "best,best"})
     assert not out.exists()
+
+
+@pytest.mark.parametrize("family", ["t5", "embedding"])
+def test_models_that_predict_no_tokens_are_refused(tmp_path: Path, text: Path, family: str) -> None:
+    source = write(tmp_path, family)
+    with pytest.raises(UsageError, match=r"models of type '\w+' make none.*--method signround"):
+        quantize(source, tmp_path / "out", **TINY, calibration=data(text), **steps(2))
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_time_is_another_run(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import torch
 from quantkit.quantization.distill import loss
 from quantkit.quantization.distill.adam import BETAS, EPSILON, Adam
 from quantkit.quantization.distill.pool import Pool
+from quantkit.quantization.distill.residence import Residence
 from quantkit.quantization.distill.training import rate_at
+
+HERE = Residence(torch.device("cpu"))
 
 
 def steps(adam: Adam, start: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
@@ -22,7 +25,7 @@ def steps(adam: Adam, start: dict[str, torch.Tensor], count: int) -> dict[str, t
 
 def test_adam_is_that_of_torch() -> None:
     start = {"a": torch.randn(4, 5), "b": torch.randn(7)}
-    own = steps(Adam(torch.float32), start, 30)
+    own = steps(Adam(HERE, torch.float32), start, 30)
     theirs = [torch.nn.Parameter(one.clone()) for one in start.values()]
     optimizer = torch.optim.Adam(
         [{"params": [one], "lr": rate} for one, rate in zip(theirs, (1e-2, 1e-3), strict=True)],
@@ -37,7 +40,7 @@ def test_adam_is_that_of_torch() -> None:
     for name, one in zip(start, theirs, strict=True):
         torch.testing.assert_close(own[name], one.detach())
     # Means of 8 bits err by half a percent of a step or so, in no direction.
-    short = steps(Adam(), start, 30)
+    short = steps(Adam(HERE), start, 30)
     for name, one in own.items():
         assert float((short[name] - one).abs().max()) < 0.05 * float((one - start[name]).abs().max())
 

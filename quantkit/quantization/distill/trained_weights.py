@@ -1,0 +1,111 @@
+"""Weights of a student that are trained: parameters in the dtype of the model, and their gradients.
+
+A linear or norm is a parameter. A matrix of fused experts is a place in a parameter that has all experts.
+
+If an expert is a slice of an ordinary tensor, its gradient is as large as that of all experts, mostly zeros.
+Here each slice is a leaf of its own, and its gradient a view of that of the parameter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from quantkit.model.names import ExpertPart
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a trained matrix or norm: a parameter of the model, or a matrix [N, K] of experts in it."""
+
+    parameter: str
+    part: ExpertPart | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of this place in `tensor`, the parameter or its gradient."""
+        return tensor if self.part is None else self.part.of(tensor)
+
+
+class ExpertStack(torch.Tensor):
+    """Parameter of fused experts, [E, ...]. By the number of an expert it gives a leaf with its weights.
+
+    In all other operations `whole` takes its place. Both add their gradients to the same memory.
+    """
+
+    whole: torch.Tensor
+    slices: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, whole: torch.Tensor) -> "ExpertStack":
+        """Return the stack with the memory of `whole`, a leaf [E, ...]."""
+        stack: ExpertStack = torch.Tensor._make_subclass(cls, whole.detach())
+        stack.whole = whole
+        stack.slices = tuple(one.requires_grad_() for one in whole.detach().unbind())
+        return stack
+
+    def collect(self, gradient: torch.Tensor | None) -> None:
+        """Let gradients be added to `gradient`, of the shape of the parameter; None lets go of it."""
+        self.whole.grad = gradient
+        for number, one in enumerate(self.slices):
+            one.grad = None if gradient is None else gradient[number]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[0], cls) and _is_number(args[1]):
+            return args[0].slices[int(args[1])]
+        args, kwargs = tree_map_only(cls, lambda one: one.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _is_number(index: Any) -> bool:
+    """Return True for what selects one expert: an integer, or a tensor [] of one."""
+    if isinstance(index, torch.Tensor):
+        return index.ndim == 0 and not index.dtype.is_floating_point and index.dtype != torch.bool
+    return type(index) is int
+
+
+class TrainedWeights:
+    """Leaves that collect gradients, by parameter, and where each trained matrix and norm is in them."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> None:
+        self._places = places
+        self.leaves = {name: one.detach().requires_grad_() for name, one in tensors.items()}
+        self._stacks = {
+            place.parameter: ExpertStack.of(self.leaves[place.parameter])
+            for place in {place.parameter: place for place in places.values()}.values()
+            if place.part is not None
+        }
+
+    def put_into(self, model: nn.Module) -> None:
+        """Make these the parameters of a model."""
+        for name, leaf in self.leaves.items():
+            owner, _, last = name.rpartition(".")
+            # `setattr` takes only an `nn.Parameter`, which would be a leaf of its own.
+            parameters: dict[str, Any] = model.get_submodule(owner)._parameters
+            parameters[last] = self._stacks.get(name, leaf)
+
+    @torch.no_grad()
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Set the weights of the trained matrix or norm `name`, rounded to the dtype of the model."""
+        place = self._places[name]
+        place.of(self.leaves[place.parameter]).copy_(values)
+
+    def collect(self) -> None:
+        """Begin a step, whose gradients are added up; those of an expert that no token reaches are 0."""
+        for name, stack in self._stacks.items():
+            stack.collect(torch.zeros_like(self.leaves[name]))
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """Return the gradient of a trained matrix or norm; None if nothing that ran has it."""
+        place = self._places[name]
+        gradient = self.leaves[place.parameter].grad
+        return None if gradient is None else place.of(gradient)
+
+    def let_go(self, parameter: str) -> None:
+        """Free the gradient of a parameter."""
+        if parameter in self._stacks:
+            self._stacks[parameter].collect(None)
+        self.leaves[parameter].grad = None

@@ -4,7 +4,7 @@
 written. All other steps are as in `quantizing.py`, without recipes, methods and calibration.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.progress import Progress, counting
 from quantkit.progress_bar import reporting
 from quantkit.quantization.kept_fates import dense_share, kept_fates, kept_table
+from quantkit.quantization.kept_scales import KeptScales, kept_scales
 from quantkit.quantization.plan import Plan, plan_of
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.run_record import model_record, versions
@@ -47,6 +48,8 @@ class ConvertOptions:
     dense_embeddings: bool = False
     #: The packing of schemes that can have it; others are packed as "bits".
     packing: PackingName = "bits"
+    #: True to leave out how linears round their inputs, and the static scales of inputs, keys and values.
+    without_activations: bool = False
 
     @property
     def mode(self) -> Mode:
@@ -69,7 +72,8 @@ def convert(
 
     Every weight of `out` equals the weight of `source` bit by bit in float32; each is compared when written.
     The token embedding is packed too, unless `dense_embeddings`. Other tensors are stored unpacked: in
-    float32 if the source has them packed.
+    float32 if the source has them packed. Static scales of inputs, keys and values are those of `source`,
+    unless `without_activations` leaves them out.
 
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are processed (by default a bar
     in a terminal or notebook, none with False), and `on_plan` once before any tensor is written. Raises
@@ -87,6 +91,7 @@ def convert(
             "max_shard_bytes": options.max_shard_bytes,
             "dense_embeddings": options.dense_embeddings,
             "packing": options.packing,
+            "without_activations": options.without_activations,
             "versions": versions(),
         }
         with OutputDirectory.open(
@@ -114,17 +119,32 @@ def plan(directory: Path, options: ConvertOptions = ConvertOptions()) -> tuple[C
     fates = _packed(kept_fates(checkpoint, structure), options.packing)
     table = "--dense-embeddings" if options.dense_embeddings else kept_table(checkpoint, structure)
     found = table if isinstance(table, Fate) else None
-    planned = plan_of(checkpoint, structure, fates, found, max_shard_bytes=options.max_shard_bytes)
+    scales = KeptScales({}, {}) if options.without_activations else kept_scales(checkpoint, structure, fates)
+    planned = plan_of(
+        checkpoint,
+        structure,
+        scales.with_activations(fates),
+        found,
+        max_shard_bytes=options.max_shard_bytes,
+        kv_scales=bool(scales.states),
+    )
     dense = dense_share(checkpoint, planned)
     reasons: dict[str, list[str]] = {}
     for name in dense:
         is_table = name == structure.embedding and isinstance(table, str)
         reasons.setdefault(str(table) if is_table else "it is no linear that can be packed", []).append(name)
-    notes = []
+    notes = [*scales.notes(), *_without_rounding(checkpoint, scales)]
     for reason, (name, *others) in reasons.items():
         more = f" and {len(others)} more" if others else ""
         notes.append(f"{name}{more}, {dense[name]} in the source, is stored as float32: {reason}.")
-    return checkpoint, replace(planned, notes=(*planned.notes, *notes))
+    return checkpoint, replace(scales.bind(planned), notes=(*planned.notes, *notes))
+
+
+def _without_rounding(checkpoint: Checkpoint, scales: KeptScales) -> Iterator[str]:
+    """Yield a note if the source rounds inputs, and the linears of the result do not."""
+    if checkpoint.activations.are_rounded and not scales.inputs:
+        where = checkpoint.activations.settings.where
+        yield f"by {where} linears of the source round their inputs. Those of the result do not."
 
 
 def _packed(fates: Mapping[str, Fate], packing: PackingName) -> dict[str, Fate]:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from quantkit.checkpoint.low_bit.static_scales import ActivationTensors
 from quantkit.checkpoint.output.atomic_write import is_inside
 from quantkit.checkpoint.safetensors_header import read_header, read_json
 from quantkit.checkpoint.side_names import is_side_name
@@ -56,6 +57,7 @@ class Checkpoint:
     notes          how tensors are read, for the plan
     derived        files made from the shards when the checkpoint was opened
     uncut          tensors that can be read although `tensors` has slices of them instead
+    activations    stored scales of activations, which `tensors` does not have
     """
 
     directory: Path
@@ -69,6 +71,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     derived: frozenset[Path] = frozenset()
     uncut: Mapping[str, StoredTensor] = field(default_factory=dict)
+    activations: ActivationTensors = field(default_factory=ActivationTensors)
 
     @classmethod
     def open(cls, directory: Path, *, strict: bool = False, allow_auto_map: bool = False) -> "Checkpoint":

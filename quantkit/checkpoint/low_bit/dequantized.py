@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.checkpoint.low_bit.low_bit_formats import ACTIVATION_SUFFIXES, FORMATS, LowBitFormat
+from quantkit.checkpoint.low_bit.low_bit_formats import FORMATS, LowBitFormat
+from quantkit.checkpoint.low_bit.static_scales import ACTIVATION_SUFFIXES, ActivationTensors
 from quantkit.checkpoint.low_bit.weight import LowBitTensor, Settings
 from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
@@ -61,6 +62,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
             codes.offset,
             weight=weight,
             stored_in=row.name,
+            stored_module=parameter.removesuffix(".weight"),
         )
         counts[row.name] += 1
         used |= {part.name for part in parts.values()} | {base + suffix for suffix in row.unused}
@@ -68,18 +70,23 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         _check_plain(checkpoint, settings)
         return checkpoint
     tensors: dict[str, StoredTensor] = {}
+    activations: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         if name in found:
             tensors[found[name].name] = found[name]
-        elif name not in used and not name.endswith(ACTIVATION_SUFFIXES):
+        elif name.endswith(ACTIVATION_SUFFIXES):
+            activations[name] = tensor
+        elif name not in used:
             tensors[name] = tensor
+    stored = ActivationTensors(settings, activations)
     _check_no_codes(checkpoint, tensors)
     return replace(
         checkpoint,
         config=_without_sections(checkpoint.config),
         tensors=tensors,
         side_files=tuple(path for path in checkpoint.side_files if path.name not in _FILES),
-        notes=(*checkpoint.notes, _note(counts), *_notes_on_inputs(settings)),
+        notes=(*checkpoint.notes, _note(counts), *_notes_on_inputs(stored)),
+        activations=stored,
     )
 
 
@@ -194,15 +201,12 @@ def _readable() -> str:
     return ", ".join(dict.fromkeys(row.name for row in FORMATS))
 
 
-def _notes_on_inputs(settings: Settings) -> Iterator[str]:
+def _notes_on_inputs(stored: ActivationTensors) -> Iterator[str]:
     """Yield a note if the source rounds the inputs of its linears: only their weights are read."""
-    groups = settings.values.get("config_groups")
-    groups = groups.values() if isinstance(groups, Mapping) else ()
-    rounded = any(isinstance(one, Mapping) and one.get("input_activations") for one in groups)
-    if rounded or settings.values.get("activation_scheme"):
+    if stored.are_rounded:
         yield (
-            f"by {settings.where} linears of the source round their inputs too. Those of the result do only "
-            "where --activations or --scheme of `quantkit quantize` says so."
+            f"by {stored.settings.where} linears of the source round their inputs too. Those of the result "
+            "do only where --activations or --scheme of `quantkit quantize` says so."
         )
 
 

@@ -51,24 +51,6 @@ class LowBitFormat:
     fits: Callable[[Parts], bool] = lambda parts: True
 
 
-#: Suffixes of activation scales, after the name of a module.
-ACTIVATION_SUFFIXES = (
-    ".input_scale",
-    ".input_global_scale",
-    ".input_zero_point",
-    ".activation_scale",
-    ".input_scale_ub",
-    ".output_scale",
-    ".output_zero_point",
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
-    ".k_zero_point",
-    ".v_zero_point",
-    ".kv_scale",
-)
-
-
 def _nf4(kind: str) -> LowBitFormat:
     return LowBitFormat(
         f"bitsandbytes {kind.upper()}",
@@ -102,7 +84,6 @@ FORMATS: tuple[LowBitFormat, ...] = (
         {"scale": (".qscale_weight", FLOATS)},
         PlainCodes.of,
         parameter=".weight",
-        unused=(".qscale_act",),
     ),
     LowBitFormat(
         "MXFP4",

@@ -82,11 +82,12 @@ class LowBitWeight(ABC):
 class LowBitTensor(StoredTensor):
     """Parameter represented by a low-bit weight, in the dtype of the model.
 
-    `file` and `offset` are the place of the codes.
+    `file` and `offset` are the place of the codes. `stored_module` is its module, as the file names it.
     """
 
     weight: LowBitWeight
     stored_in: str = "codes and scales"
+    stored_module: str = ""
 
     @property
     def stored_bytes(self) -> int:
@@ -130,6 +131,13 @@ class LowBitTensor(StoredTensor):
                 found = self.weight.grid(read, matrix * rows + first, end + last)
                 target[:, first:last] = found.values().view(len(target), last - first, columns)
         return out
+
+
+def stored_module(tensor: StoredTensor) -> str:
+    """Return the module of a weight, as its file names it."""
+    stored = tensor.as_stored
+    name = stored.stored_module if isinstance(stored, LowBitTensor) else ""
+    return name or tensor.name.removesuffix(".weight")
 
 
 def wrong(tensor: StoredTensor, problem: str, remedy: str = START_AGAIN) -> NoReturn:

@@ -34,8 +34,8 @@ def _outputs_of(S):  # type: ignore[no-untyped-def]
 def _outputs(first, count, N, S: gl.constexpr):
     """Return the output feature and the row of x of each output: two int32 tensors.
 
-    They broadcast to [row tiles, rows of x * 16]. The program has `count` row tiles, from number `first` on.
-    Row tiles beyond those get output feature N, so that a mask `feature < N` leaves them out.
+    Both broadcast to [row tiles, rows of x * 16]. The program has `count` row tiles, from number `first` on.
+    Row tiles from `count` on get output feature N, which a mask `feature < N` excludes.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)

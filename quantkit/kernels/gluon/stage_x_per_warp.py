@@ -190,7 +190,7 @@ def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.constexpr_function
 def _row_layout(S):  # type: ignore[no-untyped-def]
-    """Return the layout of [W, mma pairs per pass, rows of x, t]."""
+    """Return the layout of a pass of x: [W warps, mma pairs, rows of x, lanes t]."""
     return gl.BlockedLayout(
         [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
     )
@@ -231,7 +231,7 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_x(x, M, order, S: gl.constexpr):
-    """Load all words that `_x_pointers` names, int32 [W, 32, 4] for each number; zeros beyond K."""
+    """Load the words of x at `_x_pointers`, int32 [W, 32, 4] for each number; zeros beyond K."""
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
     for number in gl.static_range(NUMBERS):
@@ -244,7 +244,7 @@ def _load_x(x, M, order, S: gl.constexpr):
 def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
     """Return RMSNorm of x [M, K] as words int32 [W, 32, 4].
 
-    With `S.norm.adds`, it is RMSNorm of x + `other`, and the sum is written to `total`. Numbers are rounded
+    With `S.norm.adds`, x is replaced by x + `other`, which is written to `total`. Numbers are rounded
     where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -298,7 +298,7 @@ def _per_lane(of_rows, S: gl.constexpr):
 
 @gluon.jit
 def _unit_scales(S: gl.constexpr):
-    """Return units of 1, float32 [W, rows], if sums have weights; else ()."""
+    """Return scales of 1, float32 [W, rows], if sums have weights; else ()."""
     x_scale = ()
     if S.has_column_weights:
         x_scale = gl.full(

@@ -26,7 +26,7 @@ from quantkit.packing.formats import NumberFormat
 
 @dataclass(frozen=True)
 class Bytes:
-    """Recipe from codes to signed bytes: byte = ((code << `lift`) - `less`) ^ `flip`.
+    """Conversion of codes to signed bytes: byte = ((code << `lift`) - `less`) ^ `flip`.
 
     A byte of 1 has the value `byte_scale`.
     """
@@ -45,7 +45,7 @@ class Bytes:
 
 @lru_cache(maxsize=256)
 def as_bytes(number_format: NumberFormat) -> Bytes | None:
-    """Return how codes become bytes proportional to their values; None if that is impossible."""
+    """Return the conversion of codes to bytes proportional to their values; None if there is none."""
     values = number_format.numbers
     if not values or number_format.values[: len(values)] != values:
         return None

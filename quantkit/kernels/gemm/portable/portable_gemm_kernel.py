@@ -217,8 +217,8 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 def _one(WAIT_PTX: tl.constexpr):
     """Return 1; with WAIT_PTX only after earlier products, which still read older weights, have ended.
 
-    New weights are multiplied by it, so they are not computed before. Without it Triton 3.6 writes them to
-    registers that running products still read.
+    The caller multiplies new weights by the result, so that they are not computed earlier. Triton 3.6 would
+    write new weights to registers that running products still read.
     """
     one = tl.full((), 1.0, tl.float32)
     if WAIT_PTX is not None:
@@ -228,7 +228,7 @@ def _one(WAIT_PTX: tl.constexpr):
 
 @triton.jit
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
-    """Return the product of weights and columns, summed in float16, as float32 [16 * RT, BM]."""
+    """Return the product of weights `q` and `columns` of x, summed in float16, as float32 [16 * RT, BM]."""
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
 

@@ -169,7 +169,7 @@ def _load_step(
 ):  # fmt: skip
     """Load code words int16 [W, L, 256] per register of a step, with scales and zero-points.
 
-    Those are [4, 8, W, L, V, 2], or 0 for a weight without them.
+    Scales and zero-points are [4, 8, W, L, V, 2]; 0 for a weight without zero-points or group scales.
     """
     tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
     s = 0

@@ -366,7 +366,7 @@ def _load_k_step(
 ):  # fmt: skip
     """Load a k_step: code words int32 [4, C, 128], and the words of scales and zero-points.
 
-    There are such words for each 128 columns; they are 0 for a weight without them.
+    There is a word for each 128 columns; 0 for a weight without group scales or zero-points.
     """
     words = ()
     for t in gl.static_range(TILES):

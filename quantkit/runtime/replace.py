@@ -186,9 +186,9 @@ def swap_modules(
 
 
 def _add_kv_scales(model: nn.Module) -> None:
-    """Give attention layers, which have packed keys and values, the scales of their keys and values.
+    """Register buffers for the KV scales in attention layers with packed k_proj and v_proj.
 
-    Nothing here computes with them: they are for engines, and stay with the model when it is saved.
+    No product uses the scales; a KV cache in fp8 does, and `save_pretrained` writes them.
     """
     for attention in list(model.modules()):
         leaves = {leaf for leaf in KV_PARTS if isinstance(attention._modules.get(leaf), PackedLinear)}

@@ -1,4 +1,4 @@
-"""Base of the config classes of plug-ins; it comes before the engine's own base class."""
+"""Base of the config classes of plug-ins, a mixin before the engine's own base class."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,5 +33,5 @@ class PackedConfig:
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take over quantkit's compressed-tensors checkpoints if the user asks for `quantkit`."""
+        """Return "quantkit" if `user_quant` is "quantkit" and quantkit wrote the config; else None."""
         return "quantkit" if user_quant == "quantkit" and SECTION in hf_quant_cfg else None

@@ -1,4 +1,4 @@
-"""`quantization_config` of a packed checkpoint for vLLM: the method of each of vLLM's layers."""
+"""`quantization_config` of a packed checkpoint for vLLM: the quantization method of each layer."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from quantkit.runtime.serving.versions import moved
 
 
 class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
-    """Methods of the layers of a checkpoint."""
+    """Quantization method of each layer of the engine, for a packed checkpoint."""
 
     def __init__(self, config: QuantizationConfig) -> None:
         super().__init__()
@@ -37,9 +37,9 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Read which matrices are packed, and keep the config of the model.
+        """Read the names of packed matrices, and keep the config of the model.
 
-        Raises `UsageError` if vLLM would reorder the rows of some tensors of a matrix alone.
+        Raises `UsageError` if vLLM would reorder the rows of only some tensors of a matrix.
         """
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
@@ -56,7 +56,7 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
     def get_cache_scale_mapper(self) -> Any:
         """Return vLLM's renaming of tensors, without the shapes of packed matrices.
 
-        vLLM permutes the rows of any tensor of some modules, and a shape has none.
+        vLLM permutes the rows of every tensor of some modules, and a shape has no rows.
         """
         from vllm.model_executor.models.utils import WeightsMapper
 
@@ -64,7 +64,7 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
         return mapper | WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """Return the method of vLLM's layer `prefix`; None where vLLM's own runs it dense."""
+        """Return the quantization method of vLLM's layer `prefix`; None for a dense layer."""
         from quantkit.runtime.vllm import methods
 
         schemes = self.schemes

@@ -63,7 +63,7 @@ WORKSPACE_BYTES = 128 << 20
 class GpuMemory:
     """Largest GPU memory of a run in bytes, as nvidia-smi shows it: when quantizing, when checking.
 
-    The check on a prompt is left out if its memory is not free.
+    The check on a prompt is skipped if there is too little free memory.
     """
 
     quantizing: int
@@ -222,7 +222,7 @@ def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: tor
 def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
     """Return the bytes for quantizing `weights` weights together.
 
-    With data, scales are searched for some of them at a time.
+    With data, scales are searched for a part of the weights at a time.
     """
     assert task.scheme is not None and task.method is not None
     scheme, data, name = task.scheme, bool(task.needs), task.method.scale_search.name

@@ -1,4 +1,4 @@
-"""Decide for each linear of a converted source: the scheme that holds its values, or dense."""
+"""Choose for each linear of a converted source the scheme that represents its values exactly, or dense."""
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
@@ -13,7 +13,7 @@ SCALES_OF_SCALES = "its scales have scales of their own"
 
 
 def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
-    """Return by module the decision for every linear: the scheme with the values of its grid, no method.
+    """Return the fate of each linear by module: the scheme that represents its grid exactly, and no method.
 
     Unquantized linears stay dense, and so does a head whose grid fits no scheme. Raises `CheckpointError` for
     any other linear whose grid fits no scheme, and for a source without any grid.
@@ -48,7 +48,7 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
 
 
 def kept_table(checkpoint: Checkpoint, structure: Structure) -> Fate | str:
-    """Return the fate of the token embedding: the scheme with exactly its stored values, and no method.
+    """Return the fate of the token embedding: the scheme that represents its values, and no method.
 
     Returns the reason as text if there is none.
     """

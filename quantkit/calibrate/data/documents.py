@@ -1,7 +1,7 @@
-"""Read documents from text files of each type, and refuse anything else.
+"""Read documents from text files of the supported types.
 
 A `.txt` file is one document; so is each line of a `.jsonl` file, object of a `.json` file, and row of a
-`.parquet` file. The table `COLUMNS` says which columns make a document. All but `.parquet` may be compressed,
+`.parquet` file. The table `COLUMNS` lists the columns of a document. All but `.parquet` may be compressed,
 as `.jsonl.gz`.
 """
 
@@ -71,10 +71,10 @@ def read_documents(path: Path, characters: int | None = None) -> list[Document]:
 
 
 def first_documents(path: Path, work: int, characters: int | None = None) -> tuple[list[Document], bool]:
-    """Read the first documents of a file up to a cost of `work` bytes; return True if that was reached.
+    """Read the first documents of a file up to a cost of `work` bytes; return True if the limit was reached.
 
     A text, and each message of a chat, costs its length in UTF-8, at least `ROW_WORK`. A text that alone
-    costs more than `work` is cut. A chat that alone does raises `UsageError`.
+    costs more than `work` is cut. A longer chat raises `UsageError`.
     """
     kind = kind_of(path.name)
     assert kind is not None, path

@@ -35,10 +35,10 @@ def cache_key(
     device: str,
     schemes: Mapping[str, Sequence[Scheme]],
 ) -> str:
-    """Return the hex SHA-256 of everything that a measurement depends on.
+    """Return the hex SHA-256 of everything on which a measurement depends.
 
-    It covers files, tensors and config of the source, the tokens, the method and the schemes of every linear.
-    It also covers the kind of device and the versions of libraries.
+    This is files, tensors and config of the source, the tokens, the method, the schemes of every linear, the
+    kind of device, and the versions of libraries.
     """
     tensors = [[t.name, t.dtype, list(t.shape), t.file.name, t.offset] for t in checkpoint.tensors.values()]
     facts = {

@@ -32,14 +32,14 @@ class CompressedTensorsFormat:
     scales         types of scales, by name
     global_scale   True if all scales of a matrix are divided by one float32
     zero_points    kinds of zero-points
-    group_size     its only group size, None for any that divides a row
+    group_size     the only group size; None for any that divides a row
     packing        how its codes become words
     columns        number that divides the length of a row, so that its bytes are whole words
-    type, strategy, scale_dtype   in its weight arguments; strategy None follows the group size
+    type, strategy, scale_dtype   fields of the weight arguments; strategy None follows the group size
     fused          True if engines fuse its matrices and give all of them the largest global or single scale
     blocks         True if blocks of rows and columns may share a scale
     bfloat16       True if compressed-tensors always dequantizes to bfloat16
-    activations    names of `ACTIVATIONS` for inputs that it may round; None leaves them as they are
+    activations    names of `ACTIVATIONS` for the inputs; None for inputs that are not rounded
     """
 
     stored: StoredFormat
@@ -91,7 +91,7 @@ class CompressedTensorsFormat:
 
 
 def input_arguments(scheme: ActivationScheme | None) -> dict[str, Any] | None:
-    """Return the `input_activations` arguments of a config group; None if inputs are left as they are."""
+    """Return the `input_activations` arguments of a config group; None if inputs are not rounded."""
     if scheme is None:
         return None
     whole = "tensor" if scheme.static else "token"
@@ -215,7 +215,7 @@ _OLDEST_VLLM = f"{VLLM.name} {VLLM.tried[0]}"
 
 
 def _has_zero_points(case: _Case) -> bool:
-    """Return True if another format has such zero-points."""
+    """Return True if some format of compressed-tensors has this kind of zero-point."""
     return any(case.scheme.zero_point in row.zero_points for row in FORMATS_OF_COMPRESSED_TENSORS)
 
 

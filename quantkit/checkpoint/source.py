@@ -52,7 +52,7 @@ class Checkpoint:
 
     tensors        ordered by shard name, then by offset in the shard
     side_files     files that a copy carries unchanged: tokenizer, generation config, license
-    stamps         state of all these, of config, index and shards, when the checkpoint was opened
+    stamps         size and times of side files, config, index and shards when the checkpoint was opened
     headers_only   True for a download without tensor data: everything works but `read`
     notes          how tensors are read, for the plan
     derived        files made from the shards when the checkpoint was opened
@@ -389,9 +389,9 @@ def _compare(
 
 
 def _read_into(data: torch.Tensor, path: Path, offset: int, stride: int, stamp: FileStamp) -> int:
-    """Fill `data`, uint8 [R, B], from a file, rows `stride` bytes apart; return the bytes read.
+    """Fill `data`, uint8 [R, B], from a file, rows `stride` bytes apart; return the number of bytes read.
 
-    They are fewer if the file ends early.
+    The number is smaller if the file ends early.
     """
     rows, width = data.shape
     if stride == width or rows == 1:

@@ -62,7 +62,7 @@ class StoredTensor(TensorSpec):
 
     @property
     def location(self) -> tuple[Path, int, int]:
-        """Return file, offset and size of its bytes; several tensors may share them."""
+        """Return file, offset and number of the stored bytes; several tensors may share bytes."""
         return self.file, self.offset, self.stored_bytes
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ class StoredTensor(TensorSpec):
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes that it takes in files."""
+        """Return the number of stored bytes."""
         return self.nbytes
 
     @property

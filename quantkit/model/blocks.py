@@ -1,8 +1,8 @@
 """Run a model block by block, with the weights of only one block in memory.
 
 The model is built on the meta device from the classes of transformers. Real weights replace its parameters
-while a block runs. The model's own forward calls the blocks (`model/forward/model_pass.py`), so neither
-architectures nor what blocks take and return are named here.
+while a block runs. The model's own forward calls the blocks (`model/forward/model_pass.py`), so this module
+depends neither on architectures nor on the arguments and results of blocks.
 """
 
 import copy
@@ -127,7 +127,7 @@ class Decoder:
                 config.use_cache = False
 
     def _place_buffers(self) -> None:
-        """Move buffers to the device: stored ones from the checkpoint, others as the class computes them."""
+        """Move buffers to the device: from the checkpoint if stored, otherwise as the class computes them."""
         buffers: list[tuple[str, torch.Tensor]] = list(self._model.named_buffers())
         for name, buffer in buffers:
             owner, _, leaf = name.rpartition(".")
@@ -191,7 +191,7 @@ class Decoder:
     def passes(self, read: Callable[[str], torch.Tensor] | None = None) -> Iterator[StartPass]:
         """Context manager: yield a function that starts a pass and runs it up to the first block.
 
-        `read` gives parameters outside of blocks by name, by default those of the checkpoint. Raises
+        `read` returns parameters outside of blocks by name, by default from the checkpoint. Raises
         `BlocksError` if the model does not run on tokens alone.
         """
         started: list[ModelPass] = []
@@ -220,7 +220,7 @@ class Decoder:
     def check_runs(self, tokens: torch.Tensor, beside: Beside | None = None) -> None:
         """Raise `BlocksError` if the model does not run on `tokens` int64 [B, T] up to its first block.
 
-        `beside` are inputs besides tokens, such as pixels. No weight is read: those outside of blocks are
+        `beside` are inputs besides tokens, such as pixels. No weight is read: weights outside of blocks are
         zeros. In-place changes to weights of blocks before they run, such as RWKV's scaling, are recorded and
         later applied to the weights read.
         """
@@ -346,7 +346,7 @@ class Decoder:
         return any(part.parameter == parameter for part in self._parts.values())
 
     def _computed(self, parameter: str) -> torch.Tensor:
-        """Return a parameter that is in no file, as its class computes it, such as sinusoidal positions."""
+        """Return a parameter that no file has, computed by its class, such as sinusoidal positions."""
         owner, _, leaf = parameter.rpartition(".")
         found = []
         for seed in (0, 1):
@@ -385,7 +385,7 @@ class Decoder:
     def head(self, outputs: Mapping[str, Any]) -> Iterator[Logits]:
         """Load the modules after the blocks; yield a function from hidden states to logits.
 
-        `outputs` are what blocks returned for any micro-batch, by name. The function takes the states after
+        `outputs` are the results of blocks for any micro-batch, by name. The function takes the states after
         the last block, such as [B, T, d], and [B, T], and returns logits [B, T, V]. Several threads may call
         it.
         """

@@ -68,8 +68,8 @@ def model_config(config: Mapping[str, Any], directory: Path) -> Any:
 def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
     """Return the model class for a config.json, and the config to build it from.
 
-    Take the first of `architectures` that transformers has for this config. Without it, take a class for the
-    same purpose, then the first in the mappings `ORDER`. Raises `CheckpointError` if there is none.
+    The class is the first of `architectures` that transformers has for this config. Otherwise it is a class
+    for the same purpose, or the first in the mappings `ORDER`. Raises `CheckpointError` if there is none.
     """
     parsed = model_config(config, directory)
     for cls in (_named(name) for name in named_classes(config)):
@@ -172,7 +172,7 @@ def build(cls: Any, parsed: Any, directory: Path, *, buffers: bool = False) -> "
 
 
 def _named(name: str) -> Any:
-    """Return transformers' own model class of this name; None if there is none."""
+    """Return the model class `name` of transformers; None if there is none."""
     import transformers
 
     found = getattr(transformers, name, None) if name.isidentifier() else None

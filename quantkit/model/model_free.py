@@ -133,7 +133,7 @@ class Seen:
 
     @property
     def is_ragged(self) -> bool:
-        """Return True if a row is longer than a group but no multiple of it."""
+        """Return True if a row is longer than a group, but no multiple of the group size."""
         group = self.around.group
         return group is not None and self.shape[1] > group and self.shape[1] % group != 0
 
@@ -207,7 +207,7 @@ SIGNS: tuple[Sign, ...] = (
 
 
 def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint, Structure]:
-    """Classify tensors by `SIGNS`; return `checkpoint` with a note on what is unknown, and its structure.
+    """Classify tensors by `SIGNS`; return `checkpoint` with a note on unknown tensors, and its structure.
 
     `group` is the number of weights per scale in a row by default, or None. The matrices of numbered experts
     are one linear per name, as in `read_structure`.
@@ -249,10 +249,10 @@ def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint,
 
 
 def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> tuple[Checkpoint, Structure]:
-    """Return both with linears of parts that the class lacks, such as extra prediction heads.
+    """Return `checkpoint` and `structure` with linears of parts that the class lacks, such as extra heads.
 
-    Names and shapes classify them; fused experts have those of the class. They stay dense unless a rule packs
-    them.
+    Linears are found by names and shapes, fused experts by the shapes of the class. All stay dense unless a
+    rule packs them.
     """
     strangers = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
     cuts = cuts_alike(_stacked(structure), (checkpoint.tensors[name] for name in strangers))

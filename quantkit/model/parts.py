@@ -1,7 +1,7 @@
-"""Decide which parts of a model are packed by default: those that compute text, or else all blocks.
+"""Select the parts of a model to pack by default: those that process text, or else all blocks.
 
 In a model that generates text, the decoder is packed, and the encoder if it reads text too or has the same
-config. Parts that feed them, such as vision towers and projectors, stay dense. In a model without a text
+config. Parts before them, such as vision towers and projectors, stay dense. In a model without a text
 decoder, such as an encoder, the linears of its blocks are packed.
 """
 

@@ -60,7 +60,7 @@ class CutTensor(StoredTensor):
 
     @property
     def _alternates(self) -> bool:
-        """Return True if its rows alternate with those of the other matrices."""
+        """Return True if rows of this matrix alternate with rows of the other matrices of the expert."""
         return self.spec.interleaved and self.parts > 1
 
     @property
@@ -204,7 +204,7 @@ def cuts_alike(
 ) -> dict[str, CutTensor]:
     """Return the matrices of fused experts among `others`, by new name.
 
-    They must have the tensor names and shapes of one of `sets`. Such are the experts of extra prediction
+    `others` with the tensor names and shapes of one of `sets` are cut, such as experts of extra prediction
     heads, which the model class lacks.
     """
     stored: dict[str, dict[str, StoredTensor]] = {}

@@ -111,7 +111,7 @@ class NumberFormat(ABC):
 
     @property
     def absmax(self) -> float:
-        """Return the largest magnitude with both signs, to which plain rounding maps a group's absmax."""
+        """Return the largest magnitude with both signs: plain rounding maps a group's absmax to it."""
         return min(self.max, -self.min)
 
     @cached_property

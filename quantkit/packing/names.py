@@ -96,7 +96,7 @@ QUANTKIT = StoredFormat("quantkit", "")
 def packed_parameters(
     names: Mapping[str, torch.dtype], formats: Iterable[StoredFormat]
 ) -> Iterator[tuple[str, StoredFormat]]:
-    """Yield the packed parameters among tensors, given by name with their dtype, and how each is stored.
+    """Yield each packed parameter with its stored format, from the dtypes of tensors by name.
 
     A parameter is packed if it has scales, words of the right dtype, and a logical shape if its format has
     one.

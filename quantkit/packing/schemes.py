@@ -180,7 +180,7 @@ class Scheme:
 
     @property
     def zero_point_dtype(self) -> torch.dtype:
-        """Return the dtype of zero-points [N, G] in memory; float32 where there are none."""
+        """Return the dtype of zero-points [N, G] in memory; float32 without zero-points."""
         storage = self.zero_point_type.storage
         return torch.float32 if storage is None else storage.values(self.scale_dtype)
 
@@ -217,7 +217,7 @@ class Scheme:
         return -(-columns // self.group_columns(columns))
 
     def row_units(self) -> dict[str, int]:
-        """Return the rows of each kind of unit, such as a block, by name. Cuts fall between units."""
+        """Return the number of rows of each indivisible unit, such as a block, by name of the unit."""
         storage = self.zero_point_type.storage
         count = 1 if storage is None else storage.cut(self.format.bits)
         units = {f"words of {count} zero-points": count, f"blocks of {self.group_rows} rows": self.group_rows}

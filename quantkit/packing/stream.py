@@ -6,7 +6,8 @@ of 3, 5, 6 and 7 bits may straddle two words:
     b = 3    word 0   bits 0..2 code 0, 3..5 code 1, ..., 30..31 the low two bits of code 10
              word 1   bit  0    the high bit of code 10, 1..3 code 11, ...
 
-32 codes take b words, as in `bitpack`. A GPU repacks those words directly, and these through codes of a byte.
+32 codes take b words, as in `bitpack`. A GPU repacks words of `bitpack` directly, and words of a stream
+through codes of a byte.
 """
 
 import math
@@ -20,7 +21,7 @@ from quantkit.packing import bitpack
 
 
 def straddles(bits: int) -> bool:
-    """Return True if some codes straddle two words; others are packed as `bitpack` packs them."""
+    """Return True if some codes straddle two words; otherwise the words equal those of `bitpack`."""
     return 32 % bits != 0
 
 

@@ -23,8 +23,8 @@ def requantize(
 ) -> tuple[PackedTensor, tuple[float, float]]:
     """Round `weight` (float32 [N, K]) to the scheme of `before`; also return squared error and weights.
 
-    A global or single scale is kept, because engines use one for q, k and v, unless weights exceed its range
-    by more than the factor `CLIPPED`. Weights beyond the range are clipped.
+    Engines use one global or single scale for q, k and v, so the scale of `before` is kept. It is fitted anew
+    if weights exceed its range by more than the factor `CLIPPED`. Weights beyond the range are clipped.
     """
     scheme = before.scheme
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS

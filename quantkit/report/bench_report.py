@@ -82,7 +82,7 @@ def _title(what: str, found: Sequence[Speed] | Sequence[Serving]) -> str:
 
 
 def _original(found: Sequence[Speed]) -> Speed | None:
-    """Return the dense model that others are compared with, which comes last; None if there is none."""
+    """Return the dense reference model, which is the last one; None without."""
     return found[-1] if len(found) > 1 and found[-1].format == "dense" else None
 
 

@@ -1,6 +1,6 @@
 """GGUF: one file with blocks of 32 or 256 weights, metadata and tokenizer, as llama.cpp reads it.
 
-Names, permuted rows and block types are those of the tables that GGUF files are read by.
+Names, permuted rows and block types are in the tables with which GGUF files are read.
 """
 
 import math
@@ -131,7 +131,7 @@ def _read(paths: Sequence[Path]) -> Checkpoint:
 
 
 def _architecture(checkpoint: Checkpoint, config: Any) -> tuple[str, Architecture]:
-    """Return the architecture of llama.cpp; raise `CheckpointError` for what it computes otherwise."""
+    """Return the architecture of llama.cpp; raise `CheckpointError` if it computes something else."""
     found = exported_as(config.model_type)
     known = sorted(one for row in ARCHITECTURES.values() for one in row.exported)
     if found is None:
@@ -178,7 +178,7 @@ def _head_size(config: Any) -> int:
 
 
 def _window(config: Any) -> int | None:
-    """Return the tokens that a token attends to, if they are fewer than the context."""
+    """Return the attention window in tokens if it is shorter than the context, else None."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     return int(window) if window and window < config.max_position_embeddings else None
 

@@ -1,4 +1,4 @@
-"""Tokens of a GGUF file: their texts, kinds and scores, and tokens that llama.cpp makes of other parts.
+"""Build the vocabulary of a GGUF file: text, kind and score of each token.
 
 llama.cpp's SentencePiece knows no merges. It joins any two neighbours whose text is a token, of the highest
 score first. Scores are ranks of merges here. Texts then get the same tokens if the text of every token does:
@@ -27,7 +27,7 @@ Ranks = Mapping[tuple[str, str], int]
 
 
 def token_table(rules: Mapping[str, Any], rows: int) -> tuple[list[str], list[Kind]]:
-    """Return texts and kinds of `rows` tokens by number; rows of the embedding without a token get one.
+    """Return texts and kinds of `rows` tokens by id; an embedding row without a token gets a placeholder.
 
     `rules` are those of tokenizer.json, whose tokens are all below `rows`.
     """

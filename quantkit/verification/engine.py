@@ -1,4 +1,4 @@
-"""Say what an inference engine makes of a packed checkpoint, from config.json and headers alone."""
+"""Predict how an inference engine loads a packed checkpoint, from config.json and headers alone."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ class EngineLayer:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The answer of an engine for a packed checkpoint.
+    """Report on how an engine loads a packed checkpoint.
 
     `layers` are its linears by module. `refusals` are the reasons, with remedies, why the engine cannot load
     the checkpoint or would misread it. `tensor_parallel` maps each of `RANKS` to the reason why that many
@@ -66,7 +66,7 @@ class EngineReport:
 
 
 def engine_report(directory: Path, engine: Engine, version: str) -> EngineReport:
-    """Return what `version` of `engine` makes of a packed checkpoint. Reads headers, no weights.
+    """Return how `version` of `engine` loads a packed checkpoint. Reads headers, no weights.
 
     Raises `CheckpointError` if `directory` is not a packed checkpoint, or if a part of it is missing or has
     another dtype or shape.
@@ -172,7 +172,7 @@ def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str
 
 
 def _misread(engine: Engine, section: Mapping[str, Any], assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Yield a message if config.json makes `engine` take linears for something other than they are."""
+    """Yield a message if config.json makes `engine` read linears in another scheme than they have."""
     groups: Any = section.get("config_groups")
     ignored: Any = section.get("ignore")
     if not (

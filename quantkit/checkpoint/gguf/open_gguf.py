@@ -1,7 +1,7 @@
 """Open a GGUF file as a checkpoint: transformers' tensor names, and files made from its metadata.
 
-transformers makes config.json and the tokenizer from the metadata. They are written to a temporary directory,
-where all code finds them like those of any other checkpoint.
+transformers makes config.json and the tokenizer from the metadata. Both are written to a temporary directory,
+like the files of any other checkpoint.
 """
 
 import atexit

@@ -1,8 +1,8 @@
 """Query the hub over HTTP and check every answer before it is used.
 
 A server may be a login page, a broken mirror or hostile. It may send HTML with status 200, truncated JSON,
-wrong types, invalid sizes, names that lead elsewhere, or one byte a second. `BadAnswer` names the URL, what
-came, and the remedy.
+wrong types, invalid sizes, names that lead elsewhere, or one byte a second. `BadAnswer` names the URL, the
+answer, and the remedy.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Present a low-bit checkpoint as a source: each weight is one tensor, dequantized when it is read.
 
-Its weights have the dtype of the model. Reading rows of a weight takes memory for these rows only. The result
-is bit for bit what the format's own tools dequantize to.
+Weights have the dtype of the model, and equal those of the format's own tools bit by bit. Reading rows of a
+weight takes memory for these rows only.
 """
 
 from collections import Counter
@@ -34,10 +34,10 @@ _ORIGINAL = "Start from the original checkpoint"
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     """Return `checkpoint` with each low-bit weight as one tensor in the model's dtype.
 
-    Returns `checkpoint` itself if there is none. Reads no weights, except for the stored shape in some
-    formats. Adds a note on the formats found. Raises `CheckpointError` for anything that no reader supports:
-    quantkit's own packed directories, unknown formats, codes without scales, and parts that do not fit
-    together.
+    Returns `checkpoint` itself if it has no low-bit weight. Reads no weights, except for the stored shape in
+    some formats. Adds a note on the formats found. Raises `CheckpointError` for anything that no reader
+    supports: quantkit's own packed directories, unknown formats, codes without scales, and parts that do not
+    fit together.
     """
     settings = _settings(checkpoint)
     read = None if checkpoint.headers_only else checkpoint.read_stored

@@ -27,7 +27,8 @@ from quantkit.packing.formats import number_format
 class Fp4(LowBitWeight):
     """Codes [..., N, K / 2] with a scale for each group of a row.
 
-    `global_scale` divides the scales, `multiplier` multiplies them: one float32 per matrix, or one for all.
+    `global_scale` divides the scales, `multiplier` multiplies them: one float32 per matrix, or for all
+    matrices.
     """
 
     blocks: Blocks

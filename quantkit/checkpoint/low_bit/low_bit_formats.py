@@ -1,7 +1,7 @@
 """Table of the low-bit formats that quantkit reads.
 
 A format is recognised by the name suffixes and dtypes of its tensors, after the name of a parameter or
-module. The config decides what shapes leave open.
+module. If shapes are ambiguous, the config decides.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ class LowBitFormat:
     name        name in notes
     codes       suffix and dtypes of the codes; the name without the suffix is the parameter's
     parts       further required parts, by role
-    read        makes the weight of its parts; raises `CheckpointError` if they do not fit
+    read        creates the weight from its parts; raises `CheckpointError` for inconsistent parts
     optional    parts that may be missing
     parameter   suffix of the parameter's name
     unused      suffixes of tensors of the same layer that dequantizing does not need

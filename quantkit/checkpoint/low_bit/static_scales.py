@@ -6,7 +6,7 @@
     ModelOpt                 m.input_scale, of NVFP4 the inverse of a global scale; k_proj.k_scale
     Mistral                  m.qscale_act
 
-An input x is rounded to the number format of x / scale. A key or value is rounded likewise, to e4m3.
+An input x is rounded to the number format of x / scale. A key or value is rounded to e4m3 in the same way.
 """
 
 import math
@@ -53,10 +53,10 @@ WEIGHTS_ALONE = (
 
 @dataclass(frozen=True)
 class _Static:
-    """Static scales of inputs that quantkit holds, as a source stores them.
+    """Kind of static input scales that quantkit supports, with the names in sources.
 
     activations   name of `ACTIVATIONS`
-    weights       name of the number format of weights that have such inputs, if the config does not say
+    weights       number format of the weights, by which the kind is known without a config
     names         suffixes of the scale, after the module
     inverse       the suffix under which the inverse of the scale is stored
     """
@@ -110,7 +110,7 @@ class StoredScale:
 class ActivationTensors:
     """Stored scales of the activations of a source, and the settings that describe them.
 
-    `tensors` are all tensors with one of `ACTIVATION_SUFFIXES`, by name in the file. Modules too are named as
+    `tensors` are all tensors with one of `ACTIVATION_SUFFIXES`, by name in the file. Modules have their names
     in the file.
     """
 
@@ -129,7 +129,7 @@ class ActivationTensors:
         )
 
     def of_inputs(self, module: str, weights: NumberFormat) -> tuple[ActivationScheme, StoredScale] | None:
-        """Return the static scheme of the inputs of a linear with such `weights`, and its stored scale.
+        """Return the static scheme of the inputs of a linear with `weights` codes, and the stored scale.
 
         Returns None if the inputs are not rounded, or by dynamic scales. Raises `CheckpointError` for a
         missing scale, and for inputs of a format that has no static scheme.
@@ -186,7 +186,7 @@ class ActivationTensors:
         self._raise_missing(f"{attention}.{letter}_scale", "stores scales of keys and values")
 
     def unused(self, used: Iterable[str], read: Read) -> list[StoredTensor]:
-        """Return the activation tensors that are not named in `used` and change what the source computes."""
+        """Return the activation tensors not named in `used` that affect the outputs of the source."""
         left = self.tensors.keys() - set(used)
         rest = [tensor for name, tensor in self.tensors.items() if name in left]
         return [

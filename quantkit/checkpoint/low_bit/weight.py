@@ -27,7 +27,7 @@ Parts = Mapping[str, StoredTensor]
 class Settings:
     """Quantization settings of a checkpoint: `method` is its quant_method, `values` the whole section.
 
-    `where` names the section in messages; `stated` is True if there is one.
+    `where` names the section in messages; `stated` is False without a section.
     """
 
     method: str = ""

@@ -90,7 +90,7 @@ class OutputDirectory:
         names: Collection[str] = (),
         progress: Callable[[int], None] | None = None,
     ) -> Self:
-        """Lock `out`, creating it if needed, and find out what is left to write.
+        """Lock `out`, creating it if needed, and determine the unfinished files.
 
         run              JSON values that determine the bytes of the output; a resume needs an equal `run`
         expected_bytes   approximate size of all files

@@ -1,4 +1,4 @@
-"""Inspect an output directory when a run starts, and apply each mode to what is there."""
+"""Inspect the output directory of a starting run, and remove or resume earlier files by mode."""
 
 import errno
 import os
@@ -67,7 +67,7 @@ class _Contents:
 
     @property
     def owned(self) -> frozenset[str]:
-        """Return the names of files known to be quantkit's."""
+        """Return the names of files that quantkit wrote, by journal or manifest."""
         names = {JOURNAL_NAME, MANIFEST_NAME}
         if self.journal is not None:
             names |= {*self.journal.claimed, INDEX_NAME, CONFIG_NAME}
@@ -136,7 +136,7 @@ def check_own(path: Path) -> None:
 def start_over(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
     """Remove everything that quantkit wrote to the locked directory `path`, and begin `run`.
 
-    Raises `OutputError`, without removing anything, if other files are there or the disk is too small.
+    Raises `OutputError`, without removing anything, for files of others or a full disk.
     """
     check_own(path)
     contents = _look(path)

@@ -37,8 +37,8 @@ def cache_key(
 ) -> str:
     """Return the hex SHA-256 of everything on which a measurement depends.
 
-    This is files, tensors and config of the source, the tokens, the method, the schemes of every linear, the
-    kind of device, and the versions of libraries.
+    The hash covers files, tensors and config of the source, the tokens, the method and the schemes of
+    linears. It also covers the kind of device and the versions of libraries.
     """
     tensors = [[t.name, t.dtype, list(t.shape), t.file.name, t.offset] for t in checkpoint.tensors.values()]
     facts = {

@@ -197,7 +197,7 @@ def merge(
 
 
 def _open(directory: Path) -> Checkpoint:
-    """Open the files of a packed directory as they are, without the manifest, which is written anew."""
+    """Open the files of a packed directory, without the manifest, which is rewritten."""
     source = Checkpoint.open(directory)
     side = tuple(path for path in source.side_files if path.name != MANIFEST_NAME)
     return check_side_files(replace(source, side_files=side))
@@ -229,7 +229,7 @@ def _find(
     record: ModelRecord,
     original: tuple[Checkpoint, Structure] | None,
 ) -> tuple[list[_Merged], tuple[str, ...]]:
-    """Return what the adapter changes, and notes; `CheckpointError` for a linear that the model lacks."""
+    """Return the linears that the adapter changes, and notes; `CheckpointError` for an unknown linear."""
     matrices = {one.module: one for one in view.tensors.values() if isinstance(one, StoredMatrix)}
     found, replaced = [], dict[str, list[str]]()
     for module in lora.factors:
@@ -305,7 +305,7 @@ def _method_for(matrix: StoredMatrix, stored: str | None) -> Method:
 def _write(
     files: Checkpoint, weights: "_Weights", found: list[_Merged], output: OutputDirectory, report: Advance
 ) -> dict[str, Measured]:
-    """Write each file with the merged linears in place of what they change; return their errors."""
+    """Write each file with merged linears in place of the packed ones; return their errors."""
     if output.complete:
         report(files.nbytes, "")
         return ModelRecord.from_manifest(read_manifest(output.path)).measured
@@ -349,7 +349,7 @@ def _chunks(files: Checkpoint, tensor: StoredTensor) -> Iterator[tuple[torch.Ten
 
 @dataclass(frozen=True)
 class _Weights:
-    """Where merged weights come from: packed directory, adapter, and the original model if it is used."""
+    """Sources of merged weights: packed directory, adapter, and optionally the original model."""
 
     view: Checkpoint
     lora: LoraAdapter
@@ -358,7 +358,7 @@ class _Weights:
     device: torch.device
 
     def merged(self, one: _Merged) -> tuple[list[tuple[StoredTensor, torch.Tensor]], dict[str, Any]]:
-        """Return the tensors of a merged linear, and what `Measured.of` reads."""
+        """Return the tensors of a merged linear, and its errors in the form of `Measured.of`."""
         tensor, delta = one.tensor, self.lora.delta(one.module).to(self.device)
         try:
             if not isinstance(tensor, StoredMatrix):
@@ -407,7 +407,7 @@ class _Weights:
 def _dense(
     tensor: StoredTensor, weight: torch.Tensor
 ) -> tuple[list[tuple[StoredTensor, torch.Tensor]], dict[str, Any]]:
-    """Return a dense linear as the file has it, and the squared error of its dtype."""
+    """Return the merged dense linear in the file's dtype, and its squared rounding error."""
     stored = tensor.as_stored
     rounded = weight.to(stored.torch_dtype)
     squared = [float(one.double().square().sum()) for one in (weight - rounded.float(), weight)]

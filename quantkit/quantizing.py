@@ -93,7 +93,7 @@ class QuantizeResult:
 
 
 def open_structure(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
-    """Open the source as the recipe asks, rotated or not, and read its structure.
+    """Open the source, rotated if the recipe says so, and read its structure.
 
     Raises `QuantkitError` if it cannot be quantized.
     """
@@ -365,7 +365,7 @@ def files_to_write(
     calibrated: Calibration | None,
     distilled: Distillation | None = None,
 ) -> tuple[list[str], int]:
-    """Return the names of all files that a run writes, work files included, and about how many bytes."""
+    """Return the names of all files of a run, work files included, and their approximate bytes."""
     works = [one for one in (calibrated, distilled) if one is not None]
     work_names, work = (
         [name for one in works for name in one.work_files],
@@ -383,6 +383,6 @@ def _late_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def source_bytes(planned: Plan, calibrated: Calibration | None) -> int:
-    """Return the source bytes to process: of calibrated tensors once for calibration, and of all tensors."""
+    """Return the source bytes to process: of all tensors, and again of calibrated tensors."""
     shards = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
     return shards + (0 if calibrated is None else calibrated.source_bytes)

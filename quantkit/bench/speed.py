@@ -41,7 +41,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Captured:
-    """Name of the steps of a mode, their forward, and the generations until all are captured."""
+    """Mode of decoding: its name, the forward, and the number of generations until all steps are captured."""
 
     name: str
     forward: type[GraphedForward]

@@ -81,11 +81,11 @@ class CompressedTensorsFormat:
         return arguments if self.scale_dtype is None else {**arguments, "scale_dtype": self.scale_dtype}
 
     def rounds(self, inputs: ActivationScheme | None) -> bool:
-        """Return True if its matrices may have inputs that are rounded like this."""
+        """Return True if the format allows inputs rounded by the scheme `inputs`."""
         return (inputs and inputs.unbound) in map(activations_named, self.activations)
 
     def stored_as(self, module: str, kind: LayerKind, scheme: Scheme, shape: tuple[int, int]) -> Stored:
-        """Return how engines see matrices of `module` in `scheme`, each of `shape` [N, K]."""
+        """Return the storage, for engines, of matrices of `module` in `scheme`, each of `shape` [N, K]."""
         inputs = str(scheme.activations or "")
         return Stored.of(module, kind, self.stored.name, self.arguments(scheme, shape[1]), shape[0], inputs)
 
@@ -191,7 +191,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
 
 @dataclass(frozen=True)
 class _Case:
-    """Scheme for rows of `columns` weights, of a linear or of experts."""
+    """Scheme to express, for rows of `columns` weights, of a linear or of experts."""
 
     scheme: Scheme
     columns: int
@@ -199,7 +199,7 @@ class _Case:
 
     @property
     def group(self) -> int:
-        """Return the columns of a group."""
+        """Return the number of columns of a group."""
         return self.scheme.group_columns(self.columns)
 
     @property
@@ -220,7 +220,7 @@ def _has_zero_points(case: _Case) -> bool:
 
 
 def _inputs_of(rows: Rows) -> str:
-    """Return in words which inputs the matrices of `rows` may have."""
+    """Return text that lists the activation schemes of `rows`."""
     names = dict.fromkeys(name for row in rows for name in row.activations)
     return " or ".join(str(activations_named(name) or "16-bit") for name in names)
 

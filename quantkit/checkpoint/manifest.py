@@ -91,7 +91,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _other_method(directory: Path) -> object:
-    """Return the quant_method of a checkpoint that another tool quantized, None of any other."""
+    """Return the quant_method of a checkpoint quantized by another tool, else None."""
     try:
         config = parse_json(read_inside(directory / _CONFIG, MAX_MANIFEST_BYTES), "it")
         section = config.get("quantization_config")

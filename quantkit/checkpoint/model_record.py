@@ -35,7 +35,7 @@ class Measured:
 
     @classmethod
     def of(cls, detail: Mapping[str, Any]) -> "Measured":
-        """Create from the sums that an unfinished run keeps."""
+        """Create from `detail`, the sums in the journal of a run."""
         errors = {
             key: None if pair is None else pair[0] / pair[1] if pair[1] else 0.0
             for key, pair in (("squared", detail["squared"]), ("output", detail.get("output")))

@@ -247,7 +247,7 @@ def changed_config(
 
 
 def _prefixes(here: str, own: str) -> tuple[str, str]:
-    """Return two names without their common suffix of components."""
+    """Return the prefixes in which two names differ, without their common last components."""
     left, right = here.split("."), own.split(".")
     while left and right and left[-1] == right[-1]:
         left.pop(), right.pop()

@@ -126,7 +126,7 @@ class Checkpoint:
 
     @property
     def place(self) -> Path:
-        """Return where the user has it: the directory, or the GGUF file of which its files were made."""
+        """Return the path that the user gave: the directory, or the GGUF file."""
         return self.shards[0] if self.derived else self.directory
 
     @property
@@ -136,7 +136,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of data of all tensors, each once."""
+        """Return the number of bytes of all tensors; shared bytes count once."""
         return sum(nbytes for *_, nbytes in {tensor.location for tensor in self.tensors.values()})
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

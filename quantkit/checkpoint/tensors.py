@@ -76,7 +76,7 @@ class StoredTensor(TensorSpec):
 
     @property
     def stored_as(self) -> str | None:
-        """Return the low-bit format of its bytes, in words; None for unquantized numbers."""
+        """Return the name of the low-bit format; None for unquantized numbers."""
         return None
 
     @property
@@ -90,7 +90,7 @@ class StoredTensor(TensorSpec):
 
     @property
     def as_stored(self) -> "StoredTensor":
-        """Return the tensor as the file has it, of which this matrix may be the transpose."""
+        """Return the stored tensor, of which this matrix may be the transpose."""
         return self
 
 

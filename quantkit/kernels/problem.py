@@ -189,7 +189,7 @@ class TileSpace:
 
 @dataclass(frozen=True)
 class Normed:
-    """Part of an RMSNorm that a linear computes (`quantkit.kernels.ops.norm.rms_norm`):
+    """Part of an RMSNorm that a linear computes (`ops.norm.rms_norm`):
 
         whole   x is replaced by the norm of x, or of x + `other`, stored as `total` [m, k]
         begin   `total` [m, n] = y + `other`, and y = `total` times `weight`; `squares` float32
@@ -255,15 +255,15 @@ class Kernel:
     returns y [m, n] in x's dtype, for m >= 1 and contiguous x; with a `tile_space` it also takes a `tile`.
     Column scales are applied to x before. If the layout is `whole`, `weight` is only the `Outline`.
 
-    `bind` takes the arguments of `launch` and returns a `quantkit.kernels.gemm.bound.Bound` for other x of
+    `bind` takes the arguments of `launch` and returns a `gemm.bound.Bound` for other x of
     that shape.
 
     `no_norm(problem, tile, part)` returns why the kernel cannot compute a part of a norm; if it can, `launch`
     takes a `normed`. `no_gate(problem, tile)` is the same for a gate, whose kind `launch` takes as `gate`.
-    The first half of y's columns then gates the second, as `quantkit.kernels.ops.activation.gate` does: y is
+    The first half of y's columns then gates the second, as `ops.activation.gate` does: y is
     [m, n / 2].
 
-    `run(operands, tile, features)` computes y of `quantkit.kernels.gemm.operands.Operands`; with a `grouped`
+    `run(operands, tile, features)` computes y of `gemm.operands.Operands`; with a `grouped`
     also of routed tokens. `representative(problem)` returns the smallest problem for which Triton compiles
     the same code, so that a tile search compiles it once.
 

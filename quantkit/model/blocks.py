@@ -136,7 +136,7 @@ class Decoder:
             setattr(self._model.get_submodule(owner), leaf, tensor.to(self.device))
 
     def _run_experts_one_by_one(self) -> None:
-        """Select eager experts: the default, grouped GEMMs, refuses rows not a multiple of 16 bytes."""
+        """Select eager experts; grouped GEMMs, the default, require rows of a multiple of 16 bytes."""
         self._model.set_experts_implementation("eager")
 
     def _refusal(self, why: str) -> BlocksError:
@@ -152,7 +152,7 @@ class Decoder:
         return tuple(name for name in self._blocks if name != self.head_name)
 
     def block(self, name: str) -> Block:
-        """Return a block, the lm_head included."""
+        """Return the block `name`, which may be the lm_head."""
         return self._blocks[name]
 
     def parameters(self, block: str) -> tuple[str, ...]:
@@ -184,7 +184,7 @@ class Decoder:
 
     @property
     def hidden_size(self) -> int:
-        """Return the size d of a hidden state."""
+        """Return the hidden size d."""
         return int(self._embedding.embedding_dim)
 
     @contextmanager
@@ -235,7 +235,7 @@ class Decoder:
         self._changes = changes.found
 
     def _lazily(self, blocks: Iterable[nn.Module], read: Callable[[str], torch.Tensor]) -> LazyWeights:
-        """Let the modules outside of `blocks` read their weights on first use."""
+        """Make modules outside of `blocks` read their weights on first use."""
         inside = {module for block in blocks for module in block.modules()}
         outside = {name: module for name, module in self._model.named_modules() if module not in inside}
         return LazyWeights(outside, read, self.device, self.dtype)
@@ -308,7 +308,7 @@ class Decoder:
         return (self._checkpoint.read(stored) if pending is None else pending.result()).to(self.device)
 
     def drop(self, stored: str) -> None:
-        """Drop a cached tensor."""
+        """Remove a tensor from the cache."""
         self._cached.pop(stored, None)
 
     def duplicate(self, block: Block) -> Block:
@@ -424,7 +424,7 @@ def set_weight(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 class Stopped(Exception):
-    """Ends a forward early; `inputs` are the inputs of the module that it stopped at."""
+    """Exception that ends a forward before a module; `inputs` are the inputs of that module."""
 
     def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__()

@@ -33,12 +33,12 @@ class Conversion:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Return the parameters that the operations make."""
+        """Return the names of the parameters that the operations create."""
         named, *others = self.converter.target_patterns
         return self.first, *(self.first.replace(named, other) for other in others)
 
     def run(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the parameters by name; `read` gives a stored tensor."""
+        """Return the parameters by name; `read` returns a stored tensor by name."""
         converter = copy.deepcopy(self.converter)
         for part, names in self.sources.items():
             for name in names:

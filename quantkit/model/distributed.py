@@ -88,7 +88,7 @@ class Ranks:
                 yield record
 
     def _broadcast_tensor(self, tensor: torch.Tensor, rank: int) -> None:
-        """Fill `tensor` with the tensor of `rank`."""
+        """Overwrite `tensor` with the tensor of `rank`."""
 
 
 def _header(record: Record) -> list[Any]:

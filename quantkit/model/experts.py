@@ -193,7 +193,7 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def spec_of(experts: nn.Module) -> ExpertsSpec:
-    """Return the spec of fused experts that can be packed."""
+    """Return the `ExpertsSpec` of fused experts; they must be packable."""
     found = find_spec(experts)
     assert isinstance(found, ExpertsSpec), found
     return found
@@ -245,7 +245,7 @@ def _probed(experts: nn.Module, spec: ExpertsSpec, sizes: tuple[int, int, int]) 
 
 
 def _is_number(value: Any, sizes: Sequence[int]) -> bool:
-    """Return True if an attribute may be a constant of a formula, and is not a size."""
+    """Return True if an attribute is a number that may be a constant of a formula, not a size."""
     return type(value) in (int, float) and 0 < value < math.inf and value not in sizes
 
 

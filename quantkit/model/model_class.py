@@ -88,12 +88,12 @@ def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
 
 
 def _without(config: Mapping[str, Any]) -> str:
-    """Return the remedy without a model class, for a model that is not packed yet."""
+    """Return the remedy for an unquantized model without a model class."""
     return "" if "quantization_config" in config else ", or quantize it with --model-free"
 
 
 def why_no_class(config: Mapping[str, Any], directory: Path) -> str | None:
-    """Return None if transformers has a class of `architectures`, else the reason text."""
+    """Return why transformers has no class of `architectures`; None if it has one."""
     from transformers import __version__
 
     names = named_classes(config)
@@ -113,7 +113,7 @@ def named_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _mappings_of(names: tuple[str, ...]) -> list[str]:
-    """Return the mappings that contain one of the classes `names`, for any config."""
+    """Return the names of transformers' Auto mappings that contain one of the classes `names`."""
     from transformers.models.auto import modeling_auto
 
     suffix = "_NAMES"

@@ -85,7 +85,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Seen:
-    """Tensor to classify, with the facts about its checkpoint."""
+    """Tensor to classify, with properties of its checkpoint."""
 
     tensor: StoredTensor
     around: Surroundings
@@ -107,7 +107,7 @@ class Seen:
 
     @property
     def words(self) -> frozenset[str]:
-        """Return all words in the name: `q_proj` is two."""
+        """Return the words of the name: `q_proj` has two."""
         return frozenset(word for part in self.parts for word in part.split("_"))
 
     @property
@@ -116,7 +116,7 @@ class Seen:
 
     @property
     def is_gate(self) -> bool:
-        """Return True if it is inside a router, or has a router's name and fewer rows than columns."""
+        """Return True for a tensor in a router, or with a router's name and fewer rows than columns."""
         inside = "router" in self.words or not _ROUTERS.isdisjoint(self.parts[:-1])
         return inside or (self.parts[-1] in _ROUTERS and self.shape[0] < self.shape[1])
 
@@ -126,7 +126,7 @@ class Seen:
 
     @property
     def is_beyond(self) -> bool:
-        """Return True if its block number is not below the number of layers in config.json."""
+        """Return True if the block number is not below the number of layers in config.json."""
         block = _BLOCK.search(self.module)
         layers = self.around.layers
         return block is not None and layers is not None and int(block[1]) >= layers

@@ -200,7 +200,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Renamed]]:
-    """Yield each stored name with its place in the model."""
+    """Yield each stored name with its parameter and loading operations."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -249,7 +249,7 @@ def _own(name: str, parameters: Mapping[str, Any], prefix: str) -> Renamed | Non
 
 
 def tied_parameters(model: Any, stored: Mapping[str, str]) -> dict[str, str]:
-    """Return the stored name for each parameter that has no tensor but is tied to one that has."""
+    """Map each parameter without a tensor to the stored name of the parameter to which it is tied."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)

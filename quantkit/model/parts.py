@@ -74,7 +74,7 @@ def _embeds_tokens(encoder: Any) -> bool:
 
 
 def embeddings(model: Any, side: str) -> "nn.Module | None":
-    """Return the module that embeds tokens (`side` "input") or makes logits ("output"), or None."""
+    """Return the module that embeds tokens (`side` "input") or computes logits ("output"), or None."""
     try:
         found = getattr(model, f"get_{side}_embeddings")()
     # Models of images or sounds have none, and signal it in different ways.
@@ -93,7 +93,7 @@ def why_no_tokens(model: Any) -> str:
 
 
 def _towers(modules: dict[str, "nn.Module"], chosen: list[Any]) -> list[str]:
-    """Return the prefixes of submodels in the chosen ones whose config is of another kind."""
+    """Return the prefixes of submodels, inside `chosen` ones, with a config of another kind."""
     from transformers import PreTrainedModel
 
     kinds = {type(part.config) for part in chosen if hasattr(part, "config")}

@@ -170,7 +170,7 @@ def cuts_of(
 
 @dataclass(frozen=True)
 class StackedMatrix:
-    """One matrix of a set of experts in tensors [E, ...]: its place, and the shape and leaf of its tensor."""
+    """One matrix of experts in a stacked tensor [E, ...]: its index, and shape and leaf of the tensor."""
 
     leaf: str
     shape: tuple[int, ...]
@@ -182,7 +182,7 @@ class StackedMatrix:
 
     @classmethod
     def of_cut(cls, cut: CutTensor) -> "StackedMatrix":
-        """Return the place of a cut."""
+        """Return the `StackedMatrix` of a `CutTensor`."""
         leaf, name = cut.source.name.rpartition(".")[2], ".".join(cut.name.rsplit(".", 3)[1:])
         return cls(leaf, cut.source.shape, cut.spec, cut.expert, cut.index, cut.parts, name)
 

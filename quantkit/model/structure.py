@@ -313,7 +313,7 @@ def _unpackable(
 
 
 def _may_be_linear(module: "nn.Module") -> bool:
-    """Return True for linears, and for subclasses of `nn.Linear` that compute something else."""
+    """Return True for linears, and for other subclasses of `nn.Linear`."""
     from torch import nn
 
     from quantkit.model.linears import is_linear

@@ -79,7 +79,7 @@ class ActivationScheme:
             )
 
     def _staticness(self) -> tuple[bool, ...]:
-        """Return the values that `static` may have."""
+        """Return the allowed values of `static`."""
         if self.scale == "float32":
             return (False, True) if self.group_size is None else (False,)
         return (self.scale == "e4m3" and self.group_size is not None,)

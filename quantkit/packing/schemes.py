@@ -224,7 +224,7 @@ class Scheme:
         return {name: unit for name, unit in units.items() if unit > 1}
 
     def column_units(self, columns: int) -> dict[str, int]:
-        """Return the columns of each kind of unit of a row of `columns` weights, by name."""
+        """Return the number of columns of each indivisible unit, by name of the unit."""
         count = PACKINGS[self.packing].codes_per_cut(self.format, self.planes)
         group = self.group_columns(columns)
         groups = {f"groups of {group}": group} if group < columns else {}
@@ -235,7 +235,7 @@ class Scheme:
         return {**groups, f"words of {count} codes": count}
 
     def whole_blocks(self, rows: int) -> int:
-        """Return about `rows` rounded to whole blocks, at least one block."""
+        """Return `rows` rounded to a multiple of the rows of a block, at least one block."""
         return max(1, rows // self.group_rows) * self.group_rows
 
     def row_scale(
@@ -283,7 +283,7 @@ class Scheme:
 
     @cached_property
     def part_names(self) -> tuple[str, ...]:
-        """Return the parts needed to compute, in the order that operators take them."""
+        """Return the names of the parts that determine the weights, in the order of operator arguments."""
         return tuple(part for part in self.storage_shapes((1, 1)) if part not in _BESIDE)
 
     @cached_property

@@ -179,7 +179,7 @@ def _storage(record: ModelRecord) -> Iterator[Block]:
 
 
 def _mean_bits(layers: Sequence[LayerRecord]) -> float | None:
-    """Return the bits per weight of all stored weights together; None without packed ones."""
+    """Return the bits per weight over all packed linears; None without packed linears."""
     known = [
         (layer.bits_per_weight, layer.matrices * math.prod(layer.shape))
         for layer in layers

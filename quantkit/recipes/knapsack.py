@@ -86,7 +86,7 @@ def _hull(front: Sequence[Option]) -> list[Option]:
 
 
 def _slope(before: Option, after: Option) -> float:
-    """Return the loss per cost of a step; negative."""
+    """Return the slope of a step between two options: loss difference per cost, negative."""
     return (after.loss - before.loss) / (after.cost - before.cost)
 
 
@@ -114,7 +114,7 @@ class _Relaxation:
 
 
 def _relaxations(hulls: Sequence[Sequence[Option]]) -> list[_Relaxation]:
-    """Return the relaxation of the groups after each group."""
+    """Return for each group the linear relaxation of all groups after it."""
     found = []
     steps: list[tuple[float, int, float]] = []
     cost, loss = 0, 0.0

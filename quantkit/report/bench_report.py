@@ -206,7 +206,7 @@ def _how(machine: Machine, settings: str, command: Sequence[str]) -> tuple[Block
 
 
 def machine_text(machine: Machine) -> str:
-    """Return one sentence on the machine of the measurements."""
+    """Return one sentence that describes the machine of the measurements."""
     threads = f", {machine.threads} threads" if machine.device == "cpu" else ""
     return (
         f"{machine.name} ({machine.device}{threads}), which reads {size_text(machine.read_bandwidth)}/s; "
@@ -256,7 +256,7 @@ def _line_figure(
 
 
 def _bar_figure(name: str, bars: Sequence[tuple[str, float]], unit: str, caption: str) -> Figure:
-    """Plot a bar for each model, by its label, with its figure beside it."""
+    """Plot a bar for each model by label, with the number beside the bar."""
     figure, axes = drawing(height=1.1 + 0.45 * len(bars))
     for row, (_, value) in enumerate(bars):
         axes.barh(row, value, height=0.6, color=color(row))

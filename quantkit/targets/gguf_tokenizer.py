@@ -92,7 +92,7 @@ _OF_ADDED = {
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """Metadata of a tokenizer, and where llama.cpp's tokens differ from the tokenizer's."""
+    """Metadata of a tokenizer, and notes on texts for which llama.cpp's tokens differ."""
 
     metadata: Metadata
     notes: tuple[str, ...]
@@ -248,7 +248,7 @@ def _ends(directory: Path) -> list[Any]:
 
 
 def _around(directory: Path, words: Any) -> Metadata:
-    """Return if BOS and EOS are put around a text."""
+    """Return the metadata that tells if BOS and EOS are added to a text."""
     plain, ids = (words("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     for before, after in product((False, True), repeat=2):
         if ids == [words.bos_token_id] * before + plain + [words.eos_token_id] * after:
@@ -277,7 +277,7 @@ def _templates(words: Any) -> Metadata:
 
 
 def _added_notes(rules: Mapping[str, Any], normalizer: Any) -> list[str]:
-    """Return where tokens differ beside added tokens, whose settings llama.cpp does not have."""
+    """Return notes on different tokens next to added tokens, whose settings llama.cpp lacks."""
     notes = []
     for setting, note in _OF_ADDED.items():
         texts = [one["content"] for one in rules["added_tokens"] if one[setting]]

@@ -112,7 +112,7 @@ class SupportedSchemes:
     remedy: str
 
     def refuse(self, refused: Mapping[str, str]) -> None:
-        """Raise `CheckpointError` if a matrix is `refused`; the reasons are by module."""
+        """Raise `CheckpointError` unless `refused`, reasons by module, is empty."""
         if not refused:
             return
         name, reason = next(iter(refused.items()))
@@ -199,6 +199,6 @@ def recoded_rows(
 
 
 def inexact(values: torch.Tensor, dtype: torch.dtype) -> float | None:
-    """Return the first of `values` (float32) that `dtype` does not have; None if it has all."""
+    """Return the first of `values` (float32) that is inexact in `dtype`; None if all are exact."""
     wrong = values.to(dtype).to(torch.float32) != values
     return float(values[wrong][0]) if bool(wrong.any()) else None

@@ -29,7 +29,7 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class Compared:
-    """Number of compared tensors, of packed ones, and the differences."""
+    """Numbers of compared and of packed tensors, and texts of differences."""
 
     tensors: int
     packed: int
@@ -73,7 +73,7 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
 def _packed(
     checkpoint: Checkpoint, config: QuantizationConfig, source: StoredTensor, module: str | None
 ) -> PackedTensor | None:
-    """Return the packed tensor made from a tensor of the source; None if it stayed dense."""
+    """Return the packed tensor of a tensor of the source; None for a dense one."""
     scheme = None if module is None else config.scheme_of(module)
     if scheme is None:
         return None

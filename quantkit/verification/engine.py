@@ -61,7 +61,7 @@ class EngineReport:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values."""
         return {"ok": not self.refusals, **asdict(self)}
 
 
@@ -145,7 +145,7 @@ def why_refused(
 
 
 def _row(engine: Engine, a: Assignment) -> Support | None:
-    """Return the row of `engine` for a packed linear, None for a dense one."""
+    """Return the table row of `engine` for the storage of a packed linear; None for a dense linear."""
     if a.scheme is None:
         return None
     row = compressed_tensors_format(a.scheme, a.shape[1])
@@ -271,7 +271,7 @@ def _in_engine(cut: Cut, a: Assignment | None) -> Cut:
 
 
 def _why_not(cut: Cut, ranks: int) -> str | None:
-    """Return None if `ranks` GPUs can divide a matrix, else the reason."""
+    """Return why `ranks` GPUs cannot divide a matrix; None if they can."""
     head = next((size for unit, size in cut.units.items() if unit.startswith("heads")), None)
     if head is not None and cut.name.rpartition(".")[2] in _REPLICATED:
         heads = cut.length // head

@@ -192,7 +192,7 @@ def read_start(repository: Repository, name: str, commit: str) -> tuple[bytes, i
 
 
 def _file_size(url: str, response: Any) -> int:
-    """Return the size of the file whose start is in an answer."""
+    """Return the size of a file from the headers of an answer with its first bytes."""
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         fail(url, f"Content-Encoding {shown(response.headers['Content-Encoding'])}", "bytes as they are")
     if response.status_code == 206:

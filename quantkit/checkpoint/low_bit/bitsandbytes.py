@@ -47,7 +47,7 @@ _MOST_JSON = 1 << 16
 
 @dataclass(frozen=True)
 class QuantState:
-    """The JSON in a `quant_state` tensor, as bitsandbytes writes it."""
+    """Parsed JSON of a `quant_state` tensor of bitsandbytes."""
 
     quant_type: str
     blocksize: int

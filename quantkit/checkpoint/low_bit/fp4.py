@@ -89,7 +89,7 @@ class Fp4(LowBitWeight):
         return StoredGrid(self.spec, nibbles(codes), scales, global_scale=divisor)
 
     def _of_matrix(self, read: Read, part: str, start: int, stop: int) -> torch.Tensor:
-        """Return the factor of each row's matrix, float32 [R]."""
+        """Return the global scale or multiplier of the matrix of each row, float32 [R]."""
         found = read(flat(self.parts[part])).float()
         rows = torch.arange(start, stop) // self.spec.shape[0]
         return found[rows] if math.prod(found.shape) > 1 else found.expand(stop - start)

@@ -238,7 +238,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _side(size: int, count: int, wanted: int | None) -> int | None:
-    """Return how many of `size` rows or columns share one of `count` scales; None if none fits."""
+    """Return the block length: `size` rows or columns share `count` scales; None if no length fits."""
     if wanted is not None and -(-size // wanted) == count:
         return wanted
     if count == 1:

@@ -32,7 +32,7 @@ _NO_FILE = (errno.ELOOP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Start:
-    """Point at which a run continues. `journal` is None if nothing is left to do."""
+    """State from which a run continues; `journal` is None if all files are written."""
 
     journal: Journal | None
     entries: Mapping[str, Entry] = field(default_factory=dict)
@@ -117,7 +117,7 @@ def check_free(path: Path, names: Iterable[str]) -> None:
 
 
 def in_the_way(path: Path) -> str:
-    """Return the text of the refusal for a file that no run wrote."""
+    """Return the error text for a file that quantkit did not write."""
     return (
         f"{path} was not written by quantkit and is in the way. Move it elsewhere, then run the same command "
         "with --resume."

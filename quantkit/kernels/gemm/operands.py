@@ -77,7 +77,7 @@ class GemmSpec(NamedTuple):
 class RoutedTokens:
     """Routed tokens, sorted by expert, for stacked weights in which the matrices of an expert are adjacent.
 
-    `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `quantkit.kernels.moe.permute_kernels`. Row p
+    `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `moe.permute_kernels`. Row p
     of y [P, matrices * n] belongs to routed token p, whose x is row p // top_k.
     """
 

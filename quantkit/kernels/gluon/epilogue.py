@@ -1,6 +1,6 @@
 """Epilogue of `fused-gemv`: add the sums of all warps, apply scale, bias, gate and norm, write y.
 
-`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -61,7 +61,7 @@ def store_epilogue(
     """Add the `partials` of all warps, in their order, apply scale, bias, gate and norm, and write y [M, N].
 
     `partials` is shared memory, float32 [row tiles, W, rows of x * 16]. `rms`, `added`, `norm_weight`,
-    `total` and `squares` are used for norms only (`quantkit.kernels.problem.Normed`). With experts, `order`
+    `total` and `squares` are used for norms only (`problem.Normed`). With experts, `order`
     names the rows of y.
     """
     LAYOUT: gl.constexpr = _outputs_of(S)

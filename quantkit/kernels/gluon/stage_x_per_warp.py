@@ -13,10 +13,10 @@ row of x, or one digit of it. Two products with the same columns are an mma pair
                rounded to 2**-23 of the largest of its row among the columns of a warp. Column n is
                (digit, row of x), so one product has all digits of up to two rows.
 
-Letters with a number are digits of a column in its run, as in `quantkit.kernels.layouts.fragment_layout`:
+Letters with a number are digits of a column in its run, as in `layouts.fragment_layout`:
 p0, e1 and e0.
 
-`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -245,7 +245,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
     """Return RMSNorm of x [M, K] as words int32 [W, 32, 4].
 
     With `S.norm.adds`, x is replaced by x + `other`, which is written to `total`. Numbers are rounded
-    where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
+    where `ops.norm_kernel.rms_norm` rounds them.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     ROW_LAYOUT: gl.constexpr = _row_layout(S)

@@ -22,8 +22,8 @@ Two families of number formats need arithmetic only:
     floats         Sign, exponent and mantissa go where a float has them. A product with a power of two
                    corrects the exponent bias; subnormals are exact too.
 
-`arithmetic` describes both as bit moves, for any kind of float. `quantkit.kernels.layouts.dequant_ptx` writes
-them as PTX for two 16-bit floats. Without PTX, `dequant_codes` of `quantkit.kernels.layouts.dequant_blocks`
+`arithmetic` describes both as bit moves, for any kind of float. `layouts.dequant_ptx` writes
+them as PTX for two 16-bit floats. Without PTX, `dequant_codes` of `layouts.dequant_blocks`
 computes them in float32. Every step is exact, so both give the same numbers. Other formats look values up.
 """
 

@@ -1,6 +1,6 @@
 """Dequantization expressions as inline PTX, for two 16-bit lanes of a register at a time.
 
-Each 16-bit lane becomes a 16-bit float, by the steps that `quantkit.kernels.layouts.dequant_expressions`
+Each 16-bit lane becomes a 16-bit float, by the steps that `layouts.dequant_expressions`
 describes. Two kinds of formats need other steps.
 
 8-bit integers do not fit the mantissa of a bfloat16. In tables of up to 32 values, each lane of a warp holds

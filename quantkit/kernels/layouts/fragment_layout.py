@@ -8,7 +8,7 @@ consecutive columns:
                                                       e1, e0: which of the four columns of the warp lane
 
 A 32-bit register has two 16-bit lanes. The same 16-bit lane of a few registers holds one code of each plane,
-plane = 2 run + p0 (`quantkit.kernels.layouts.dequant_expressions`). A tile is 16 rows of one such register:
+plane = 2 run + p0 (`layouts.dequant_expressions`). A tile is 16 rows of one such register:
 int16 [256] in the order (r, t, e1, row // 8, e0). A warp lane reads its 16 bytes of a tile with one load.
 
     codes  int16 [N / 16][K / span][tiles][256]        span: columns of a 16-bit lane, 16 * planes
@@ -18,7 +18,7 @@ int16 [256] in the order (r, t, e1, row // 8, e0). A warp lane reads its 16 byte
 
 A block is 128 columns, or one group if that is longer. A warp lane loads all scales of a block at once.
 
-Scales (`quantkit.kernels.layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply
+Scales (`layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply
 weights instead, as do 8-bit scales of small floats whose product is exact. The latter carry a power of two
 that each weight lacks: bits of an e2m1, moved to where a bfloat16 has them, are its value times 2^-126.
 """

@@ -2,7 +2,7 @@
 
 Four codes of a register become the four bytes of another register. In each 16-bit lane, a code of one plane
 goes to the low byte. A code of a later plane goes to the high byte
-(`quantkit.kernels.layouts.dequant_expressions` explains planes). Codes of integers are offset-binary: at the
+(`layouts.dequant_expressions` explains planes). Codes of integers are offset-binary: at the
 top of a byte, with its highest bit flipped, a code is its signed value times a power of two:
 
     16-bit lane, int4   d d d d c c c c b b b b a a a a        planes 0 to 3

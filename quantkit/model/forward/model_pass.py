@@ -180,7 +180,7 @@ class ModelPass:
 
 
 def _is_plain(call: Call) -> bool:
-    """Return True if a block cannot change any of its arguments."""
+    """Return True if no argument is a mutable mapping, which a block could modify."""
     return all(map(_is_constant, call.values))
 
 

@@ -25,7 +25,7 @@ COLUMNS = 8
 
 @dataclass(frozen=True)
 class Norm:
-    """Part of an RMSNorm that the kernel computes (`quantkit.kernels.problem.Normed`).
+    """Part of an RMSNorm that the kernel computes (`problem.Normed`).
 
     `adds`: a residual is added to the input. `rounded`: normalized values are rounded before the product with
     the weights. `offset` is added to the weights.
@@ -60,7 +60,7 @@ class DecodeConfig:
     has_factor: bool
     has_bias: bool
     norm: Norm | None
-    #: Kind of gate (`quantkit.kernels.ops.activation.gate`): the first half of rows gates the second; "" for
+    #: Kind of gate (`ops.activation.gate`): the first half of rows gates the second; "" for
     #: none.
     gate: str
     #: Matrices per expert, and experts per token (top-k).

@@ -43,10 +43,10 @@ def portable_gemm(
     """Compute y [M, N] = x [M, K] W^T. Grid: (UNSPLIT + split tiles * SPLIT_K,).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
         factor [matrices] float32      divisor of the whole tensor
         sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]
-        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
 
         RT, ACCUMULATORS   row tiles per accumulator; accumulators
         SPLIT_LAST_WAVE    tiles before UNSPLIT are whole; else UNSPLIT is 0

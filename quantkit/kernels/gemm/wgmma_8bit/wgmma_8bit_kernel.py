@@ -15,7 +15,7 @@ So weight = scale * (UNIT * byte + OFFSET), and the constant part is a product w
     y [n, m] = sum over groups g of  scale [n, g] * (UNIT * sum of byte * x + OFFSET * sum of x [m, g])
 
 A register of codes has four of a row for each shift by BITS. Their columns lie half a span apart, so x has
-its columns in that order (`quantkit.kernels.ops.quantize_x`): c and c + span / 2 next to each other.
+its columns in that order (`ops.quantize_x`): c and c + span / 2 next to each other.
 
     int4, span 64      31..28 27..24 23..20 19..16 15..12 11..8  7..4  3..0      bits of a register
     (register >> 0)           c+33          c+1           c+32         c         & 0x0F0F0F0F: one A register

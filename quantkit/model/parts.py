@@ -93,7 +93,7 @@ def why_no_tokens(model: Any) -> str:
 
 
 def _towers(modules: dict[str, "nn.Module"], chosen: list[Any]) -> list[str]:
-    """Return the prefixes of submodels, inside `chosen` ones, with a config of another kind."""
+    """Return the names of submodels, inside `chosen` submodels, whose config has another type."""
     from transformers import PreTrainedModel
 
     kinds = {type(part.config) for part in chosen if hasattr(part, "config")}

@@ -45,7 +45,7 @@ def floor_label(against: str, dtype: str) -> str:
 
 
 def _kl_plot(reports: Sequence[EvalReport]) -> Figure:
-    """Plot each model on the text where it moved most, and the Pareto front of each kind of format."""
+    """Plot the KL divergence of each model against bits, on the text with the largest, with Pareto fronts."""
     figure, axes = plots.drawing()
     axes.set(xscale="log", yscale="log", xlabel="bits per weight of the packed linears")
     axes.set_ylabel("KL from the original, nats\n(lower is closer)")

@@ -14,7 +14,7 @@ from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.open_source import exactly, open_source
-from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.memory import enough_memory
@@ -51,14 +51,6 @@ class ConvertOptions:
     #: True to leave out how linears round their inputs, and the static scales of inputs, keys and values.
     without_activations: bool = False
 
-    @property
-    def mode(self) -> Mode:
-        """Return which states of the output directory are accepted.
-
-        Raises `UsageError` for options that exclude each other.
-        """
-        return QuantizeOptions(resume=self.resume, overwrite=self.overwrite).mode
-
 
 def convert(
     source: str | Path,
@@ -94,8 +86,9 @@ def convert(
             "without_activations": options.without_activations,
             "versions": versions(),
         }
+        mode = QuantizeOptions(resume=options.resume, overwrite=options.overwrite).mode
         with OutputDirectory.open(
-            Path(out), checkpoint.directory, options.mode, run, expected, names=names
+            Path(out), checkpoint.directory, mode, run, expected, names=names
         ) as output:
             if on_plan is not None:
                 on_plan(checkpoint, planned)

@@ -23,7 +23,6 @@ from quantkit.checkpoint.output.atomic_write import hash_file
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
-from quantkit.converting import ConvertOptions
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError
 from quantkit.eval.adapted import compare, read_windows
@@ -32,6 +31,7 @@ from quantkit.model.structure import Structure
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Advance, Progress, counting
 from quantkit.progress_bar import reporting
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.requantize import requantize
 from quantkit.quantization.run_record import versions
 from quantkit.quantization.side_files import check_side_files
@@ -124,7 +124,7 @@ def merge(
     an adapter of another model or kind, a directory that is not packed, and another original than it was made
     of; `QuantkitError` for every other refusal. Nothing was written then, or `resume=True` continues.
     """
-    options = ConvertOptions(resume=resume, overwrite=overwrite, check=check)
+    mode = QuantizeOptions(resume=resume, overwrite=overwrite).mode
     target = pick_device(device)
     with enough_memory(str(packed)), reporting(progress, "merging") as shown:
         lora = LoraAdapter.open(Path(adapter))
@@ -153,7 +153,7 @@ def merge(
         report = counting(files.nbytes, shown)
         weights.check(found)
         with OutputDirectory.open(
-            Path(out), files.directory, options.mode, run, expected, names=names + late
+            Path(out), files.directory, mode, run, expected, names=names + late
         ) as output:
             measured = _write(files, weights, found, output, report)
             merged = _record(record, files, found, measured)

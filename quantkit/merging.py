@@ -39,7 +39,7 @@ from quantkit.quantizing import open_structure
 from quantkit.recipes.recipe import Recipe
 from quantkit.runtime.saved_model import read_record
 from quantkit.targets.packed_source import StoredMatrix, open_packed
-from quantkit.verification.check_output import check_unfinished
+from quantkit.verification.check_output import finish_checked
 
 if TYPE_CHECKING:
     from quantkit.eval.metrics import TextMetrics
@@ -158,28 +158,16 @@ def merge(
             measured = _write(files, weights, found, output, report)
             merged = _record(record, files, found, measured)
             measured = {one.module: measured[one.module] for one in found if one.module in measured}
-            unchecked = None
-
-            def proof() -> dict[str, Any]:
-                nonlocal unchecked
-                files.check_unchanged()
-                if not check:
-                    return {}
-                logits, unchecked = check_unfinished(
-                    output, files.config, files.nbytes, merged.layers, target
-                )
-                return logits
-
-            output.finish(
+            unchecked = finish_checked(
+                output,
                 {name: tensor.file.name for name, tensor in files.tensors.items()},
                 files.nbytes,
                 files.config,
                 side,
-                {
-                    **merged.to_dict(),
-                    "merge": {"base": lora.base, "from_packed": from_packed, "linears": sorted(measured)},
-                },
-                proof,
+                merged,
+                target if check else None,
+                files.check_unchanged,
+                merge={"base": lora.base, "from_packed": from_packed, "linears": sorted(measured)},
             )
     compared = None
     if windows is not None:

@@ -61,7 +61,7 @@ from quantkit.quantization.run_record import check_alike, model_record, run_reco
 from quantkit.quantization.side_files import check_side_files
 from quantkit.quantization.stream import write_shards
 from quantkit.recipes.recipe import Recipe
-from quantkit.verification.check_output import check_finished, check_headers_of, check_unfinished
+from quantkit.verification.check_output import check_finished, check_headers_of, finish_checked
 from quantkit.verification.plan_check import checked
 
 #: Estimated bytes per output tensor in header, index, journal and manifest together.
@@ -325,29 +325,21 @@ def write_output(
         measured = replace(measured, distillation=facts, dense=distilled.reasons(measured.dense))
     if calibrated is not None:
         discard_work(output, [*calibrated.work_files, *(() if distilled is None else distilled.work_files)])
-    unchecked = None
 
-    def found() -> dict[str, Any]:
-        """Return the manifest entries for all files but the manifest itself and config.json."""
-        nonlocal unchecked
+    def before() -> None:
         checkpoint.check_unchanged()
         check_headers_of(output, planned, checkpoint)
-        if not check:
-            return {}
-        logits, unchecked = check_unfinished(
-            output, planned.model_config, planned.output_bytes, measured.layers, device
-        )
-        return logits
 
-    output.finish(
+    return finish_checked(
+        output,
         planned.weight_map,
         planned.output_bytes,
         planned.model_config,
         checkpoint.side_files,
-        measured.to_dict(),
-        found,
+        measured,
+        device if check else None,
+        before,
     )
-    return unchecked
 
 
 def _say_if_short(

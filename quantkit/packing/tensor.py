@@ -276,17 +276,6 @@ def spread(per_group: torch.Tensor, columns: int, scheme: Scheme) -> torch.Tenso
     return per_group.repeat_interleave(scheme.group_columns(columns), dim=1)[:, :columns]
 
 
-def encode_groups(
-    groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
-) -> torch.Tensor:
-    """Encode groups (float32 [R, g]) with `scale` and `zero_point` ([R, 1]) to codes (uint8 [R, g]).
-
-    A zero scale means a group of zeros: its codes are those of zero weights.
-    """
-    units = groups / torch.where(scale == 0, 1.0, scale)
-    return quantize_units(units, zero_point, scheme)[0]
-
-
 def quantize_units(
     units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,7 +54,6 @@ class QuantState:
     dtype: str
     shape: tuple[int, ...]
     nested_blocksize: int = 0
-    nested_dtype: str = ""
     nested_offset: float = 0.0
 
 

@@ -16,7 +16,6 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from quantkit.errors import FormatError
 from quantkit.packing import bitpack
 
 
@@ -39,11 +38,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes (uint8 [..., K], each below `2**bits`) into words (int32 [..., words_per_row(K, bits)])."""
     if not straddles(bits):
         return bitpack.pack(codes, bits)
-    if codes.dtype != torch.uint8:
-        raise FormatError(f"codes are torch.uint8, got {codes.dtype}.")
-    # A code that is too wide would overwrite its neighbours.
-    if codes.numel() and (largest := int(codes.max())) >> bits:
-        raise FormatError(f"a code of {bits} bits is below {2**bits}, got {largest}.")
+    bitpack.check_codes(codes, 2**bits, f"a code of {bits} bits")
     columns = codes.shape[-1]
     x = F.pad(codes, (0, -columns % 32)).contiguous().view(torch.int64)
     for fold in _FOLDS:
@@ -58,11 +53,7 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     if not straddles(bits):
         return bitpack.unpack(words, bits, columns)
     expected = words_per_row(columns, bits)
-    if words.dtype != torch.int32 or words.shape[-1] != expected:
-        raise FormatError(
-            f"{columns} codes of {bits} bits take {expected} int32 words a row; "
-            f"got {words.shape[-1]} of {words.dtype}."
-        )
+    bitpack.check_words(words, expected, f"{columns} codes of {bits} bits")
     padded = F.pad(words, (0, -expected % bits)).contiguous().view(torch.uint8)
     eights = padded.view(*words.shape[:-1], padded.shape[-1] // bits, bits)
     x = F.pad(eights, (0, 8 - bits)).view(torch.int64).squeeze(-1)

@@ -14,9 +14,9 @@ from quantkit.checkpoint.output.journal import (
     Entry,
     Journal,
     JournalState,
+    json_hash,
     read_journal,
     run_differences,
-    run_hash,
 )
 from quantkit.checkpoint.output.preflight import check_space, name_list, occupants, temp_files
 from quantkit.errors import CheckpointError, OutputError
@@ -217,7 +217,7 @@ def _begin(contents: _Contents, run: Mapping[str, Any], expected_bytes: int) -> 
 def _complete(contents: _Contents, run: Mapping[str, Any], progress: Callable[[int], None] | None) -> Start:
     path, manifest = contents.path, contents.manifest
     assert manifest is not None
-    if manifest.get("run_sha256") != run_hash(run):
+    if manifest.get("run_sha256") != json_hash(run):
         known = manifest.get("run")
         _refuse_other_run(path, "finished", known if isinstance(known, dict) else {}, run)
     problems = verify_files(path, manifest, progress) + verify_manifest(path)
@@ -251,7 +251,7 @@ def _resume(
             f"{name_list(contents.others)}. Use --overwrite if quantkit wrote them, or choose "
             "another directory."
         )
-    if run_hash(journal.run) != run_hash(run):
+    if json_hash(journal.run) != json_hash(run):
         _refuse_other_run(path, "started", journal.run, run)
     if strangers := [file for file in contents.foreign if file.suffix == ".safetensors"]:
         raise OutputError(

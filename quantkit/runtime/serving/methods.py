@@ -17,7 +17,7 @@ from quantkit.packing.schemes import Scheme
 from quantkit.runtime.serving.fused_linear import FusedLinear
 from quantkit.runtime.serving.routed_experts import LoadedExperts
 from quantkit.runtime.serving.shares import Range, Share
-from quantkit.runtime.serving.stored_schemes import Schemes
+from quantkit.runtime.serving.stored_schemes import Schemes, StoredSchemes
 
 #: Numbers of the matrices that engines call by letters.
 SHARDS = {"q": 0, "k": 1, "v": 2}
@@ -26,9 +26,9 @@ SHARDS = {"q": 0, "k": 1, "v": 2}
 class PackedLinearMethod:
     """Quantization method of linears, which consist of one or several packed matrices."""
 
-    def __init__(self, linears: Schemes, container: Container) -> None:
+    def __init__(self, linears: Schemes, schemes: StoredSchemes) -> None:
         super().__init__()
-        self.linears, self.container = linears, container
+        self.linears, self.schemes = linears, schemes
         self.dtype = torch.float32
 
     def rank_of(self, layer: Any) -> int:
@@ -67,7 +67,7 @@ class PackedLinearMethod:
             Share(name, scheme and scheme.for_columns(input_size), (whole, input_size), cuts, columns)
             for (name, scheme), (whole, cuts) in zip(self.linears, rows, strict=True)
         ]
-        _install(layer, FusedLinear(shares, self.container, params_dtype))
+        _install(layer, FusedLinear(shares, self.schemes.container, params_dtype))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.packed.finish(self.dtype)

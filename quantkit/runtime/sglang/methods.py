@@ -53,10 +53,6 @@ class DenseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignore[misc]
     """Quantization method of linears, which consist of one or several packed matrices."""
 
-    def __init__(self, linears: Schemes, schemes: StoredSchemes) -> None:
-        super().__init__(linears, schemes.container)
-        self._schemes = schemes
-
     def rank_of(self, layer: Any) -> int:
         """Return the rank in the group of the layer; `UsageError` if q and k have groups of their own."""
         if getattr(layer, "kv_tp_group", layer.tp_group) is not layer.tp_group:
@@ -68,7 +64,7 @@ class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignor
         return rank
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        self._schemes.check_all_asked("SGLang")
+        self.schemes.check_all_asked("SGLang")
         super().process_weights_after_loading(layer)
 
 

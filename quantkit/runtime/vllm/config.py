@@ -69,20 +69,9 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
 
         schemes = self.schemes
         if isinstance(layer, methods.LinearBase):
-            linears = schemes.linears(prefix, self.packed_modules_mapping)
-            schemes.asked.update(name for name, _ in linears)
-            if all(scheme is None for _, scheme in linears):
-                return methods.UnquantizedLinearMethod()
-            return methods.QuantkitLinearMethod(linears, schemes.container)
+            return self.linear_method(methods, prefix, methods.UnquantizedLinearMethod())
         if isinstance(layer, methods.VocabParallelEmbedding):
-            is_head = isinstance(layer, methods.ParallelLMHead)
-            shape = layer.org_vocab_size, layer.embedding_dim
-            name, scheme = schemes.linears(prefix, {})[0] if is_head else schemes.table(prefix, shape)
-            schemes.asked.add(name)
-            # Some classes use an embedding whose weight is tied as the head.
-            is_tied = self.ties and not is_head
-            given = (schemes.container, is_head or is_tied, is_tied)
-            return None if scheme is None else methods.QuantkitEmbeddingMethod(name, scheme, *given)
+            return self.table_method(methods, layer, prefix)
         if isinstance(layer, methods.RoutedExperts):
             stored = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
             matrices = schemes.experts(prefix, [name for name in stored if name])

@@ -107,7 +107,8 @@ class Decoder:
         #: Shapes of all parameters by name.
         self.shapes = {name: tuple(one.shape) for name, one in every}
         self._place_buffers()
-        self._run_experts_one_by_one()
+        # Grouped GEMMs, the default, require rows of a multiple of 16 bytes.
+        self._model.set_experts_implementation("eager")
         self._blocks = {name: Block(name, module) for name, module in _blocks_of(self._model)}
         head = embeddings(self._model, "output")
         self.head_name = next((name for name, one in self._blocks.items() if one.module is head), None)
@@ -134,10 +135,6 @@ class Decoder:
             stored = self._stored.get(name)
             tensor = buffer if stored is None else self._checkpoint.read(stored).to(buffer.dtype)
             setattr(self._model.get_submodule(owner), leaf, tensor.to(self.device))
-
-    def _run_experts_one_by_one(self) -> None:
-        """Select eager experts; grouped GEMMs, the default, require rows of a multiple of 16 bytes."""
-        self._model.set_experts_implementation("eager")
 
     def _refusal(self, why: str) -> BlocksError:
         kind = self._checkpoint.config.get("model_type")
@@ -338,12 +335,10 @@ class Decoder:
     def _zeros(self, parameter: str) -> torch.Tensor:
         """Return zeros without memory for a stored parameter, or else the value that its class computes."""
         stored = (self._stored, self._tied, self._conversions)
-        if not self._has_parts(parameter) and all(parameter not in one for one in stored):
+        is_part = any(part.parameter == parameter for part in self._parts.values())
+        if not is_part and all(parameter not in one for one in stored):
             return self._computed(parameter)
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shapes[parameter])
-
-    def _has_parts(self, parameter: str) -> bool:
-        return any(part.parameter == parameter for part in self._parts.values())
 
     def _computed(self, parameter: str) -> torch.Tensor:
         """Return a parameter that no file has, computed by its class, such as sinusoidal positions."""

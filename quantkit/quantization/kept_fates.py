@@ -3,7 +3,7 @@
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
-from quantkit.model.structure import Linear, Structure
+from quantkit.model.structure import Structure
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.nesting import nested_scheme, why_not_nested
 from quantkit.quantization.plan import Plan
@@ -30,7 +30,7 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
     refused = {
         name: reason
         for name, reason in refused.items()
-        if name not in structure.kept and not _may_stay_dense(structure.linears[name])
+        if name not in structure.kept and structure.linears[name].kind != "lm_head"
     }
     if refused:
         name, reason = next(iter(refused.items()))
@@ -65,11 +65,6 @@ def dense_share(checkpoint: Checkpoint, planned: Plan) -> dict[str, str]:
         for name, tensor in checkpoint.tensors.items()
         if tensor.stored_as is not None and name in copied
     }
-
-
-def _may_stay_dense(linear: Linear) -> bool:
-    """Return True for a linear that is dense by default in every model, such as a head."""
-    return linear.kind == "lm_head"
 
 
 def kept_fate(tensor: StoredTensor | None) -> Fate | str:

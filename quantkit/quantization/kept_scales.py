@@ -124,7 +124,7 @@ def _states(
         for leaf, scale in zip(KV_PARTS, pair, strict=True):
             module = f"{parent}.{leaf}"
             if scale is None:
-                stored.raise_missing_state(layers[parent], leaf[0])
+                stored.raise_missing(f"{layers[parent]}.{leaf[0]}_scale", "stores scales of keys and values")
             if module not in fates or fates[module].scheme is None:
                 raise CheckpointError(
                     f"tensor {scale.tensor.name!r} is stored beside {module!r}, which is not packed; "

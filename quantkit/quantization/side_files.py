@@ -59,7 +59,10 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
     Raises `CheckpointError` for an unreadable file, and for a name that is no regular file, such as a broken
     link.
     """
-    kept = tuple(path for path in checkpoint.side_files if not _is_of_export(path))
+    # The manifest of an export is about the files of the source alone.
+    kept = tuple(
+        path for path in checkpoint.side_files if path.name != MANIFEST_NAME or not is_export(path.parent)
+    )
     checkpoint = (
         replace(checkpoint, side_files=kept) if len(kept) < len(checkpoint.side_files) else checkpoint
     )
@@ -74,11 +77,6 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
         found = (_tokenizer_warning(checkpoint), _not_copied(checkpoint))
     warnings = [warning for warning in found if warning is not None]
     return replace(checkpoint, warnings=(*checkpoint.warnings, *warnings)) if warnings else checkpoint
-
-
-def _is_of_export(path: Path) -> bool:
-    """Return True for the manifest of `quantkit export`: it is about the files of the source alone."""
-    return path.name == MANIFEST_NAME and is_export(path.parent)
 
 
 def _not_copied(checkpoint: Checkpoint) -> str | None:

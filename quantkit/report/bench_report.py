@@ -59,7 +59,7 @@ SERVING_RULES = (
 def speed_document(found: Sequence[Speed], command: Sequence[str]) -> Document:
     """Return the document on the speed of at least one model; `command` is the command typed."""
     blocks: list[Block] = [models_table(found), speed_table(found)]
-    figures = _speed_figures(found)
+    figures = (_throughput_figure(found), _first_token_figure(found), _memory_figure(found))
     notes = [f"{one.label}: {note}" for one in found for note in one.notes]
     first = found[0]
     settings = (
@@ -212,10 +212,6 @@ def machine_text(machine: Machine) -> str:
         f"{machine.name} ({machine.device}{threads}), which reads {size_text(machine.read_bandwidth)}/s; "
         f"quantkit {machine.quantkit}, torch {machine.torch}, transformers {machine.transformers}."
     )
-
-
-def _speed_figures(found: Sequence[Speed]) -> tuple[Figure, ...]:
-    return (_throughput_figure(found), _first_token_figure(found), _memory_figure(found))
 
 
 def _throughput_figure(found: Sequence[Speed]) -> Figure:

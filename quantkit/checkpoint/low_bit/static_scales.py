@@ -153,7 +153,7 @@ class ActivationTensors:
                 return scheme, StoredScale(tensor)
         tensor = None if static.inverse is None else self.tensors.get(module + static.inverse)
         if tensor is None:
-            self._raise_missing(module + static.names[0], f"rounds the inputs of {module!r}")
+            self.raise_missing(module + static.names[0], f"rounds the inputs of {module!r}")
         return scheme, StoredScale(tensor, inverse=True)
 
     def of_states(self, attention: str) -> tuple[StoredScale | None, StoredScale | None]:
@@ -181,10 +181,6 @@ class ActivationTensors:
                 f"scale for keys and one for values. {WEIGHTS_ALONE}."
             )
 
-    def raise_missing_state(self, attention: str, letter: str) -> NoReturn:
-        """Raise `CheckpointError` for an attention layer without the scale of keys (k) or values (v)."""
-        self._raise_missing(f"{attention}.{letter}_scale", "stores scales of keys and values")
-
     def unused(self, used: Iterable[str], read: Read) -> list[StoredTensor]:
         """Return the activation tensors not named in `used` that affect the outputs of the source."""
         left = self.tensors.keys() - set(used)
@@ -196,7 +192,8 @@ class ActivationTensors:
             and not (tensor.name.endswith(_ZERO_POINTS) and not bool(read(tensor).to(torch.float32).any()))
         ]
 
-    def _raise_missing(self, name: str, because: str) -> NoReturn:
+    def raise_missing(self, name: str, because: str) -> NoReturn:
+        """Raise `CheckpointError` for a scale `name` that the config, which `because`, requires."""
         raise CheckpointError(
             f"there is no tensor {name!r}: {self.settings.where} {because} by static scales, so one is "
             f"expected. {WEIGHTS_ALONE}."

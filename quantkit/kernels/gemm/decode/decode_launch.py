@@ -266,7 +266,8 @@ def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
         return reason
     if tile.int8_mma and (reason := why_no_int8(problem)) is not None:
         return reason
-    if problem.m > COLUMNS and _has_table(problem, tile):
+    looks_up = not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
+    if problem.m > COLUMNS and looks_up:
         return f"values of {problem.scheme.format.name} in shared memory are for up to {COLUMNS} rows of x"
     if tile.warps * tile.occupancy > MOST_WARPS:
         return f"a multiprocessor has {MOST_WARPS} such warps at once"
@@ -274,11 +275,6 @@ def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
     if needed > most:
         return f"x and sums take {needed} bytes of shared memory, of {most} that there are"
     return None
-
-
-def _has_table(problem: Problem, tile: DecodeTile) -> bool:
-    """Return True if values are looked up in shared memory."""
-    return not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _why_pruned(problem: Problem, tile: DecodeTile) -> str | None:

@@ -23,6 +23,7 @@ from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.linear_stats import OF_ORIGINAL
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.devices import synchronize
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.blockwise.calibration_data import sample_shape
 from quantkit.quantization.plan import Plan
@@ -121,13 +122,8 @@ def _speed(device: torch.device) -> float:
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the second call of `work`."""
     work()
-    _wait(device)
+    synchronize(device)
     begin = time.perf_counter()
     work()
-    _wait(device)
+    synchronize(device)
     return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -60,19 +60,20 @@ def kind_of(name: str) -> str | None:
     return suffix
 
 
-def read_documents(path: Path, characters: int | None = None) -> list[Document]:
-    """Read the documents of a file, without empty ones; with `characters` only the first, of that length.
+def read_documents(path: Path) -> list[Document]:
+    """Read the documents of a file, without empty ones.
 
-    The length is approximate. Raises `UsageError` with file and line if the file cannot be read, is binary or
+    Raises `UsageError` with file and line if the file cannot be read, is binary or
     not UTF-8. Also raised if it holds no text, or anything other than documents. Raises `EnvironmentProblem`
     if a package is missing to read it.
     """
-    return first_documents(path, sys.maxsize, characters)[0]
+    return first_documents(path, sys.maxsize)[0]
 
 
 def first_documents(path: Path, work: int, characters: int | None = None) -> tuple[list[Document], bool]:
     """Read the first documents of a file up to a cost of `work` bytes; return True if the limit was reached.
 
+    `characters` ends the read at about as many characters.
     A text, and each message of a chat, costs its length in UTF-8, at least `ROW_WORK`. A text that alone
     costs more than `work` is cut. A longer chat raises `UsageError`.
     """

@@ -34,7 +34,7 @@ def pip_install(extra: str) -> str:
 
 
 def requirement() -> str | None:
-    """Return a pip requirement that installs this distribution elsewhere; None for a local directory.
+    """Return a pip requirement for this distribution on other machines; None for a local directory.
 
     It is the URL of the installation, or the name for an installation from an index.
     """

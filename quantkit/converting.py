@@ -4,7 +4,7 @@
 written. All other steps are as in `quantizing.py`, without recipes, methods and calibration.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.open_source import exactly, open_source
-from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.memory import enough_memory
@@ -23,6 +23,7 @@ from quantkit.packing.packings import PACKINGS, PackingName
 from quantkit.progress import Progress, counting
 from quantkit.progress_bar import reporting
 from quantkit.quantization.kept_fates import dense_share, kept_fates, kept_table
+from quantkit.quantization.kept_scales import KeptScales, kept_scales
 from quantkit.quantization.plan import Plan, plan_of
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.run_record import model_record, versions
@@ -47,14 +48,8 @@ class ConvertOptions:
     dense_embeddings: bool = False
     #: The packing of schemes that can have it; others are packed as "bits".
     packing: PackingName = "bits"
-
-    @property
-    def mode(self) -> Mode:
-        """Return which states of the output directory are accepted.
-
-        Raises `UsageError` for options that exclude each other.
-        """
-        return QuantizeOptions(resume=self.resume, overwrite=self.overwrite).mode
+    #: True to leave out how linears round their inputs, and the static scales of inputs, keys and values.
+    without_activations: bool = False
 
 
 def convert(
@@ -69,7 +64,8 @@ def convert(
 
     Every weight of `out` equals the weight of `source` bit by bit in float32; each is compared when written.
     The token embedding is packed too, unless `dense_embeddings`. Other tensors are stored unpacked: in
-    float32 if the source has them packed.
+    float32 if the source has them packed. Static scales of inputs, keys and values are those of `source`,
+    unless `without_activations` leaves them out.
 
     `progress(done_bytes, all_bytes, tensor)` is called as source bytes are processed (by default a bar
     in a terminal or notebook, none with False), and `on_plan` once before any tensor is written. Raises
@@ -87,10 +83,12 @@ def convert(
             "max_shard_bytes": options.max_shard_bytes,
             "dense_embeddings": options.dense_embeddings,
             "packing": options.packing,
+            "without_activations": options.without_activations,
             "versions": versions(),
         }
+        mode = QuantizeOptions(resume=options.resume, overwrite=options.overwrite).mode
         with OutputDirectory.open(
-            Path(out), checkpoint.directory, options.mode, run, expected, names=names
+            Path(out), checkpoint.directory, mode, run, expected, names=names
         ) as output:
             if on_plan is not None:
                 on_plan(checkpoint, planned)
@@ -114,17 +112,32 @@ def plan(directory: Path, options: ConvertOptions = ConvertOptions()) -> tuple[C
     fates = _packed(kept_fates(checkpoint, structure), options.packing)
     table = "--dense-embeddings" if options.dense_embeddings else kept_table(checkpoint, structure)
     found = table if isinstance(table, Fate) else None
-    planned = plan_of(checkpoint, structure, fates, found, max_shard_bytes=options.max_shard_bytes)
+    scales = KeptScales({}, {}) if options.without_activations else kept_scales(checkpoint, structure, fates)
+    planned = plan_of(
+        checkpoint,
+        structure,
+        scales.with_activations(fates),
+        found,
+        max_shard_bytes=options.max_shard_bytes,
+        kv_scales=bool(scales.states),
+    )
     dense = dense_share(checkpoint, planned)
     reasons: dict[str, list[str]] = {}
     for name in dense:
         is_table = name == structure.embedding and isinstance(table, str)
         reasons.setdefault(str(table) if is_table else "it is no linear that can be packed", []).append(name)
-    notes = []
+    notes = [*scales.notes(), *_without_rounding(checkpoint, scales)]
     for reason, (name, *others) in reasons.items():
         more = f" and {len(others)} more" if others else ""
         notes.append(f"{name}{more}, {dense[name]} in the source, is stored as float32: {reason}.")
-    return checkpoint, replace(planned, notes=(*planned.notes, *notes))
+    return checkpoint, replace(scales.bind(planned), notes=(*planned.notes, *notes))
+
+
+def _without_rounding(checkpoint: Checkpoint, scales: KeptScales) -> Iterator[str]:
+    """Yield a note if the source rounds inputs, and the linears of the result do not."""
+    if checkpoint.activations.are_rounded and not scales.inputs:
+        where = checkpoint.activations.settings.where
+        yield f"by {where} linears of the source round their inputs. Those of the result do not."
 
 
 def _packed(fates: Mapping[str, Fate], packing: PackingName) -> dict[str, Fate]:

@@ -46,3 +46,9 @@ def named_device(device: str | torch.device) -> torch.device:
 def best_device() -> torch.device:
     """Return the device for "auto": the first GPU, or the CPU without one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of a GPU; does nothing for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

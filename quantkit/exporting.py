@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.manifest import MANIFEST_NAME
-from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, unknown_name
@@ -34,14 +34,6 @@ class ExportOptions:
     max_shard_bytes: int = QuantizeOptions.max_shard_bytes
     resume: bool = False
     overwrite: bool = False
-
-    @property
-    def mode(self) -> Mode:
-        """Return which states of the output directory are accepted.
-
-        Raises `UsageError` for options that exclude each other.
-        """
-        return QuantizeOptions(resume=self.resume, overwrite=self.overwrite).mode
 
 
 @dataclass(frozen=True)
@@ -98,8 +90,9 @@ def export(
         names = [file.name for file in planned.files]
         late = [*(path.name for path in checkpoint.side_files), INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
         report = counting(2 * checkpoint.nbytes, shown)
+        mode = QuantizeOptions(resume=options.resume, overwrite=options.overwrite).mode
         with OutputDirectory.open(
-            Path(out), checkpoint.directory, options.mode, run, size + side, names=names + late
+            Path(out), checkpoint.directory, mode, run, size + side, names=names + late
         ) as output:
             _write(checkpoint, planned, output, report)
             output.finish(

@@ -50,7 +50,7 @@ def os_error_text(error: OSError) -> str:
 def temporary(what: str) -> Iterator[None]:
     """Context manager: turn an `OSError` of the block into an `EnvironmentProblem`.
 
-    Its message says that `what` cannot be written to the temporary directory.
+    The error says that `what` cannot be written to the temporary directory.
     """
     try:
         yield

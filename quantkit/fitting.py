@@ -24,7 +24,7 @@ FORMATS = ("engine", "int6", "int5", "int3:64", "int2:64")
 
 @dataclass(frozen=True)
 class Need:
-    """Memory and use that a model must fit.
+    """Memory of a device, and the use that a model must support in it.
 
     memory      bytes of the device
     context     tokens of a sequence, prompt and answer together
@@ -60,7 +60,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Fit:
-    """A format of the linears, and what the model takes in it, in bytes; None for the model as it is."""
+    """Format of the linears (None: unquantized), and bytes of the model in this format."""
 
     choice: Choice | None
     weights: int
@@ -71,7 +71,7 @@ class Fit:
 
     @property
     def total(self) -> int:
-        """Return all bytes."""
+        """Return the bytes of weights, KV cache and the rest."""
         return self.weights + self.cache + self.beside
 
     @property
@@ -90,7 +90,7 @@ class Fit:
 def fits(
     source: str | Path, options: QuantizeOptions, need: Need, formats: Sequence[str] | None = None
 ) -> tuple[Checkpoint, tuple[Fit, ...]]:
-    """Return what the model takes as it is and in every format, the most bytes first.
+    """Return the bytes of the model, unquantized and in every format, largest first.
 
     `formats` are names as `--formats` takes them. Linears with a rule keep it. Reads headers only. Raises
     `UsageError` for options that choose a format, and for a model whose cache is not known.

@@ -100,7 +100,7 @@ def _work_directory() -> Iterator[Path]:
 
 @contextmanager
 def _defaults() -> Iterator[None]:
-    """Have torch's own defaults: transformers makes models on meta, in the dtype of the model."""
+    """Context manager: restore torch's default device and dtype, which transformers changes while loading."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -127,7 +127,7 @@ class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.options: QuantizeOptions = options_of(given, "QuantkitConfig")
 
     def pack(self, directory: Path, model: Any) -> Path:
-        """Quantize `directory` to a temporary one, removed with `model`, and return that."""
+        """Quantize `directory` to a temporary directory, deleted with `model`, and return its path."""
         work = Path(tempfile.mkdtemp(prefix="quantkit-"))
         weakref.finalize(model, shutil.rmtree, work, ignore_errors=True)
         with _defaults(), reporting(self.progress, "quantizing") as report:
@@ -137,13 +137,13 @@ class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             return done.directory
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options, as text where they are no JSON."""
+        """Return the options as JSON values; others as text."""
         plain = (str, int, float, bool, list, type(None))
         values = {name: one if isinstance(one, plain) else str(one) for name, one in self.given.items()}
         return {"quant_method": self.quant_method, **copy.deepcopy(values)}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return the same dict: only what was given is in it."""
+        """Return `to_dict`, which has only the options of the call."""
         return self.to_dict()
 
     def __repr__(self) -> str:

@@ -20,12 +20,12 @@ _advice: "list[Callable[[], str | None]]" = []
 
 
 def advise(advice: "Callable[[], str | None] | None") -> None:
-    """Set the function that a fatal signal asks how to resume the work."""
+    """Set the function that returns the advice on resuming, printed on a fatal signal."""
     _advice[:] = [] if advice is None else [advice]
 
 
 def advised() -> str | None:
-    """Return how to resume the work as of now; None if nothing can be resumed."""
+    """Return the current advice on resuming; None if nothing can be resumed."""
     try:
         return _advice[0]() if _advice else None
     except Exception:  # The process is ending: no one would see an error.

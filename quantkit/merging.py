@@ -23,7 +23,6 @@ from quantkit.checkpoint.output.atomic_write import hash_file
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
-from quantkit.converting import ConvertOptions
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError
 from quantkit.eval.adapted import compare, read_windows
@@ -32,6 +31,7 @@ from quantkit.model.structure import Structure
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Advance, Progress, counting
 from quantkit.progress_bar import reporting
+from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.requantize import requantize
 from quantkit.quantization.run_record import versions
 from quantkit.quantization.side_files import check_side_files
@@ -39,7 +39,7 @@ from quantkit.quantizing import open_structure
 from quantkit.recipes.recipe import Recipe
 from quantkit.runtime.saved_model import read_record
 from quantkit.targets.packed_source import StoredMatrix, open_packed
-from quantkit.verification.check_output import check_unfinished
+from quantkit.verification.check_output import finish_checked
 
 if TYPE_CHECKING:
     from quantkit.eval.metrics import TextMetrics
@@ -124,7 +124,7 @@ def merge(
     an adapter of another model or kind, a directory that is not packed, and another original than it was made
     of; `QuantkitError` for every other refusal. Nothing was written then, or `resume=True` continues.
     """
-    options = ConvertOptions(resume=resume, overwrite=overwrite, check=check)
+    mode = QuantizeOptions(resume=resume, overwrite=overwrite).mode
     target = pick_device(device)
     with enough_memory(str(packed)), reporting(progress, "merging") as shown:
         lora = LoraAdapter.open(Path(adapter))
@@ -153,33 +153,21 @@ def merge(
         report = counting(files.nbytes, shown)
         weights.check(found)
         with OutputDirectory.open(
-            Path(out), files.directory, options.mode, run, expected, names=names + late
+            Path(out), files.directory, mode, run, expected, names=names + late
         ) as output:
             measured = _write(files, weights, found, output, report)
             merged = _record(record, files, found, measured)
             measured = {one.module: measured[one.module] for one in found if one.module in measured}
-            unchecked = None
-
-            def proof() -> dict[str, Any]:
-                nonlocal unchecked
-                files.check_unchanged()
-                if not check:
-                    return {}
-                logits, unchecked = check_unfinished(
-                    output, files.config, files.nbytes, merged.layers, target
-                )
-                return logits
-
-            output.finish(
+            unchecked = finish_checked(
+                output,
                 {name: tensor.file.name for name, tensor in files.tensors.items()},
                 files.nbytes,
                 files.config,
                 side,
-                {
-                    **merged.to_dict(),
-                    "merge": {"base": lora.base, "from_packed": from_packed, "linears": sorted(measured)},
-                },
-                proof,
+                merged,
+                target if check else None,
+                files.check_unchanged,
+                merge={"base": lora.base, "from_packed": from_packed, "linears": sorted(measured)},
             )
     compared = None
     if windows is not None:
@@ -197,7 +185,7 @@ def merge(
 
 
 def _open(directory: Path) -> Checkpoint:
-    """Open the files of a packed directory as they are, without the manifest, which is written anew."""
+    """Open the files of a packed directory, without the manifest, which is rewritten."""
     source = Checkpoint.open(directory)
     side = tuple(path for path in source.side_files if path.name != MANIFEST_NAME)
     return check_side_files(replace(source, side_files=side))
@@ -229,7 +217,7 @@ def _find(
     record: ModelRecord,
     original: tuple[Checkpoint, Structure] | None,
 ) -> tuple[list[_Merged], tuple[str, ...]]:
-    """Return what the adapter changes, and notes; `CheckpointError` for a linear that the model lacks."""
+    """Return the linears that the adapter changes, and notes; `CheckpointError` for an unknown linear."""
     matrices = {one.module: one for one in view.tensors.values() if isinstance(one, StoredMatrix)}
     found, replaced = [], dict[str, list[str]]()
     for module in lora.factors:
@@ -305,7 +293,7 @@ def _method_for(matrix: StoredMatrix, stored: str | None) -> Method:
 def _write(
     files: Checkpoint, weights: "_Weights", found: list[_Merged], output: OutputDirectory, report: Advance
 ) -> dict[str, Measured]:
-    """Write each file with the merged linears in place of what they change; return their errors."""
+    """Write each file with merged linears in place of the packed ones; return their errors."""
     if output.complete:
         report(files.nbytes, "")
         return ModelRecord.from_manifest(read_manifest(output.path)).measured
@@ -349,7 +337,7 @@ def _chunks(files: Checkpoint, tensor: StoredTensor) -> Iterator[tuple[torch.Ten
 
 @dataclass(frozen=True)
 class _Weights:
-    """Where merged weights come from: packed directory, adapter, and the original model if it is used."""
+    """Sources of merged weights: packed directory, adapter, and optionally the original model."""
 
     view: Checkpoint
     lora: LoraAdapter
@@ -358,7 +346,7 @@ class _Weights:
     device: torch.device
 
     def merged(self, one: _Merged) -> tuple[list[tuple[StoredTensor, torch.Tensor]], dict[str, Any]]:
-        """Return the tensors of a merged linear, and what `Measured.of` reads."""
+        """Return the tensors of a merged linear, and its errors in the form of `Measured.of`."""
         tensor, delta = one.tensor, self.lora.delta(one.module).to(self.device)
         try:
             if not isinstance(tensor, StoredMatrix):
@@ -407,7 +395,7 @@ class _Weights:
 def _dense(
     tensor: StoredTensor, weight: torch.Tensor
 ) -> tuple[list[tuple[StoredTensor, torch.Tensor]], dict[str, Any]]:
-    """Return a dense linear as the file has it, and the squared error of its dtype."""
+    """Return the merged dense linear in the file's dtype, and its squared rounding error."""
     stored = tensor.as_stored
     rounded = weight.to(stored.torch_dtype)
     squared = [float(one.double().square().sum()) for one in (weight - rounded.float(), weight)]

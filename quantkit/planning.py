@@ -14,7 +14,7 @@ from quantkit.quantization.plan import Plan
 def plan(
     source: str | Path, *, progress: Progress | bool | None = None, **given: Unpack[QuantizeKeywords]
 ) -> Plan:
-    """Return what `quantize` would write for the same options: sizes, and every linear's fate.
+    """Return the plan of `quantize` with the same options: sizes, and the fate of every linear.
 
     Reads headers only, of a model on the hub too, unless `bits_per_weight` or a `budget` has sensitivities
     measured; `progress(done, all, at work)` is called meanwhile. Raises `QuantkitError` for every refusal.

@@ -35,7 +35,7 @@ class _MemoryColumn(ProgressColumn):
 
 
 class _LabelColumn(ProgressColumn):
-    """What is at work, cut to the room there is: the only column that gives way."""
+    """Name of the current tensor or step, shortened to the free width."""
 
     def render(self, task: Task) -> Text:
         return Text(one_line(task.fields["label"]), style="dim", no_wrap=True, overflow="ellipsis")

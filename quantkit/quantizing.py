@@ -61,7 +61,7 @@ from quantkit.quantization.run_record import check_alike, model_record, run_reco
 from quantkit.quantization.side_files import check_side_files
 from quantkit.quantization.stream import write_shards
 from quantkit.recipes.recipe import Recipe
-from quantkit.verification.check_output import check_finished, check_headers_of, check_unfinished
+from quantkit.verification.check_output import check_finished, check_headers_of, finish_checked
 from quantkit.verification.plan_check import checked
 
 #: Estimated bytes per output tensor in header, index, journal and manifest together.
@@ -93,7 +93,7 @@ class QuantizeResult:
 
 
 def open_structure(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
-    """Open the source as the recipe asks, rotated or not, and read its structure.
+    """Open the source, rotated if the recipe says so, and read its structure.
 
     Raises `QuantkitError` if it cannot be quantized.
     """
@@ -327,29 +327,21 @@ def write_output(
         measured = replace(measured, distillation=facts, dense=distilled.reasons(measured.dense))
     if calibrated is not None:
         discard_work(output, [*calibrated.work_files, *(() if distilled is None else distilled.work_files)])
-    unchecked = None
 
-    def found() -> dict[str, Any]:
-        """Return the manifest entries for all files but the manifest itself and config.json."""
-        nonlocal unchecked
+    def before() -> None:
         checkpoint.check_unchanged()
         check_headers_of(output, planned, checkpoint)
-        if not check:
-            return {}
-        logits, unchecked = check_unfinished(
-            output, planned.model_config, planned.output_bytes, measured.layers, device
-        )
-        return logits
 
-    output.finish(
+    return finish_checked(
+        output,
         planned.weight_map,
         planned.output_bytes,
         planned.model_config,
         checkpoint.side_files,
-        measured.to_dict(),
-        found,
+        measured,
+        device if check else None,
+        before,
     )
-    return unchecked
 
 
 def _say_if_short(
@@ -367,7 +359,7 @@ def files_to_write(
     calibrated: Calibration | None,
     distilled: Distillation | None = None,
 ) -> tuple[list[str], int]:
-    """Return the names of all files that a run writes, work files included, and about how many bytes."""
+    """Return the names of all files of a run, work files included, and their approximate bytes."""
     works = [one for one in (calibrated, distilled) if one is not None]
     work_names, work = (
         [name for one in works for name in one.work_files],
@@ -385,6 +377,6 @@ def _late_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def source_bytes(planned: Plan, calibrated: Calibration | None) -> int:
-    """Return the source bytes to process: of calibrated tensors once for calibration, and of all tensors."""
+    """Return the source bytes to process: of all tensors, and again of calibrated tensors."""
     shards = sum(task.source.nbytes for shard in planned.shards for task in shard.tasks)
     return shards + (0 if calibrated is None else calibrated.source_bytes)

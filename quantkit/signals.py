@@ -108,8 +108,8 @@ def _call_soon(number: int) -> None:
 def kept_from_children() -> Iterator[None]:
     """Context manager: child processes started in the block never get the SIGINT of a terminal.
 
-    This process ends them instead. It holds from their first instruction on. In this process the signal waits
-    for the end of the block.
+    Children ignore SIGINT from their first instruction on; this process ends them. In this process, a SIGINT
+    is delayed until the block ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -47,7 +47,7 @@ MODES = {"cpu": (EAGER, FLAT), "cuda": (EAGER, GRAPH)}
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Sizes to time, and how; None is the default of the device."""
+    """Sizes to time, and settings; None is the default of the device."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -100,7 +100,7 @@ class Grid:
     modes: tuple[str, ...]
 
     def within(self, positions: int | None) -> tuple["Grid", tuple[str, ...]]:
-        """Return the part that a model with `positions` positions can run, and notes on the rest."""
+        """Return the combinations that fit a model with `positions` positions, and notes on the others."""
         if positions is None:
             return self, ()
         fitting = tuple(prompt for prompt in self.prompts if prompt + self.new_tokens <= positions)

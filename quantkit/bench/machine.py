@@ -60,7 +60,7 @@ def _cpu_bandwidth() -> float:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the bytes in use now: resident on the host for a CPU, allocated by torch for a GPU."""
+    """Return the bytes in use: resident memory for a CPU, allocated by torch for a GPU."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return int(psutil.Process().memory_info().rss)

@@ -20,7 +20,7 @@ from quantkit.bench.machine import EnergyMeter, machine, peak_bytes, used_bytes
 from quantkit.calibrate.data.documents import read_text
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.devices import pick_device
+from quantkit.devices import pick_device, synchronize
 from quantkit.errors import UsageError
 from quantkit.eval.models import dtype_named, language_limits, release
 from quantkit.eval.sizes import measure
@@ -41,7 +41,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Captured:
-    """Name of the steps of a mode, their forward, and the generations until all are captured."""
+    """Mode of decoding: its name, the forward, and the number of generations until all steps are captured."""
 
     name: str
     forward: type[GraphedForward]
@@ -81,7 +81,7 @@ def measure_speed(
     started = time.perf_counter()
     dtype = None if options.dtype == "auto" else dtype_named(options.dtype)
     model = load_language_model(directory, device=device, dtype=dtype)
-    _wait(device)
+    synchronize(device)
     load_seconds = time.perf_counter() - started
     read = weight_bytes(model)
     # For steps only: a prompt has so many rows of x that dequantizing the weight first is usually fastest.
@@ -253,7 +253,7 @@ def generate_timed(
     As in `quantkit generate`, a GPU runs the next step while the host waits for a token.
     """
     cache.reset()
-    _wait(prompt.device)
+    synchronize(prompt.device)
     began = time.perf_counter()
     tokens = prefill(prompt)
     tokens.tolist()
@@ -288,8 +288,3 @@ def _write_profile(model: Any, prompt: torch.Tensor, path: Path) -> None:
     with profile() as trace:
         generate_timed(step, step, cache, prompt, _PROFILED)
     trace.export_chrome_trace(str(path))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

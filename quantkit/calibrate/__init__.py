@@ -1,1 +1,1 @@
-"""Calibration: which scale, zero-point and codes a weight gets. Sees tensors only, never packed bytes."""
+"""Calibration: choose scales, zero-points and codes of weights. Works on tensors, never on packed bytes."""

@@ -9,7 +9,7 @@ over the weights i with that value. The iteration starts from quantiles of the n
 rounds take twice the least-squares step, because the scales follow and make the plain step too short. The
 book with the smallest error is kept, so no round can make it worse.
 
-A book may be longer on one side, and a group may turn it around: scales may be negative.
+A book may have more values on one side of zero; a negative scale mirrors it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ STEPS = (2.0,) * 6 + (1.0,) * 2
 
 
 class Fit(Protocol):
-    """Method's choice of scales for groups float32 [R, g], with the weights of squared errors or None."""
+    """Function of a method: scales for groups float32 [R, g], with weights of squared errors or None."""
 
     def __call__(
         self, groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None
@@ -90,7 +90,7 @@ def normal_book(count: int) -> tuple[float, ...]:
 def _round(
     rows: torch.Tensor, scheme: Scheme, book: tuple[float, ...], absmax: float, fit: Fit
 ) -> tuple[float, list[float]]:
-    """Return the squared error under `book`, and the least-squares values for its scales and codes."""
+    """Return the squared error with `book`, and the least-squares values for the scales and codes."""
     bound = bind(scheme, book)
     factor = global_scale(absmax, bound) if scheme.global_scale else 1.0
     sums = torch.zeros(2, len(book), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Compute the Hessian of a linear's inputs: all that calibrated methods know of the data.
+"""Compute the Hessian of a linear's inputs, the only statistic of most methods with data.
 
 For inputs X [T, K] of a linear, H = X^T X / T. With stored weights Q, the squared error of the outputs is
 tr((W - Q) H (W - Q)^T). Linears with the same input, such as q, k and v, share one H. `HessianSum`
@@ -115,8 +115,8 @@ class Piece:
 class HessianSum:
     """Sums over the tokens of some pieces of one run, or of all runs from `first` to `last`, float32.
 
-    These are X^T X, and if requested (F - X)^T X [K, K] and the largest magnitudes [K]. X^T X is symmetric:
-    `strips` holds the strips of `_strips`, one after the other.
+    The sums are X^T X, and if requested (F - X)^T X [K, K] and the largest magnitudes [K]. X^T X is
+    symmetric: `strips` holds the strips of `_strips`, one after the other.
     """
 
     first: int
@@ -176,8 +176,8 @@ class HessianSum:
 class RunSum:
     """Hessian of pieces of inputs added in order: each run is summed separately, then the runs.
 
-    So runs can be summed by different ranks: adding their `parts` in order gives the same bits as all pieces
-    in one process. Takes the memory of two sums.
+    Different ranks can sum runs: adding their `parts` in order gives the same bits as one process. Takes
+    the memory of two sums.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class RunSum:
         self.parts.append(HessianSum.of(part) if isinstance(part, Piece) else part)
 
     def hessian(self) -> Hessian:
-        """Return the Hessian of everything added, at least one piece; nothing can be added later."""
+        """Return the Hessian of all added pieces, at least one; nothing can be added later."""
         total = self.parts.pop(0)
         while self.parts:
             total = total.plus(self.parts.pop(0))
@@ -217,7 +217,7 @@ def _add_gram(strips: torch.Tensor, wide: torch.Tensor) -> None:
 def _strips(strips: torch.Tensor, columns: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield strips of a symmetric matrix float32 [K, K]: n rows from the diagonal tile on, [n, K - at].
 
-    Each comes with `at`, its first row. `strips` holds them one after the other.
+    Yields (first row `at`, strip); `strips` is their concatenation.
     """
     most, start = TILE[strips.device.type], 0
     for at in range(0, columns, most):

@@ -63,11 +63,6 @@ def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
     return ScaleZero(plain.scale, torch.where(next(errors) < next(errors), zero_point, plain.zero_point))
 
 
-def lp_error(errors: torch.Tensor) -> torch.Tensor:
-    """Return the sum of |e|^p of each group of errors ([R, g]), float64 [R, 1]."""
-    return _lp(errors.double())
-
-
 def _lp(errors: torch.Tensor) -> torch.Tensor:
     return errors.abs().pow(P).sum(-1, keepdim=True)
 

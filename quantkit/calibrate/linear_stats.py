@@ -1,4 +1,4 @@
-"""Statistics of one linear's inputs, as far as the steps of its method need them.
+"""Statistics of a linear's inputs that the steps of its method need.
 
 Linears with the same input share one `LinearStats`.
 """
@@ -40,12 +40,12 @@ OF_ORIGINAL = frozenset[Need]({"input_error", "block_output"})
 
 @dataclass(eq=False)
 class LinearStats:
-    """Hessian of an input that linears share, and what their methods compute from it.
+    """Hessian of an input that linears share, with the correction and the factor computed from it.
 
-    A GPU cannot hold all of it at once. So `corrected` makes the correction first. When the targets of all
-    weights are computed, `factorize` replaces it by the factor.
+    A GPU cannot hold correction and factor at once. `corrected` computes the correction first. After the
+    targets of all weights are computed, `factorize` replaces the correction by the factor.
 
-    needs            what the steps of all methods need
+    needs            statistics that the steps of all methods need
     has_input_error  True if the input error was known; it is not kept
     corrects         True if weights are corrected for it
     correction       P of `hessian.correction_`, float32 [K, K], until `factorize`
@@ -61,7 +61,7 @@ class LinearStats:
 
     @classmethod
     def prepare(cls, hessian: Hessian, needs: Set[Need]) -> "LinearStats":
-        """Compute everything needed from `hessian`; consumes its input error."""
+        """Compute correction and factor from `hessian` as `needs` requires; consumes the input error."""
         found = cls.corrected(hessian, needs)
         if "cholesky" in needs:
             found.factor = factorize(hessian.matrix)
@@ -69,7 +69,7 @@ class LinearStats:
 
     @classmethod
     def corrected(cls, hessian: Hessian, needs: Set[Need]) -> "LinearStats":
-        """Compute what targets need from `hessian`; consumes its input error."""
+        """Compute the correction from `hessian`, for targets; consumes the input error."""
         found = correction_(hessian) if "input_error" in needs else None
         return cls(
             replace(hessian, input_error=None),

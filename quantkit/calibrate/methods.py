@@ -1,8 +1,8 @@
 """Methods: from a weight to codes, scales and zero-points.
 
 A method is a composition of steps, one row of `METHODS`, or two of them: "smoothquant,gptq" scales input
-features as `smoothquant` and rounds as `gptq`. Methods without data quantize any weight, here.
-Methods with data need the Hessian of a linear's inputs and run in `calibrate/quantize_with_hessian.py`.
+features as `smoothquant` and rounds as `gptq`. This module runs methods without data on any weight. Methods
+with data need the Hessian of a linear's inputs and run in `calibrate/quantize_with_hessian.py`.
 """
 
 from collections.abc import Sequence
@@ -81,12 +81,12 @@ class Method:
 
     @property
     def summary(self) -> str:
-        """Return one line on how the method chooses scales and codes."""
+        """Return one line of text on how the method chooses scales and codes."""
         return "; then ".join(SUMMARIES[name].line for name in self.name.split(","))
 
     @property
     def needs_data(self) -> bool:
-        """Return True if the method can only quantize a linear whose inputs are known."""
+        """Return True if the method needs calibration data."""
         return bool(self.needs)
 
     @property
@@ -105,12 +105,12 @@ class Method:
         return rows
 
     def note(self, stats: LinearStats) -> str | None:
-        """Return the `note` of the last step that has one: skipped work, and why. None if no step has one."""
+        """Return the `note` of the last step that skipped work, with the reason; None without."""
         notes = (step.note(stats) for step in reversed(self.steps))
         return next((note for note in notes if note is not None), None)
 
     def in_words(self) -> dict[str, str]:
-        """Return the steps as `quantkit methods` prints them."""
+        """Return the text of each kind of step, for `quantkit methods`."""
         last = [str(step) for step in (self.refine, self.distill) if step is not None]
         return {
             "transform": ", ".join(step.name for step in self.transforms) or "none",
@@ -196,8 +196,8 @@ def method_named(name: str) -> Method:
     """Return the method called `name`, or "A,B": the scaling of input features of A before the steps of B.
 
     B has no input error correction: that compares inputs with those of the original model, which are not
-    scaled. "A,distill" distills what A made. Raises `UsageError` with a list of all names if one is unknown,
-    or if two cannot be combined.
+    scaled. "A,distill" distills the result of A. Raises `UsageError` with a list of all names if one is
+    unknown, or if two cannot be combined.
     """
     first, _, last = name.rpartition(",")
     if first and last in METHODS and METHODS[last].distill and METHODS.get(first) != METHODS[last]:
@@ -243,8 +243,8 @@ def quantize_rows(
 ) -> QuantizedRows:
     """Quantize rows ([n, K], any float dtype) of a weight.
 
-    Each row depends on itself and `parameters`, which all rows of the tensor share. If blocks share scales, a
-    row depends on its block, and the first row starts a block. Raises `FormatError` if a weight is NaN or
+    A result row depends on its row and `parameters` only. If blocks of rows share scales, it depends on its
+    block; the first row starts a block. Raises `FormatError` if a weight is NaN or
     infinite, or a scale overflows its dtype.
     """
     assert scheme.per_tensor == (parameters.scale is not None)

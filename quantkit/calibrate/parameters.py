@@ -76,11 +76,10 @@ def fit_parameters(
     fit_tensor: FitTensor | None = None,
     beside: Chunks = lambda: iter(()),
 ) -> TensorParameters:
-    """Fit the parameters of a tensor of `shape` that `chunks` reads; `fit` is the method's choice of scales.
+    """Fit the parameters of a tensor of `shape` that `chunks` reads; `fit` searches scales of groups.
 
-    `fit_tensor` is the method's choice of a single scale. `beside` reads other tensors that share the global
-    or single scale. The tensor is read once for a global or single scale, and several times for a column
-    scale.
+    `fit_tensor` searches a single scale. `beside` reads other tensors that share the global or single scale.
+    The tensor is read once for a global or single scale, and several times for a column scale.
     """
     if scheme.per_tensor:
         assert fit_tensor is not None

@@ -1,7 +1,7 @@
 """Quantize one linear with the Hessian of its inputs.
 
-Linears with the same input share their `LinearStats`. Rows are independent given those, and are quantized in
-pieces.
+Linears with the same input share their `LinearStats`. Given these statistics, rows are independent, and are
+quantized in pieces.
 """
 
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ LEAST_IMPORTANCE = 1e-3
 
 
 def chunk_rows(columns: int, device: torch.device) -> int:
-    """Return the rows of a weight per piece."""
+    """Return the number of rows of a weight per piece."""
     return CHUNK_ROWS if device.type == "cpu" else max(1, GPU_CHUNK_WEIGHTS // columns)
 
 
 @dataclass(frozen=True)
 class CalibratedRows:
-    """Quantized rows, and sums over rows of the mean squared output error and the mean squared output."""
+    """Quantized rows; mean squared output error and mean squared output, summed over rows."""
 
     rows: QuantizedRows
     output_error: float
@@ -51,11 +51,11 @@ def quantize_calibrated_rows(
     stats: LinearStats,
     target: torch.Tensor | None = None,
 ) -> CalibratedRows:
-    """Quantize rows ([n, K], any float dtype) of a weight whose inputs are known.
+    """Quantize rows ([n, K], any float dtype) of a weight with statistics `stats` of its inputs.
 
-    `parameters` are shared by the rows of the tensor and fitted to `method.target`; `target` is that if
-    computed already. A row depends on itself, `parameters` and `stats` only. Raises `FormatError` as
-    `quantize_rows` does.
+    `parameters` are shared by the rows of the tensor and fitted to `method.target`. `target` is the result of
+    `method.target` for the rows, None to compute it. A row depends on itself, `parameters` and `stats` only.
+    Raises `FormatError` as `quantize_rows` does.
     """
     exact = rows.to(torch.float32).contiguous()
     norm = squared_norm(exact)
@@ -82,7 +82,8 @@ def stored_nearest(
 ) -> torch.Tensor:
     """Return the stored values of C candidate weights [C, n, K], float32, to compare their scalings.
 
-    They are rounded to nearest, with scales searched by `importance` [C, K]. `scheme` has its fitted values.
+    Weights are rounded to nearest, with scales searched by `importance` [C, K]. `scheme` has its fitted
+    values.
     """
     shape = (weights.shape[1], weights.shape[2])
     parameters = [fit_parameters(partial(iter, [one]), shape, scheme, search.fit) for one in weights]

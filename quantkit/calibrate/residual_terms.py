@@ -159,7 +159,7 @@ def _measure(
 def _solve(gram: list[list[torch.Tensor]], moments: list[torch.Tensor]) -> torch.Tensor:
     """Solve gram x = moments for x float64 [R, P], by Gauss-Jordan.
 
-    These are many small positive semidefinite systems.
+    `gram` is many small positive semidefinite matrices.
     """
     planes = range(len(moments))
     rows = [[*gram[p], moments[p]] for p in planes]
@@ -177,7 +177,7 @@ def _solve(gram: list[list[torch.Tensor]], moments: list[torch.Tensor]) -> torch
 def _stored(scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Return `scales`, float32 [R, planes], in stored form, largest first.
 
-    They are positive if a sign adds no level.
+    Scales are made positive if their signs add no level.
     """
     if scheme.format.is_symmetric or not scheme.scale_type.signed:
         scales = scales.abs()

@@ -134,7 +134,7 @@ def refit_scales(rows: Rows, start: Rounded, hessian: DampedHessian) -> Rounded:
 
 
 def positive_scales(rows: Rows, rounded: Rounded) -> Rounded:
-    """Replace negative scales by turning the values, if the format has both signs, as small floats do.
+    """Make negative scales positive by negating values, if the format has both signs.
 
     Refitting may turn a scale negative, and scales of NVFP4 have no sign.
     """
@@ -182,7 +182,8 @@ def _sweep(
 class Columns(NamedTuple):
     """Columns to round one after the other, as rows [c, n], float32.
 
-    `targets` include the coupled errors of all other columns; `errors` are their own; `coupling` is [c, c].
+    `targets` include the coupled errors of all other columns; `errors` are W - Q of these columns; `coupling`
+    is [c, c].
     """
 
     targets: torch.Tensor

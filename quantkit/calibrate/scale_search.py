@@ -105,7 +105,7 @@ def _power_below(x: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(absmax: float, scheme: Scheme) -> float:
-    """Return the divisor of a tensor's scales: its largest plain scale becomes the type's `max`."""
+    """Return the divisor of a tensor's scales, with which the largest scale becomes the type's `max`."""
     if not 0 < absmax < math.inf:
         return 1.0
     return min(scheme.scale_type.max * scheme.format.absmax / absmax, LARGEST_FACTOR)
@@ -222,7 +222,7 @@ def rounded_scale(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def nearest(units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
-    """Round `units` (weights / scale) to the nearest values, in the same unit."""
+    """Round `units` [..., g] (weights / scale) to the nearest values, also in units of the scale."""
     return scheme.zero_point_type.nearest(scheme.format, units, zero_point)
 
 

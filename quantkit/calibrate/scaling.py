@@ -61,7 +61,7 @@ Candidates = Callable[[Sequence[Consumer], Hessian, torch.Tensor], list[torch.Te
 class InputScaling(Transform):
     """Scaling of input features; `quantization/blockwise/awq.py` takes the best candidate of a block.
 
-    `statistics` are what `candidates` needs besides H.
+    `statistics` names the statistics that `candidates` needs besides H.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Steps of which methods are composed.
 
-A step declares what it needs of calibration data (`needs`), which schemes it does not support (`lacks`) and
-what it left undone (`note`). Its work is one function:
+A step declares the statistics that it needs (`needs`), the schemes that it does not support (`lacks`) and
+skipped work (`note`). Its work is one function:
 
     Transform     target(rows, stats)     changes the weights to quantize
     ScaleSearch   fit(groups, scheme, importance)     chooses scales and zero-points
@@ -38,11 +38,11 @@ class Step:
 
     @property
     def needs(self) -> Set[Need]:
-        """Return what it needs of calibration data; nothing by default."""
+        """Return the statistics of calibration data that the step needs; none by default."""
         return frozenset()
 
     def lacks(self, scheme: Scheme) -> Iterator[str]:
-        """Yield the properties of `scheme` that it cannot choose, in words; none for most schemes.
+        """Yield the properties of `scheme` that the step does not support, as text; none for most schemes.
 
         Steps with data support only one scale per group.
         """
@@ -57,7 +57,7 @@ class Step:
                 yield "column scales"
 
     def note(self, stats: LinearStats) -> str | None:
-        """Return a note on work that the step skipped with these statistics, and why; None if none was."""
+        """Return a note on work that the step skipped with these statistics, and why; None without."""
         return None
 
 
@@ -153,7 +153,7 @@ class Refined(Protocol):
         """Return the stored weights for the current codes, float32 [N, K]."""
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
-        """Move by `rate` against `gradient`, float32 [N, K], of the weights."""
+        """Take a step of size `rate` against `gradient`, float32 [N, K], of the weights."""
 
     def packed(self) -> PackedTensor:
         """Return the packed linear for the current codes."""
@@ -164,4 +164,4 @@ class Refinement(Step, ABC):
 
     @abstractmethod
     def start(self, weight: torch.Tensor, packed: PackedTensor) -> Refined:
-        """Start with the weight [N, K] of a linear and its packed form."""
+        """Return the `Refined` linear that starts at the weight [N, K] and its packed form."""

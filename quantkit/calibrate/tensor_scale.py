@@ -1,4 +1,4 @@
-"""Fit one scale for a whole tensor to how often each value occurs in it.
+"""Fit one scale for a whole tensor, from the count of each distinct value.
 
 A tensor is too large to be searched as one group. Its values are counted instead, as float32 with 12 digits,
 which is at least as many as 16-bit weights have. There are at most 2^20 values. Counts of chunks add up to

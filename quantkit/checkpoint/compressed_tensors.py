@@ -32,14 +32,14 @@ class CompressedTensorsFormat:
     scales         types of scales, by name
     global_scale   True if all scales of a matrix are divided by one float32
     zero_points    kinds of zero-points
-    group_size     its only group size, None for any that divides a row
+    group_size     the only group size; None for any that divides a row
     packing        how its codes become words
     columns        number that divides the length of a row, so that its bytes are whole words
-    type, strategy, scale_dtype   in its weight arguments; strategy None follows the group size
+    type, strategy, scale_dtype   fields of the weight arguments; strategy None follows the group size
     fused          True if engines fuse its matrices and give all of them the largest global or single scale
     blocks         True if blocks of rows and columns may share a scale
     bfloat16       True if compressed-tensors always dequantizes to bfloat16
-    activations    names of `ACTIVATIONS` for inputs that it may round; None leaves them as they are
+    activations    names of `ACTIVATIONS` for the inputs; None for inputs that are not rounded
     """
 
     stored: StoredFormat
@@ -81,17 +81,17 @@ class CompressedTensorsFormat:
         return arguments if self.scale_dtype is None else {**arguments, "scale_dtype": self.scale_dtype}
 
     def rounds(self, inputs: ActivationScheme | None) -> bool:
-        """Return True if its matrices may have inputs that are rounded like this."""
+        """Return True if the format allows inputs rounded by the scheme `inputs`."""
         return (inputs and inputs.unbound) in map(activations_named, self.activations)
 
     def stored_as(self, module: str, kind: LayerKind, scheme: Scheme, shape: tuple[int, int]) -> Stored:
-        """Return how engines see matrices of `module` in `scheme`, each of `shape` [N, K]."""
+        """Return the storage, for engines, of matrices of `module` in `scheme`, each of `shape` [N, K]."""
         inputs = str(scheme.activations or "")
         return Stored.of(module, kind, self.stored.name, self.arguments(scheme, shape[1]), shape[0], inputs)
 
 
 def input_arguments(scheme: ActivationScheme | None) -> dict[str, Any] | None:
-    """Return the `input_activations` arguments of a config group; None if inputs are left as they are."""
+    """Return the `input_activations` arguments of a config group; None if inputs are not rounded."""
     if scheme is None:
         return None
     whole = "tensor" if scheme.static else "token"
@@ -191,7 +191,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
 
 @dataclass(frozen=True)
 class _Case:
-    """Scheme for rows of `columns` weights, of a linear or of experts."""
+    """Scheme to express, for rows of `columns` weights, of a linear or of experts."""
 
     scheme: Scheme
     columns: int
@@ -199,7 +199,7 @@ class _Case:
 
     @property
     def group(self) -> int:
-        """Return the columns of a group."""
+        """Return the number of columns of a group."""
         return self.scheme.group_columns(self.columns)
 
     @property
@@ -215,12 +215,12 @@ _OLDEST_VLLM = f"{VLLM.name} {VLLM.tried[0]}"
 
 
 def _has_zero_points(case: _Case) -> bool:
-    """Return True if another format has such zero-points."""
+    """Return True if some format of compressed-tensors has this kind of zero-point."""
     return any(case.scheme.zero_point in row.zero_points for row in FORMATS_OF_COMPRESSED_TENSORS)
 
 
 def _inputs_of(rows: Rows) -> str:
-    """Return in words which inputs the matrices of `rows` may have."""
+    """Return text that lists the activation schemes of `rows`."""
     names = dict.fromkeys(name for row in rows for name in row.activations)
     return " or ".join(str(activations_named(name) or "16-bit") for name in names)
 

@@ -1,4 +1,4 @@
-"""Which compressed-tensors checkpoints other engines read, as a table.
+"""Table of the compressed-tensors checkpoints that other engines read.
 
 The table is about files and holds on every device; an engine may lack a kernel for a device. The rows of vLLM
 and SGLang are tested against their code (`tests/compat/engines.py`), those of transformers by loading.
@@ -186,7 +186,7 @@ SUPPORT: tuple[Support, ...] = (
 
 
 def support(engine: Engine, one: Stored) -> Support:
-    """Return the row of an engine for matrices stored as `one`; a row without classes if untested."""
+    """Return the table row of an engine for storage `one`; a row without classes if untested."""
     for row in SUPPORT:
         fits = (
             one.strategy in row.strategies
@@ -212,7 +212,7 @@ def support(engine: Engine, one: Stored) -> Support:
 
 
 def readers(one: Stored) -> tuple[Engine, ...]:
-    """Return the engines that read matrices stored as `one`."""
+    """Return the engines that read matrices with storage `one`."""
     return tuple(engine for engine in ENGINES if support(engine, one).classes)
 
 

@@ -50,7 +50,7 @@ SERVERS = {"vllm": VLLM, "sglang": SGLANG}
 def asked_engine(text: str) -> tuple[Engine, str]:
     """Return the engine and version that `--engine text` names, such as `vllm` or `vllm==0.26.0`.
 
-    The newest version that was tried is the default. Raises `UsageError` for another engine or version.
+    The default is the newest tested version. Raises `UsageError` for another engine or version.
     """
     package, separator, asked = text.partition("==")
     engine = SERVERS.get(package)
@@ -65,7 +65,7 @@ def asked_engine(text: str) -> tuple[Engine, str]:
 
 
 def installed_beside(engine: Engine, answered: str) -> str | None:
-    """Return a note if the version of `engine` that is installed here is not `answered`, else None."""
+    """Return a note if the installed version of `engine` is not `answered`, else None."""
     package = next(name for name, one in SERVERS.items() if one == engine)
     try:
         found = version(package)
@@ -81,15 +81,15 @@ def installed_beside(engine: Engine, answered: str) -> str | None:
 
 @dataclass(frozen=True)
 class Support:
-    """Row: what an engine does with matrices stored in one way.
+    """Row: how an engine reads matrices of one storage format.
 
     format       format of compressed-tensors
     bits         widths of the codes; empty for any
     strategies   strategies of their scales, as compressed-tensors calls them
     kinds        kinds of layers
     classes      classes of the engine that read them, by name; empty if it refuses or misreads them
-    what         what it cannot load, for the user, and why unless a class is missing
-    instead      what it loads
+    what         text on the matrices that cannot be loaded, and why unless a class is missing
+    instead      text on the matrices that can be loaded instead
     """
 
     engine: Engine
@@ -180,8 +180,8 @@ ROWS = frozenset({"weight", "weight_packed", "weight_scale", "weight_zero_point"
 class Reordered:
     """Linears, by the end of their name, whose rows an engine reorders as it loads `model_types`.
 
-    It reorders those of `tensors` alone, and gives no error for the others. If it `stops`, it reorders those
-    of all tensors, and fails at one without rows.
+    The engine reorders rows of `tensors` only, without an error for other tensors. If it `stops`, it reorders
+    rows of all tensors, and fails at a tensor without rows.
     """
 
     engine: Engine
@@ -191,9 +191,9 @@ class Reordered:
     stops: bool = False
 
     def unfit(self, module: str, tensors: Set[str], *, per_tensor: bool) -> str | None:
-        """Return one of `tensors`, those of a packed `module`, that this does not fit, None if all fit.
+        """Return one of the `tensors` of a packed `module` that the reordering breaks; None if there is none.
 
-        `per_tensor` if the scale is that of the whole matrix.
+        `per_tensor` is True for one scale per matrix.
         """
         if module.rpartition(".")[2] not in self.linears:
             return None
@@ -211,5 +211,5 @@ REORDERED = (
 
 
 def reordered(config: Mapping[str, Any]) -> tuple[Reordered, ...]:
-    """Return what engines reorder of a model with this config.json."""
+    """Return the linears that engines reorder in a model with this config.json."""
     return tuple(row for row in REORDERED if config.get("model_type") in row.model_types)

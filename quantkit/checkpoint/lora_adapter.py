@@ -65,7 +65,7 @@ class LoraFactors:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """Factors by module of a model; `base` is what the config calls that model."""
+    """LoRA factors by module of a model; `base` is the model's name in the config."""
 
     directory: Path
     base: str | None
@@ -118,7 +118,7 @@ class LoraAdapter:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    """Read the config of a LoRA; raise `CheckpointError` if it is none, or asks for what is not merged."""
+    """Read the config of a LoRA; raise `CheckpointError` if it is invalid, or has unsupported options."""
     path = directory / ADAPTER_NAME
     if not path.is_file():
         raise CheckpointError(

@@ -50,8 +50,8 @@ class Problem:
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Read and validate the manifest of a finished directory.
 
-    `files` maps file names to `{"sha256": hex, "size": bytes}`; all other keys are as the writer put them.
-    Raises `CheckpointError` if it is missing, too large or invalid.
+    `files` maps file names to `{"sha256": hex, "size": bytes}`; all other keys are returned unchanged.
+    Raises `CheckpointError` if the manifest is missing, too large or invalid.
     """
     return _read(directory)[0]
 
@@ -91,7 +91,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _other_method(directory: Path) -> object:
-    """Return the quant_method of a checkpoint that another tool quantized, None of any other."""
+    """Return the quant_method of a checkpoint quantized by another tool, else None."""
     try:
         config = parse_json(read_inside(directory / _CONFIG, MAX_MANIFEST_BYTES), "it")
         section = config.get("quantization_config")
@@ -120,8 +120,8 @@ def manifest_bytes(content: Mapping[str, Any]) -> bytes:
 def extend_manifest(directory: Path, values: Mapping[str, Any], lock: DirectoryLock | None = None) -> None:
     """Add keys to the manifest of a finished directory, in one step.
 
-    `lock` is the directory's if the caller holds it; otherwise it is held during the call. Raises
-    `CheckpointError` for a manifest that was modified, which would get a valid hash here. Raises
+    `lock` is the lock of the directory if the caller holds it; None locks the directory during the call.
+    Raises `CheckpointError` for a manifest that was modified, which would get a valid hash here. Raises
     `OutputError` if another process writes to the directory, or the disk fails.
     """
     if lock is None:

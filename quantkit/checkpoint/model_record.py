@@ -1,4 +1,4 @@
-"""Model part of a manifest: what became of every linear, sizes, versions. Written and read back here."""
+"""Model part of a manifest: the fate of every linear, sizes and versions; to and from JSON."""
 
 import json
 import math
@@ -35,7 +35,7 @@ class Measured:
 
     @classmethod
     def of(cls, detail: Mapping[str, Any]) -> "Measured":
-        """Create from the sums that an unfinished run keeps."""
+        """Create from `detail`, the sums in the journal of a run."""
         errors = {
             key: None if pair is None else pair[0] / pair[1] if pair[1] else 0.0
             for key, pair in (("squared", detail["squared"]), ("output", detail.get("output")))
@@ -53,7 +53,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """Linear: [N, K] of each of its matrices, how it is stored, by what method, and why.
+    """Record of a linear: [N, K] of each matrix, scheme, method, and reason.
 
     `scheme`, `method` and `bits_per_weight` are None for a dense one. `relative_error` is the sum of (weight
     - stored)^2 over the sum of weight^2, None if not measured; for fields after `reason` see `Measured`.

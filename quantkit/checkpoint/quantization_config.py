@@ -122,7 +122,7 @@ class QuantizationConfig:
     def to_dict(self, assignments: Sequence[Assignment] = ()) -> dict[str, Any]:
         """Return the JSON value of `quantization_config`; `assignments` make its compressed-tensors part.
 
-        They must name every linear of the model: other readers take any omitted one as packed.
+        `assignments` must have every linear of the model: other readers take an omitted linear as packed.
         """
         kv = {"kv_cache_scheme": KV_CACHE_SCHEME} if self.kv_scales else {}
         if self.container == "quantkit":
@@ -148,7 +148,7 @@ class QuantizationConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "QuantizationConfig":
-        """Parse `quantization_config`; raise `CheckpointError` with the key, what was found and expected."""
+        """Parse `quantization_config`; `CheckpointError` names the key, and the found and expected values."""
         data = _expect(data, dict, "quantization_config")
         method = data.get("quant_method")
         if SECTION not in data:
@@ -247,7 +247,7 @@ def changed_config(
 
 
 def _prefixes(here: str, own: str) -> tuple[str, str]:
-    """Return two names without their common suffix of components."""
+    """Return the prefixes in which two names differ, without their common last components."""
     left, right = here.split("."), own.split(".")
     while left and right and left[-1] == right[-1]:
         left.pop(), right.pop()
@@ -308,10 +308,10 @@ def _compressed_tensors_view(assignments: Sequence[Assignment]) -> dict[str, Any
 
 
 def _with_fused(names: Iterable[str]) -> list[str]:
-    """Return the names, and a pattern for each set of which SGLang makes one linear.
+    """Return the names, and a pattern for each set of linears that SGLang fuses.
 
-    SGLang looks for a linear by its own name, then by its class, and only then by those of its parts. The
-    pattern matches a part too, because compressed-tensors warns of what matches no module.
+    SGLang looks for a fused linear by name, then by class, and only then by the names of its parts. The
+    pattern also matches a part, because compressed-tensors warns of patterns that match no module.
     """
     known = dict.fromkeys(name for name in names if not name.startswith(_PATTERN))
     patterns = (

@@ -160,7 +160,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
 
 
 def _fail_start(start: bytes, length: int, file_bytes: int) -> NoReturn:
-    """Raise an error that says what a file is whose first 8 bytes are no header length."""
+    """Raise an error that names the kind of a file whose first 8 bytes are no header length."""
     if not start:
         _fail("the file is empty; expected safetensors data", _DOWNLOAD_AGAIN)
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
@@ -185,7 +185,7 @@ def _check_metadata(metadata: object) -> None:
 
 
 def _stored(path: Path, name: str, entry: object, data_start: int) -> StoredTensor:
-    """Parse and check the header entry of one tensor, without regard to the others."""
+    """Parse and check the header entry of one tensor by itself."""
     _check_name(name)
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         fields = ", ".join(sorted(_FIELDS))

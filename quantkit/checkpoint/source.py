@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from quantkit.checkpoint.low_bit.static_scales import ActivationTensors
 from quantkit.checkpoint.output.atomic_write import is_inside
 from quantkit.checkpoint.safetensors_header import read_header, read_json
 from quantkit.checkpoint.side_names import is_side_name
@@ -51,11 +52,12 @@ class Checkpoint:
 
     tensors        ordered by shard name, then by offset in the shard
     side_files     files that a copy carries unchanged: tokenizer, generation config, license
-    stamps         state of all these, of config, index and shards, when the checkpoint was opened
+    stamps         size and times of side files, config, index and shards when the checkpoint was opened
     headers_only   True for a download without tensor data: everything works but `read`
     notes          how tensors are read, for the plan
     derived        files made from the shards when the checkpoint was opened
     uncut          tensors that can be read although `tensors` has slices of them instead
+    activations    stored scales of activations, which `tensors` does not have
     """
 
     directory: Path
@@ -69,6 +71,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     derived: frozenset[Path] = frozenset()
     uncut: Mapping[str, StoredTensor] = field(default_factory=dict)
+    activations: ActivationTensors = field(default_factory=ActivationTensors)
 
     @classmethod
     def open(cls, directory: Path, *, strict: bool = False, allow_auto_map: bool = False) -> "Checkpoint":
@@ -123,7 +126,7 @@ class Checkpoint:
 
     @property
     def place(self) -> Path:
-        """Return where the user has it: the directory, or the GGUF file of which its files were made."""
+        """Return the path that the user gave: the directory, or the GGUF file."""
         return self.shards[0] if self.derived else self.directory
 
     @property
@@ -133,7 +136,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of data of all tensors, each once."""
+        """Return the number of bytes of all tensors; shared bytes count once."""
         return sum(nbytes for *_, nbytes in {tensor.location for tensor in self.tensors.values()})
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -386,9 +389,9 @@ def _compare(
 
 
 def _read_into(data: torch.Tensor, path: Path, offset: int, stride: int, stamp: FileStamp) -> int:
-    """Fill `data`, uint8 [R, B], from a file, rows `stride` bytes apart; return the bytes read.
+    """Fill `data`, uint8 [R, B], from a file, rows `stride` bytes apart; return the number of bytes read.
 
-    They are fewer if the file ends early.
+    The number is smaller if the file ends early.
     """
     rows, width = data.shape
     if stride == width or rows == 1:

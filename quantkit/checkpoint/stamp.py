@@ -11,7 +11,7 @@ from quantkit.errors import CheckpointError
 class FileStamp:
     """Attributes that reveal a changed file: size in bytes, mtime and ctime in nanoseconds, inode.
 
-    Tools may set mtime, for example when copying; they set neither ctime nor inode.
+    Tools may set mtime, for example when copying, but neither ctime nor inode.
     """
 
     size: int

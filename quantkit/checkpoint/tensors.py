@@ -62,7 +62,7 @@ class StoredTensor(TensorSpec):
 
     @property
     def location(self) -> tuple[Path, int, int]:
-        """Return file, offset and size of its bytes; several tensors may share them."""
+        """Return file, offset and number of the stored bytes; several tensors may share bytes."""
         return self.file, self.offset, self.stored_bytes
 
     def values(self, read: Read, start: int, stop: int) -> torch.Tensor:
@@ -71,12 +71,12 @@ class StoredTensor(TensorSpec):
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes that it takes in files."""
+        """Return the number of stored bytes."""
         return self.nbytes
 
     @property
     def stored_as(self) -> str | None:
-        """Return the low-bit format of its bytes, in words; None for unquantized numbers."""
+        """Return the name of the low-bit format; None for unquantized numbers."""
         return None
 
     @property
@@ -90,7 +90,7 @@ class StoredTensor(TensorSpec):
 
     @property
     def as_stored(self) -> "StoredTensor":
-        """Return the tensor as the file has it, of which this matrix may be the transpose."""
+        """Return the stored tensor, of which this matrix may be the transpose."""
         return self
 
 

@@ -1,1 +1,1 @@
-"""Evaluate what quantizing cost in accuracy and saved in memory."""
+"""Evaluate the loss of accuracy and the saved memory of quantized models."""

@@ -153,9 +153,9 @@ def check_comparable(model: Subject, reference: Subject) -> None:
 def open_evaluated(path: Path) -> Checkpoint:
     """Open a directory or a GGUF file to evaluate it.
 
-    What another tool packed is dequantized as it is read, exactly and for every dtype. So no package and no
-    GPU of that tool is needed. Only compressed-tensors, and formats without a reader, are left to
-    transformers. Raises `CheckpointError` for a damaged checkpoint.
+    Low-bit formats of other tools are dequantized exactly when read, without packages of these tools or a
+    GPU. transformers loads compressed-tensors, and formats without a reader. Raises `CheckpointError` for a
+    damaged checkpoint.
     """
     file = gguf_file(path)
     if file is not None:
@@ -171,7 +171,7 @@ def open_evaluated(path: Path) -> Checkpoint:
 def with_numbers(checkpoint: Checkpoint) -> Checkpoint:
     """Return `checkpoint` as `quantize` reads it, with low-bit weights dequantized.
 
-    Formats without a reader stay as they are: quantkit's own packed directories, and what transformers may
+    Formats without a reader are returned unchanged: packed directories, and formats that transformers may
     load.
     """
     try:

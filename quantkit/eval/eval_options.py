@@ -14,16 +14,16 @@ class EvalOptions:
     """Texts and tasks to score checkpoints on, and how.
 
     against        checkpoint to compare with, a directory or hub id; without, only perplexity and accuracy
-    budget_bytes   largest size of its logits in temporary files
-    cache_dir      keeps its logits for later runs instead
-    dtype          of activations; "auto" is float32 on a CPU, and on a GPU the dtype of the reference, or of
+    budget_bytes   largest size of the logits of `against` in temporary files cache_dir      directory that
+    keeps these logits for later runs instead dtype          dtype of activations; "auto" is float32 on a CPU,
+    and on a GPU the dtype of the reference, or of
                    the first checkpoint
     window         tokens of a window; windows start `stride` tokens apart, by default `window`
     batch          windows that run at a time; at most `max_windows` of each text
     noise_floor    also compare the reference with itself in another dtype (`evaluate.CONTROL_DTYPES`)
     per_block      also run the reference with each block of a model, on a few windows of the first text
-    own_text       also score this many texts that the reference writes, and let the model write as many
-    written        what the reference wrote, from `own_text`
+    own_text       number of texts that the reference generates to be scored too; the model generates as many
+    written        texts that the reference generated, for `own_text`
     kv_cache       format of `runtime.cache.kv_formats.KV_FORMATS` for keys and values; not for the reference
     """
 

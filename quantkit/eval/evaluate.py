@@ -141,7 +141,7 @@ def _check_reference(reference: Reference, settings: Settings, against: Path | s
 
 @dataclass
 class _Run:
-    """Results for one model, as the user names it, in one dtype while its blocks are scored."""
+    """Collects the scores of one model, by the user's name for it, in one dtype, block by block."""
 
     model: str
     subject: Subject

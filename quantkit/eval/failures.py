@@ -15,7 +15,7 @@ _LESS = "Use --device cpu, or a smaller batch or window."
 
 @dataclass
 class Guard:
-    """Keeps the failure of a model from the others: reports it, and remembers it."""
+    """Reports and records the failure of one model, so that other models are still evaluated."""
 
     report: OnFailure | None
     failed: set[str] = field(default_factory=set)

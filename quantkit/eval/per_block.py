@@ -33,7 +33,7 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class BlockLosses:
-    """KL divergence by block, in the order they run: nats per token, mean over `tokens`."""
+    """KL divergence by block, in the order of execution: nats per token, mean over `tokens`."""
 
     kl_mean: Mapping[str, float]
     tokens: int

@@ -38,7 +38,7 @@ def verdict(report: EvalReport) -> Verdict | None:
 
 
 def verdict_line(report: EvalReport) -> str:
-    """Return one plain sentence on what the model of `report` lost."""
+    """Return one sentence that rates the loss of accuracy in `report`."""
     found = verdict(report)
     if found is None:
         return f"{report.label}: not compared with a reference; perplexity alone says nothing of the loss."

@@ -122,7 +122,7 @@ class Reference:
     def prepare(self, block: int, wanted: Sequence[Batch], advance: Advance) -> None:
         """Compute missing logits of the batches `wanted` of block number `block`, and store them on disk.
 
-        Deletes those of other blocks.
+        Deletes the logits of other blocks.
         """
         missing = [batch for batch in wanted if not self._is_stored(batch)]
         advance(sum(b.stop - b.start for b in wanted) - sum(b.stop - b.start for b in missing), "reference")

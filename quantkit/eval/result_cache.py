@@ -1,8 +1,8 @@
 """Store the results of an evaluation so far, so that it can resume after an interruption.
 
 Files hold the scores of every batch of windows and the answers to every task. Each is written in one step
-with its hash, under a key of everything its figures depend on. A damaged file is measured again. They are
-deleted when the evaluation is done.
+with its hash, under a key of everything on which its figures depend. A damaged file is measured again. They
+are deleted when the evaluation is done.
 """
 
 import hashlib

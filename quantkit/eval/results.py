@@ -54,12 +54,12 @@ def _tasks(data: Iterable[Any]) -> tuple[TaskMetrics, ...]:
 class EvalReport:
     """Results of an evaluation; `to_json` is the content of eval.json.
 
-    window, stride      as used, after limiting them to the model's positions
+    window, stride      used values, limited by the model's positions
     seconds             time of this model on the texts in this run
     reference_seconds   time of the reference so far, which other models may share
-    reference_logits    most bytes of its logits on disk at a time
-    notes               for people: anything not done as requested
-    continuations       how the model goes on from beginnings, and how the reference does
+    reference_logits    largest number of bytes of reference logits on disk
+    notes               texts for the user: deviations from the options
+    continuations       statistics of texts that model and reference generate from the same beginnings
     """
 
     model: str

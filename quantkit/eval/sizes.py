@@ -28,7 +28,7 @@ class Sizes:
                  lm_head that was tied to the embedding has no parameters of its own
     file_bytes   the weight files, headers included
     format       the schemes of the linears, or the formats of another tool; `dense` if none is packed
-    method       the methods that chose their codes, None without a manifest
+    method       the quantization methods of the linears; None without a manifest
     """
 
     linears: float | None

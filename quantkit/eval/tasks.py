@@ -40,7 +40,7 @@ class Tasks:
     """Tasks to run: their names, and at most `limit` items of each; `path` is a folder of task files.
 
     `batch` is the number of requests at a time. A task file is code: its templates and functions run with the
-    rights of the user. Only those in `path` and those of lm-eval are read, never a model's.
+    rights of the user. Only task files in `path` and of lm-eval are read, never those of a model.
     """
 
     names: tuple[str, ...]

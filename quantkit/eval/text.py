@@ -64,7 +64,7 @@ def cut(
 ) -> TextWindows:
     """Cut the first `max_windows` (default all) windows of `window` tokens from a stream (int64 [n]).
 
-    They start `stride` tokens (default `window`) apart. A stream shorter than one window becomes one short
+    Windows start `stride` tokens (default `window`) apart. A stream shorter than one window becomes one short
     window. Raises `UsageError` below two tokens.
     """
     stride = window if stride is None else stride

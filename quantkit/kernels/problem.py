@@ -1,4 +1,4 @@
-"""Records of problems for kernels: what is computed and where, and what a kernel declares about itself."""
+"""Records for kernels: the problem (sizes, dtypes, device), and the properties of a kernel."""
 
 import importlib.util
 import sys
@@ -25,7 +25,7 @@ GPU_FEATURES = frozenset({"triton", "ptx", "overlap", "wgmma", "gluon"})
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU, as far as tiles depend on it; `shared_memory` is the bytes that a program may use."""
+    """GPU properties on which tiles depend; `shared_memory` is the bytes that a program may use."""
 
     name: str
     capability: tuple[int, int]
@@ -39,7 +39,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Problem:
-    """Linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, and where it runs.
+    """Linear y [m, n] = x [m, k] @ W [n, k]^T, with W packed by `scheme`, and the device.
 
     x is rounded as `activations` says.
     """
@@ -97,12 +97,12 @@ Verdict = Callable[[Problem], str | None]
 
 
 def always(_: Problem) -> str | None:
-    """Support check of a kernel without limits: return None."""
+    """Return None: the support check of a kernel that supports every problem."""
     return None
 
 
 def one_plane(problem: Problem) -> str | None:
-    """Support check of a kernel for weights that are one scale times one value each."""
+    """Return why a kernel for weights of one plane cannot run a problem; None if it can."""
     planes = problem.scheme.planes
     return None if planes == 1 else f"its weights have one value each, these are sums of {planes}"
 
@@ -138,10 +138,10 @@ class Layout:
     `build(weight, activation dtype)` makes its tensors from the storage layout, once per weight.
 
     `join(weights, their rows, scheme, K, activation dtype)` concatenates weights of one scheme and K along N.
-    It returns the tensors of the whole, and views for each weight; None if they cannot be joined.
+    The result is the joined tensors, and views for each weight; None if the layouts cannot be joined.
 
-    `restore(tensors, scheme, [N, K], scale)` returns the stored words [N, W] int32. Without it the words are
-    kept.
+    `restore(tensors, scheme, [N, K], scale)` returns the stored words [N, W] int32. Without `restore` the
+    words are kept.
     """
 
     name: str
@@ -162,14 +162,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Outline:
-    """Scheme and shape [N, K] of a weight, for kernels whose layout has all the rest."""
+    """Scheme and shape [N, K] of a weight whose data is in a kernel layout."""
 
     scheme: Scheme
     shape: tuple[int, int]
 
 
 def as_measured(problem: "Problem", tile: Any, measured: "Problem") -> Any:
-    """Return the tile unchanged: `TileSpace.adapt` of kernels without an own rule."""
+    """Return the tile unchanged: the default of `TileSpace.adapt`."""
     return tile
 
 
@@ -194,7 +194,7 @@ class TileSpace:
 
 @dataclass(frozen=True)
 class Normed:
-    """Part of an RMSNorm that a linear computes (`quantkit.kernels.ops.norm.rms_norm`):
+    """Part of an RMSNorm that a linear computes (`ops.norm.rms_norm`):
 
         whole   x is replaced by the norm of x, or of x + `other`, stored as `total` [m, k]
         begin   `total` [m, n] = y + `other`, and y = `total` times `weight`; `squares` float32
@@ -260,15 +260,15 @@ class Kernel:
     returns y [m, n] in x's dtype, for m >= 1 and contiguous x; with a `tile_space` it also takes a `tile`.
     Column scales are applied to x before. If the layout is `whole`, `weight` is only the `Outline`.
 
-    `bind` takes the arguments of `launch` and returns a `quantkit.kernels.gemm.bound.Bound` for other x of
+    `bind` takes the arguments of `launch` and returns a `gemm.bound.Bound` for other x of
     that shape.
 
     `no_norm(problem, tile, part)` returns why the kernel cannot compute a part of a norm; if it can, `launch`
     takes a `normed`. `no_gate(problem, tile)` is the same for a gate, whose kind `launch` takes as `gate`.
-    The first half of y's columns then gates the second, as `quantkit.kernels.ops.activation.gate` does: y is
+    The first half of y's columns then gates the second, as `ops.activation.gate` does: y is
     [m, n / 2].
 
-    `run(operands, tile, features)` computes y of `quantkit.kernels.gemm.operands.Operands`; with a `grouped`
+    `run(operands, tile, features)` computes y of `gemm.operands.Operands`; with a `grouped`
     also of routed tokens. `representative(problem)` returns the smallest problem for which Triton compiles
     the same code, so that a tile search compiles it once.
 

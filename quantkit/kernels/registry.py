@@ -1,4 +1,4 @@
-"""Kernel registry: all kernels, which one runs a problem, and why the others do not."""
+"""Kernel registry: list all kernels, select one for a problem, and explain the selection."""
 
 import logging
 import os
@@ -55,7 +55,7 @@ def forced_kernel() -> str:
 
 
 def choosing(dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return a key of everything that the selection for a problem, and its log, depend on.
+    """Return a cache key of the environment and settings on which selections and their logs depend.
 
     The environment is read as bytes: `os.environ` takes 1 us to decode a variable.
     """
@@ -88,12 +88,12 @@ class Measured:
 
     @property
     def on(self) -> str:
-        """Return the GPU, for messages."""
+        """Return the name of the measured GPU, for messages."""
         return f"on {self.gpu or 'this GPU'}"
 
     @property
     def where(self) -> str:
-        """Return the GPU, and M if it differs, for messages."""
+        """Return the name of the measured GPU, and M if it differs from the problem's, for messages."""
         return self.on if self.m == self.asked.m else f"{self.on} at M={self.m}"
 
 
@@ -120,7 +120,7 @@ class Chosen:
 
     @property
     def us(self) -> float | None:
-        """Return the measured microseconds for this GPU, weight, tile and bucket of M; None without."""
+        """Return the measured microseconds of this tile in the problem's bucket of M; None without."""
         measured = self.measured
         if measured is None or measured.gpu or measured.m != measured.asked.m or self.is_fitted:
             return None
@@ -156,7 +156,7 @@ def choose_by_rules(problem: Problem) -> Chosen:
 
 
 def _candidates(problem: Problem) -> tuple[Kernel, ...]:
-    """Return the kernels in the order of choice: those that round x first, and only where it is rounded."""
+    """Return the kernels in order of choice; kernels that round x come first, and only if x is rounded."""
     rounding = [kernel for kernel in KERNELS if kernel.rounds_x and problem.activations is not None]
     return (*rounding, *[kernel for kernel in KERNELS if not kernel.rounds_x])
 
@@ -227,7 +227,7 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
 
 
 def why_rounded_before(problem: Problem) -> str | None:
-    """Return why x is rounded before its product; None if a kernel multiplies what it is rounded to."""
+    """Return why x is rounded in a launch of its own; None if a kernel multiplies the rounded codes."""
     here = [kernel for kernel in KERNELS if kernel.rounds_x and problem.device in kernel.devices]
     reasons = [_unsupported(kernel, problem) or kernel.why_slower(problem) for kernel in here]
     if not reasons:
@@ -236,16 +236,16 @@ def why_rounded_before(problem: Problem) -> str | None:
 
 
 def _is_rounded_within(problem: Problem) -> bool:
-    """Return True if a kernel that rounds x itself runs `problem`."""
+    """Return True if a kernel that rounds x is selected for `problem`."""
     return problem.activations is not None and any(
         kernel.rounds_x and _why_not_rounding(kernel, problem) is None for kernel in KERNELS
     )
 
 
 def _fastest(table: TileTable, asked: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return a table's entry for `asked`, or for a larger M if faster; of a `forced` kernel if given.
+    """Return a table's entry for problem `asked`, or for a larger M if faster; only of a `forced` kernel.
 
-    None if the kernel of `asked` does not support `problem`.
+    Returns None if the kernel of that entry does not support `problem`.
     """
     own = table.entries[asked]
 
@@ -289,7 +289,7 @@ def _choose(problem: Problem, forced: str) -> Chosen:
 
 
 def _first(problem: Problem, measured: Measured | None) -> Chosen:
-    """Return the first kernel without a reason against it."""
+    """Return the first kernel that supports the problem and is not slower than a later one."""
     verdicts = _explain(problem, measured)
     for name, reason in verdicts:
         if reason is None:

@@ -1,4 +1,4 @@
-"""Report which kernel runs a problem, and why others do not: the data of `quantkit doctor`."""
+"""Report the kernel selected for a problem, and why others are not: the data of `quantkit doctor`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def device_kernels(device: str) -> tuple[Kernel, ...]:
 
 
 def experts_text(ungrouped: str | None, unshared: str | None) -> str:
-    """Return text on how experts run for any M, from these fields of `Selection`."""
+    """Return text on whether a grouped GEMM runs experts, from these fields of `Selection`."""
     if ungrouped is not None:
         return f"one after the other: {ungrouped}"
     sharing, others = (

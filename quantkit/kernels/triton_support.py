@@ -1,4 +1,4 @@
-"""Detect which Triton is installed, and if it compiles the fused kernels.
+"""Detect the installed version of Triton, and whether it compiles the fused kernels.
 
 Gluon, the language of the fastest kernels, is not stable: every version of Triton moves names. So a small
 kernel with the same operations is compiled, instead of trusting a version number.

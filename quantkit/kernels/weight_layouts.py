@@ -38,9 +38,10 @@ def build_layout(
 def join_layouts(
     layouts: Sequence[KernelLayout], rows: Sequence[int], scheme: Scheme, k: int
 ) -> tuple[KernelLayout, tuple[KernelLayout, ...]] | None:
-    """Join layouts of weights [rows[i], k] of one scheme along N; return the whole, and views of it.
+    """Join layouts of weights [rows[i], k] of one scheme along N; return the joined layout, and its views.
 
-    `linear_parts` with the whole computes all products. Returns None if these layouts cannot be joined.
+    `linear_parts` with the joined layout computes all products. Returns None if these layouts cannot be
+    joined.
     """
     names, dtypes = {layout.name for layout in layouts}, {layout.dtype for layout in layouts}
     if len(names) != 1 or len(dtypes) != 1:
@@ -61,5 +62,5 @@ def most_joined_rows(layout: KernelLayout) -> int:
 
 
 def can_restore(layout: KernelLayout | None) -> bool:
-    """Return True if the words of the weight can be restored from its layout, and so need not be kept."""
+    """Return True if the stored words of a weight can be restored from its layout, and may be freed."""
     return layout is not None and layout_named(layout.name).restore is not None

@@ -18,9 +18,9 @@ LLAMA_LIKE = frozenset(
 
 
 def why_not_packable(module: nn.Module) -> str | None:
-    """Return None if quantkit has a packed replacement for `module`, else the reason.
+    """Return why quantkit has no packed replacement for `module`; None if it has one.
 
-    Packable are linears, by what they compute, and fused experts of a known layout and function. Works for
+    Replaced are linears, by their function, and fused experts of a known layout and function. Works for
     modules on the meta device.
     """
     if is_linear(module):

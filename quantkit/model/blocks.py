@@ -1,8 +1,8 @@
 """Run a model block by block, with the weights of only one block in memory.
 
 The model is built on the meta device from the classes of transformers. Real weights replace its parameters
-while a block runs. The model's own forward calls the blocks (`model/forward/model_pass.py`), so neither
-architectures nor what blocks take and return are named here.
+while a block runs. The model's own forward calls the blocks (`model/forward/model_pass.py`), so this module
+depends neither on architectures nor on the arguments and results of blocks.
 """
 
 import copy
@@ -107,7 +107,8 @@ class Decoder:
         #: Shapes of all parameters by name.
         self.shapes = {name: tuple(one.shape) for name, one in every}
         self._place_buffers()
-        self._run_experts_one_by_one()
+        # Grouped GEMMs, the default, require rows of a multiple of 16 bytes.
+        self._model.set_experts_implementation("eager")
         self._blocks = {name: Block(name, module) for name, module in _blocks_of(self._model)}
         head = embeddings(self._model, "output")
         self.head_name = next((name for name, one in self._blocks.items() if one.module is head), None)
@@ -127,17 +128,13 @@ class Decoder:
                 config.use_cache = False
 
     def _place_buffers(self) -> None:
-        """Move buffers to the device: stored ones from the checkpoint, others as the class computes them."""
+        """Move buffers to the device: from the checkpoint if stored, otherwise as the class computes them."""
         buffers: list[tuple[str, torch.Tensor]] = list(self._model.named_buffers())
         for name, buffer in buffers:
             owner, _, leaf = name.rpartition(".")
             stored = self._stored.get(name)
             tensor = buffer if stored is None else self._checkpoint.read(stored).to(buffer.dtype)
             setattr(self._model.get_submodule(owner), leaf, tensor.to(self.device))
-
-    def _run_experts_one_by_one(self) -> None:
-        """Select eager experts: the default, grouped GEMMs, refuses rows not a multiple of 16 bytes."""
-        self._model.set_experts_implementation("eager")
 
     def _refusal(self, why: str) -> BlocksError:
         kind = self._checkpoint.config.get("model_type")
@@ -152,7 +149,7 @@ class Decoder:
         return tuple(name for name in self._blocks if name != self.head_name)
 
     def block(self, name: str) -> Block:
-        """Return a block, the lm_head included."""
+        """Return the block `name`, which may be the lm_head."""
         return self._blocks[name]
 
     def parameters(self, block: str) -> tuple[str, ...]:
@@ -184,14 +181,14 @@ class Decoder:
 
     @property
     def hidden_size(self) -> int:
-        """Return the size d of a hidden state."""
+        """Return the hidden size d."""
         return int(self._embedding.embedding_dim)
 
     @contextmanager
     def passes(self, read: Callable[[str], torch.Tensor] | None = None) -> Iterator[StartPass]:
         """Context manager: yield a function that starts a pass and runs it up to the first block.
 
-        `read` gives parameters outside of blocks by name, by default those of the checkpoint. Raises
+        `read` returns parameters outside of blocks by name, by default from the checkpoint. Raises
         `BlocksError` if the model does not run on tokens alone.
         """
         started: list[ModelPass] = []
@@ -220,8 +217,9 @@ class Decoder:
     def check_runs(self, tokens: torch.Tensor, beside: Beside | None = None) -> None:
         """Raise `BlocksError` if the model does not run on `tokens` int64 [B, T] up to its first block.
 
-        `beside` are inputs besides tokens. No weight is read: those outside of blocks are zeros. Changes in
-        place to weights of blocks before they run, as RWKV makes, are recorded, and applied to weights read.
+        `beside` are inputs besides tokens, such as pixels. No weight is read: weights outside of blocks are
+        zeros. In-place changes to weights of blocks before they run, such as RWKV's scaling, are recorded and
+        later applied to the weights read.
         """
         changes = WeightChanges(dict(self._model.named_parameters()))
 
@@ -234,7 +232,7 @@ class Decoder:
         self._changes = changes.found
 
     def _lazily(self, blocks: Iterable[nn.Module], read: Callable[[str], torch.Tensor]) -> LazyWeights:
-        """Let the modules outside of `blocks` read their weights on first use."""
+        """Make modules outside of `blocks` read their weights on first use."""
         inside = {module for block in blocks for module in block.modules()}
         outside = {name: module for name, module in self._model.named_modules() if module not in inside}
         return LazyWeights(outside, read, self.device, self.dtype)
@@ -307,7 +305,7 @@ class Decoder:
         return (self._checkpoint.read(stored) if pending is None else pending.result()).to(self.device)
 
     def drop(self, stored: str) -> None:
-        """Drop a cached tensor."""
+        """Remove a tensor from the cache."""
         self._cached.pop(stored, None)
 
     def duplicate(self, block: Block) -> Block:
@@ -337,15 +335,13 @@ class Decoder:
     def _zeros(self, parameter: str) -> torch.Tensor:
         """Return zeros without memory for a stored parameter, or else the value that its class computes."""
         stored = (self._stored, self._tied, self._conversions)
-        if not self._has_parts(parameter) and all(parameter not in one for one in stored):
+        is_part = any(part.parameter == parameter for part in self._parts.values())
+        if not is_part and all(parameter not in one for one in stored):
             return self._computed(parameter)
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shapes[parameter])
 
-    def _has_parts(self, parameter: str) -> bool:
-        return any(part.parameter == parameter for part in self._parts.values())
-
     def _computed(self, parameter: str) -> torch.Tensor:
-        """Return a parameter that is in no file, as its class computes it, such as sinusoidal positions."""
+        """Return a parameter that no file has, computed by its class, such as sinusoidal positions."""
         owner, _, leaf = parameter.rpartition(".")
         found = []
         for seed in (0, 1):
@@ -385,7 +381,7 @@ class Decoder:
     def head(self, outputs: Mapping[str, Any]) -> Iterator[Logits]:
         """Load the modules after the blocks; yield a function from hidden states to logits.
 
-        `outputs` are what blocks returned for any micro-batch, by name. The function takes the states after
+        `outputs` are the results of blocks for any micro-batch, by name. The function takes the states after
         the last block, such as [B, T, d], and [B, T], and returns logits [B, T, V]. Several threads may call
         it.
         """
@@ -424,7 +420,7 @@ def set_weight(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 class Stopped(Exception):
-    """Ends a forward early; `inputs` are the inputs of the module that it stopped at."""
+    """Exception that ends a forward before a module; `inputs` are the inputs of that module."""
 
     def __init__(self, inputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__()

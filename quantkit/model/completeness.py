@@ -15,9 +15,9 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def missing_parameters(model: "nn.Module", loaded: Collection[str]) -> list[str]:
-    """Return the parameters of `model` that are neither in `loaded` nor tied to one that is.
+    """Return the parameters of `model` that are neither in `loaded` nor tied to a loaded parameter.
 
-    transformers would fill them with random numbers.
+    transformers would fill missing parameters with random numbers.
     """
     optional = [
         re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()

@@ -24,7 +24,7 @@ SPLITS = ("Chunk", "Split")
 class Conversion:
     """Loading operations of transformers, with the stored tensors for each of their patterns.
 
-    `first` is the parameter for which transformers calls them; they may make several parameters.
+    `first` is the parameter for which transformers calls the operations, which may create several parameters.
     """
 
     converter: Any
@@ -33,12 +33,12 @@ class Conversion:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Return the parameters that the operations make."""
+        """Return the names of the parameters that the operations create."""
         named, *others = self.converter.target_patterns
         return self.first, *(self.first.replace(named, other) for other in others)
 
     def run(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the parameters by name; `read` gives a stored tensor."""
+        """Return the parameters by name; `read` returns a stored tensor by name."""
         converter = copy.deepcopy(self.converter)
         for part, names in self.sources.items():
             for name in names:
@@ -48,9 +48,9 @@ class Conversion:
 
 
 def conversions(model: nn.Module, stored: Iterable[str]) -> dict[str, Conversion]:
-    """Map parameters of `model` to the conversion that makes them from the tensors `stored`.
+    """Map parameters of `model` to the conversion that creates them from the tensors `stored`.
 
-    Parameters that are stored as such are left out.
+    Parameters that are stored unchanged are left out.
     """
     found: dict[str, Conversion] = {}
     for name, place in sorted(renamed(model, stored), key=lambda one: natural(one[0])):

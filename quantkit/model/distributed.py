@@ -1,6 +1,6 @@
 """Coordinate the ranks of a calibration: processes started by torchrun, one per GPU.
 
-They share samples and linears. All ranks run the same code and make the same collective calls in the same
+Ranks share samples and linears. All run the same code and make the same collective calls in the same
 order. They exchange records of tensors and JSON; nothing is pickled. A single process is a `Ranks` of size 1,
 which communicates with none.
 
@@ -56,7 +56,7 @@ class Ranks:
         return self.number == 0
 
     def share(self, count: int) -> range:
-        """Return this rank's share of `count` items; rank 0 has at least one if there are any."""
+        """Return this rank's share of `count` items; rank 0 has at least one if `count` > 0."""
         start, stop = (-(-edge * count // self.size) for edge in (self.number, self.number + 1))
         return range(start, stop)
 
@@ -88,7 +88,7 @@ class Ranks:
                 yield record
 
     def _broadcast_tensor(self, tensor: torch.Tensor, rank: int) -> None:
-        """Fill `tensor` with the tensor of `rank`."""
+        """Overwrite `tensor` with the tensor of `rank`."""
 
 
 def _header(record: Record) -> list[Any]:

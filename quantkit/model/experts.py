@@ -1,7 +1,7 @@
 """Describe fused experts: how their parameters store matrices, and what they compute.
 
 `find_spec` runs a module on tiny numbers and compares the result with each known formula that fits its
-shapes. So a new architecture needs no change here if it computes what a known one does.
+shapes. So a new architecture with a known formula needs no change.
 """
 
 import copy
@@ -176,7 +176,7 @@ class ExpertsSpec:
 def chosen_rows(experts: Any, call: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Return a call of fused experts as `ExpertsSpec.as_routed` does, without rows that have no expert.
 
-    Also returns the index that selects these rows of another tensor [n, any].
+    Also returns the index that selects the remaining rows of another tensor [n, any].
     """
     spec, count = spec_of(experts), len(experts.down_proj)
     if spec.routed:
@@ -193,7 +193,7 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def spec_of(experts: nn.Module) -> ExpertsSpec:
-    """Return the spec of fused experts that can be packed."""
+    """Return the `ExpertsSpec` of fused experts; they must be packable."""
     found = find_spec(experts)
     assert isinstance(found, ExpertsSpec), found
     return found
@@ -222,7 +222,7 @@ def find_spec(experts: nn.Module) -> ExpertsSpec | str:
 
 
 def _shapes(spec: ExpertsSpec, experts: int, hidden: int, between: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of experts of these sizes."""
+    """Return the shapes of the parameters of `experts` experts with sizes `hidden` and `between`."""
     rows = between * len(MATRICES[spec.first])
     sizes = {spec.first: (rows, hidden), DOWN: (hidden, between)}
     shapes = {name: (experts, *(size[::-1] if spec.transposed else size)) for name, size in sizes.items()}
@@ -245,7 +245,7 @@ def _probed(experts: nn.Module, spec: ExpertsSpec, sizes: tuple[int, int, int]) 
 
 
 def _is_number(value: Any, sizes: Sequence[int]) -> bool:
-    """Return True if an attribute may be a constant of a formula, and is not a size."""
+    """Return True if an attribute is a number that may be a constant of a formula, not a size."""
     return type(value) in (int, float) and 0 < value < math.inf and value not in sizes
 
 

@@ -134,7 +134,7 @@ def lookup_of(module: nn.Module) -> Lookup | None:
 
 
 def _computes(module: nn.Module, lookup: Lookup) -> bool:
-    """Return True if `module` computes exactly what `lookup` says, on a tiny table."""
+    """Return True if `module` with a tiny table computes exactly the function `lookup`."""
     # Loading runs under `torch.device("meta")`, but this needs numbers.
     with torch.device("cpu"), torch.no_grad():
         ids = torch.tensor([[2, 0], [1, 4]])

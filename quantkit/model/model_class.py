@@ -68,8 +68,8 @@ def model_config(config: Mapping[str, Any], directory: Path) -> Any:
 def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
     """Return the model class for a config.json, and the config to build it from.
 
-    Take the first of `architectures` that transformers has for this config. Without it, take a class for the
-    same purpose, then the first in the mappings `ORDER`. Raises `CheckpointError` if there is none.
+    The class is the first of `architectures` that transformers has for this config. Otherwise it is a class
+    for the same purpose, or the first in the mappings `ORDER`. Raises `CheckpointError` if there is none.
     """
     parsed = model_config(config, directory)
     for cls in (_named(name) for name in named_classes(config)):
@@ -88,12 +88,12 @@ def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
 
 
 def _without(config: Mapping[str, Any]) -> str:
-    """Return the remedy without a model class, for a model that is not packed yet."""
+    """Return the remedy for an unquantized model without a model class."""
     return "" if "quantization_config" in config else ", or quantize it with --model-free"
 
 
 def why_no_class(config: Mapping[str, Any], directory: Path) -> str | None:
-    """Return None if transformers has a class of `architectures`, else the reason text."""
+    """Return why transformers has no class of `architectures`; None if it has one."""
     from transformers import __version__
 
     names = named_classes(config)
@@ -113,7 +113,7 @@ def named_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _mappings_of(names: tuple[str, ...]) -> list[str]:
-    """Return the mappings that contain one of the classes `names`, for any config."""
+    """Return the names of transformers' Auto mappings that contain one of the classes `names`."""
     from transformers.models.auto import modeling_auto
 
     suffix = "_NAMES"
@@ -172,7 +172,7 @@ def build(cls: Any, parsed: Any, directory: Path, *, buffers: bool = False) -> "
 
 
 def _named(name: str) -> Any:
-    """Return transformers' own model class of this name; None if there is none."""
+    """Return the model class `name` of transformers; None if there is none."""
     import transformers
 
     found = getattr(transformers, name, None) if name.isidentifier() else None

@@ -85,7 +85,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Seen:
-    """Tensor to classify, with the facts about its checkpoint."""
+    """Tensor to classify, with properties of its checkpoint."""
 
     tensor: StoredTensor
     around: Surroundings
@@ -107,7 +107,7 @@ class Seen:
 
     @property
     def words(self) -> frozenset[str]:
-        """Return all words in the name: `q_proj` is two."""
+        """Return the words of the name: `q_proj` has two."""
         return frozenset(word for part in self.parts for word in part.split("_"))
 
     @property
@@ -116,7 +116,7 @@ class Seen:
 
     @property
     def is_gate(self) -> bool:
-        """Return True if it is inside a router, or has a router's name and fewer rows than columns."""
+        """Return True for a tensor in a router, or with a router's name and fewer rows than columns."""
         inside = "router" in self.words or not _ROUTERS.isdisjoint(self.parts[:-1])
         return inside or (self.parts[-1] in _ROUTERS and self.shape[0] < self.shape[1])
 
@@ -126,14 +126,14 @@ class Seen:
 
     @property
     def is_beyond(self) -> bool:
-        """Return True if its block number is not below the number of layers in config.json."""
+        """Return True if the block number is not below the number of layers in config.json."""
         block = _BLOCK.search(self.module)
         layers = self.around.layers
         return block is not None and layers is not None and int(block[1]) >= layers
 
     @property
     def is_ragged(self) -> bool:
-        """Return True if a row is longer than a group but no multiple of it."""
+        """Return True if a row is longer than a group, but no multiple of the group size."""
         group = self.around.group
         return group is not None and self.shape[1] > group and self.shape[1] % group != 0
 
@@ -207,7 +207,7 @@ SIGNS: tuple[Sign, ...] = (
 
 
 def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint, Structure]:
-    """Classify tensors by `SIGNS`; return `checkpoint` with a note on what is unknown, and its structure.
+    """Classify tensors by `SIGNS`; return `checkpoint` with a note on unknown tensors, and its structure.
 
     `group` is the number of weights per scale in a row by default, or None. The matrices of numbered experts
     are one linear per name, as in `read_structure`.
@@ -249,10 +249,10 @@ def read_tensors(checkpoint: Checkpoint, group: int | None) -> tuple[Checkpoint,
 
 
 def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> tuple[Checkpoint, Structure]:
-    """Return both with linears of parts that the class lacks, such as extra prediction heads.
+    """Return `checkpoint` and `structure` with linears of parts that the class lacks, such as extra heads.
 
-    Names and shapes classify them; fused experts have those of the class. They stay dense unless a rule packs
-    them.
+    Linears are found by names and shapes, fused experts by the shapes of the class. All stay dense unless a
+    rule packs them.
     """
     strangers = [name for name, reason in structure.dense.items() if reason == NOT_A_PARAMETER]
     cuts = cuts_alike(_stacked(structure), (checkpoint.tensors[name] for name in strangers))

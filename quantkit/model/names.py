@@ -34,9 +34,9 @@ STACKED = ("MergeModulelist",), ("MergeModulelist", "Concatenate")
 
 @dataclass(frozen=True)
 class Renamed:
-    """Parameter of a stored tensor, the operations that make it, and the tensor's place among their inputs.
+    """Parameter of a stored tensor, and the loading operations that create the parameter from tensors.
 
-    Without operations, the tensor is the parameter. `converter` is transformers' own record of them.
+    Without operations, the tensor is the parameter. `converter` is transformers' record of the operations.
     """
 
     parameter: str
@@ -58,12 +58,12 @@ class Renamed:
 
 
 def model_names(model: "nn.Module", stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """Map each stored name to its model parameter, and to True if it is fused with other tensors there."""
+    """Map each stored name to (model parameter, True if the parameter fuses several stored tensors)."""
     return {name: (one.parameter, one.is_fused) for name, one in renamed(model, stored)}
 
 
 def as_matrices(checkpoint: Checkpoint, stored: Iterable[str]) -> Checkpoint:
-    """Return `checkpoint` with the tensors `stored` read as [N, K]; the files have them as [K, N]."""
+    """Return `checkpoint` with the tensors `stored`, [K, N] in files, read as [N, K]."""
     changed = {name: checkpoint.tensors[name] for name in stored}
     turned = {name: TransposedTensor.from_stored(one.as_stored) for name, one in changed.items()}
     return replace(checkpoint, tensors={**checkpoint.tensors, **turned}) if turned else checkpoint
@@ -200,7 +200,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Renamed]]:
-    """Yield each stored name with its place in the model."""
+    """Yield each stored name with its parameter and loading operations."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -249,7 +249,7 @@ def _own(name: str, parameters: Mapping[str, Any], prefix: str) -> Renamed | Non
 
 
 def tied_parameters(model: Any, stored: Mapping[str, str]) -> dict[str, str]:
-    """Return the stored name for each parameter that has no tensor but is tied to one that has."""
+    """Map each parameter without a tensor to the stored name of the parameter to which it is tied."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)

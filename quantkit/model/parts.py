@@ -1,7 +1,7 @@
-"""Decide which parts of a model are packed by default: those that compute text, or else all blocks.
+"""Select the parts of a model to pack by default: those that process text, or else all blocks.
 
 In a model that generates text, the decoder is packed, and the encoder if it reads text too or has the same
-config. Parts that feed them, such as vision towers and projectors, stay dense. In a model without a text
+config. Parts before them, such as vision towers and projectors, stay dense. In a model without a text
 decoder, such as an encoder, the linears of its blocks are packed.
 """
 
@@ -74,7 +74,7 @@ def _embeds_tokens(encoder: Any) -> bool:
 
 
 def embeddings(model: Any, side: str) -> "nn.Module | None":
-    """Return the module that embeds tokens (`side` "input") or makes logits ("output"), or None."""
+    """Return the module that embeds tokens (`side` "input") or computes logits ("output"), or None."""
     try:
         found = getattr(model, f"get_{side}_embeddings")()
     # Models of images or sounds have none, and signal it in different ways.
@@ -93,7 +93,7 @@ def why_no_tokens(model: Any) -> str:
 
 
 def _towers(modules: dict[str, "nn.Module"], chosen: list[Any]) -> list[str]:
-    """Return the prefixes of submodels in the chosen ones whose config is of another kind."""
+    """Return the names of submodels, inside `chosen` submodels, whose config has another type."""
     from transformers import PreTrainedModel
 
     kinds = {type(part.config) for part in chosen if hasattr(part, "config")}

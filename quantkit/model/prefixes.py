@@ -2,7 +2,7 @@
 
 Training wrappers leave their names before or inside parameter names: data parallelism `module.`,
 torch.compile `_orig_mod.`, PEFT `base_model.model.`, FSDP `_fsdp_wrapped_module.`. A file may also store a
-tied weight as lm_head; here it gets the name of the embedding.
+tied weight as lm_head; it gets the name of the embedding.
 """
 
 import re
@@ -22,7 +22,7 @@ _UNMERGED = ".base_layer."
 
 
 def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
-    """Return `checkpoint` under the names of its model, with a note if they differ, and its structure.
+    """Return `checkpoint` under the names of its model, with a note if names were changed, and its structure.
 
     Linears are read as [N, K], even if a class stores [K, N]. Fused experts are read as separate matrices
     with names of their own. Raises `CheckpointError` as `read_structure` does.

@@ -47,7 +47,7 @@ def choosing_linears(model: nn.Module) -> frozenset[str]:
 
 
 def _choosing(module: nn.Module) -> set[str]:
-    """Run `module` and return the names, inside it, of its linears that choose; "" for itself."""
+    """Run `module`; return the relative names of linears that are routers; "" is `module` itself."""
     linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}
     if not linears or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return set()
@@ -82,7 +82,7 @@ class _Of:
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Trace that follows linears' weights to products, and products to selections."""
+    """Dispatch mode that traces weights of linears to products, and products to selections."""
 
     def __init__(self, linears: dict[str, nn.Linear]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -60,7 +60,7 @@ class CutTensor(StoredTensor):
 
     @property
     def _alternates(self) -> bool:
-        """Return True if its rows alternate with those of the other matrices."""
+        """Return True if rows of this matrix alternate with rows of the other matrices of the expert."""
         return self.spec.interleaved and self.parts > 1
 
     @property
@@ -170,7 +170,7 @@ def cuts_of(
 
 @dataclass(frozen=True)
 class StackedMatrix:
-    """One matrix of a set of experts in tensors [E, ...]: its place, and the shape and leaf of its tensor."""
+    """One matrix of experts in a stacked tensor [E, ...]: its index, and shape and leaf of the tensor."""
 
     leaf: str
     shape: tuple[int, ...]
@@ -182,7 +182,7 @@ class StackedMatrix:
 
     @classmethod
     def of_cut(cls, cut: CutTensor) -> "StackedMatrix":
-        """Return the place of a cut."""
+        """Return the `StackedMatrix` of a `CutTensor`."""
         leaf, name = cut.source.name.rpartition(".")[2], ".".join(cut.name.rsplit(".", 3)[1:])
         return cls(leaf, cut.source.shape, cut.spec, cut.expert, cut.index, cut.parts, name)
 
@@ -204,7 +204,7 @@ def cuts_alike(
 ) -> dict[str, CutTensor]:
     """Return the matrices of fused experts among `others`, by new name.
 
-    They must have the tensor names and shapes of one of `sets`. Such are the experts of extra prediction
+    `others` with the tensor names and shapes of one of `sets` are cut, such as experts of extra prediction
     heads, which the model class lacks.
     """
     stored: dict[str, dict[str, StoredTensor]] = {}

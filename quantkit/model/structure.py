@@ -1,8 +1,8 @@
 """Classify the tensors of a checkpoint: linears of the decoder, and the rest.
 
 The model is built from its config on the meta device. Its modules tell the kind of each tensor, and the
-loading rules of transformers tell which tensor belongs to which parameter. A new architecture needs no change
-here if its linears are `nn.Linear`.
+loading rules of transformers tell which tensor belongs to which parameter. A new architecture whose
+linears are `nn.Linear` needs no change.
 """
 
 import re
@@ -73,7 +73,7 @@ class Structure:
     unpackable    linears and fused experts that are always dense, by module name, with their stored names
                   without `.weight`; the output's config lists them for readers
     tied_head     (stored name, embedding's name in the model), if the file has a tied weight as lm_head only
-    aliases       names of modules in AutoModelForCausalLM's class, where they differ
+    aliases       names of modules in AutoModelForCausalLM's class, if they differ
     table         token embedding as a matrix that can be packed, or why it cannot
     model_class   class of the files, "" if not looked up
     kept          linears besides the head that only a rule packs, with the reason
@@ -313,7 +313,7 @@ def _unpackable(
 
 
 def _may_be_linear(module: "nn.Module") -> bool:
-    """Return True for linears, and for subclasses of `nn.Linear` that compute something else."""
+    """Return True for linears, and for other subclasses of `nn.Linear`."""
     from torch import nn
 
     from quantkit.model.linears import is_linear
@@ -322,7 +322,7 @@ def _may_be_linear(module: "nn.Module") -> bool:
 
 
 def _strangers(dense: Mapping[str, str], checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """Return matrices that are linears to other engines alone, such as routers and extra prediction heads."""
+    """Return matrices that only other engines run as linears, such as routers and extra prediction heads."""
     found = [name for name, reason in dense.items() if reason in (NOT_A_PARAMETER, ROUTER)]
     found = [one for one in found if one.endswith(".weight") and len(checkpoint.tensors[one].shape) == 2]
     return {name.removesuffix(".weight"): (name.removesuffix(".weight"),) for name in found}

@@ -1,6 +1,6 @@
 """Find linears whose weight the code of a model reads itself; a packed linear has no such weight.
 
-They are found in the source of the model's classes: `self.dt_proj.weight` means `dt_proj` is one. Code for
+The source of the model's classes is searched: `self.dt_proj.weight` reads the weight of `dt_proj`. Code for
 training or initialization does not count.
 """
 

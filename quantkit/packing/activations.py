@@ -4,7 +4,7 @@
     y = round(x) W^T, with the codes and scales multiplied back
 
 Scales are dynamic, computed from x itself, or static: one number of the linear, from calibration data, is
-stored beside its weight. Static scales saturate inputs that are larger than those of the calibration.
+stored beside its weight. With static scales, inputs beyond the calibrated range saturate.
 """
 
 import math
@@ -44,7 +44,7 @@ class ActivationScheme:
     scale        float32; e8m0: a power of two; e4m3: of groups, divided by a factor of the linear
     static       True if the linear stores a number of its scales, see `INPUT_PARTS`: the float32 scale of all
                  its inputs, which have no groups, or the factor of e4m3 scales
-    stored       that number; None where it is not known, as in a recipe
+    stored       that number; None if unknown, as in a recipe
     """
 
     format: str
@@ -79,7 +79,7 @@ class ActivationScheme:
             )
 
     def _staticness(self) -> tuple[bool, ...]:
-        """Return the values that `static` may have."""
+        """Return the allowed values of `static`."""
         if self.scale == "float32":
             return (False, True) if self.group_size is None else (False,)
         return (self.scale == "e4m3" and self.group_size is not None,)
@@ -122,10 +122,10 @@ class ActivationScheme:
     def scales(self, groups: torch.Tensor) -> torch.Tensor:
         """Return the scales float32 [..., 1] of groups float32 [..., g].
 
-        A group with NaN or infinity has none, and gets NaN. With dynamic scales the largest magnitude of a
-        group becomes that of the format. An e8m0 scale brings it into the binade of that of the format; from
-        a significand of 1.75 on, into the one below, as in compressed-tensors. Raises `FormatError` for a
-        static scheme whose number is not known.
+        A group with NaN or infinity gets NaN. A dynamic scale maps the largest magnitude of a group to the
+        largest of the format. An e8m0 scale maps it into the binade of the largest of the format; from a
+        significand of 1.75 on, into the binade below, as in compressed-tensors. Raises `FormatError` for a
+        static scheme without its stored number.
         """
         largest = groups.abs().amax(-1, keepdim=True)
         # A tensor, because a GPU multiplies by the inverse of a number.
@@ -200,7 +200,7 @@ class ActivationScheme:
 
 
 def activations_named(name: str | None) -> ActivationScheme | None:
-    """Return the activation scheme of `--activations name`; None for "none" or None: inputs as they are."""
+    """Return the activation scheme of `--activations name`; None for "none" and None."""
     if name is None or name == "none":
         return None
     preset = ACTIVATIONS.get(name)

@@ -64,14 +64,26 @@ def codes_per_cut(bits: int) -> int:
     return BLOCK // bits if len(parts(bits)) == 1 else BLOCK
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes (uint8 [..., K], each below `2**bits`) into words (int32 [..., words_per_row(K, bits)])."""
+def check_codes(codes: torch.Tensor, limit: int, what: str) -> None:
+    """Raise `FormatError` unless `codes` [...] are uint8 below `limit`: others would change neighbours."""
     if codes.dtype != torch.uint8:
         raise FormatError(f"codes are torch.uint8, got {codes.dtype}.")
+    if codes.numel() and (largest := int(codes.max())) >= limit:
+        raise FormatError(f"{what} is below {limit}, got {largest}.")
+
+
+def check_words(words: torch.Tensor, expected: int, codes: str) -> None:
+    """Raise `FormatError` unless rows of `words` [..., W] are `expected` int32, as `codes` take."""
+    if words.dtype != torch.int32 or words.shape[-1] != expected:
+        raise FormatError(
+            f"{codes} take {expected} int32 words a row; got {words.shape[-1]} of {words.dtype}."
+        )
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes (uint8 [..., K], each below `2**bits`) into words (int32 [..., words_per_row(K, bits)])."""
     widths = parts(bits)
-    # A code that is too wide would overwrite its neighbours.
-    if codes.numel() and (largest := int(codes.max())) >> bits:
-        raise FormatError(f"a code of {bits} bits is below {2**bits}, got {largest}.")
+    check_codes(codes, 2**bits, f"a code of {bits} bits")
     columns = codes.shape[-1]
     lead = codes.shape[:-1]
     blocks = -(-columns // BLOCK)
@@ -95,11 +107,7 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     The result is read-only: 8-bit codes share the memory of `words`.
     """
     expected = words_per_row(columns, bits)
-    if words.dtype != torch.int32 or words.shape[-1] != expected:
-        raise FormatError(
-            f"{columns} codes of {bits} bits take {expected} int32 words a row; "
-            f"got {words.shape[-1]} of {words.dtype}."
-        )
+    check_words(words, expected, f"{columns} codes of {bits} bits")
     lead = words.shape[:-1]
     blocks = -(-columns // BLOCK)
     if columns % BLOCK:

@@ -27,7 +27,7 @@ def codes_between(x: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """Table of cells of equal width, a power of two, with at most one edge in each.
+    """Lookup table of cells of equal width, a power of two, with at most one edge in each.
 
     Cell i is [first + i, first + i + 1) / per_unit. `code` (uint8) is one less than the code of values from
     `edge` (float32) on. Without an edge in the cell, `edge` lies below or above all of it. The outermost

@@ -73,7 +73,7 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        """Return a key: of the codes nearest to `x`, `encode` takes the one with the smallest."""
+        """Return the sort key by which `encode` chooses among the codes nearest to `x`: the smallest."""
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the values (float32) of `codes` (uint8, each below `2**bits`)."""
@@ -111,7 +111,7 @@ class NumberFormat(ABC):
 
     @property
     def absmax(self) -> float:
-        """Return the largest magnitude with both signs, to which plain rounding maps a group's absmax."""
+        """Return the largest magnitude with both signs: plain rounding maps a group's absmax to it."""
         return min(self.max, -self.min)
 
     @cached_property
@@ -127,7 +127,7 @@ class NumberFormat(ABC):
 
     @property
     def rounding_statistic(self) -> Literal["absmax", "absmean"]:
-        """Return which statistic of a group plain rounding maps to `absmax`."""
+        """Return the statistic of a group that plain rounding maps to `absmax`."""
         return "absmean" if len(self.numbers) <= 3 else "absmax"
 
 

@@ -80,13 +80,13 @@ def _view(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.view(dtype)
 
 
-def is_aligned(tensor: torch.Tensor, size: int = 4) -> bool:
-    """Return True if a tensor starts at a multiple of `size` bytes, in memory and in its storage.
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor starts at a multiple of 4 bytes, in memory and in its storage.
 
     Tensors mapped from a file may not.
     """
     begins = (tensor.storage_offset() * tensor.itemsize, 0 if tensor.is_meta else tensor.data_ptr())
-    return all(begin % size == 0 for begin in begins)
+    return all(begin % 4 == 0 for begin in begins)
 
 
 #: Storage of words that compressed-tensors has no format for.
@@ -96,7 +96,7 @@ QUANTKIT = StoredFormat("quantkit", "")
 def packed_parameters(
     names: Mapping[str, torch.dtype], formats: Iterable[StoredFormat]
 ) -> Iterator[tuple[str, StoredFormat]]:
-    """Yield the packed parameters among tensors, given by name with their dtype, and how each is stored.
+    """Yield each packed parameter with its stored format, from the dtypes of tensors by name.
 
     A parameter is packed if it has scales, words of the right dtype, and a logical shape if its format has
     one.

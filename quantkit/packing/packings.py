@@ -17,7 +17,7 @@ PackingName = Literal["bits", "radix", "stream", "bytes"]
 class Packing:
     """Conversion between the codes of a row and int32 words.
 
-    why_not(format, planes)            reason if it cannot pack them, else None
+    why_not(format, planes)            reason if such codes cannot be packed, else None
     pack(codes, format, planes)        words (int32 [..., W]) of codes (uint8 [..., K], all planes in one)
     unpack(words, format, planes, K)   the codes
     words_per_row(K, format, planes)   W

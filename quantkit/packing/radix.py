@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit.errors import FormatError
+from quantkit.packing.bitpack import check_codes, check_words
 
 WORD_BYTES = 4
 
@@ -38,11 +39,7 @@ def words_per_row(columns: int, base: int) -> int:
 
 def pack(codes: torch.Tensor, base: int) -> torch.Tensor:
     """Pack codes (uint8 [..., K], each below `base`) into words (int32 [..., words_per_row(K, base)])."""
-    if codes.dtype != torch.uint8:
-        raise FormatError(f"codes are torch.uint8, got {codes.dtype}.")
-    # A digit that is too large would carry into its neighbours.
-    if codes.numel() and (largest := int(codes.max())) >= base:
-        raise FormatError(f"a digit to base {base} is below {base}, got {largest}.")
+    check_codes(codes, base, f"a digit to base {base}")
     digits, words = digits_per_byte(base), words_per_row(codes.shape[-1], base)
     padded = F.pad(codes, (0, words * WORD_BYTES * digits - codes.shape[-1]))
     places = padded.view(*codes.shape[:-1], words * WORD_BYTES, digits)
@@ -55,11 +52,7 @@ def pack(codes: torch.Tensor, base: int) -> torch.Tensor:
 def unpack(words: torch.Tensor, base: int, columns: int) -> torch.Tensor:
     """Unpack `words` (int32 [..., words_per_row(columns, base)]) to codes (uint8 [..., columns])."""
     expected = words_per_row(columns, base)
-    if words.dtype != torch.int32 or words.shape[-1] != expected:
-        raise FormatError(
-            f"{columns} codes to base {base} take {expected} int32 words a row; "
-            f"got {words.shape[-1]} of {words.dtype}."
-        )
+    check_words(words, expected, f"{columns} codes to base {base}")
     packed = words.contiguous().view(torch.uint8)
     digits = digits_per_byte(base)
     # One gather looks up all codes of a byte; dividing would take one pass per code.

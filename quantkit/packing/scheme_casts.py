@@ -17,7 +17,7 @@ _WITH_INPUTS: dict[tuple[Scheme, ActivationScheme], Scheme] = {}
 
 
 def prepare(scheme: Scheme, activations: ActivationScheme | None = None) -> None:
-    """Make what `with_scales` and `with_inputs` return for a scheme of weights, and its tokens."""
+    """Precompute the results of `with_scales` and `with_inputs` for a scheme of weights."""
     if scheme not in _CAST:
         _CAST[scheme] = {
             dtype: replace(scheme, scale_dtype=dtype)

@@ -180,7 +180,7 @@ class Scheme:
 
     @property
     def zero_point_dtype(self) -> torch.dtype:
-        """Return the dtype of zero-points [N, G] in memory; float32 where there are none."""
+        """Return the dtype of zero-points [N, G] in memory; float32 without zero-points."""
         storage = self.zero_point_type.storage
         return torch.float32 if storage is None else storage.values(self.scale_dtype)
 
@@ -217,14 +217,14 @@ class Scheme:
         return -(-columns // self.group_columns(columns))
 
     def row_units(self) -> dict[str, int]:
-        """Return the rows of each kind of unit, such as a block, by name. Cuts fall between units."""
+        """Return the number of rows of each indivisible unit, such as a block, by name of the unit."""
         storage = self.zero_point_type.storage
         count = 1 if storage is None else storage.cut(self.format.bits)
         units = {f"words of {count} zero-points": count, f"blocks of {self.group_rows} rows": self.group_rows}
         return {name: unit for name, unit in units.items() if unit > 1}
 
     def column_units(self, columns: int) -> dict[str, int]:
-        """Return the columns of each kind of unit of a row of `columns` weights, by name."""
+        """Return the number of columns of each indivisible unit, by name of the unit."""
         count = PACKINGS[self.packing].codes_per_cut(self.format, self.planes)
         group = self.group_columns(columns)
         groups = {f"groups of {group}": group} if group < columns else {}
@@ -235,7 +235,7 @@ class Scheme:
         return {**groups, f"words of {count} codes": count}
 
     def whole_blocks(self, rows: int) -> int:
-        """Return about `rows` rounded to whole blocks, at least one block."""
+        """Return `rows` rounded to a multiple of the rows of a block, at least one block."""
         return max(1, rows // self.group_rows) * self.group_rows
 
     def row_scale(
@@ -283,7 +283,7 @@ class Scheme:
 
     @cached_property
     def part_names(self) -> tuple[str, ...]:
-        """Return the parts needed to compute, in the order that operators take them."""
+        """Return the names of the parts that determine the weights, in the order of operator arguments."""
         return tuple(part for part in self.storage_shapes((1, 1)) if part not in _BESIDE)
 
     @cached_property

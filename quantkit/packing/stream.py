@@ -6,7 +6,8 @@ of 3, 5, 6 and 7 bits may straddle two words:
     b = 3    word 0   bits 0..2 code 0, 3..5 code 1, ..., 30..31 the low two bits of code 10
              word 1   bit  0    the high bit of code 10, 1..3 code 11, ...
 
-32 codes take b words, as in `bitpack`. A GPU repacks those words directly, and these through codes of a byte.
+32 codes take b words, as in `bitpack`. A GPU repacks words of `bitpack` directly, and words of a stream
+through codes of a byte.
 """
 
 import math
@@ -15,12 +16,11 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from quantkit.errors import FormatError
 from quantkit.packing import bitpack
 
 
 def straddles(bits: int) -> bool:
-    """Return True if some codes straddle two words; others are packed as `bitpack` packs them."""
+    """Return True if some codes straddle two words; otherwise the words equal those of `bitpack`."""
     return 32 % bits != 0
 
 
@@ -38,11 +38,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes (uint8 [..., K], each below `2**bits`) into words (int32 [..., words_per_row(K, bits)])."""
     if not straddles(bits):
         return bitpack.pack(codes, bits)
-    if codes.dtype != torch.uint8:
-        raise FormatError(f"codes are torch.uint8, got {codes.dtype}.")
-    # A code that is too wide would overwrite its neighbours.
-    if codes.numel() and (largest := int(codes.max())) >> bits:
-        raise FormatError(f"a code of {bits} bits is below {2**bits}, got {largest}.")
+    bitpack.check_codes(codes, 2**bits, f"a code of {bits} bits")
     columns = codes.shape[-1]
     x = F.pad(codes, (0, -columns % 32)).contiguous().view(torch.int64)
     for fold in _FOLDS:
@@ -57,11 +53,7 @@ def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     if not straddles(bits):
         return bitpack.unpack(words, bits, columns)
     expected = words_per_row(columns, bits)
-    if words.dtype != torch.int32 or words.shape[-1] != expected:
-        raise FormatError(
-            f"{columns} codes of {bits} bits take {expected} int32 words a row; "
-            f"got {words.shape[-1]} of {words.dtype}."
-        )
+    bitpack.check_words(words, expected, f"{columns} codes of {bits} bits")
     padded = F.pad(words, (0, -expected % bits)).contiguous().view(torch.uint8)
     eights = padded.view(*words.shape[:-1], padded.shape[-1] // bits, bits)
     x = F.pad(eights, (0, 8 - bits)).view(torch.int64).squeeze(-1)

@@ -87,7 +87,7 @@ class PackedTensor:
         """Pack codes (uint8 [N, K]), scales in their stored shape, and zero-points [N, groups].
 
         Scales are rounded to the scale dtype. Zero-points have `scheme.zero_point_dtype`, uint8 if stored as
-        codes. Other parts are stored as given.
+        codes. Other parts are stored unchanged.
         """
         if codes.ndim != 2:
             raise FormatError(f"codes of a packed tensor are [N, K], got shape {tuple(codes.shape)}.")
@@ -170,7 +170,7 @@ class PackedTensor:
         return self._with_column_scale(weights).to(dtype)
 
     def dequantize_rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the weights of rows `ids` (int64 [n]), `dtype` [n, K], bit by bit those of `dequantize`.
+        """Return the weights of rows `ids` (int64 [n]), `dtype` [n, K], equal to `dequantize` bit by bit.
 
         Reads no other rows, and does not wait for the device.
         """
@@ -213,7 +213,7 @@ class PackedTensor:
         return self.words.device
 
     def to(self, device: torch.device | str) -> "PackedTensor":
-        """Return this tensor on `device`, without a copy if it is there already."""
+        """Return this tensor on `device`, without a copy if it already is on `device`."""
         if self.words.to(device) is self.words:
             return self
         return replace(self, tensors=tuple(part.to(device) for part in self.tensors), kernel_cache={})
@@ -274,17 +274,6 @@ def spread(per_group: torch.Tensor, columns: int, scheme: Scheme) -> torch.Tenso
     if per_group.shape[1] == 1:
         return per_group
     return per_group.repeat_interleave(scheme.group_columns(columns), dim=1)[:, :columns]
-
-
-def encode_groups(
-    groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
-) -> torch.Tensor:
-    """Encode groups (float32 [R, g]) with `scale` and `zero_point` ([R, 1]) to codes (uint8 [R, g]).
-
-    A zero scale means a group of zeros: its codes are those of zero weights.
-    """
-    units = groups / torch.where(scale == 0, 1.0, scale)
-    return quantize_units(units, zero_point, scheme)[0]
 
 
 def quantize_units(

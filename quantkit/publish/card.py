@@ -1,4 +1,4 @@
-"""Write the model card of a packed checkpoint: what it is, its storage, measurements, how to run it.
+"""Write the model card of a packed checkpoint: description, storage, measurements and usage.
 
 Figures come only from the files that `eval` and `bench` write (`measurements.py`). The front matter follows
 https://huggingface.co/docs/hub/model-cards: with `base_model` and `base_model_relation` the hub lists the
@@ -179,7 +179,7 @@ def _storage(record: ModelRecord) -> Iterator[Block]:
 
 
 def _mean_bits(layers: Sequence[LayerRecord]) -> float | None:
-    """Return the bits per weight of all stored weights together; None without packed ones."""
+    """Return the bits per weight over all packed linears; None without packed linears."""
     known = [
         (layer.bits_per_weight, layer.matrices * math.prod(layer.shape))
         for layer in layers

@@ -189,7 +189,7 @@ _STATUS: dict[int, tuple[type[QuantkitError], str, str]] = {
 def _explained(repo: str, state: str) -> Iterator[None]:
     """Context manager: raise errors of huggingface_hub as a `QuantkitError` about `repo`.
 
-    `state` is what is known of the commit in that case, unless the error proves that there is none.
+    `state` is the text on the state of the commit, unless the error proves that there is no commit.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Estimate how long a run takes on this machine: a sample is measured, and the rest counted from shapes.
+"""Estimate the duration of a run on this machine, from a measured sample and counted operations.
 
 Without data, a few rows of random weights are quantized by each method and scheme, and the seconds per weight
 count for all. With data, a matrix product is measured, and the operations of a calibration are counted:
@@ -24,6 +24,7 @@ from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.calibrate.linear_stats import OF_ORIGINAL
 from quantkit.calibrate.methods import quantize_tensor
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.devices import synchronize
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.blockwise.calibration_data import sample_shape
 from quantkit.quantization.distill.distill_options import DistillOptions
@@ -43,7 +44,7 @@ _SHARED = frozenset({"k_proj", "v_proj", "up_proj"})
 
 @dataclass(frozen=True)
 class Duration:
-    """Estimated seconds of a run, and how far off it may be: up to `factor` times as long, or as short."""
+    """Estimated seconds of a run; the true time lies between seconds / `factor` and seconds * `factor`."""
 
     seconds: float
     factor: float
@@ -58,8 +59,8 @@ def estimate(
 ) -> Duration | None:
     """Measure a sample on `device` and return the estimate.
 
-    None where it would be a guess: experts with data, methods that learn in blocks, a number of steps of
-    `training`, and allocations, whose measuring took most of the time.
+    Returns None if no estimate is reliable: for experts with data, methods that learn in blocks, a number of
+    steps of `training`, and allocations.
     """
     tasks = [task for shard in planned.shards for task in shard.tasks if task.scheme is not None]
     with_data = [task for task in tasks if task.needs]
@@ -132,15 +133,10 @@ def _speed(device: torch.device) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of `work`, the second time that it runs."""
+    """Return the seconds of the second call of `work`."""
     work()
-    _wait(device)
+    synchronize(device)
     begin = time.perf_counter()
     work()
-    _wait(device)
+    synchronize(device)
     return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -59,7 +59,7 @@ class GpuMemory:
     """Largest GPU memory of a run in bytes, as nvidia-smi shows it.
 
     quantizing   to quantize
-    checking     to run the result on a prompt, which is left out if it is not free
+    checking     to run the result on a prompt, which is skipped if too little is free
     fastest      what a training takes more, where that is free, to be faster; None without one
     """
 
@@ -205,7 +205,7 @@ def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: tor
 def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
     """Return the bytes for quantizing `weights` weights together.
 
-    With data, scales are searched for some of them at a time.
+    With data, scales are searched for a part of the weights at a time.
     """
     assert task.scheme is not None and task.method is not None
     scheme, data, name = task.scheme, bool(task.needs), task.method.scale_search.name

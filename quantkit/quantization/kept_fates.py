@@ -1,9 +1,9 @@
-"""Decide for each linear of a converted source: the scheme that holds its values, or dense."""
+"""Choose for each linear of a converted source the scheme that represents its values exactly, or dense."""
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
-from quantkit.model.structure import Linear, Structure
+from quantkit.model.structure import Structure
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.nesting import nested_scheme, why_not_nested
 from quantkit.quantization.plan import Plan
@@ -13,7 +13,7 @@ SCALES_OF_SCALES = "its scales have scales of their own"
 
 
 def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
-    """Return by module the decision for every linear: the scheme with the values of its grid, no method.
+    """Return the fate of each linear by module: the scheme that represents its grid exactly, and no method.
 
     Unquantized linears stay dense, and so does a head whose grid fits no scheme. Raises `CheckpointError` for
     any other linear whose grid fits no scheme, and for a source without any grid.
@@ -30,7 +30,7 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
     refused = {
         name: reason
         for name, reason in refused.items()
-        if name not in structure.kept and not _may_stay_dense(structure.linears[name])
+        if name not in structure.kept and structure.linears[name].kind != "lm_head"
     }
     if refused:
         name, reason = next(iter(refused.items()))
@@ -48,7 +48,7 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
 
 
 def kept_table(checkpoint: Checkpoint, structure: Structure) -> Fate | str:
-    """Return the fate of the token embedding: the scheme with exactly its stored values, and no method.
+    """Return the fate of the token embedding: the scheme that represents its values, and no method.
 
     Returns the reason as text if there is none.
     """
@@ -65,11 +65,6 @@ def dense_share(checkpoint: Checkpoint, planned: Plan) -> dict[str, str]:
         for name, tensor in checkpoint.tensors.items()
         if tensor.stored_as is not None and name in copied
     }
-
-
-def _may_stay_dense(linear: Linear) -> bool:
-    """Return True for a linear that is dense by default in every model, such as a head."""
-    return linear.kind == "lm_head"
 
 
 def kept_fate(tensor: StoredTensor | None) -> Fate | str:

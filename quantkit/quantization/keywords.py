@@ -1,4 +1,4 @@
-"""Options of quantization as keyword arguments of Python, and the record that they make."""
+"""Keyword arguments of `quantize` in Python, and their conversion to `QuantizeOptions`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -26,7 +26,7 @@ Calibration = CalibrationOptions | str | Path | Iterable[Any] | None
 
 
 class QuantizeKeywords(TypedDict, total=False):
-    """Options of `quantize`, which says what they are."""
+    """Keyword arguments of `quantize`; its docstring explains them."""
 
     format: str | None
     method: str | None
@@ -74,7 +74,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def with_keywords(function: _Function) -> _Function:
-    """Return `function` with the keywords that its `**given` stands for in its signature, for `help`."""
+    """Return `function` with `**given` replaced by `QuantizeKeywords` in its signature, for `help`."""
     defaults = {
         name: field.default
         for record in (CalibrationOptions, QuantizeOptions, RecipeOptions)
@@ -96,9 +96,9 @@ def with_keywords(function: _Function) -> _Function:
 
 
 def options_of(given: Mapping[str, Any], function: str) -> QuantizeOptions:
-    """Return the options that keyword arguments of `function` make.
+    """Return the options of the keyword arguments `given` of `function`.
 
-    Raises `TypeError` for an unknown one, and `UsageError` for those that contradict each other.
+    Raises `TypeError` for an unknown argument, and `UsageError` for contradicting arguments.
     """
     known = (*QuantizeKeywords.__annotations__, *_OF_RUN)
     for name in given:

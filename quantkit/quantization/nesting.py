@@ -1,4 +1,4 @@
-"""Convert grids of low-bit sources to schemes: find the scheme that has all values of a grid.
+"""Convert grids of low-bit sources to schemes that represent the same values.
 
 A grid nests in a scheme if each of its weights is a weight of the scheme, bit by bit in float32. `_CHECKS` is
 the table of conditions for that.
@@ -59,12 +59,12 @@ _CHECKS: tuple[tuple[Callable[[GridSpec], bool], Callable[[GridSpec], str]], ...
 
 
 def why_not_nested(spec: GridSpec) -> str | None:
-    """Return why no scheme has the values of a grid; None if one does."""
+    """Return why no scheme represents the values of a grid; None if one does."""
     return next((why(spec) for fits, why in _CHECKS if not fits(spec)), None)
 
 
 def nested_scheme(spec: GridSpec) -> Scheme:
-    """Return the scheme that has the values of a grid; raise `FormatError` if there is none."""
+    """Return the scheme that represents the values of a grid; raise `FormatError` if there is none."""
     if (reason := why_not_nested(spec)) is not None:
         raise FormatError(f"no scheme has its values: {reason}.")
     rows, columns = spec.shape
@@ -87,8 +87,8 @@ def nested_scheme(spec: GridSpec) -> Scheme:
 def nested_rows(grid: StoredGrid, scheme: Scheme) -> PackedTensor:
     """Convert rows of a grid to a packed tensor [R, K] of its scheme, with the same values.
 
-    Raises `FormatError` for zero-points that are no codes, for minimums that the scale dtype cannot hold, and
-    for scales that are not finite.
+    Raises `FormatError` for zero-points that are no codes, for minimums that are inexact in the scale dtype,
+    and for scales that are not finite.
     """
     codes, scales, zeros = grid.codes, grid.scales, grid.zeros
     if grid.biases is not None:

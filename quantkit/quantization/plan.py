@@ -51,7 +51,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One line of the plan: a linear, its fate, and its bytes before and after."""
+    """Plan of one linear: its fate, and its bytes in the source and in the output."""
 
     linear: Linear
     fate: Fate
@@ -62,7 +62,7 @@ class LayerPlan:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Return stored bits per weight; None for a head that shares a packed embedding."""
+        """Return the stored bits per weight; None for a head that is tied to a packed embedding."""
         return 8 * self.output_bytes / self.weights if self.weights else None
 
 
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def model_weights(self) -> int:
-        """Return the logical weights of the model; a tied lm_head counts as part of the embedding."""
+        """Return the number of weights of the model; a tied lm_head counts as part of the embedding."""
         sources = {task.source.location: task.source for shard in self.shards for task in shard.tasks}
         return sum(source.elements for source in sources.values())
 
@@ -189,7 +189,7 @@ def plan_of(
     max_shard_bytes: int = QuantizeOptions.max_shard_bytes,
     kv_scales: bool = False,
 ) -> Plan:
-    """Plan the output for given fates: of every linear, by module, and of the token embedding, `table`.
+    """Plan the output for the fates of linears, by module, and of the token embedding, `table`.
 
     With `kv_scales` each attention layer gets the scales of its keys and values.
     Raises as `make_plan` does. Reads no weights.
@@ -289,7 +289,7 @@ def _beside(
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Return for matrices that engines fuse, by stored name, the sources of the other matrices of the set.
 
-    Engines take the largest global scale of a set, or scale if there is one per matrix, for all.
+    Engines use the largest global or per-tensor scale of a set for all its matrices.
     """
     if container != "compressed-tensors":
         return {}
@@ -370,7 +370,7 @@ def _layer(
 
 
 def _is_cut(structure: Structure, linear: Linear) -> bool:
-    """Return True if the class reads the matrices of a linear from one tensor, as the source has them."""
+    """Return True if source and model class store the matrices of a linear in one tensor."""
     if structure.kept.get(linear.module) == NOT_A_PARAMETER:
         return False
     return any(f"{one}.weight" in structure.cuts for one in linear.stored[:1])
@@ -433,9 +433,9 @@ def _model_config(
     assignments: Sequence[Assignment],
     untied: str | None,
 ) -> dict[str, Any]:
-    """Return config.json of the source plus `quantization_config`; untied if lm_head is packed on its own.
+    """Return config.json of the source with `quantization_config`; untied if lm_head is packed separately.
 
-    `architectures` names the class of the files.
+    `architectures` names the class whose tensor names the files have.
     """
     merged = {**checkpoint.config, "quantization_config": config.to_dict(assignments)}
     if untied is not None:

@@ -1,4 +1,4 @@
-"""Refuse schemes that a model cannot have, before anything is planned."""
+"""Refuse schemes that a model does not support, before planning."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ def _why_not_static(linear: Linear, fate: Fate) -> str | None:
 
 
 def check_experts(structure: Structure, schemes: Mapping[str, Scheme | None]) -> None:
-    """Check that all fused parameters of one set of experts are packed, or none is."""
+    """Raise `UsageError` unless all fused parameters of a set of experts are packed, or none."""
     fates: dict[str, set[bool]] = {}
     for name, linear in structure.linears.items():
         if linear.kind == "experts":
@@ -32,7 +32,7 @@ def check_experts(structure: Structure, schemes: Mapping[str, Scheme | None]) ->
 
 
 def check_kv_scales(schemes: Mapping[str, Scheme | None]) -> frozenset[str]:
-    """Return the attention layers, which hold packed k_proj and v_proj, by name; `UsageError` without any."""
+    """Return the names of attention layers with packed k_proj and v_proj; `UsageError` without any."""
     found = {
         name.rpartition(".")[0] for name, scheme in schemes.items() if scheme and name.endswith(".k_proj")
     }
@@ -51,7 +51,7 @@ def check_kv_scales(schemes: Mapping[str, Scheme | None]) -> frozenset[str]:
 
 
 def check_activations(structure: Structure, fates: Mapping[str, Fate]) -> None:
-    """Check that groups of rounded inputs divide the features of each linear, and can be static."""
+    """Raise `UsageError` for activation schemes that a linear does not support: groups, or static scales."""
     for name, fate in fates.items():
         scheme = fate.scheme
         if scheme is None or scheme.activations is None:

@@ -1,4 +1,4 @@
-"""Warn about a plan before it runs, where other tools or the model may surprise a user."""
+"""Warn about consequences of a plan for other tools, memory and speed, before the run."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,7 +40,7 @@ def split_fusions(schemes: Mapping[str, Scheme | None]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Note:
-    """Text for the user, and the tools that cannot read the result for that reason, with a version or not."""
+    """Text for the user, and the tools, with a version or not, that therefore cannot read the result."""
 
     text: str
     cannot: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def plan_notes(
 
 
 def dense_parts(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """Return warnings about dense tensors that are much of the model, embeddings excepted.
+    """Return warnings about dense tensors with a large share of the weights, embeddings excepted.
 
     `dense` are tensor names with the reason why each stays dense.
     """
@@ -198,7 +198,7 @@ def reader_notes(config: Mapping[str, Any], assignments: Iterable[Assignment]) -
 
 
 def _notes_on_rows(config: Mapping[str, Any], assignments: Iterable[Assignment]) -> Iterator[Note]:
-    """Yield notes on engines that reorder the rows of linears, and not those of every tensor of each."""
+    """Yield notes on engines that reorder the rows of only some tensors of a linear."""
     for row in reordered(config):
         found = []
         for a in assignments:

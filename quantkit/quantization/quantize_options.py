@@ -23,7 +23,7 @@ DEFAULT_DISTILLATION = DistillOptions()
 class QuantizeOptions:
     """Options of a run: its recipe or budget, its device, and the handling of the output.
 
-    recipe            what each linear gets
+    recipe            scheme and method of each linear
     budget            bits per weight or milliseconds per token: linears without a rule get the formats that
                       cost the least accuracy within it; a resumed run keeps them
     calibration       texts for methods with data, and to measure sensitivities for a budget
@@ -34,7 +34,7 @@ class QuantizeOptions:
     check             run the result on a fixed prompt before it is finished, and store the logits for
                       `verify`; `QuantizeResult.unchecked` is the reason if memory is too small
     engine            "vllm" or "sglang", or a version such as "vllm==0.26.0": a budget chooses formats that
-                      it reads, and a plan that it would not load is refused
+                      the engine reads, and a plan that it cannot load is refused
     distillation      time or steps of methods that train the model end to end
     """
 
@@ -62,7 +62,7 @@ class QuantizeOptions:
 
     @property
     def mode(self) -> "Mode":
-        """Return the states that the output directory may be in."""
+        """Return the accepted states of the output directory."""
         from quantkit.checkpoint.output.directory import Mode
 
         return Mode.RESUME if self.resume else Mode.OVERWRITE if self.overwrite else Mode.NEW

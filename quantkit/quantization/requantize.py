@@ -1,4 +1,4 @@
-"""Round new weights to the scheme of a packed tensor that they take the place of."""
+"""Round weights to the scheme of the packed tensor that they replace."""
 
 import math
 
@@ -23,8 +23,8 @@ def requantize(
 ) -> tuple[PackedTensor, tuple[float, float]]:
     """Round `weight` (float32 [N, K]) to the scheme of `before`; also return squared error and weights.
 
-    A global or single scale is kept where it fits the weights, as other linears may share it: engines take
-    one for q, k and v. Weights that it does not reach are clipped.
+    Engines use one global or single scale for q, k and v, so the scale of `before` is kept. It is fitted anew
+    if weights exceed its range by more than the factor `CLIPPED`. Weights beyond the range are clipped.
     """
     scheme = before.scheme
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS
@@ -52,7 +52,7 @@ def _shared(before: PackedTensor) -> TensorParameters | None:
 
 
 def _reach(before: PackedTensor) -> float:
-    """Return the largest weight that the global or single scale of `before` has a code for."""
+    """Return the largest weight that the global or single scale of `before` can represent."""
     shared, scheme = _shared(before), before.scheme
     if shared is None:
         return math.inf

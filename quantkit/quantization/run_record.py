@@ -27,7 +27,7 @@ def run_record(
     calibrated: Calibration | None,
     distilled: Distillation | None,
 ) -> dict[str, Any]:
-    """Return everything that determines the written bytes."""
+    """Return the JSON values of everything that determines the written bytes."""
     return {
         **({} if calibrated is None else {"calibration": calibrated.to_dict()}),
         **({} if distilled is None else {"distillation": distilled.to_dict()}),
@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 
 
 def check_alike(ranks: Ranks, run: Mapping[str, Any], calibrated: Calibration | None) -> None:
-    """Raise `UsageError` if ranks have no work to share, or would write different bytes."""
+    """Raise `UsageError` if there is no work for several ranks, or ranks have different settings."""
     if ranks.size > 1 and calibrated is None:
         raise UsageError(
             f"torchrun started {ranks.size} processes, which share a calibration, but no method of the "

@@ -1,4 +1,4 @@
-"""Check the files that are copied unchanged, before work starts, by reading them as their users will.
+"""Check the files that are copied unchanged, before work starts, with the libraries that read them.
 
 A run copies them last. Otherwise an unreadable file would be found only after everything else is written, or
 when the result is loaded. `READERS` is the table of file names and readers.
@@ -56,10 +56,13 @@ class _Reader:
 def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
     """Check all files to copy; return `checkpoint`, with a warning about files that cannot be checked here.
 
-    Raises `CheckpointError` with the file for one that its reader cannot read, and for one that is no regular
-    file, such as a broken link.
+    Raises `CheckpointError` for an unreadable file, and for a name that is no regular file, such as a broken
+    link.
     """
-    kept = tuple(path for path in checkpoint.side_files if not _is_of_export(path))
+    # The manifest of an export is about the files of the source alone.
+    kept = tuple(
+        path for path in checkpoint.side_files if path.name != MANIFEST_NAME or not is_export(path.parent)
+    )
     checkpoint = (
         replace(checkpoint, side_files=kept) if len(kept) < len(checkpoint.side_files) else checkpoint
     )
@@ -76,13 +79,8 @@ def check_side_files(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, warnings=(*checkpoint.warnings, *warnings)) if warnings else checkpoint
 
 
-def _is_of_export(path: Path) -> bool:
-    """Return True for the manifest of `quantkit export`: it is about the files of the source alone."""
-    return path.name == MANIFEST_NAME and is_export(path.parent)
-
-
 def _not_copied(checkpoint: Checkpoint) -> str | None:
-    """Return one line on the source's files that the output will lack; None if none."""
+    """Return one line on source files that are not copied; None if all are."""
     directory = checkpoint.directory
     # Unused weights, and links out of the directory, have their own warnings.
     left = [
@@ -266,9 +264,9 @@ READERS = (
 
 
 def _tokenizer_warning(checkpoint: Checkpoint) -> str | None:
-    """Return which part of the tokenizer cannot be read here, for lack of code or a package; None if nothing.
+    """Return a warning if a part of the tokenizer needs code or a package that is missing; else None.
 
-    Raises `CheckpointError` for files that make no tokenizer on any machine.
+    Raises `CheckpointError` for tokenizer files that are invalid on every machine.
     """
     directory = checkpoint.directory
     if not any(path in checkpoint.side_files for path in vocabularies(directory)):

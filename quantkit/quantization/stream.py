@@ -1,8 +1,8 @@
 """Stream the tensors of each output file through memory, in chunks of rows.
 
-Each worker reads a chunk, quantizes it and writes the result where the plan says. So reading, arithmetic and
-writing overlap, and memory does not grow with the model. Chunk boundaries follow from shapes alone, so the
-bytes do not depend on the number of workers.
+Each worker reads a chunk, quantizes it and writes the result at the offset in the plan. So reading,
+arithmetic and writing overlap, and memory does not grow with the model. Chunk boundaries follow from shapes
+alone, so the bytes do not depend on the number of workers.
 """
 
 import math
@@ -46,7 +46,7 @@ def worker_count(device: str) -> int:
 
 
 def peak_bytes(planned: Plan) -> int:
-    """Return about how many bytes quantizing on a CPU takes in its workers, without libraries."""
+    """Return the approximate bytes of all workers that quantize on a CPU, without libraries."""
     tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
     rows = [_row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
     chunk = max([CHUNK_BYTES["cpu"], *rows])
@@ -210,7 +210,7 @@ def _chunks(task: Task, device: torch.device) -> list[tuple[int, int]]:
 
 
 def _row_unit(task: Task) -> int:
-    """Return the row multiple of chunks, so that packed zero-points and blocks of rows stay whole.
+    """Return the number of rows that chunks are multiples of, for whole words of zero-points and blocks.
 
     A copied tensor may have large rows: all the weights of an expert.
     """
@@ -280,7 +280,7 @@ def _quantize_rows(
 def _keep_rows(
     checkpoint: Checkpoint, task: Task, file: ShardFile, start: int, stop: int
 ) -> tuple[float, float]:
-    """Write the codes and scales of the source, and check that they give its values."""
+    """Write the codes and scales of the source, after comparing their values with the source."""
     assert task.scheme is not None
     try:
         packed, norm = kept_rows(checkpoint, task.source, task.scheme, start, stop)

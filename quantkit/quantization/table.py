@@ -16,7 +16,7 @@ def asked_table(
 ) -> Fate | None:
     """Return the fate of the token embedding if the recipe packs it, else None.
 
-    Raises `UsageError` if the recipe asks for what is impossible.
+    Raises `UsageError` if the embedding cannot be packed as the recipe requires.
     """
     if recipe.embeddings is None or recipe.embeddings.keep:
         return None

@@ -16,13 +16,13 @@ from quantkit.packing.schemes import Scheme
 class Task:
     """One source tensor and its outputs.
 
-    scheme   None copies the tensor
-    parts    packed, scale, zero_point and shape to the output tensors
-    module   the linear it belongs to
-    method   None keeps the codes and scales of the source
-    beside   other sources that share its global scale, or its only scale
-    kv_part  the scale of keys or values that is stored with it, "k_scale" or "v_scale"
-    kv_scale that scale; None until it is measured
+    scheme   scheme of the packed tensor; None copies the tensor
+    parts    output tensor of each part: packed, scale, zero_point, shape and others
+    module   name of the linear
+    method   method of quantization; None keeps the codes and scales of the source
+    beside   other sources that share the global or single scale
+    kv_part  "k_scale" or "v_scale" for a matrix stored with a scale of keys or values, else None
+    kv_scale value of that scale; None until it is measured
     """
 
     source: StoredTensor
@@ -37,19 +37,19 @@ class Task:
 
     @property
     def is_static(self) -> bool:
-        """Return True if the inputs of its linear have static scales."""
+        """Return True if the inputs of the linear have static scales."""
         return (
             self.scheme is not None and self.scheme.activations is not None and self.scheme.activations.static
         )
 
     @property
     def is_measured(self) -> bool:
-        """Return True if a scale beside its weights is measured on calibration data."""
+        """Return True if a scale of inputs, keys or values is stored with the weights."""
         return self.is_static or self.kv_part is not None
 
     @property
     def known(self) -> dict[str, torch.Tensor]:
-        """Return the parts that do not depend on its weights: the logical shape, and measured scales."""
+        """Return the parts that do not depend on the weights: logical shape and activation scales."""
         inputs = None if self.scheme is None else self.scheme.activations
         parts = {"shape": torch.tensor(self.source.shape)}
         if inputs is not None and inputs.part is not None:
@@ -62,22 +62,22 @@ class Task:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes written."""
+        """Return the bytes of all outputs."""
         return sum(spec.nbytes for spec in self.outputs)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Return what its method needs of calibration data."""
+        """Return the statistics of calibration data that the method needs."""
         return frozenset() if self.method is None else self.method.needs
 
     @property
     def needs_inputs(self) -> frozenset[Need]:
-        """Return what its method needs of the inputs of the linear."""
+        """Return the statistics of the inputs of the linear that the method needs."""
         return self.needs - OF_MODEL
 
 
 def with_kv_scale(task: Task, stored: str) -> Task:
-    """Return the task of the matrix `stored` with the scale of the keys or values it makes, if it does."""
+    """Return the task of matrix `stored`, with an output for the KV scale if it is a k_proj or v_proj."""
     parent, _, leaf = stored.rpartition(".")
     part = KV_PARTS.get(leaf)
     if part is None:
@@ -87,5 +87,5 @@ def with_kv_scale(task: Task, stored: str) -> Task:
 
 
 def needs_of(tasks: Iterable[Task]) -> frozenset[Need]:
-    """Return what the methods of `tasks` need of calibration data."""
+    """Return the statistics of calibration data that the methods of `tasks` need."""
     return frozenset(need for task in tasks for need in task.needs)

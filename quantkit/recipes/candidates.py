@@ -73,11 +73,12 @@ def candidates(
     menu: tuple[Choice, ...] = MENU,
     named: tuple[Choice, ...] = (),
 ) -> tuple[Choice, ...]:
-    """Return the rows of `menu` that `method` supports, each with that method.
+    """Return the rows of `menu` that `method` supports, each with `method`.
 
     `formats` are names such as `int4`, for all rows of that format in `menu` and `named`, or the format's
     preset if it has no row. `FORMAT:GROUP` is one granularity, in the packing of those rows. A name of
-    `MENUS` is its rows that `method` supports. Raises `UsageError` for unknown or unsupported formats.
+    `MENUS` stands for the rows of that menu that `method` supports. Raises `UsageError` for unknown or
+    unsupported formats.
     """
     if formats is None:
         rows = tuple(replace(row, method=method) for row in menu)

@@ -35,9 +35,9 @@ class Option:
 def allocate(groups: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...]:
     """Return for each group the index of its option, such that the sum of losses is minimal.
 
-    The costs add up to at most `budget`; losses are added in the order of the groups. Of options with equal
-    cost and loss the first is taken. The result depends on the arguments only. Raises `UsageError` if even
-    the cheapest options cost too much, or a loss is not finite and at least zero.
+    The costs add up to at most `budget`; losses are added in the order of the groups. The first of several
+    options with equal cost and loss is chosen. The result depends on the arguments only. Raises `UsageError`
+    if even the cheapest options cost too much, or a loss is not finite and at least zero.
     """
     numbers = [_front(options) for options in groups]
     fronts = [[options[i] for i in front] for options, front in zip(groups, numbers, strict=True)]
@@ -86,7 +86,7 @@ def _hull(front: Sequence[Option]) -> list[Option]:
 
 
 def _slope(before: Option, after: Option) -> float:
-    """Return the loss per cost of a step; negative."""
+    """Return the slope of a step between two options: loss difference per cost, negative."""
     return (after.loss - before.loss) / (after.cost - before.cost)
 
 
@@ -114,7 +114,7 @@ class _Relaxation:
 
 
 def _relaxations(hulls: Sequence[Sequence[Option]]) -> list[_Relaxation]:
-    """Return the relaxation of the groups after each group."""
+    """Return for each group the linear relaxation of all groups after it."""
     found = []
     steps: list[tuple[float, int, float]] = []
     cost, loss = 0, 0.0
@@ -132,7 +132,7 @@ def _relaxations(hulls: Sequence[Sequence[Option]]) -> list[_Relaxation]:
 
 
 def _rounded(hulls: Sequence[Sequence[Option]], budget: int) -> float:
-    """Return the loss of a feasible choice: the steps of all hulls, steepest first, as far as they fit."""
+    """Return the loss of a feasible choice: steps of all hulls, steepest first, within the budget."""
     at = [0] * len(hulls)
     left = budget - sum(hull[0].cost for hull in hulls)
     steps = sorted(

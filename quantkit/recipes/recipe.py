@@ -75,7 +75,7 @@ class Choice:
         return None if chosen is None or not isinstance(chosen.group_size, int) else chosen.group_size
 
     def check(self) -> None:
-        """Raise the error that using this choice would raise."""
+        """Raise `UsageError` or `FormatError` if the choice is invalid."""
         method, chosen = method_named(self.method), self.scheme(torch.bfloat16)
         if chosen is not None:
             method.check(chosen)
@@ -117,7 +117,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Fate:
-    """Decision for one linear: its treatment, and the reason."""
+    """Decision for one linear: scheme and method, or the reason to stay dense."""
 
     scheme: Scheme | None
     method: Method | None
@@ -249,7 +249,7 @@ class Recipe:
 
 
 def _exactly(choice: Choice, data: Mapping[str, Any]) -> Choice:
-    """Return `choice` with the whole scheme that its `to_dict` has, if it has one."""
+    """Return `choice` with the scheme in `data`, the output of `to_dict`, if there is one."""
     exact = data.get("exact")
     return choice if exact is None else replace(choice, exact=Scheme.from_dict(exact))
 

@@ -1,6 +1,6 @@
-"""Options of formats, methods and rules, and the recipe they make.
+"""Options of formats, methods and rules, and their conversion to a recipe.
 
-Imports no torch until a recipe is made, because the command line uses the record.
+Torch is imported only by the conversion, because the command line uses the record.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _SAID_BY_SCHEME = ("format", "zero_point", "packing", "activations")
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """Formats, methods and rules. None leaves a field to the recipe file `recipe`, and that to `Choice`.
+    """Formats, methods and rules. A field that is None is that of the file `recipe`, else of `Choice`.
 
     Rules apply in this order: `rules` (`PATTERN=FORMAT[:GROUP][:METHOD]` or `PATTERN=keep`), `lm_head` (a
     format), the rules of the file, then the default made of the other fields. `embeddings`
@@ -99,7 +99,7 @@ class RecipeOptions:
 
 
 def _of_scheme(name: str, given: Mapping[str, object]) -> dict[str, object]:
-    """Return the options that the scheme `name` stands for; raise `UsageError` if `given` has one of them."""
+    """Return the options of the scheme `name`; raise `UsageError` if `given` has one of these options."""
     from quantkit.packing.presets import SCHEMES
 
     preset = SCHEMES.get(name)
@@ -122,7 +122,7 @@ def _of_scheme(name: str, given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _of_exact(scheme: "Scheme", given: Mapping[str, object]) -> dict[str, object]:
-    """Return a whole scheme as an option; raise `UsageError` if `given` has one that it says too."""
+    """Return the options of a `Scheme`; raise `UsageError` if `given` has an option that the scheme sets."""
     for option in (*_SAID_BY_SCHEME, "group_size", "scale_dtype"):
         if given[option] is not None:
             raise UsageError(

@@ -59,7 +59,7 @@ SERVING_RULES = (
 def speed_document(found: Sequence[Speed], command: Sequence[str]) -> Document:
     """Return the document on the speed of at least one model; `command` is the command typed."""
     blocks: list[Block] = [models_table(found), speed_table(found)]
-    figures = _speed_figures(found)
+    figures = (_throughput_figure(found), _first_token_figure(found), _memory_figure(found))
     notes = [f"{one.label}: {note}" for one in found for note in one.notes]
     first = found[0]
     settings = (
@@ -82,7 +82,7 @@ def _title(what: str, found: Sequence[Speed] | Sequence[Serving]) -> str:
 
 
 def _original(found: Sequence[Speed]) -> Speed | None:
-    """Return the dense model that others are compared with, which comes last; None if there is none."""
+    """Return the dense reference model, which is the last one; None without."""
     return found[-1] if len(found) > 1 and found[-1].format == "dense" else None
 
 
@@ -206,16 +206,12 @@ def _how(machine: Machine, settings: str, command: Sequence[str]) -> tuple[Block
 
 
 def machine_text(machine: Machine) -> str:
-    """Return one sentence on the machine of the measurements."""
+    """Return one sentence that describes the machine of the measurements."""
     threads = f", {machine.threads} threads" if machine.device == "cpu" else ""
     return (
         f"{machine.name} ({machine.device}{threads}), which reads {size_text(machine.read_bandwidth)}/s; "
         f"quantkit {machine.quantkit}, torch {machine.torch}, transformers {machine.transformers}."
     )
-
-
-def _speed_figures(found: Sequence[Speed]) -> tuple[Figure, ...]:
-    return (_throughput_figure(found), _first_token_figure(found), _memory_figure(found))
 
 
 def _throughput_figure(found: Sequence[Speed]) -> Figure:
@@ -256,7 +252,7 @@ def _line_figure(
 
 
 def _bar_figure(name: str, bars: Sequence[tuple[str, float]], unit: str, caption: str) -> Figure:
-    """Plot a bar for each model, by its label, with its figure beside it."""
+    """Plot a bar for each model by label, with the number beside the bar."""
     figure, axes = drawing(height=1.1 + 0.45 * len(bars))
     for row, (_, value) in enumerate(bars):
         axes.barh(row, value, height=0.6, color=color(row))

@@ -31,7 +31,7 @@ def figures(reports: Sequence[EvalReport]) -> tuple[list[Figure], str | None]:
 
 
 def labelled(reports: Sequence[EvalReport]) -> list[tuple[str, EvalReport | NoiseFloor]]:
-    """Return the labelled rows of tables: the models, and last the noise floor."""
+    """Return (label, report) of each model in order, and last of the noise floor, if measured."""
     found: list[tuple[str, EvalReport | NoiseFloor]] = [(report.label, report) for report in reports]
     against, floor = reports[0].against, reports[0].noise_floor
     if against is not None and floor is not None:
@@ -45,7 +45,7 @@ def floor_label(against: str, dtype: str) -> str:
 
 
 def _kl_plot(reports: Sequence[EvalReport]) -> Figure:
-    """Plot each model on the text where it moved most, and the Pareto front of each kind of format."""
+    """Plot the KL divergence of each model against bits, on the text with the largest, with Pareto fronts."""
     figure, axes = plots.drawing()
     axes.set(xscale="log", yscale="log", xlabel="bits per weight of the packed linears")
     axes.set_ylabel("KL from the original, nats\n(lower is closer)")
@@ -83,10 +83,9 @@ def _kl_plot(reports: Sequence[EvalReport]) -> Figure:
 
 
 def _original(axes: Any, report: EvalReport) -> str:
-    """Mark the original at its bits; return what the caption says of it.
+    """Mark the original at its bits; return the caption text about the mark.
 
-    Its own divergence is zero, which has no place on the axis: it is drawn at the noise floor if that was
-    measured, else as a line.
+    A divergence of zero is not on the logarithmic axis: the mark is at the measured noise floor, else a line.
     """
     bits = 16.0 if report.reference_sizes is None else report.reference_sizes.model
     name = f"original, {bits:.3g} bits"

@@ -67,7 +67,7 @@ def hashes(directory: Path) -> dict[str, str]:
 def document(reports: Sequence[EvalReport], command: str | None = None, made: Made | None = None) -> Document:
     """Return the report: the losses in words, tables, plots, and how they were measured.
 
-    `made` is when and on what machine, for the line below the title.
+    `made` is the date and machine, for the line below the title.
     """
     texts = list(reports[0].texts)
     drawn, missing = figures(reports)

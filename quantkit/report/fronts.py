@@ -1,4 +1,4 @@
-"""Group what is plotted by kind of format, and find the Pareto front of each."""
+"""Group plotted points by kind of format, and find the Pareto front of each group."""
 
 from collections.abc import Iterable
 
@@ -29,7 +29,7 @@ def _kind(name: str) -> str:
 
 
 def front(points: Iterable[Point]) -> list[Point]:
-    """Return the points that no other beats in both values, by the first value; less is better."""
+    """Return the Pareto front of points, sorted by the first value; less is better."""
     kept: list[Point] = []
     for point in sorted(points):
         if not kept or point[1] < kept[-1][1]:

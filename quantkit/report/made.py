@@ -1,4 +1,4 @@
-"""When and on what machine a report was made."""
+"""Date and machine of a report."""
 
 from dataclasses import dataclass
 from datetime import date
@@ -18,7 +18,7 @@ class Made:
 
 
 def made_here(device: str) -> Made:
-    """Return today, and the name of this machine's `device`, such as "cpu" or "cuda:0"."""
+    """Return the current date, and the hardware name of `device`, such as "cpu" or "cuda:0"."""
     import torch
 
     from quantkit.bench.machine import cpu_name

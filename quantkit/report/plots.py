@@ -127,7 +127,7 @@ def render(figure: Any, name: str, caption: str) -> Figure:
 
 
 def _embedded(svg: str, name: str) -> str:
-    """Convert an SVG file to an element of an HTML page: no prolog, and ids unique to it."""
+    """Convert an SVG file to an element of an HTML page, without prolog and with unique ids."""
     element = svg[svg.index("<svg") :]
     element = re.sub(
         r' xmlns(:xlink)?="[^"]*"| version="[^"]*"|<metadata>.*?</metadata>', "", element, flags=re.S

@@ -36,7 +36,7 @@ def change_text(excess: float) -> str:
 
 
 def error_text(value: float | None) -> str:
-    """Format a standard error, to follow the figure; empty for None."""
+    """Format a standard error as a suffix of the figure; empty for None."""
     return "" if value is None else f" ± {value:.1g}"
 
 

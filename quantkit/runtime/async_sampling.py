@@ -1,8 +1,8 @@
 """Sample asynchronously: launch the next decoding step before the host knows whether the text has ended.
 
 transformers reads "all texts have ended" from the GPU after each token and launches nothing until then, so
-the GPU idles. Here one step is always in flight while the host reads. If it was one step too many, its token
-is dropped.
+the GPU idles. `sample` keeps one step in flight while the host reads. If the texts ended before that step,
+its token is dropped.
 
     host   launch n+1, wait for token n | launch n+2, wait for token n+1 | ...
     GPU    step n                       | step n+1                       | step n+2

@@ -26,9 +26,9 @@ def modules_of(model: Any) -> list[Any]:
 
 
 def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a key that changes with anything a graph of `model` depends on besides its inputs.
+    """Return a key of everything, except inputs, on which the graphs of `model` depend.
 
-    It covers `modules`, the addresses of their tensors and kernel layouts, options of the config, and the
+    The key has `modules`, the addresses of their tensors and kernel layouts, options of the config, and the
     forced kernel.
     """
     states = tuple((id(module), module.training) for module in modules)
@@ -44,7 +44,7 @@ def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:
-    """Return None if steps of `model` can be captured, else the reason and the remedy.
+    """Return why steps of `model` cannot be captured, and a remedy; None if they can.
 
     `modules` are all modules of `model`.
     """

@@ -227,7 +227,7 @@ def _end_tokens(model: Any) -> frozenset[int]:
 
 
 class _TextOf:
-    """Detokenizer that returns the text of each new token.
+    """Detokenizer: returns the text of each new token.
 
     A character may need several tokens, and the text of a token may depend on the token before it. So each
     piece is a difference: the text of the last tokens with the new ones, minus the text without them. A piece

@@ -10,8 +10,8 @@ import torch
 def _copies_of(device: torch.device) -> Any:
     """Return the CUDA stream of `device` for copies to the host; kernels run on others.
 
-    It has high priority: torch hands out a few streams per priority in turn, and graphs are captured on
-    streams of normal priority.
+    The stream has high priority: torch reuses a few streams per priority, and graphs are captured on streams
+    of normal priority.
     """
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 

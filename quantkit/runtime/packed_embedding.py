@@ -17,7 +17,7 @@ from quantkit.runtime.packed_linear import PackedLinear, PackedMatrix
 class PackedEmbedding(PackedMatrix):
     """Embedding with a packed table [V, K]: dequantizes the rows of ids [...] to [..., K].
 
-    The rows have `dtype`, which follows casts of the model, and the bits of the dequantized table there. No
+    The rows have `dtype`, which follows casts of the model, and equal the dequantized table in `dtype`. No
     kernel layout is built: the words stay as they are stored, for torch to select rows from.
     """
 
@@ -55,7 +55,7 @@ class PackedEmbedding(PackedMatrix):
         return rows if factor == 1 else rows * factor
 
     def restore_buffers(self, dense: nn.Module) -> None:
-        """Set buffers of `dense`, the replaced module, to their value: the factor of rows."""
+        """Set the buffer of `dense`, the replaced module, to its value: the factor that multiplies rows."""
         for name, buffer in dense.named_buffers(recurse=False):
             dense._buffers[name] = torch.full_like(buffer, self._factor, device=self.words.device)
 
@@ -66,7 +66,7 @@ class PackedEmbedding(PackedMatrix):
 def first_table(model: nn.Module) -> PackedEmbedding | None:
     """Return the packed embedding that comes before all floating-point parameters of `model`; None without.
 
-    transformers takes the dtype of the first such parameter as the model's; here it is the dtype of scales.
+    transformers takes the dtype of that parameter as the model's, although it is the dtype of scales.
     """
     for module in model.modules():
         if isinstance(module, PackedEmbedding):
@@ -86,8 +86,8 @@ def activation_dtype(model: Any) -> torch.dtype:
 def tie_to_table(model: Any, head: str, table: str) -> None:
     """Let transformers tie all parts of the packed linear `head` to those of the packed embedding `table`.
 
-    So there is one set of parameters: transformers loads, moves and saves them once, as it does a dense tied
-    weight. Raises `CheckpointError` if `head` is no packed linear.
+    So transformers loads, moves and saves one set of parameters, as for a dense tied weight. Raises
+    `CheckpointError` if `head` is no packed linear.
     """
     linear: Any = model.get_submodule(head)
     if not isinstance(linear, PackedLinear):

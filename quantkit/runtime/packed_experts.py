@@ -35,12 +35,12 @@ _ALL = -1
 class PackedExperts(PackedModule):
     """Fused experts with packed weights: `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I].
 
-    `spec` says what the module computes. Gate and up are separate packed matrices [I, H], stacked along N, as
-    merging per-expert tensors leaves them, however the dense module stores them. So a word of zero-points
-    (packed along N) never holds rows of both. Experts without gate have `up_proj` [E, I, H]. Entries of the
-    state dict, container compressed-tensors: `gate_up_proj_packed` [E, 2I, W] int32, `_scale` [E, 2I, G],
-    `_zero_point` [E, 2Z, G], `_shape` [E, 4]; `down_proj` has the same. Biases are dense, as in the dense
-    module: `gate_up_proj_bias` [E, 2I], `down_proj_bias` [E, H].
+    `spec` describes the function of the module. Gate and up are separate packed matrices [I, H], stacked
+    along N, as merging per-expert tensors leaves them, however the dense module stores them. So a word of
+    zero-points (packed along N) never holds rows of both. Experts without gate have `up_proj` [E, I, H].
+    Entries of the state dict, container compressed-tensors: `gate_up_proj_packed` [E, 2I, W] int32, `_scale`
+    [E, 2I, G], `_zero_point` [E, 2Z, G], `_shape` [E, 4]; `down_proj` has the same. Biases are dense, as in
+    the dense module: `gate_up_proj_bias` [E, 2I], `down_proj_bias` [E, H].
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PackedExperts(PackedModule):
         }
 
     def _dense(self, parameter: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight of an expert in `parameter`, as the dense module holds it."""
+        """Return the weight of an expert in `parameter`, in the layout of the dense module."""
         matrices = [packed.dequantize(dtype) for packed in self.packed(parameter, expert)]
         return self.spec.joined(matrices)
 

@@ -19,7 +19,7 @@ from quantkit.runtime.packed_module import Matrix, PackedModule, PartSpec, local
 
 
 class SharesInput(Protocol):
-    """Group of linears that share their input, such as `SharedInput`, as one of its members sees it."""
+    """Protocol of `SharedInput` for its members: linears that share their input x."""
 
     def product(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return y [..., N] of member `index` for x [..., K], or None if the member must compute it."""
@@ -67,7 +67,7 @@ class PackedMatrix(PackedModule):
 
     @property
     def matrix(self) -> Matrix:
-        """Return the weight as kernels see it."""
+        """Return the tensors of the weight, in the order in which kernels take them."""
         return Matrix.of(self._parts("weight"), self._schemes["weight"], self._columns["weight"])
 
     @property
@@ -85,7 +85,7 @@ class PackedMatrix(PackedModule):
 class PackedLinear(PackedMatrix):
     """Linear layer with packed W: y [..., N] = x [..., K] W^T + b; y has the dtype of x.
 
-    W [N, K] is the matrix; entries of the state dict are its own and `bias` [N].
+    W is the packed matrix [N, K]; the state dict has its parts and `bias` [N].
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class PackedLinear(PackedMatrix):
         self._shared = shared, index
 
     def replace_layout(self, layout: KernelLayout) -> None:
-        """Replace the present layout by `layout`, a copy of it at another place."""
+        """Replace the kernel layout by `layout`, which has the same values at another address."""
         key = ("weight", 0, layout.dtype)
         assert key in self._layouts
         replaced, self._layouts[key] = self._layouts[key], layout
@@ -182,7 +182,7 @@ class PackedLinear(PackedMatrix):
         return {**super().__getstate__(), "_shared": None}
 
     def word_and_bias_parameters(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the parameters of words and bias; None where one is missing."""
+        """Return the parameters of words and bias; None for a missing parameter."""
         return self._parameters[self._words_key], self._parameters["bias"]
 
     def token(self) -> str:

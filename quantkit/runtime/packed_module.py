@@ -75,7 +75,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Part needed to compute: its name in the state dict, and the dtype in which kernels read it."""
+    """Part that kernels need: its name in the state dict, and the dtype in which kernels read it."""
 
     name: str
     part: str
@@ -234,7 +234,7 @@ class PackedModule(nn.Module):
                 words.data = words.data.clone()
 
     def keep_columns(self, parameter: str, columns: int) -> None:
-        """Set the row length of `parameter` to `columns`; other ranks have the rest of each row."""
+        """Set the row length of `parameter` to `columns`; other ranks have the other columns."""
         self._schemes[parameter] = self._schemes[parameter].for_columns(columns)
         self._columns[parameter] = columns
         prepare(self._schemes[parameter], self._activations[parameter])
@@ -334,7 +334,7 @@ class PackedModule(nn.Module):
 
     @property
     def activations(self) -> tuple[ActivationScheme, ...]:
-        """Return how the inputs of its matrices are rounded; empty if they are not."""
+        """Return the activation schemes of the matrices; empty if inputs are not rounded."""
         return tuple(scheme for scheme in self._activations.values() if scheme is not None)
 
     def rounded(self, parameter: str, x: torch.Tensor) -> torch.Tensor:
@@ -343,7 +343,7 @@ class PackedModule(nn.Module):
         return x if scheme is None else scheme.round(x)
 
     def inputs_of(self, parameter: str) -> ActivationScheme | None:
-        """Return how inputs of `parameter` are rounded, with the number that a static scheme stores."""
+        """Return the activation scheme of `parameter`, with the stored number of a static scheme."""
         scheme = self._bound.get(parameter) or self._activations[parameter]
         if scheme is None or scheme.part is None or scheme.stored is not None:
             return scheme
@@ -361,7 +361,8 @@ class PackedModule(nn.Module):
     def with_inputs(self, parameter: str, scheme: Scheme, on_gpu: bool) -> Scheme:
         """Return the scheme for a product of `parameter`, whose weights have `scheme`.
 
-        On a GPU, and for int8 products, it says how inputs are rounded. Else the caller rounds them, once.
+        On a GPU, and for int8 products, the scheme includes the activation scheme. Otherwise the caller
+        rounds inputs, once.
         """
         activations = self.inputs_of(parameter)
         if activations is None or not (on_gpu or parameter in self._int8):

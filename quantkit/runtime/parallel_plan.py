@@ -29,7 +29,7 @@ class Cut:
     refusal: str | None = None
 
     def why_not(self, ranks: int) -> str | None:
-        """Return None if `ranks` ranks can have equal shares of whole units, else the reason."""
+        """Return why `ranks` ranks cannot have equal shares of whole units; None if they can."""
         share, rest = divmod(self.length, ranks)
         if ranks == 1 or self.refusal is not None:
             return None if ranks == 1 else self.refusal
@@ -52,14 +52,14 @@ class TensorParallelPlan:
     cuts: tuple[Cut, ...]
 
     def why_not(self, ranks: int) -> str | None:
-        """Return None if `ranks` ranks can run the model, else the reason of the first unfit matrix."""
+        """Return why `ranks` ranks cannot divide the first unfit matrix; None if they can run the model."""
         if ranks > 1 and not self.cuts:
             return f"transformers has no tensor-parallel plan for {self.model}"
         return next((reason for cut in self.cuts if (reason := cut.why_not(ranks)) is not None), None)
 
     @property
     def first_refused(self) -> int:
-        """Return the smallest power of two of ranks that does not fit."""
+        """Return the smallest number of ranks, a power of two, that cannot run the model."""
         ranks = 2
         while self.why_not(ranks) is None:
             ranks *= 2

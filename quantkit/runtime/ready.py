@@ -23,8 +23,8 @@ MANY_ROWS = 512
 def make_ready(model: Any) -> None:
     """Build the kernel layouts of `model`; on a GPU, log what runs slower than it could.
 
-    Called after loading, and at the first forward after a move or cast. Raises `FormatError` for unsound
-    weights.
+    Called after loading, and at the first forward after a move or cast. Raises `FormatError` for NaN
+    codes or scales.
     """
     dtype = activation_dtype(model)
     with building():

@@ -1,6 +1,6 @@
 """Replace dense modules by packed ones, and back."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -179,16 +179,17 @@ def swap_modules(
     )
     # Another class may be a part of the model.
     if unknown and names is None:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise CheckpointError(
-            f"quantization_config packs {unknown[0]!r}{_others(unknown)}, which {type(model).__name__} "
+            f"quantization_config packs {unknown[0]!r}{more}, which {type(model).__name__} "
             "does not have. Quantize the model again, or use the transformers version it was made with."
         )
 
 
 def _add_kv_scales(model: nn.Module) -> None:
-    """Give attention layers, which have packed keys and values, the scales of their keys and values.
+    """Register buffers for the KV scales in attention layers with packed k_proj and v_proj.
 
-    Nothing here computes with them: they are for engines, and stay with the model when it is saved.
+    No product uses the scales; a KV cache in fp8 does, and `save_pretrained` writes them.
     """
     for attention in list(model.modules()):
         leaves = {leaf for leaf in KV_PARTS if isinstance(attention._modules.get(leaf), PackedLinear)}
@@ -263,7 +264,3 @@ def _refuse_tied(model: nn.Module, name: str) -> None:
             f"{name!r} is packed, but config.json ties its weight to the embedding. Set "
             '"tie_word_embeddings": false in config.json, or quantize the model again.'
         )
-
-
-def _others(names: Sequence[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -49,7 +49,7 @@ def is_saved(directory: Path) -> bool:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return True for a GGUF file or a checkpoint directory without anything that quantkit wrote."""
+    """Return True for a GGUF file, or a checkpoint directory that quantkit did not write."""
     if path.suffix == ".gguf" or gguf_file(path) is not None:
         return True
     try:
@@ -64,7 +64,7 @@ def is_foreign(path: Path) -> bool:
 def read_record(directory: Path) -> ModelRecord:
     """Return the record of a packed directory: from its manifest, or from config.json and headers.
 
-    Raises `CheckpointError` if it is neither, or if its manifest changed since it was written.
+    Raises `CheckpointError` for a directory that is not packed, or whose manifest was changed.
     """
     if is_saved(directory):
         return record_of(Checkpoint.open(directory))
@@ -90,7 +90,7 @@ def file_names(directory: Path) -> list[str]:
 def record_of(checkpoint: Checkpoint) -> ModelRecord:
     """Return the record of a packed checkpoint from config.json, headers, and the logical shapes.
 
-    Raises `CheckpointError` if they do not fit: a part is missing, or has another dtype or shape.
+    Raises `CheckpointError` if a part is missing, or has another dtype or shape.
     """
     register_plugin()
     from quantkit.runtime.replace import swap_modules

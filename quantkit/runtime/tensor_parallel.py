@@ -3,7 +3,8 @@
 A share must be a weight of the same scheme. Cuts fall between words, between words of zero-points that span
 several rows, and between groups. So not every number of ranks fits, and some parts are divided while others
 are whole on all ranks. transformers alone would divide all parts, and would not divide packed experts, which
-its plan does not name. `TensorParallelPlan` says what fits; `patches/parallel.py` makes transformers follow.
+its plan does not name. `TensorParallelPlan` tells the numbers of ranks that fit; `patches/parallel.py`
+changes transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +70,7 @@ def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
 
 
 def _why_undivided(name: str, module: PackedModule) -> str | None:
-    """Return None if the styles of transformers fit a packed module, else the reason."""
+    """Return why the styles of transformers cannot divide a packed module; None if they can."""
     if isinstance(module, PackedExperts) and (module.spec.transposed or module.spec.biased):
         kind = "transposed" if module.spec.transposed else "with biases"
         return f"ranks cannot divide {name!r}: the model has these experts {kind}"
@@ -92,7 +93,7 @@ def cut_of(
 
 
 def _styles_of(model: Any) -> Callable[[str], Any]:
-    """Return a lookup from module or parameter name to its parallel style, None if ranks do not divide it."""
+    """Return a function from module or parameter name to its parallel style; None if it is not divided."""
     try:
         from transformers.distributed.tensor_parallel import (
             ALL_PARALLEL_STYLES,
@@ -135,7 +136,7 @@ def ranks_of(modules: Sequence[nn.Module]) -> Any:
 
 
 def why_ranks_unfit(modules: Sequence[nn.Module]) -> str | None:
-    """Return None if steps of `modules` can be captured on all ranks, else the reason."""
+    """Return why steps of `modules` cannot be captured on all ranks; None if they can."""
     if not any(isinstance(module, PackedModule) and module.tensor_parallel for module in modules):
         return None
     group = ranks_of(modules)

@@ -1,4 +1,4 @@
-"""List the weights of a packed checkpoint as kernels see them."""
+"""Count the weights of a packed checkpoint by scheme and shape, for kernels."""
 
 from pathlib import Path
 

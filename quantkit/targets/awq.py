@@ -81,7 +81,7 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Words int32 [R, N / 8] of codes, uint8 [N, R]."""
+    """Pack codes uint8 [N, R] to words int32 [R, N / 8]."""
     ordered = codes.T.reshape(codes.shape[1], -1, len(AWQ_ROWS))[:, :, list(AWQ_ROWS)]
     return bitpack.pack(ordered.flatten(1), _BITS)
 

@@ -33,10 +33,10 @@ BY_TENSORS = frozenset(
 def refuse_fields(
     directory: Path, config: Any, reader: str, carried: Collection[str], fixed: Mapping[str, Any]
 ) -> None:
-    """Raise `CheckpointError` for a field of `config` that `reader` does not compute with.
+    """Raise `CheckpointError` for a field of `config` that `reader` would ignore.
 
-    `carried` fields may have any value, and `fixed` ones the value given. All others must have the default
-    of the model's class, so that a field which this table lacks is refused, and not ignored.
+    `carried` fields may have any value, and `fixed` fields the value in `fixed`. All others must have the
+    default of the model's class, so that unknown fields are refused.
     """
     names = {config.attribute_map.get(name, name) for name in (*carried, *BY_TENSORS)} | _NEUTRAL
     default = type(config)().to_dict()

@@ -1,6 +1,6 @@
 """GGUF: one file with blocks of 32 or 256 weights, metadata and tokenizer, as llama.cpp reads it.
 
-Names, permuted rows and block types are those of the tables that GGUF files are read by.
+Names, permuted rows and block types are in the tables with which GGUF files are read.
 """
 
 import math
@@ -79,7 +79,7 @@ _NUMBERS = {row.dtype: row for row in BLOCK_TYPES.values() if row.dtype is not N
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of the source in its place, and the type that its weights get."""
+    """Tensor of the source, its place in the GGUF file, and its block type."""
 
     place: Place
     source: StoredTensor
@@ -131,7 +131,7 @@ def _read(paths: Sequence[Path]) -> Checkpoint:
 
 
 def _architecture(checkpoint: Checkpoint, config: Any) -> tuple[str, Architecture]:
-    """Return the architecture of llama.cpp; raise `CheckpointError` for what it computes otherwise."""
+    """Return the architecture of llama.cpp; raise `CheckpointError` if it computes something else."""
     found = exported_as(config.model_type)
     known = sorted(one for row in ARCHITECTURES.values() for one in row.exported)
     if found is None:
@@ -166,7 +166,7 @@ def _architecture(checkpoint: Checkpoint, config: Any) -> tuple[str, Architectur
 
 
 def _known(config: Any, arch: Architecture) -> dict[str, str]:
-    """Return the metadata keys of a model, and the field of its config for each."""
+    """Return the field of config.json for each metadata key of a model."""
     from transformers.integrations import GGUF_CONFIG_MAPPING
 
     known = {**GGUF_CONFIG_MAPPING[config.model_type], **arch.config}
@@ -178,7 +178,7 @@ def _head_size(config: Any) -> int:
 
 
 def _window(config: Any) -> int | None:
-    """Return the tokens that a token attends to, if they are fewer than the context."""
+    """Return the attention window in tokens if it is shorter than the context, else None."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     return int(window) if window and window < config.max_position_embeddings else None
 
@@ -209,7 +209,7 @@ def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
 
 
 def _smallest(checkpoint: Checkpoint, matrix: StoredMatrix) -> SupportedScheme | str:
-    """Return the smallest scheme that has the weights of a matrix, or why none has."""
+    """Return the smallest scheme that represents the weights of a matrix, or why none does."""
     reasons = {supported: why_unsupported(matrix, supported) for supported in _SCHEMES}
     fitting = [supported for supported, reason in reasons.items() if reason is None]
     if not fitting:
@@ -235,7 +235,7 @@ def _why_inexact(checkpoint: Checkpoint, matrix: StoredMatrix, supported: Suppor
 
 
 def _shape(parts: Sequence[_Part]) -> tuple[int, ...]:
-    """Return the shape of a tensor of the file: of all experts, or of its only part."""
+    """Return the shape of a tensor in the file, of one part or of all experts stacked."""
     shape = parts[0].source.shape[1:] if parts[0].place.is_row else parts[0].source.shape
     return shape if parts[0].place.part is None else (len(parts), *shape)
 

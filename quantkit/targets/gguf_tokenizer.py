@@ -1,7 +1,7 @@
-"""A tokenizer as metadata of a GGUF file.
+"""Convert a tokenizer to metadata of a GGUF file.
 
-llama.cpp has code of its own for the rules by which text is cut before tokens are merged, and knows them by
-name. `SPLITS` has the rules, as the library tokenizers writes them, for each name.
+llama.cpp implements rules of pre-tokenization, which cut text before tokens are merged, by name. `SPLITS`
+maps names to these rules in the form of the library tokenizers.
 """
 
 import json
@@ -41,7 +41,7 @@ _PLAIN_BYTES = {**_BYTES, "use_regex": False}
 
 
 class Split(NamedTuple):
-    """Steps before merging, without what does not change tokens; and if words that are tokens stay whole."""
+    """Steps before merging that affect tokens, and whether words that are tokens stay whole."""
 
     steps: tuple[Mapping[str, Any], ...]
     ignores_merges: bool = False
@@ -92,16 +92,16 @@ _OF_ADDED = {
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """Metadata of a tokenizer, and where llama.cpp's tokens differ from the tokenizer's."""
+    """Metadata of a tokenizer, and notes on texts for which llama.cpp's tokens differ."""
 
     metadata: Metadata
     notes: tuple[str, ...]
 
 
 def gguf_tokenizer(directory: Path, rows: int) -> GgufTokenizer | None:
-    """Return the tokenizer in `directory` for an embedding of `rows`; None where there is none.
+    """Return the tokenizer in `directory` for an embedding of `rows`; None without one.
 
-    Raises `CheckpointError` for one whose tokens llama.cpp would not make.
+    Raises `CheckpointError` for a tokenizer whose tokens llama.cpp does not reproduce.
     """
     if not vocabularies(directory):
         return None
@@ -213,7 +213,7 @@ def _bare(step: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _named(steps: Iterable[Mapping[str, Any]]) -> str:
-    """Return names of steps, with what they look for; `nothing` without any."""
+    """Return the names of steps with their patterns as text; `nothing` without steps."""
     names = [" ".join([step["type"], *map(str, step.get("pattern", {}).values())]) for step in steps]
     return ", ".join(names) or "nothing"
 
@@ -238,7 +238,7 @@ def _special(directory: Path, words: Any, rows: int, eos_by_default: int) -> tup
 
 
 def _ends(directory: Path) -> list[Any]:
-    """Return the tokens at which generation ends, as the files of the model have them."""
+    """Return the end-of-text tokens in the files of the model."""
     with explained(directory):
         settings = read_generation_config(directory / GENERATION_CONFIG_NAME)
     ends = getattr(settings, "eos_token_id", None)
@@ -248,7 +248,7 @@ def _ends(directory: Path) -> list[Any]:
 
 
 def _around(directory: Path, words: Any) -> Metadata:
-    """Return if BOS and EOS are put around a text."""
+    """Return the metadata that tells if BOS and EOS are added to a text."""
     plain, ids = (words("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     for before, after in product((False, True), repeat=2):
         if ids == [words.bos_token_id] * before + plain + [words.eos_token_id] * after:
@@ -258,7 +258,7 @@ def _around(directory: Path, words: Any) -> Metadata:
 
 
 def _templates(words: Any) -> Metadata:
-    """Return chat templates. llama.cpp gives them the texts of BOS and EOS; other tokens are set in front."""
+    """Return chat templates, with other special tokens than BOS and EOS, which llama.cpp passes, inserted."""
     found = words.chat_template or {}
     templates = {"default": found} if isinstance(found, str) else found
     others = {
@@ -277,7 +277,7 @@ def _templates(words: Any) -> Metadata:
 
 
 def _added_notes(rules: Mapping[str, Any], normalizer: Any) -> list[str]:
-    """Return where tokens differ beside added tokens, whose settings llama.cpp does not have."""
+    """Return notes on different tokens next to added tokens, whose settings llama.cpp lacks."""
     notes = []
     for setting, note in _OF_ADDED.items():
         texts = [one["content"] for one in rules["added_tokens"] if one[setting]]

@@ -1,4 +1,4 @@
-"""Tokens of a GGUF file: their texts, kinds and scores, and tokens that llama.cpp makes of other parts.
+"""Build the vocabulary of a GGUF file: text, kind and score of each token.
 
 llama.cpp's SentencePiece knows no merges. It joins any two neighbours whose text is a token, of the highest
 score first. Scores are ranks of merges here. Texts then get the same tokens if the text of every token does:
@@ -27,7 +27,7 @@ Ranks = Mapping[tuple[str, str], int]
 
 
 def token_table(rules: Mapping[str, Any], rows: int) -> tuple[list[str], list[Kind]]:
-    """Return texts and kinds of `rows` tokens by number; rows of the embedding without a token get one.
+    """Return texts and kinds of `rows` tokens by id; an embedding row without a token gets a placeholder.
 
     `rules` are those of tokenizer.json, whose tokens are all below `rows`.
     """
@@ -51,20 +51,20 @@ def token_table(rules: Mapping[str, Any], rows: int) -> tuple[list[str], list[Ki
 
 
 def missing_bytes(texts: Iterable[str], name_of: Callable[[int], str]) -> list[str]:
-    """Return the tokens of bytes, by their names, that a text can need and the vocabulary lacks."""
+    """Return the names of byte tokens that the vocabulary lacks and a text can need."""
     known = set(texts)
     low = [value for value in range(0x80) if chr(value).replace(" ", SPACE) not in known]
     return [name for value in (*low, *_HIGH_BYTES) if (name := name_of(value)) not in known]
 
 
 def merge_ranks(model: Mapping[str, Any]) -> dict[tuple[str, str], int]:
-    """Return pairs of tokens that a model of tokenizer.json merges, with their ranks."""
+    """Return the ranks of the merges of a model of tokenizer.json, by pair of tokens."""
     pairs = (one.split(" ") if isinstance(one, str) else one for one in model["merges"])
     return {(left, right): rank for rank, (left, right) in enumerate(pairs)}
 
 
 def unmade(texts: Sequence[str], kinds: Sequence[Kind], ranks: Ranks) -> Iterator[str]:
-    """Yield the normal tokens that merges do not make of their characters."""
+    """Yield the normal tokens that merges of their characters do not produce."""
     for text, kind in zip(texts, kinds, strict=True):
         if kind == Kind.NORMAL and merged(text, lambda *pair: ranks.get(pair))[0] != [text]:
             yield text

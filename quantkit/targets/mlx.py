@@ -101,7 +101,7 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
 
 
 def _biases(rows: Rows, supported: SupportedScheme) -> torch.Tensor:
-    """Return the minimum of each group, which code 0 stands for, float32 [R, G]."""
+    """Return the bias of each group, the value of code 0, float32 [R, G]."""
     if rows.minimums is not None:
         return rows.minimums
     zeros = 2 ** (supported.format.bits - 1) if rows.zeros is None else rows.zeros.float()

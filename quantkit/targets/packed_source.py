@@ -43,11 +43,11 @@ class StoredMatrix(StoredTensor):
 
     @property
     def stored_as(self) -> str:
-        """Return the scheme, in words."""
+        """Return the scheme as text."""
         return str(self.scheme)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of rows of about `PIECE` weights, cut where every stored part can be."""
+        """Yield row ranges of about `PIECE` weights, at which every stored part can be cut."""
         rows, columns = self.shape
         step = max(1, PIECE // columns // self._unit) * self._unit
         yield from ((start, min(start + step, rows)) for start in range(0, rows, step))

@@ -32,7 +32,7 @@ GPTQMODEL, VLLM = "transformers with gptqmodel 7.7.0", "vLLM 0.32.0"
 
 @dataclass(frozen=True)
 class Fit:
-    """Scheme for a matrix, and the columns of its groups; `channel` if a group is a row."""
+    """Chosen scheme of a matrix, and its columns per group; `channel` is True if a group is a row."""
 
     supported: SupportedScheme
     size: int

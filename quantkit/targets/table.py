@@ -1,4 +1,4 @@
-"""The targets of `export`, by name. Adding one is a file of this folder and a row here."""
+"""Table of the targets of `export`, by name. A new target is a module in this folder and a row."""
 
 from collections.abc import Mapping
 

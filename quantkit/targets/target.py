@@ -50,9 +50,9 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """All of an export that is known before a weight is written: files, and what config.json gets.
+    """Plan of an export, before any weight is written: files, and fields of config.json.
 
-    `stored` describes by source tensor what it becomes. `read(paths)` opens the written files. `readers` are
+    `stored` describes the stored form by source tensor. `read(paths)` opens the written files. `readers` are
     tools, with their version, that were tried with such files.
     """
 
@@ -76,8 +76,8 @@ class Target:
 class SupportedScheme:
     """Codes of a format in groups of columns, each with a scale, and perhaps a zero-point or a minimum.
 
-    `groups` are the sizes that groups may have, the largest first. `scale_dtypes` are those of scales, and of
-    minimums, the preferred first; `zero_points` the kinds of what a matrix has beside its scales.
+    `groups` are the allowed group sizes, the largest first. `scale_dtypes` are the dtypes of scales and
+    minimums, the preferred first; `zero_points` the kinds of zero-points.
     """
 
     name: str
@@ -97,7 +97,7 @@ class SupportedScheme:
         return None if None in found else torch.tensor(found, dtype=torch.uint8)
 
     def fits_group(self, matrix: StoredMatrix, size: int) -> bool:
-        """Return True if groups of `size` columns are whole in those of the matrix and in its rows."""
+        """Return True if `size` divides the groups and the rows of the matrix."""
         columns = matrix.shape[1]
         return columns % size == 0 and (matrix.scheme.group_columns(columns) % size == 0)
 
@@ -112,7 +112,7 @@ class SupportedSchemes:
     remedy: str
 
     def refuse(self, refused: Mapping[str, str]) -> None:
-        """Raise `CheckpointError` if a matrix is `refused`; the reasons are by module."""
+        """Raise `CheckpointError` unless `refused`, reasons by module, is empty."""
         if not refused:
             return
         name, reason = next(iter(refused.items()))
@@ -199,6 +199,6 @@ def recoded_rows(
 
 
 def inexact(values: torch.Tensor, dtype: torch.dtype) -> float | None:
-    """Return the first of `values` (float32) that `dtype` does not have; None if it has all."""
+    """Return the first of `values` (float32) that is inexact in `dtype`; None if all are exact."""
     wrong = values.to(dtype).to(torch.float32) != values
     return float(values[wrong][0]) if bool(wrong.any()) else None

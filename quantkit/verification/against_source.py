@@ -8,12 +8,16 @@ import torch
 
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.hub.repository import resolve
+from quantkit.checkpoint.low_bit.static_scales import StoredScale
+from quantkit.checkpoint.low_bit.weight import stored_module
 from quantkit.checkpoint.open_source import exactly, open_source
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.model.model_free import with_other_parts
 from quantkit.model.prefixes import read_names
+from quantkit.model.structure import Structure
+from quantkit.packing.names import KV_PARTS
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress, counting
 
@@ -25,7 +29,7 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class Compared:
-    """Number of compared tensors, of packed ones, and the differences."""
+    """Numbers of compared and of packed tensors, and texts of differences."""
 
     tensors: int
     packed: int
@@ -61,6 +65,7 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
             problems += _differences(checkpoint, packed, own, found)
         seen.add(own)
         advance(tensor.stored_bytes, name)
+    problems += _scale_differences(checkpoint, structure, packed, config)
     more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
     return Compared(len(checkpoint.tensors), count, (*problems[:_NAMED], *more))
 
@@ -68,7 +73,7 @@ def compare_with_source(directory: Path, source: str | Path, progress: Progress 
 def _packed(
     checkpoint: Checkpoint, config: QuantizationConfig, source: StoredTensor, module: str | None
 ) -> PackedTensor | None:
-    """Return the packed tensor made from a tensor of the source; None if it stayed dense."""
+    """Return the packed tensor of a tensor of the source; None for a dense one."""
     scheme = None if module is None else config.scheme_of(module)
     if scheme is None:
         return None
@@ -82,6 +87,33 @@ def _packed(
             tensor = checkpoint.read(stored.part_name(name, part))
             parts[part] = stored.from_file(part, tensor, dtype)
     return PackedTensor.from_parts(parts, scheme, shape)
+
+
+def _scale_differences(
+    source: Checkpoint, structure: Structure, packed: Checkpoint, config: QuantizationConfig
+) -> Iterator[str]:
+    """Yield the static scales of inputs, keys and values that are not those of the source, if it has any."""
+    for module, linear in structure.linears.items():
+        scheme, tensor = config.scheme_of(module), source.tensors.get(f"{linear.stored[0]}.weight")
+        spec = None if tensor is None else tensor.grid_spec
+        if scheme is None or tensor is None or spec is None:
+            continue
+        own, (parent, _, leaf) = stored_module(tensor), linear.stored[0].rpartition(".")
+        expected: dict[str, StoredScale | None] = {}
+        if scheme.activations is not None and scheme.activations.part is not None:
+            found = source.activations.of_inputs(own, spec.format)
+            expected[f"{linear.stored[0]}.{scheme.activations.part}"] = None if found is None else found[1]
+        if config.kv_scales and leaf in KV_PARTS:
+            states = source.activations.of_states(own.rpartition(".")[0])
+            expected[f"{parent}.{KV_PARTS[leaf]}"] = dict(zip(KV_PARTS, states, strict=True))[leaf]
+        for name, scale in expected.items():
+            if scale is None:
+                continue
+            right = scale.value(source.read_stored)
+            if name not in packed.tensors:
+                yield f"{name}, a static scale of the source, is not there"
+            elif (value := packed.read(name).flatten().tolist()) != [right]:
+                yield f"{name} is {value}, and {right} in the source"
 
 
 def _differences(

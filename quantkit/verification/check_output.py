@@ -4,15 +4,16 @@ The model runs once all files except manifest and config exist. It does not run 
 memory: quantizing streams the model, running does not. `prompt_logits.py` has the prompt and the comparison.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantkit import memory
 from quantkit.checkpoint.manifest import read_manifest
-from quantkit.checkpoint.model_record import LayerRecord, float32_bytes
+from quantkit.checkpoint.model_record import ModelRecord, float32_bytes
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.checkpoint.source import Checkpoint
@@ -32,37 +33,52 @@ from quantkit.verification.prompt_logits import (
 from quantkit.verification.readers import check_written
 
 
-def check_unfinished(
+def finish_checked(
     output: OutputDirectory,
-    config: Mapping[str, Any],
+    weight_map: Mapping[str, str],
     output_bytes: int,
-    layers: Mapping[str, LayerRecord],
-    device: torch.device,
-) -> tuple[dict[str, Any], str | None]:
-    """Return the manifest entry with the logits of `output`, which lacks config and manifest, and None.
+    config: Mapping[str, Any],
+    side_files: Sequence[Path],
+    model: ModelRecord,
+    device: torch.device | None,
+    before: Callable[[], None],
+    **more: Any,
+) -> str | None:
+    """Finish `output` with `model` and `more` in the manifest; return why its model was not run, or None.
 
-    `config` is the config.json that it will have, `output_bytes` are those of its tensors.
-    With too little memory, or if the model takes no text: an empty entry and the reason. Raises
-    `CheckpointError` if the model does not load or its logits are not finite, and `EnvironmentProblem` if
-    memory ran out after all. Raises `OutputError` if the lock is lost, because another writer may have
-    changed the files.
+    `before` checks the written files. Then the model runs on `device` (None: it does not), and its logits are
+    stored. It does not run with too little memory, or if it takes no text. Raises as `OutputDirectory.finish`
+    does. Raises `CheckpointError` if the model does not load or its logits are not finite, and
+    `EnvironmentProblem` if memory ran out after all.
     """
     directory = output.path
-    reason = why_no_class(config, directory)
-    reason = reason or _why_not(float32_bytes(output_bytes, layers), device)
-    if reason is not None:
-        return {}, reason
-    try:
-        logits = run_prompt(lambda: load_unfinished(directory, config, device), directory)
-    except TakesNoText as found:
-        return {}, str(found)
-    except (CheckpointError, EnvironmentProblem) as error:
-        output.lock.check()
-        raise type(error)(
-            f"the result does not run, and {directory} stays unfinished: {error} The same command with "
-            "--resume tries again, with --resume --no-check it finishes without running the model."
-        ) from error
-    return {KEY: asdict(logits)}, None
+    unchecked = None
+
+    def check() -> dict[str, Any]:
+        nonlocal unchecked
+        before()
+        if device is None:
+            return {}
+        unchecked = why_no_class(config, directory)
+        unchecked = unchecked or _why_not(float32_bytes(output_bytes, model.layers), device)
+        if unchecked is not None:
+            return {}
+        try:
+            logits = run_prompt(lambda: load_unfinished(directory, config, device), directory)
+        except TakesNoText as found:
+            unchecked = str(found)
+            return {}
+        except (CheckpointError, EnvironmentProblem) as error:
+            # Another writer may have changed the files.
+            output.lock.check()
+            raise type(error)(
+                f"the result does not run, and {directory} stays unfinished: {error} The same command with "
+                "--resume tries again, with --resume --no-check it finishes without running the model."
+            ) from error
+        return {KEY: asdict(logits)}
+
+    output.finish(weight_map, output_bytes, config, side_files, {**model.to_dict(), **more}, check)
+    return unchecked
 
 
 def check_headers_of(output: OutputDirectory, planned: Plan, checkpoint: Checkpoint) -> None:

@@ -1,4 +1,4 @@
-"""Describe a checkpoint of any tool: how its weights are stored, who made it for whom, and what can be done.
+"""Describe a checkpoint of any tool: storage of the weights, readers, and usable commands.
 
 Everything comes from config.json and headers, or from the header of a GGUF file. Formats that quantkit does
 not read are described by their settings, and their weights are counted by the class of the model.
@@ -50,7 +50,7 @@ _SECTIONS = ("quantization_config", "compression_config", "quantization")
 
 @dataclass(frozen=True)
 class StoredKind:
-    """Tensors that are stored alike, with their logical weights and the bytes of all their parts."""
+    """Tensors of one storage format: number, logical weights, and bytes of all parts."""
 
     stored_as: str
     low_bit: bool
@@ -70,10 +70,10 @@ class Description:
 
     method            quant_method or the like; "" for an unquantized checkpoint
     architecture      class or architecture by its own metadata, None without it
-    kinds             how tensors are stored, the most bytes first
+    kinds             storage formats, the most bytes first
     nbytes            bytes of all tensors
     bits_per_weight   `linears` counts the low-bit tensors, `model` all; None if unknown
-    settings          bits and group size by the settings, where the tensors do not tell
+    settings          bits and group size of the config, if tensors do not determine them
     made_for          tools that read such checkpoints, by their documentation
     not_read          why quantkit cannot read the weights, else None
     not_converted     why `convert` cannot keep the values, else None

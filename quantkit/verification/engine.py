@@ -1,4 +1,4 @@
-"""Say what an inference engine makes of a packed checkpoint, from config.json and headers alone."""
+"""Predict how an inference engine loads a packed checkpoint, from config.json and headers alone."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ class EngineLayer:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The answer of an engine for a packed checkpoint.
+    """Report on how an engine loads a packed checkpoint.
 
     `layers` are its linears by module. `refusals` are the reasons, with remedies, why the engine cannot load
     the checkpoint or would misread it. `tensor_parallel` maps each of `RANKS` to the reason why that many
@@ -61,12 +61,12 @@ class EngineReport:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return JSON values."""
         return {"ok": not self.refusals, **asdict(self)}
 
 
 def engine_report(directory: Path, engine: Engine, version: str) -> EngineReport:
-    """Return what `version` of `engine` makes of a packed checkpoint. Reads headers, no weights.
+    """Return how `version` of `engine` loads a packed checkpoint. Reads headers, no weights.
 
     Raises `CheckpointError` if `directory` is not a packed checkpoint, or if a part of it is missing or has
     another dtype or shape.
@@ -145,7 +145,7 @@ def why_refused(
 
 
 def _row(engine: Engine, a: Assignment) -> Support | None:
-    """Return the row of `engine` for a packed linear, None for a dense one."""
+    """Return the table row of `engine` for the storage of a packed linear; None for a dense linear."""
     if a.scheme is None:
         return None
     row = compressed_tensors_format(a.scheme, a.shape[1])
@@ -172,7 +172,7 @@ def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str
 
 
 def _misread(engine: Engine, section: Mapping[str, Any], assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Yield a message if config.json makes `engine` take linears for something other than they are."""
+    """Yield a message if config.json makes `engine` read linears in another scheme than they have."""
     groups: Any = section.get("config_groups")
     ignored: Any = section.get("ignore")
     if not (
@@ -271,7 +271,7 @@ def _in_engine(cut: Cut, a: Assignment | None) -> Cut:
 
 
 def _why_not(cut: Cut, ranks: int) -> str | None:
-    """Return None if `ranks` GPUs can divide a matrix, else the reason."""
+    """Return why `ranks` GPUs cannot divide a matrix; None if they can."""
     head = next((size for unit, size in cut.units.items() if unit.startswith("heads")), None)
     if head is not None and cut.name.rpartition(".")[2] in _REPLICATED:
         heads = cut.length // head

@@ -1,4 +1,4 @@
-"""Check a plan before it runs, for `plan` and `quantize` alike."""
+"""Check a plan before a run, for `plan` and for `quantize`."""
 
 from pathlib import Path
 

@@ -179,7 +179,7 @@ def differences(stored: PromptLogits, logits: torch.Tensor) -> list[str]:
 
 
 class TakesNoText(CheckpointError):
-    """The model does not run on tokens alone, so there is nothing to compare."""
+    """The model does not run on tokens alone, so it has no prompt logits."""
 
 
 def _prompt(model: Any) -> tuple[int, ...]:

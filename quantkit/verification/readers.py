@@ -63,8 +63,8 @@ def with_readers(planned: Plan, checkpoint: Checkpoint) -> Plan:
 def check_written(planned: Plan, checkpoint: Checkpoint, tensors: Mapping[str, TensorSpec]) -> None:
     """Raise `CheckpointError` unless the class of `planned` loads the `tensors` of its output.
 
-    Without such a class, the tensors are compared with those of the source `checkpoint`. Each must be there,
-    dense or packed as the output's config says, and no other.
+    Without such a class, the tensors are compared with those of the source `checkpoint`. Each must exist,
+    dense or packed as in the output's config, and no other.
     """
     if why_no_class(planned.model_config, checkpoint.directory) is None:
         check_own_class(planned.model_config, checkpoint.directory, tensors, planned.dense)

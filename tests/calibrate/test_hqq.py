@@ -4,19 +4,24 @@ import pytest
 import torch
 
 from quantkit.calibrate import hqq as hqq_module
-from quantkit.calibrate.hqq import hqq, lp_error
+from quantkit.calibrate.hqq import P, hqq
 from quantkit.calibrate.methods import METHODS, quantize_tensor
 from quantkit.calibrate.scale_search import ScaleZero, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, IntFormat
 from quantkit.packing.scale_types import SCALE_TYPES
 from quantkit.packing.schemes import Scheme, scheme
-from quantkit.packing.tensor import encode_groups
 from quantkit.packing.zero_points import searched
 
 from ..support.compare import assert_equal
+from ..tiny.packed import encode_groups
 
 INT_FORMATS = [name for name, row in FORMATS.items() if isinstance(row, IntFormat)]
+
+
+def lp_error(errors: torch.Tensor) -> torch.Tensor:
+    """The sum of |e|^p of each group, float64 [R, 1]."""
+    return errors.double().abs().pow(P).sum(-1, keepdim=True)
 
 
 def gaussian(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

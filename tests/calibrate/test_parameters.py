@@ -15,14 +15,11 @@ from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat
 from quantkit.packing.schemes import Scheme, scheme
 
 from ..support.compare import assert_close, assert_equal
+from .test_methods import gaussian
 
 E4M3 = torch.float8_e4m3fn
 F32_COLUMNS = Scheme(FORMATS["binary"], None, scale_dtype=torch.float32, column_scale=True)
 BOOK4 = scheme("book4")
-
-
-def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def relative_error(weight: torch.Tensor, chosen: Scheme, method: str = "mse") -> float:

@@ -13,6 +13,7 @@ from quantkit.packing.formats import FORMATS
 from quantkit.packing.schemes import Scheme, scheme
 
 from ..support.compare import assert_close, assert_equal
+from .test_methods import gaussian
 
 BINARY, TERNARY, INT2, FP4 = (FORMATS[name] for name in ("binary", "ternary", "int2", "fp4-e2m1"))
 F32, E4M3, E8M0 = torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -25,10 +26,6 @@ SCHEMES = [
     Scheme(INT2, None, planes=2),
     Scheme(FP4, None, planes=2, scale_dtype=torch.float16),
 ]
-
-
-def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def levels_of(scales: list[float], chosen: Scheme) -> list[float]:

@@ -11,10 +11,10 @@ from quantkit.calibrate.methods import quantize_tensor
 from quantkit.calibrate.scale_search import ScaleZero, global_scale, mse, rtn
 from quantkit.errors import FormatError
 from quantkit.packing.schemes import Scheme, scheme
-from quantkit.packing.tensor import encode_groups
 from quantkit.packing.zero_points import searched
 
 from ..support.compare import assert_close, assert_equal
+from ..tiny.packed import encode_groups
 
 INT_FORMATS = ("int8", "int4", "int2")
 FORMATS = (*INT_FORMATS, "fp8", "fp6-e2m3", "fp6-e3m2", "fp4", "nf4", "ternary", "binary")

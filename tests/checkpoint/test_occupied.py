@@ -23,6 +23,8 @@ from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.files import TEMP_PREFIX
 
+from .test_writer import contents
+
 RUN: dict[str, Any] = {"version": "1", "options": {"bits": 4, "rules": ["a", "b"]}}
 NAMES = [f"model-{i}.safetensors" for i in range(3)]
 DATA = torch.arange(1000, dtype=torch.int32)
@@ -356,10 +358,6 @@ def test_a_damaged_line_of_the_journal_is_named_with_a_remedy_that_works(out: Pa
             assert contents(copy) == contents(reference)
             journal = out / JOURNAL_NAME
     assert tried > 500
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.mark.fault(65)

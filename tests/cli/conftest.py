@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from quantkit.verification.prompt_logits import compare
 
 from ..conftest import Run
 
-__all__ = ["EXAMPLES", "SOURCE", "STORIES", "Run", "edit_json"]
+__all__ = ["EXAMPLES", "SOURCE", "STORIES", "Run"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SOURCE = EXAMPLES / "stories260K"
@@ -39,12 +38,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def damaged(packed: Path, tmp_path: Path) -> Path:
     """A copy of `packed` to damage."""
     return Path(shutil.copytree(packed, tmp_path / "damaged"))
-
-
-def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
 
 
 @pytest.fixture

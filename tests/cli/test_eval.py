@@ -11,7 +11,8 @@ import pytest
 
 from quantkit.report.eval_plots import floor_label
 
-from .conftest import SOURCE, STORIES, Run, edit_json
+from ..reliability.faults import edit_json
+from .conftest import SOURCE, STORIES, Run
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME
 
 from ..checkpoint.gguf_files import tiny_model, write_gguf
 from ..checkpoint.low_bit.makers import CASES, write
-from .conftest import SOURCE, Run, edit_json
+from ..reliability.faults import edit_json
+from .conftest import SOURCE, Run
 
 
 def test_an_ordinary_model_is_said_to_be_one(run: Run) -> None:

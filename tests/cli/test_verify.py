@@ -17,7 +17,8 @@ from quantkit.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_man
 from quantkit.errors import CheckpointError
 from quantkit.runtime.load import load
 
-from .conftest import SOURCE, STORIES, Run, edit_json
+from ..reliability.faults import edit_json
+from .conftest import SOURCE, STORIES, Run
 
 VLLM_INTS = "CompressedTensorsWNA16"
 

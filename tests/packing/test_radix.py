@@ -26,13 +26,10 @@ from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ..support.compare import assert_equal
+from .test_words import unsigned
 
 FIVE = CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0))
 BASES = [2, 3, 5, 6, 7, 16, 200, 256]
-
-
-def unsigned(packed: torch.Tensor) -> list[int]:
-    return [word & 0xFFFFFFFF for word in packed.flatten().tolist()]
 
 
 def random_codes(*shape: int, below: int) -> torch.Tensor:

@@ -22,12 +22,9 @@ from quantkit.packing.stream import (
 )
 
 from ..support.compare import assert_equal
+from .test_words import unsigned
 
 WIDTHS = range(1, 9)
-
-
-def unsigned(packed: torch.Tensor) -> list[int]:
-    return [word & 0xFFFFFFFF for word in packed.flatten().tolist()]
 
 
 def random_codes(*shape: int, bits: int) -> torch.Tensor:

@@ -15,9 +15,10 @@ from quantkit.errors import FormatError
 from quantkit.packing.formats import FORMATS, CodebookFormat, FittedFormat, IntFormat
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, scheme
-from quantkit.packing.tensor import PackedTensor, dequantize_codes, encode_groups, spread
+from quantkit.packing.tensor import PackedTensor, dequantize_codes, spread
 
 from ..support.compare import assert_close, assert_equal
+from ..tiny.packed import encode_groups
 
 SHAPES = [(1, 1), (1, 33), (5, 7), (3, 128), (9, 140), (33, 64)]
 SCHEMES = [
@@ -235,14 +236,6 @@ def test_a_group_of_zeros_has_scale_zero_and_weights_zero() -> None:
         assert_equal(weights, torch.zeros(1, 32))
         if zero is not None:
             assert codes.unique().tolist() == [1]
-
-
-def test_encode_groups_uses_each_groups_own_grid() -> None:
-    int4 = scheme("int4", zero_point="integer")
-    groups = torch.tensor([[0.0, 1.0, 2.0], [0.0, 10.0, -20.0]])
-    scale, zero = torch.tensor([[1.0], [10.0]]), torch.tensor([[8], [3]], dtype=torch.uint8)
-    assert encode_groups(groups, scale, zero, int4).tolist() == [[8, 9, 10], [3, 4, 1]]
-    assert encode_groups(groups, scale, None, scheme("int4")).tolist() == [[8, 9, 10], [8, 9, 6]]
 
 
 def test_spread_cuts_the_last_group() -> None:

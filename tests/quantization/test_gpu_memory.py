@@ -1,10 +1,9 @@
 """The GPU memory that a plan names: an upper bound, close to what the code holds when it runs."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantizing import plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
-from ..support.live_bytes import LiveBytes
+from ..support.live_bytes import AtOnce, LiveBytes
 from ..tiny.calibrated import write
 
 #: The widths of Llama-3 8B and 70B are so many times those of the tests, and what is worked on at a time.
@@ -36,25 +35,6 @@ EIGHT = {"hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 4,
 SEVENTY = {"hidden_size": 256, "intermediate_size": 896, "num_attention_heads": 8, "head_dim": 32}
 EXPERTS = {**EIGHT, "moe_intermediate_size": 64, "num_experts": 4}
 CPU = torch.device("cpu")
-
-
-class AtOnce:
-    """Workers that do a job where it is submitted, so that `LiveBytes` sees it."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(function(*arguments))
-        return done
-
-    def map(self, function: Any, *items: Any) -> Any:
-        return iter([function(*arguments) for arguments in zip(*items, strict=True)])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_an_interrupted_merge_continues(
         raise OutputError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("quantkit.merging.check_unfinished", full)
+        patch.setattr("quantkit.verification.check_output.run_prompt", full)
         with pytest.raises(OutputError, match="full"):
             merge(packed, adapter, tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()

@@ -26,6 +26,7 @@ from quantkit.quantizing import quantize
 from quantkit.recipes.recipe import Recipe
 
 from ..support.compare import assert_equal
+from ..tiny.calibrated import files_of
 from ..tiny.sizes import SIZES, made_once
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,10 +69,6 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
         for path in sorted(directory.glob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
 def edit(source: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

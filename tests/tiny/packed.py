@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.compressed_tensors import stored_format
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.packing.schemes import Scheme, scheme
-from quantkit.packing.tensor import PackedTensor, encode_groups
+from quantkit.packing.tensor import PackedTensor, quantize_units
 
 from ..support.compare import assert_equal
 from .sizes import SIZES, made_once
@@ -81,6 +81,13 @@ _FUSED = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"} | {
     "up_proj": "gate_up_proj",
     "down_proj": "down_proj",
 }
+
+
+def encode_groups(
+    groups: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
+) -> torch.Tensor:
+    """Codes uint8 [R, g] of groups float32 [R, g]; a scale of zero means a group of zeros."""
+    return quantize_units(groups / torch.where(scale == 0, 1.0, scale), zero_point, scheme)[0]
 
 
 def config_of(family: str, **changes: Any) -> Any:

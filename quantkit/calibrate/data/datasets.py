@@ -167,9 +167,10 @@ def files_to_read(asked: DataSetName, files: Sequence[str], card: Mapping[str, A
     elif part is not None and config is None:
         inside = [name for name in files if name.startswith(f"{part}/")]
         if not inside:
+            folders = sorted({name.partition("/")[0] for name in files if "/" in name})
             raise UsageError(
                 f"{asked}: the data set has no config, folder or file {part!r}. It has the configs "
-                f"{shown(list(configs))} and the folders {shown(_folders(files))}."
+                f"{shown(list(configs))} and the folders {shown(folders)}."
             )
     else:
         inside = list(files)
@@ -226,10 +227,6 @@ def _train(asked: DataSetName, names: Sequence[str]) -> list[str]:
             f"{PREFIX}{asked.repo}/{names[0]}."
         )
     return train
-
-
-def _folders(files: Sequence[str]) -> list[str]:
-    return sorted({name.partition("/")[0] for name in files if "/" in name})
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -1,7 +1,7 @@
-"""Read documents from text files of each type, and refuse anything else.
+"""Read documents from text files of the supported types.
 
 A `.txt` file is one document; so is each line of a `.jsonl` file, object of a `.json` file, and row of a
-`.parquet` file. The table `COLUMNS` says which columns make a document. All but `.parquet` may be compressed,
+`.parquet` file. The table `COLUMNS` lists the columns of a document. All but `.parquet` may be compressed,
 as `.jsonl.gz`.
 """
 
@@ -60,21 +60,22 @@ def kind_of(name: str) -> str | None:
     return suffix
 
 
-def read_documents(path: Path, characters: int | None = None) -> list[Document]:
-    """Read the documents of a file, without empty ones; with `characters` only the first, of that length.
+def read_documents(path: Path) -> list[Document]:
+    """Read the documents of a file, without empty ones.
 
-    The length is approximate. Raises `UsageError` with file and line if the file cannot be read, is binary or
+    Raises `UsageError` with file and line if the file cannot be read, is binary or
     not UTF-8. Also raised if it holds no text, or anything other than documents. Raises `EnvironmentProblem`
     if a package is missing to read it.
     """
-    return first_documents(path, sys.maxsize, characters)[0]
+    return first_documents(path, sys.maxsize)[0]
 
 
 def first_documents(path: Path, work: int, characters: int | None = None) -> tuple[list[Document], bool]:
-    """Read the first documents of a file up to a cost of `work` bytes; return True if that was reached.
+    """Read the first documents of a file up to a cost of `work` bytes; return True if the limit was reached.
 
+    `characters` ends the read at about as many characters.
     A text, and each message of a chat, costs its length in UTF-8, at least `ROW_WORK`. A text that alone
-    costs more than `work` is cut. A chat that alone does raises `UsageError`.
+    costs more than `work` is cut. A longer chat raises `UsageError`.
     """
     kind = kind_of(path.name)
     assert kind is not None, path

@@ -18,7 +18,7 @@ from quantkit.errors import UsageError
 class Samples:
     """Tokens int64 [samples, length], their origin, and notes for the user.
 
-    `beside` are further inputs for each sample, such as pixels; empty for text.
+    `beside` are further inputs of the model for each sample, such as pixels; empty for text.
     """
 
     tokens: torch.Tensor
@@ -89,9 +89,9 @@ def merge(parts: Sequence[Samples]) -> Samples:
 
 
 def micro_batch(samples: int, most: int) -> int:
-    """Return the samples per micro-batch: the largest divisor of `samples` up to `most`.
+    """Return the number of samples per micro-batch: the largest divisor of `samples` up to `most`.
 
-    It is a divisor so that all micro-batches have the same shape.
+    With a divisor, all micro-batches have the same shape.
     """
     return next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
 

@@ -65,10 +65,10 @@ class Source:
 
 
 def given_texts(given: str | Path | Iterable[Any] | None) -> str | Texts | None:
-    """Return calibration data given in Python as `CalibrationOptions.sources` has it.
+    """Convert calibration data of a Python call to `CalibrationOptions.sources`.
 
-    Items are texts, chats, or rows with the columns that files may have. They are read until `MAX_WORK`
-    characters. Raises `UsageError` for other items, and for a list of file names.
+    Items are texts, chats, or rows with the columns of files, read up to `MAX_WORK` characters. Raises
+    `UsageError` for other items, and for a list of file names.
     """
     if given is None or isinstance(given, str):
         return given

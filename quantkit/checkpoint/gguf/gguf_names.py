@@ -23,9 +23,9 @@ class Architecture:
     column     llama.cpp's names of vectors that are one-row matrices in transformers
     config     metadata keys that transformers' own conversion omits, mapped to keys of config.json
     exported   model types of transformers that `export` writes as this architecture
-    fixed      fields of config.json with the value that llama.cpp computes with; files do not have them
-    biased     llama.cpp's names of tensors whose bias it reads, if there is one
-    rotary     kinds of rotary embeddings that it computes; 'llama3' is a tensor of factors
+    fixed      fields of config.json that files lack, with the value that llama.cpp uses
+    biased     llama.cpp's names of tensors whose bias it reads, if present
+    rotary     kinds of rotary embeddings of llama.cpp; 'llama3' is a tensor of factors
     own_heads  True if the size of a head may be another than `hidden_size / num_attention_heads`
     """
 

@@ -54,7 +54,7 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a row of K weights."""
+        """Return the number of bytes of a row of K weights."""
         columns = self.shape[-1] if self.shape else 1
         return columns // self.block_type.elements * self.block_type.nbytes
 

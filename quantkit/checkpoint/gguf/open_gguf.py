@@ -1,7 +1,7 @@
 """Open a GGUF file as a checkpoint: transformers' tensor names, and files made from its metadata.
 
-transformers makes config.json and the tokenizer from the metadata. They are written to a temporary directory,
-where all code finds them like those of any other checkpoint.
+transformers makes config.json and the tokenizer from the metadata. Both are written to a temporary directory,
+like the files of any other checkpoint.
 """
 
 import atexit
@@ -205,7 +205,7 @@ def write_outline(header: GgufHeader, path: Path) -> None:
 
 
 def _left_out(header: GgufHeader) -> dict[str, int]:
-    """Return values of config.json that transformers' conversion leaves at their defaults."""
+    """Return fields of config.json that transformers does not convert from the metadata."""
     prefix = header.get(ARCHITECTURE_KEY, str)
     found = {key: header.get(f"{prefix}.{name}", int) for name, key in architecture(header).config.items()}
     if (embedding := header.tensors.get("token_embd.weight")) is not None:
@@ -249,7 +249,7 @@ def _explained(path: Path, what: str) -> Iterator[None]:
 
 
 def _note(header: GgufHeader) -> str:
-    """Return a note on the types in which the tensors are stored."""
+    """Return a note on the block types of the tensors."""
     counts: dict[str, int] = {}
     for tensor in header.tensors.values():
         counts[tensor.block_type.name] = counts.get(tensor.block_type.name, 0) + 1

@@ -16,7 +16,7 @@ _CONTEXTS = (8192, 4096, 2048, 16384, 32768)
 def llama3_parameters(factors: Sequence[float], base: float) -> dict[str, Any] | None:
     """Return `rope_parameters` that divide the frequencies base ** (-2 i / D) by these D / 2 factors.
 
-    None if no parameters of Llama 3 give them.
+    Returns None if no parameters of Llama 3 give these divisors.
     """
     if not factors or not base > 1 or not all(math.isfinite(one) and one > 0 for one in factors):
         return None

@@ -1,8 +1,8 @@
 """Query the hub over HTTP and check every answer before it is used.
 
 A server may be a login page, a broken mirror or hostile. It may send HTML with status 200, truncated JSON,
-wrong types, invalid sizes, names that lead elsewhere, or one byte a second. `BadAnswer` names the URL, what
-came, and the remedy.
+wrong types, invalid sizes, names that lead elsewhere, or one byte a second. `BadAnswer` names the URL, the
+answer, and the remedy.
 """
 
 import json
@@ -192,7 +192,7 @@ def read_start(repository: Repository, name: str, commit: str) -> tuple[bytes, i
 
 
 def _file_size(url: str, response: Any) -> int:
-    """Return the size of the file whose start is in an answer."""
+    """Return the size of a file from the headers of an answer with its first bytes."""
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         fail(url, f"Content-Encoding {shown(response.headers['Content-Encoding'])}", "bytes as they are")
     if response.status_code == 206:

@@ -361,7 +361,7 @@ def cached_file(repository: Repository, name: str, commit: str) -> Path:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Return True if a cached file may be of its type: earlier versions kept any answer."""
+    """Return True if the start of a cached file fits its type; earlier versions cached error pages too."""
     if path.suffix != ".json":
         return True
     with open_regular(path) as file:

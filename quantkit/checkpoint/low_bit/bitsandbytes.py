@@ -47,14 +47,13 @@ _MOST_JSON = 1 << 16
 
 @dataclass(frozen=True)
 class QuantState:
-    """The JSON in a `quant_state` tensor, as bitsandbytes writes it."""
+    """Parsed JSON of a `quant_state` tensor of bitsandbytes."""
 
     quant_type: str
     blocksize: int
     dtype: str
     shape: tuple[int, ...]
     nested_blocksize: int = 0
-    nested_dtype: str = ""
     nested_offset: float = 0.0
 
 

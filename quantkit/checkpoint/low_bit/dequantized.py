@@ -1,7 +1,7 @@
 """Present a low-bit checkpoint as a source: each weight is one tensor, dequantized when it is read.
 
-Its weights have the dtype of the model. Reading rows of a weight takes memory for these rows only. The result
-is bit for bit what the format's own tools dequantize to.
+Weights have the dtype of the model, and equal those of the format's own tools bit by bit. Reading rows of a
+weight takes memory for these rows only.
 """
 
 from collections import Counter
@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.checkpoint.low_bit.low_bit_formats import ACTIVATION_SUFFIXES, FORMATS, LowBitFormat
+from quantkit.checkpoint.low_bit.low_bit_formats import FORMATS, LowBitFormat
+from quantkit.checkpoint.low_bit.static_scales import ACTIVATION_SUFFIXES, ActivationTensors
 from quantkit.checkpoint.low_bit.weight import LowBitTensor, Settings
 from quantkit.checkpoint.safetensors_header import read_json
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
@@ -33,10 +34,10 @@ _ORIGINAL = "Start from the original checkpoint"
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
     """Return `checkpoint` with each low-bit weight as one tensor in the model's dtype.
 
-    Returns `checkpoint` itself if there is none. Reads no weights, except for the stored shape in some
-    formats. Adds a note on the formats found. Raises `CheckpointError` for anything that no reader supports:
-    quantkit's own packed directories, unknown formats, codes without scales, and parts that do not fit
-    together.
+    Returns `checkpoint` itself if it has no low-bit weight. Reads no weights, except for the stored shape in
+    some formats. Adds a note on the formats found. Raises `CheckpointError` for anything that no reader
+    supports: quantkit's own packed directories, unknown formats, codes without scales, and parts that do not
+    fit together.
     """
     settings = _settings(checkpoint)
     read = None if checkpoint.headers_only else checkpoint.read_stored
@@ -61,6 +62,7 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
             codes.offset,
             weight=weight,
             stored_in=row.name,
+            stored_module=parameter.removesuffix(".weight"),
         )
         counts[row.name] += 1
         used |= {part.name for part in parts.values()} | {base + suffix for suffix in row.unused}
@@ -68,18 +70,23 @@ def dequantized(checkpoint: Checkpoint) -> Checkpoint:
         _check_plain(checkpoint, settings)
         return checkpoint
     tensors: dict[str, StoredTensor] = {}
+    activations: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         if name in found:
             tensors[found[name].name] = found[name]
-        elif name not in used and not name.endswith(ACTIVATION_SUFFIXES):
+        elif name.endswith(ACTIVATION_SUFFIXES):
+            activations[name] = tensor
+        elif name not in used:
             tensors[name] = tensor
+    stored = ActivationTensors(settings, activations)
     _check_no_codes(checkpoint, tensors)
     return replace(
         checkpoint,
         config=_without_sections(checkpoint.config),
         tensors=tensors,
         side_files=tuple(path for path in checkpoint.side_files if path.name not in _FILES),
-        notes=(*checkpoint.notes, _note(counts), *_notes_on_inputs(settings)),
+        notes=(*checkpoint.notes, _note(counts), *_notes_on_inputs(stored)),
+        activations=stored,
     )
 
 
@@ -194,15 +201,12 @@ def _readable() -> str:
     return ", ".join(dict.fromkeys(row.name for row in FORMATS))
 
 
-def _notes_on_inputs(settings: Settings) -> Iterator[str]:
+def _notes_on_inputs(stored: ActivationTensors) -> Iterator[str]:
     """Yield a note if the source rounds the inputs of its linears: only their weights are read."""
-    groups = settings.values.get("config_groups")
-    groups = groups.values() if isinstance(groups, Mapping) else ()
-    rounded = any(isinstance(one, Mapping) and one.get("input_activations") for one in groups)
-    if rounded or settings.values.get("activation_scheme"):
+    if stored.are_rounded:
         yield (
-            f"by {settings.where} linears of the source round their inputs too. Those of the result do only "
-            "where --activations or --scheme of `quantkit quantize` says so."
+            f"by {stored.settings.where} linears of the source round their inputs too. Those of the result "
+            "do only where --activations or --scheme of `quantkit quantize` says so."
         )
 
 

@@ -27,7 +27,8 @@ from quantkit.packing.formats import number_format
 class Fp4(LowBitWeight):
     """Codes [..., N, K / 2] with a scale for each group of a row.
 
-    `global_scale` divides the scales, `multiplier` multiplies them: one float32 per matrix, or one for all.
+    `global_scale` divides the scales, `multiplier` multiplies them: one float32 per matrix, or for all
+    matrices.
     """
 
     blocks: Blocks
@@ -88,7 +89,7 @@ class Fp4(LowBitWeight):
         return StoredGrid(self.spec, nibbles(codes), scales, global_scale=divisor)
 
     def _of_matrix(self, read: Read, part: str, start: int, stop: int) -> torch.Tensor:
-        """Return the factor of each row's matrix, float32 [R]."""
+        """Return the global scale or multiplier of the matrix of each row, float32 [R]."""
         found = read(flat(self.parts[part])).float()
         rows = torch.arange(start, stop) // self.spec.shape[0]
         return found[rows] if math.prod(found.shape) > 1 else found.expand(stop - start)

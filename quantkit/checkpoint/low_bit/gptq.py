@@ -142,7 +142,7 @@ class Awq(LowBitWeight):
 
 
 def is_gptq(parts: Parts) -> bool:
-    """Return True if words and scales are as wide as those of GPTQ."""
+    """Return True if words and scales have the shapes of GPTQ."""
     return parts["codes"].shape[-1:] == parts["scale"].shape[-1:]
 
 
@@ -152,7 +152,7 @@ def _check_dimensions(parts: Parts) -> None:
 
 
 def _width(parts: Parts, settings: Settings) -> int:
-    """Return the bits of a code from the shapes, and from the config if they are ambiguous."""
+    """Return the bits of a code, from shapes, or from the config if shapes are ambiguous."""
     codes, scale, zero, numbers = parts["codes"], parts["scale"], parts["zero"], parts.get("groups")
     fits = [
         bits

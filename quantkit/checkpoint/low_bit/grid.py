@@ -34,7 +34,7 @@ class GridSpec:
     affine          "zeros", "biases" or "none": offset that each group has besides its scale
     scale_dtype     dtype of the scales in `StoredGrid`
     global_scale    True if one float32 per matrix divides all scales
-    permuted        True if groups are not consecutive columns (`desc_act`): `groups` then lists them
+    permuted        True if groups are not consecutive columns (`desc_act`); `StoredGrid.groups` lists them
     matrices        number of matrices in the tensor, None for a tensor of two dimensions
     transposed      True if the parameter is [..., K, N]
     factor          multiplies every product of scale and value; no scheme of quantkit has one

@@ -1,7 +1,7 @@
 """Table of the low-bit formats that quantkit reads.
 
 A format is recognised by the name suffixes and dtypes of its tensors, after the name of a parameter or
-module. The config decides what shapes leave open.
+module. If shapes are ambiguous, the config decides.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ class LowBitFormat:
     name        name in notes
     codes       suffix and dtypes of the codes; the name without the suffix is the parameter's
     parts       further required parts, by role
-    read        makes the weight of its parts; raises `CheckpointError` if they do not fit
+    read        creates the weight from its parts; raises `CheckpointError` for inconsistent parts
     optional    parts that may be missing
     parameter   suffix of the parameter's name
     unused      suffixes of tensors of the same layer that dequantizing does not need
@@ -49,24 +49,6 @@ class LowBitFormat:
     parameter: str = ""
     unused: tuple[str, ...] = ()
     fits: Callable[[Parts], bool] = lambda parts: True
-
-
-#: Suffixes of activation scales, after the name of a module.
-ACTIVATION_SUFFIXES = (
-    ".input_scale",
-    ".input_global_scale",
-    ".input_zero_point",
-    ".activation_scale",
-    ".input_scale_ub",
-    ".output_scale",
-    ".output_zero_point",
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
-    ".k_zero_point",
-    ".v_zero_point",
-    ".kv_scale",
-)
 
 
 def _nf4(kind: str) -> LowBitFormat:
@@ -102,7 +84,6 @@ FORMATS: tuple[LowBitFormat, ...] = (
         {"scale": (".qscale_weight", FLOATS)},
         PlainCodes.of,
         parameter=".weight",
-        unused=(".qscale_act",),
     ),
     LowBitFormat(
         "MXFP4",

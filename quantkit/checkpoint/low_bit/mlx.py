@@ -75,7 +75,7 @@ class Mlx(LowBitWeight):
 
 
 def _own_section(settings: Settings, codes: StoredTensor) -> Mapping[str, Any]:
-    """Return the section of the config with the settings of one layer."""
+    """Return the config section with the settings of the layer of `codes`."""
     own = settings.values.get(codes.name.removesuffix(".weight"))
     return {**settings.values, **own} if isinstance(own, Mapping) else settings.values
 

@@ -27,7 +27,7 @@ Parts = Mapping[str, StoredTensor]
 class Settings:
     """Quantization settings of a checkpoint: `method` is its quant_method, `values` the whole section.
 
-    `where` names the section in messages; `stated` is True if there is one.
+    `where` names the section in messages; `stated` is False without a section.
     """
 
     method: str = ""
@@ -82,11 +82,12 @@ class LowBitWeight(ABC):
 class LowBitTensor(StoredTensor):
     """Parameter represented by a low-bit weight, in the dtype of the model.
 
-    `file` and `offset` are the place of the codes.
+    `file` and `offset` are the place of the codes. `stored_module` is its module, as the file names it.
     """
 
     weight: LowBitWeight
     stored_in: str = "codes and scales"
+    stored_module: str = ""
 
     @property
     def stored_bytes(self) -> int:
@@ -130,6 +131,13 @@ class LowBitTensor(StoredTensor):
                 found = self.weight.grid(read, matrix * rows + first, end + last)
                 target[:, first:last] = found.values().view(len(target), last - first, columns)
         return out
+
+
+def stored_module(tensor: StoredTensor) -> str:
+    """Return the module of a weight, as its file names it."""
+    stored = tensor.as_stored
+    name = stored.stored_module if isinstance(stored, LowBitTensor) else ""
+    return name or tensor.name.removesuffix(".weight")
 
 
 def wrong(tensor: StoredTensor, problem: str, remedy: str = START_AGAIN) -> NoReturn:
@@ -230,7 +238,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _side(size: int, count: int, wanted: int | None) -> int | None:
-    """Return how many of `size` rows or columns share one of `count` scales; None if none fits."""
+    """Return the block length: `size` rows or columns share `count` scales; None if no length fits."""
     if wanted is not None and -(-size // wanted) == count:
         return wanted
     if count == 1:

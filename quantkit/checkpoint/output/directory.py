@@ -38,7 +38,7 @@ from quantkit.checkpoint.output.existing import (
     start_new,
     start_over,
 )
-from quantkit.checkpoint.output.journal import JOURNAL_NAME, Entry, Journal, run_hash
+from quantkit.checkpoint.output.journal import JOURNAL_NAME, Entry, Journal, json_hash
 from quantkit.checkpoint.output.lock import LOCK_NAME, DirectoryLock
 from quantkit.checkpoint.output.preflight import make_directory, resolve_output
 from quantkit.checkpoint.output.shard_file import OtherHeader, ShardFile
@@ -90,7 +90,7 @@ class OutputDirectory:
         names: Collection[str] = (),
         progress: Callable[[int], None] | None = None,
     ) -> Self:
-        """Lock `out`, creating it if needed, and find out what is left to write.
+        """Lock `out`, creating it if needed, and determine the unfinished files.
 
         run              JSON values that determine the bytes of the output; a resume needs an equal `run`
         expected_bytes   approximate size of all files
@@ -263,7 +263,7 @@ class OutputDirectory:
         records.append(FileRecord(CONFIG_NAME, digest, len(config_bytes)))
         files = {record.file: {"sha256": record.sha256, "size": record.size} for record in records}
         found = {} if check is None else check()
-        own = {"run": dict(self._run), "run_sha256": run_hash(self._run), "files": files}
+        own = {"run": dict(self._run), "run_sha256": json_hash(self._run), "files": files}
         self._write(MANIFEST_NAME, [manifest_bytes({**manifest, **found, **own})])
         self.lock.check()
         file, _ = prepare_file(self.path, CONFIG_NAME, [config_bytes])

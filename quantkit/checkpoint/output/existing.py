@@ -1,4 +1,4 @@
-"""Inspect an output directory when a run starts, and apply each mode to what is there."""
+"""Inspect the output directory of a starting run, and remove or resume earlier files by mode."""
 
 import errno
 import os
@@ -14,9 +14,9 @@ from quantkit.checkpoint.output.journal import (
     Entry,
     Journal,
     JournalState,
+    json_hash,
     read_journal,
     run_differences,
-    run_hash,
 )
 from quantkit.checkpoint.output.preflight import check_space, name_list, occupants, temp_files
 from quantkit.errors import CheckpointError, OutputError
@@ -32,7 +32,7 @@ _NO_FILE = (errno.ELOOP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Start:
-    """Point at which a run continues. `journal` is None if nothing is left to do."""
+    """State from which a run continues; `journal` is None if all files are written."""
 
     journal: Journal | None
     entries: Mapping[str, Entry] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class _Contents:
 
     @property
     def owned(self) -> frozenset[str]:
-        """Return the names of files known to be quantkit's."""
+        """Return the names of files that quantkit wrote, by journal or manifest."""
         names = {JOURNAL_NAME, MANIFEST_NAME}
         if self.journal is not None:
             names |= {*self.journal.claimed, INDEX_NAME, CONFIG_NAME}
@@ -117,7 +117,7 @@ def check_free(path: Path, names: Iterable[str]) -> None:
 
 
 def in_the_way(path: Path) -> str:
-    """Return the text of the refusal for a file that no run wrote."""
+    """Return the error text for a file that quantkit did not write."""
     return (
         f"{path} was not written by quantkit and is in the way. Move it elsewhere, then run the same command "
         "with --resume."
@@ -136,7 +136,7 @@ def check_own(path: Path) -> None:
 def start_over(path: Path, run: Mapping[str, Any], expected_bytes: int) -> Start:
     """Remove everything that quantkit wrote to the locked directory `path`, and begin `run`.
 
-    Raises `OutputError`, without removing anything, if other files are there or the disk is too small.
+    Raises `OutputError`, without removing anything, for files of others or a full disk.
     """
     check_own(path)
     contents = _look(path)
@@ -217,7 +217,7 @@ def _begin(contents: _Contents, run: Mapping[str, Any], expected_bytes: int) -> 
 def _complete(contents: _Contents, run: Mapping[str, Any], progress: Callable[[int], None] | None) -> Start:
     path, manifest = contents.path, contents.manifest
     assert manifest is not None
-    if manifest.get("run_sha256") != run_hash(run):
+    if manifest.get("run_sha256") != json_hash(run):
         known = manifest.get("run")
         _refuse_other_run(path, "finished", known if isinstance(known, dict) else {}, run)
     problems = verify_files(path, manifest, progress) + verify_manifest(path)
@@ -251,7 +251,7 @@ def _resume(
             f"{name_list(contents.others)}. Use --overwrite if quantkit wrote them, or choose "
             "another directory."
         )
-    if run_hash(journal.run) != run_hash(run):
+    if json_hash(journal.run) != json_hash(run):
         _refuse_other_run(path, "started", journal.run, run)
     if strangers := [file for file in contents.foreign if file.suffix == ".safetensors"]:
         raise OutputError(

@@ -58,9 +58,9 @@ def canonical_json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def run_hash(run: Mapping[str, Any]) -> str:
-    """Return the hex sha256 of a run record's canonical JSON."""
-    return hashlib.sha256(canonical_json(run)).hexdigest()
+def json_hash(value: Mapping[str, Any]) -> str:
+    """Return the hex sha256 of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def run_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -137,7 +137,7 @@ def _line(content: Mapping[str, Any]) -> bytes:
     """Return a line with its hash and its end."""
     # Parsed once: numeric keys are sorted as the texts they become.
     plain = json.loads(canonical_json(content))
-    digest = hashlib.sha256(canonical_json(plain)).hexdigest()
+    digest = json_hash(plain)
     return canonical_json({**plain, LINE_HASH: digest}) + b"\n"
 
 

@@ -67,8 +67,8 @@ def make_directory(out: Path) -> bool:
 def occupants(out: Path, *, known: bool) -> list[Path]:
     """Return the entries of `out`, sorted, without the lock and temporary files.
 
-    With `known`, a journal or manifest proves that quantkit wrote here: every `.tmp-*` file is its own.
-    Without, only the one that precedes the journal is.
+    With `known`, a journal or manifest proves that quantkit wrote to `out`: all `.tmp-*` files are temporary
+    files of quantkit. Otherwise only the one that precedes the journal is.
     """
     return [
         path for path in _listed(out) if path.name not in _BEFORE_JOURNAL and not (known and _is_temp(path))

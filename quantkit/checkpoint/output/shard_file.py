@@ -51,7 +51,7 @@ class Coverage:
 class PrefixHasher:
     """Hashes a growing file in a thread of its own, up to the last byte known to be written.
 
-    It reads the bytes back, mostly from the page cache. So chunks may be written in any order, and no tensor
+    Bytes are read back, mostly from the page cache. So chunks may be written in any order, and no tensor
     is kept in memory for hashing.
     """
 

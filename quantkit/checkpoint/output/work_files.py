@@ -1,4 +1,4 @@
-"""Protocols of the work files of a calibration, for ranks that write them and ranks that only follow."""
+"""Protocols of the work files of a calibration, for ranks that write work files and ranks that do not."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -53,7 +53,7 @@ class Followed:
     def shard(
         self, filename: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
     ) -> Iterator[WorkFile]:
-        """Context manager: a file that ignores what is written."""
+        """Context manager: yield a file that ignores all writes."""
         yield _Nowhere()
 
 

@@ -1,7 +1,9 @@
 """`quantkit convert`: a checkpoint that is packed already in, one with the same values out."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from quantkit.cli import options, parsing
 from quantkit.cli.console import note, print_json, progress, say
@@ -13,6 +15,14 @@ if TYPE_CHECKING:
     from quantkit.checkpoint.source import Checkpoint
     from quantkit.quantization.plan import Plan
 
+WithoutActivations = Annotated[
+    bool,
+    typer.Option(
+        "--without-activations",
+        help="Leave out how linears round their inputs, and the static scales of inputs, keys and values.",
+    ),
+]
+
 
 @dataclass(frozen=True)
 class ConvertArguments:
@@ -23,6 +33,7 @@ class ConvertArguments:
     check: options.CheckOutput = True
     dense_embeddings: options.DenseEmbeddings = False
     packing: options.PackingText = None
+    without_activations: WithoutActivations = False
     max_shard_size: options.ShardSize = options.SHARD_SIZE
     allow_auto_map: options.AllowAutoMap = False
     every_layer: options.EveryLayer = False
@@ -37,7 +48,7 @@ def convert(source: options.Source, out_directory: options.OutDirectory, given: 
     compared while OUT is written; 'verify OUT --against SOURCE' compares again. Prints which scheme each kind
     of weight became. A linear whose values no scheme has, such as one in K-quants, is refused by name:
     'quantize' reads the same SOURCE and rounds. The token embedding is packed too where a scheme has its
-    values. What else is no linear is stored as numbers.
+    values. What else is no linear is stored as numbers. Static scales of inputs, keys and values are kept.
     """
     from quantkit import converting
     from quantkit.cli.commands.plan import plan_dict, print_plan, print_warnings
@@ -65,6 +76,7 @@ def convert(source: options.Source, out_directory: options.OutDirectory, given: 
         check=given.check,
         dense_embeddings=given.dense_embeddings,
         packing=parse_packing("bits" if given.packing is None else given.packing),
+        without_activations=given.without_activations,
     )
     with advising(advice), progress("converting") as report:
         result = converting.convert(source, out_directory, asked, progress=report, on_plan=show)

@@ -60,7 +60,7 @@ def integer_values(number_format: NumberFormat) -> tuple[tuple[int, ...], int] |
 
 
 def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
-    """Return the columns of one integer product (a group or an even part of it), and products per row."""
+    """Return the number of columns of one integer product (a group or a part), and of products per row."""
     size = scheme.group_size
     if not isinstance(size, int):
         parts = -(-columns // _SEGMENT)

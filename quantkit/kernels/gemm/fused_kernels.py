@@ -75,7 +75,7 @@ def _launch(run: _Run) -> Callable[..., torch.Tensor]:
 
 
 def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..., Bound]:
-    """Return `Kernel.bind` for the `bind` of a launch module."""
+    """Return `Kernel.bind` for the function `bind` of a launch module."""
 
     def bound(
         x: torch.Tensor,
@@ -127,7 +127,7 @@ def _run(name: str) -> _Run:
 
 
 def why_not_groupable(problem: Problem) -> str | None:
-    """Return why no grouped kernel supports experts with such weights; None if one does."""
+    """Return why no grouped kernel supports experts with these weights; None if one does."""
     if problem.device != "cuda":
         return f"they run on cuda, the tensors are on {problem.device}"
     if problem.scheme.column_scale:
@@ -141,12 +141,12 @@ def why_not_groupable(problem: Problem) -> str | None:
 
 @lru_cache(maxsize=64)
 def fused_kernel(name: str) -> Kernel:
-    """Return the fused kernel called `name`."""
+    """Return the fused kernel `name` of the kernel table."""
     return next(kernel for kernel in FUSED_KERNELS if kernel.name == name)
 
 
 def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
-    """Return the kernels for experts with few routed tokens, in order: those that share x, or the others."""
+    """Return the grouped kernels whose warps share x, or the others, in order of choice."""
     return tuple(
         kernel
         for kernel in FUSED_KERNELS
@@ -157,7 +157,7 @@ def grouped_kernels(shares_x: bool) -> tuple[Kernel, ...]:
 
 
 def expert_block_rows(routed: int, experts: int, single_row_ratio: int, forced: str = "") -> int:
-    """Return `usual_block_rows`, limited to what a forced kernel supports."""
+    """Return the most routed tokens per expert block: `usual_block_rows`, limited for a forced kernel."""
     usual = usual_block_rows(routed, experts, single_row_ratio)
     grouped = fused_kernel(forced).grouped if forced else None
     if grouped is None:

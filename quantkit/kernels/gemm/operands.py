@@ -42,7 +42,7 @@ class Grouping:
 
     @property
     def expert_blocks(self) -> int:
-        """Return the most expert blocks that can have routed tokens."""
+        """Return the largest number of expert blocks with routed tokens."""
         return max_expert_blocks(self.count, self.experts, self.rows)
 
     @property
@@ -53,7 +53,7 @@ class Grouping:
 
 
 def max_expert_blocks(routed: int, experts: int, rows: int) -> int:
-    """Return the most expert blocks of up to `rows` routed tokens that `routed` tokens can fill."""
+    """Return the largest number of expert blocks, of up to `rows` tokens, that `routed` tokens can fill."""
     return (routed + min(experts, routed) * (rows - 1)) // rows
 
 
@@ -78,7 +78,7 @@ class GemmSpec(NamedTuple):
 class RoutedTokens:
     """Routed tokens, sorted by expert, for stacked weights in which the matrices of an expert are adjacent.
 
-    `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `quantkit.kernels.moe.permute_kernels`. Row p
+    `order` int32 [P] and `expert_blocks` int32 [P, 3] are from `moe.permute_kernels`. Row p
     of y [P, matrices * n] belongs to routed token p, whose x is row p // top_k.
     """
 
@@ -112,7 +112,7 @@ class Operands:
 
     @property
     def multiprocessors(self) -> int:
-        """Return the multiprocessors of the GPU that kernels are for."""
+        """Return the number of multiprocessors of the GPU that kernels are for."""
         return multiprocessors_of(self.x.device) if self.gpu is None else self.gpu.multiprocessors
 
     @property
@@ -122,16 +122,16 @@ class Operands:
 
     @property
     def norm_offset(self) -> float | None:
-        """Return the offset added to the weights of a norm of y; None without such a norm."""
+        """Return the offset added to the weights of a norm of y; None without a norm of y."""
         return NORMS[self.normed.kind][1] if self.normed and self.normed.part == "begin" else None
 
     @property
     def norm_eps(self) -> float | None:
-        """Return the eps of a norm of x whose second half this kernel computes; None without such a norm."""
+        """Return eps of the norm of x whose division this kernel computes; None without a norm of x."""
         return self.normed.eps if self.normed and self.normed.part == "end" else None
 
     def norm_operands(self, instead: Operand) -> tuple[Any, ...]:
-        """Return addend, weights, sum and squares of a norm, with `instead` for missing ones."""
+        """Return residual, weights, sum and sums of squares of a norm; `instead` for a missing tensor."""
         if (normed := self.normed) is None:
             return (instead,) * 4
         found = normed.other, normed.weight, normed.total, normed.squares
@@ -144,7 +144,7 @@ class Operands:
 
     @property
     def spec(self) -> GemmSpec:
-        """Return the product that kernels are compiled for."""
+        """Return the sizes and dtypes for which kernels are compiled."""
         m, n = self.x.shape[0], self.n
         if (grouping := self.grouping) is not None:
             m, n = grouping.rows, n * grouping.matrices
@@ -152,7 +152,7 @@ class Operands:
 
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:
-        """Return the extra arguments for routed tokens, after a kernel's other arguments."""
+        """Return the last arguments of a grouped GEMM kernel: order and expert blocks."""
         return () if self.routed is None else (self.routed.order, self.routed.expert_blocks)
 
     @property
@@ -195,7 +195,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
 
 
 def _decoding(found: Expression | None) -> dict[str, str | None]:
-    """Return the constexprs of an expression; without one, kernels dequantize without PTX."""
+    """Return the constexprs of a PTX expression; None dequantizes without PTX."""
     if found is None:
         return dict.fromkeys(("ASM", "CONSTRAINTS", "TABLE"))
     return {"ASM": found.asm, "CONSTRAINTS": found.constraints, "TABLE": found.table}
@@ -215,7 +215,7 @@ def with_shared_table(
 
 
 def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int:
-    """Return the bytes of shared memory of that table, which Triton does not count."""
+    """Return the bytes of a lookup table in shared memory, which Triton does not count."""
     found = has_shared_table(scheme.format, str(dtype).removeprefix("torch."))
     return shared_bytes(copies) if found else 0
 
@@ -291,5 +291,5 @@ def bound(
 
 
 def as_it_is(x: torch.Tensor) -> torch.Tensor:
-    """Return x [m, k] unchanged, for kernels that load it from any address."""
+    """Return x [m, k] unchanged, for kernels without a condition on its address."""
     return x

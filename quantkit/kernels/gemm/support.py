@@ -52,7 +52,7 @@ def _first(reasons: Iterable[tuple[bool, str]]) -> str | None:
 
 
 def why_no_layout(problem: Problem) -> str | None:
-    """Return why the fragment layout cannot hold a weight; None if it can."""
+    """Return why the fragment layout cannot represent a weight; None if it can."""
     if "triton" not in problem.features:
         return "Triton is not installed"
     if problem.scheme.planes > 1:
@@ -279,7 +279,7 @@ def _dequantizes_slowly(problem: Problem) -> bool:
 
 
 def _fills_waves(problem: Problem) -> bool:
-    """Return True if the last wave of `fused-portable`, with two programs per multiprocessor, is `FULL`."""
+    """Return True if waves of `fused-portable` occupy more than `FULL` of the GPU on average."""
     if has_few_rows(problem.n, processors(problem)):
         return False
     shape = shape_of(problem)

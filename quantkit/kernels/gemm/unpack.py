@@ -20,7 +20,7 @@ BLOCK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def block_rows(columns: int, device: torch.device) -> int:
-    """Return the rows of a weight with `columns` columns to dequantize at a time on `device`."""
+    """Return the number of rows of a weight with `columns` columns to dequantize at a time on `device`."""
     return max(1, BLOCK_WEIGHTS[device.type] // max(1, columns))
 
 

@@ -1,4 +1,4 @@
-"""Names of Gluon that moved between Triton 3.6 and 3.9; only this module knows more than one of them.
+"""Names of Gluon that moved between Triton 3.6 and 3.9; only this module uses both names.
 
 Kernels use the names of the newest version:
 

@@ -24,7 +24,7 @@ def pdl_launch_dependents():
 
 @gluon.jit
 def row_tile_of(number, N, GATED: gl.constexpr):
-    """Return the row tile of a number: int32 [...] or scalars.
+    """Return the row tile, int32 [...] or scalar, with number `number` in the order of programs.
 
     With GATED, number 2 i is tile i of the gate, and number 2 i + 1 tile i of up. Gate is the first half of
     all N rows, up the second.
@@ -46,7 +46,7 @@ def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
 
 @gluon.constexpr_function
 def k_step_columns(PLANES: int, BLOCK_K: int = 128) -> int:
-    """Return the columns of a k_step: BLOCK_K, or a span if that is longer."""
+    """Return the number of columns of a k_step: BLOCK_K, or a span if that is longer."""
     return max(BLOCK_K, 16 * PLANES)
 
 
@@ -81,9 +81,9 @@ def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def fill_table(lut, FILL: gl.constexpr):
-    """Return the address that `Expression.table` takes, for values `lut` [2**bits], a pointer.
+    """Return the address of the lookup table for `Expression.table`, with values `lut` [2**bits], a pointer.
 
-    It is `lut`, or the address of a table in shared memory, filled from `lut`.
+    The table is `lut`, or a copy of `lut` in shared memory.
     """
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)

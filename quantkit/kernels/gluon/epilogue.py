@@ -1,6 +1,6 @@
 """Epilogue of `fused-gemv`: add the sums of all warps, apply scale, bias, gate and norm, write y.
 
-`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -34,8 +34,8 @@ def _outputs_of(S):  # type: ignore[no-untyped-def]
 def _outputs(first, count, N, S: gl.constexpr):
     """Return the output feature and the row of x of each output: two int32 tensors.
 
-    They broadcast to [row tiles, rows of x * 16]. The program has `count` row tiles, from number `first` on.
-    Row tiles beyond those get output feature N, so that a mask `feature < N` leaves them out.
+    Both broadcast to [row tiles, rows of x * 16]. The program has `count` row tiles, from number `first` on.
+    Row tiles from `count` on get output feature N, which a mask `feature < N` excludes.
     """
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, OUT)), 1)
@@ -61,7 +61,7 @@ def store_epilogue(
     """Add the `partials` of all warps, in their order, apply scale, bias, gate and norm, and write y [M, N].
 
     `partials` is shared memory, float32 [row tiles, W, rows of x * 16]. `rms`, `added`, `norm_weight`,
-    `total` and `squares` are used for norms only (`quantkit.kernels.problem.Normed`). With experts, `order`
+    `total` and `squares` are used for norms only (`problem.Normed`). With experts, `order`
     names the rows of y.
     """
     LAYOUT: gl.constexpr = _outputs_of(S)

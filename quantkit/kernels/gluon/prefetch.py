@@ -1,4 +1,4 @@
-"""L2 prefetch of weights: work that a kernel may do before PDL's wait."""
+"""Prefetch weights to L2, which a kernel may do before PDL's wait."""
 # mypy: ignore-errors
 
 import triton
@@ -21,6 +21,6 @@ def cache_line_offsets(start, SIZE: tl.constexpr):
 def prefetch_l2(at):
     """Prefetch the cache lines at pointers `at` [...] to L2.
 
-    It is a hint. L2 is coherent, so data written later is read correctly.
+    L2 is coherent, so data written after the prefetch is read correctly.
     """
     tl.inline_asm_elementwise(_BRING, "=r,l", [at], tl.int32, False, 1)

@@ -1,6 +1,6 @@
-"""Two small Gluon kernels with all operations of the large ones: if they compile, the large ones do.
+"""Two small Gluon kernels with every operation of the GEMM kernels, to test if Gluon compiles.
 
-They are compiled only, never launched (`quantkit.kernels.triton_support`). Written in Gluon.
+They are compiled only, never launched (`triton_support`). Written in Gluon.
 """
 # mypy: ignore-errors
 

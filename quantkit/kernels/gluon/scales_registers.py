@@ -1,7 +1,7 @@
 """Load scales and zero-points of rows r and r + 8 into registers, in the layout that products need.
 
 For kernels in which lane 4 r + t of a warp has rows r and r + 8 of a row tile. `S` is the `DecodeConfig` of
-`quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+`gemm.decode.decode_config`. Written in Gluon.
 """
 # mypy: ignore-errors
 

@@ -140,7 +140,7 @@ def dequant_scales(
 
 @gluon.jit
 def _of_bytes(words, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Convert words [W, 8] to scales [16 * W, V] of DTYPE, in an encoding KIND that carries a factor."""
+    """Convert words [W, 8] of 8-bit scales, encoded as KIND with a factor, to scales [16 * W, V] of DTYPE."""
     ASM: gl.constexpr = bfloat16_of_bytes(KIND, "4140", "4342")
     word = words.to(gl.int32)
     first, second = gl.inline_asm_elementwise(ASM, "=r,=r,r", [word], (gl.int32, gl.int32), True, 1)

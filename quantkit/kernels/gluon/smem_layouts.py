@@ -1,6 +1,6 @@
 """Layouts of x in shared memory for `fused-gemv`, and of the threads that copy it.
 
-Sizes are from `quantkit.kernels.gemm.decode.decode_config.DecodeConfig`, powers of two.
+Sizes are from `gemm.decode.decode_config.DecodeConfig`, powers of two.
 """
 # mypy: ignore-errors
 

@@ -25,11 +25,11 @@ def split_k_reduce(
     Grid: (row tiles of y, M / MR, expert blocks or 1); a program has a row tile and MR rows of x.
 
     With NORM_OFFSET, which is added to the weights `norm` [N], it begins the norm of y + `other` [M, N]
-    (`quantkit.kernels.problem.Normed`). With GATE, the first half of the row tiles of sums gates the second:
+    (`problem.Normed`). With GATE, the first half of the row tiles of sums gates the second:
     y is [M, N / 2].
 
     With `expert_blocks` int32 [P, 3] there are such sums for each expert block. Rows of y are then those of
-    `order` int32 [P] (`quantkit.kernels.moe.permute_kernels`).
+    `order` int32 [P] (`moe.permute_kernels`).
     """
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     outputs = N

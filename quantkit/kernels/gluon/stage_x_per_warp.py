@@ -13,10 +13,10 @@ row of x, or one digit of it. Two products with the same columns are an mma pair
                rounded to 2**-23 of the largest of its row among the columns of a warp. Column n is
                (digit, row of x), so one product has all digits of up to two rows.
 
-Letters with a number are digits of a column in its run, as in `quantkit.kernels.layouts.fragment_layout`:
+Letters with a number are digits of a column in its run, as in `layouts.fragment_layout`:
 p0, e1 and e0.
 
-`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`. Written in Gluon.
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`. Written in Gluon.
 """
 # mypy: ignore-errors
 
@@ -206,7 +206,7 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_x(x, M, order, S: gl.constexpr):
-    """Load all words that `_x_pointers` names, int32 [W, 32, 4] for each number; zeros beyond K."""
+    """Load the words of x at `_x_pointers`, int32 [W, 32, 4] for each number; zeros beyond K."""
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
     for number in gl.static_range(NUMBERS):
@@ -219,8 +219,8 @@ def _load_x(x, M, order, S: gl.constexpr):
 def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
     """Return RMSNorm of x [M, K] as words int32 [W, 32, 4].
 
-    With `S.norm.adds`, it is RMSNorm of x + `other`, and the sum is written to `total`. Numbers are rounded
-    where `quantkit.kernels.ops.norm_kernel.rms_norm` rounds them.
+    With `S.norm.adds`, x is replaced by x + `other`, which is written to `total`. Numbers are rounded
+    where `ops.norm_kernel.rms_norm` rounds them.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     ROW_LAYOUT: gl.constexpr = row_layout(S)
@@ -259,7 +259,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
 @gluon.jit
 def _unit_scales(S: gl.constexpr):
-    """Return units of 1, float32 [W, rows], if sums have weights; else ()."""
+    """Return scales of 1, float32 [W, rows], if sums have weights; else ()."""
     x_scale = ()
     if S.has_column_weights:
         x_scale = gl.full(

@@ -22,9 +22,9 @@ from quantkit.kernels.gluon.compat import barrier
 def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.constexpr, BM: gl.constexpr):
     """Return the work of this program, as five int32 scalars.
 
-    They are (whole tiles, all work items, first k_step, end k_step, has_partial); k_steps count over all
-    shared tiles. `has_partial` is 1 if the program's last k_steps are the beginning of a tile that another
-    program writes; that item is computed first. The end of a tile that others began is computed last.
+    Returns (whole tiles, all work items, first k_step, end k_step, has_partial); k_steps are numbered over
+    all shared tiles. `has_partial` is 1 if the program's last k_steps begin a tile that another program
+    writes; that item is computed first. The end of a tile that other programs began is computed last.
     """
     program = gl.program_id(0)
     split_tiles = gl.cdiv(M, BM) * gl.cdiv(N, BN) - WHOLE_TILES

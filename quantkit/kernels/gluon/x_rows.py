@@ -38,7 +38,7 @@ def pack2(low, high, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def row_layout(S):  # type: ignore[no-untyped-def]
-    """Return the layout of [W, mma pairs per pass, rows of x, t]."""
+    """Return the layout of a pass of x: [W warps, mma pairs, rows of x, lanes t]."""
     return gl.BlockedLayout(
         [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
     )

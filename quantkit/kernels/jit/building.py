@@ -1,7 +1,7 @@
 """Build layouts of weights without waiting for each: all are checked together at the end.
 
-A GPU works while the host prepares the next weight. Asking it if a weight is valid, or finished, stalls both.
-So it is asked once, when the outermost `building` block ends.
+A GPU works while the host prepares the next weight. Waiting for the validity of each weight would stall both.
+So validity is checked once, when the outermost `building` block ends.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from quantkit.kernels.jit.compile_pool import nothing_left_out
 
 @dataclass
 class _Pending:
-    """Pending checks of a block: one-element flags with error texts, and devices to wait for."""
+    """Pending checks of a `building` block: one-element flags with error texts, and devices to wait for."""
 
     faults: list[tuple[torch.Tensor, str]] = field(default_factory=list)
     devices: set[torch.device] = field(default_factory=set)
@@ -74,7 +74,7 @@ def refuse_if(flag: torch.Tensor, message: str) -> None:
 
 
 def _ask(asked: _Pending) -> None:
-    """Add `asked` to the open block, or settle it at once without one."""
+    """Add pending checks to the open block; without one, wait for them at once."""
     pending = _pending.get()
     if pending is None:
         asked.settle()

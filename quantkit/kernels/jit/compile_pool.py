@@ -28,14 +28,14 @@ _Result = TypeVar("_Result")
 
 
 class Compilers:
-    """State of one run: which kernels it is waiting for."""
+    """Kernels that a run still has to compile."""
 
     def __init__(self) -> None:
         #: True once launches are skipped, because a kernel of the run is being compiled.
         self.leave_out = False
 
     def kernel(self, known: Any, compile_kernel: Callable[[], Any], needed: bool) -> Any:
-        """Return the kernel to launch, `known` or that of `compile_kernel`; None to skip the launch.
+        """Return the kernel to launch: `known`, or the result of `compile_kernel`; None skips the launch.
 
         Waits for a kernel that is `needed`. Otherwise, once a kernel is still to be compiled, its launch and
         all later ones are skipped.
@@ -54,7 +54,7 @@ COMPILERS: ContextVar[Compilers | None] = ContextVar("compilers", default=None)
 
 @contextmanager
 def nothing_left_out() -> Iterator[None]:
-    """Context manager: skip no launch inside, because its results are kept after the run."""
+    """Context manager: no launch inside is skipped, because its results are kept after the run."""
     token = COMPILERS.set(None)
     try:
         yield

@@ -94,7 +94,7 @@ class _Worker:
             theirs.close()
 
     def is_there(self) -> bool:
-        """Return True while the process runs."""
+        """Return True if the process runs."""
         return self._process.poll() is None
 
     def compile(self, request: Request) -> bool:
@@ -129,7 +129,7 @@ _ENDING: list[threading.Timer] = []
 
 
 def _idle() -> _Worker | None:
-    """Take an idle process that still runs; None if there is none."""
+    """Remove a running process from the idle processes and return it; None if there is none."""
     with _LOCK:
         while _IDLE:
             worker = _IDLE.pop()

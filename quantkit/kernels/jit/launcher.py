@@ -15,8 +15,8 @@ class Launch:
     """Kernel with its grid and constexprs; called with the remaining arguments.
 
     At every call, Triton looks up a compiled kernel by the text of everything it was compiled with. That
-    takes longer than most kernels run. Here the key is only what still varies: the device, dtypes of tensors,
-    16-byte alignment, and kinds of integers.
+    takes longer than most kernels run. The key here has only the device, dtypes of tensors, 16-byte
+    alignment, and kinds of integers.
     """
 
     #: True to launch it even in runs that skip launches (`compile_pool.compiled_first`).
@@ -70,7 +70,7 @@ class Launch:
         return FixedLaunch(compiled, self._grid, every, places)
 
     def _key(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the key: everything that still varies in what Triton compiles the kernel for."""
+        """Return the key of a compiled kernel: device, dtypes, 16-byte alignment and kinds of integers."""
         first = arguments[0]
         key: tuple[Any, ...] = (
             (first if isinstance(first, torch.Tensor) else first.base).get_device(),
@@ -132,7 +132,7 @@ def is_run_as_known(compiled: Any, grid: tuple[int, ...], arguments: Sequence[An
 class FixedLaunch:
     """Compiled kernel with all arguments fixed except some addresses: one call of Triton's launcher.
 
-    It skips the per-call work of `CompiledKernel.__getitem__`: querying device, stream and hooks, recording
+    A call skips the work of `CompiledKernel.__getitem__`: querying device, stream and hooks, recording
     for hooks, and looking up each tensor's address in the driver.
     """
 
@@ -163,7 +163,7 @@ class FixedLaunch:
 
 
 def is_watched() -> bool:
-    """Return True if launches cannot be fixed: some are skipped, or Triton's hooks observe each."""
+    """Return True if no `FixedLaunch` may be used: launches are skipped, or Triton's hooks observe each."""
     if COMPILERS.get() is not None:
         return True
     runtime = _knobs()
@@ -191,13 +191,13 @@ def stream_getter() -> Callable[[int], int]:
 
 
 class IndexLaunch(Launch):
-    """Launch that is never skipped: its results are indices, from which others compute addresses."""
+    """Launch that is never skipped: later kernels compute addresses from its results, which are indices."""
 
     is_needed = True
 
 
 def _kind(number: int) -> int:
-    """Return what Triton specializes for: 1 is a constant, multiples of 16 are marked, 64 bits are a type."""
+    """Return the property of an integer for which Triton compiles: 1, a multiple of 16, or 64 bits."""
     return -1 if number == 1 else (number & 15 == 0) + 2 * (number >> 31 != 0)
 
 

@@ -23,9 +23,9 @@ class SideBySide(AsyncCompileMode):  # type: ignore[misc]
         finish: Callable[[Any], None],
         *clean_up: Callable[[Any], None],
     ) -> Any:
-        """Return the kernel if Triton's cache has it, else a promise.
+        """Return the kernel if Triton's cache on disk has it, else a future.
 
-        `clean_up` forgets a promise that failed; Triton passes it from 3.9 on.
+        `clean_up` discards a future that failed; Triton passes it from 3.9 on.
         """
         request = _request(compile_kernel)
         if key not in self.future_kernels and request is not None and _is_on_disk(key, request.name):
@@ -48,7 +48,7 @@ def _compiled(request: Request | None, compile_kernel: Callable[[], Any]) -> Any
 def _request(compile_kernel: Callable[[], Any]) -> Request | None:
     """Describe what Triton is about to compile, for another process.
 
-    Returns None if this Triton hides it, bypasses its cache, or has a hook that asks this process.
+    Returns None if this Triton version hides the arguments, bypasses its cache, or calls a hook here.
     """
     known = getclosurevars(compile_kernel).nonlocals
     is_told = {"src", "target", "options"} <= set(known)

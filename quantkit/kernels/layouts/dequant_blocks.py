@@ -1,6 +1,6 @@
 """Device functions of the fused kernels: dequantize codes, load scales and zero-points, finish sums.
 
-Tensors have the axes of the fragment layout (`quantkit.kernels.layouts.fragment_layout`), so reshaping and
+Tensors have the axes of the fragment layout (`layouts.fragment_layout`), so reshaping and
 transposing only renames registers. Axis W is divided among the warps; a warp loops over axis L.
 """
 # mypy: ignore-errors
@@ -13,7 +13,7 @@ import triton.language as tl
 def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
     """Load block `number` of `expert_blocks` int32 [P, 3]: expert, first routed token, number of tokens.
 
-    `quantkit.kernels.moe.permute_kernels` writes them. With EARLY, before PDL's wait, the loads bypass L1.
+    `moe.permute_kernels` writes them. With EARLY, before PDL's wait, the loads bypass L1.
     """
     at = expert_blocks + number * 3
     CACHE: tl.constexpr = ".cg" if EARLY else ""

@@ -22,8 +22,8 @@ Two families of number formats need arithmetic only:
     floats         Sign, exponent and mantissa go where a float has them. A product with a power of two
                    corrects the exponent bias; subnormals are exact too.
 
-`arithmetic` describes both as bit moves, for any kind of float. `quantkit.kernels.layouts.dequant_ptx` writes
-them as PTX for two 16-bit floats. Without PTX, `dequant_codes` of `quantkit.kernels.layouts.dequant_blocks`
+`arithmetic` describes both as bit moves, for any kind of float. `layouts.dequant_ptx` writes
+them as PTX for two 16-bit floats. Without PTX, `dequant_codes` of `layouts.dequant_blocks`
 computes them in float32. Every step is exact, so both give the same numbers. Other formats look values up.
 """
 
@@ -74,17 +74,17 @@ class Field:
 
     @property
     def mask(self) -> int:
-        """Return `width` ones."""
+        """Return a mask of `width` one bits."""
         return (1 << self.width) - 1
 
 
 def planes(bits: int) -> int:
-    """Return the planes of codes of `bits` bits: the smallest power of two that fills whole 16-bit lanes."""
+    """Return the number of planes of `bits`-bit codes: the smallest power of two that fills 16-bit lanes."""
     return LANE_BITS // math.gcd(LANE_BITS, bits)
 
 
 def registers(bits: int) -> int:
-    """Return the registers that hold two codes of each plane, of `bits` bits."""
+    """Return the number of registers that hold two codes of each plane, of `bits` bits."""
     return bits * planes(bits) // LANE_BITS
 
 
@@ -121,7 +121,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Plane:
-    """Recipe for the value of a plane: (moved bits | `base`) as a float, times `factor`, plus `addend`.
+    """Instructions for the value of a plane: (moved bits | `base`) as a float, times `factor`, plus `addend`.
 
     If `looked_up`, the moved bits are a code, whose value is looked up.
     """
@@ -169,7 +169,7 @@ def code_moves(number_format: NumberFormat) -> tuple[tuple[Move, ...], ...]:
 
 
 def bias_factor(number_format: FloatFormat, lane: Lane) -> float:
-    """Return value / value of the bits moved to a `lane` float, the same for every number of the format."""
+    """Return the ratio of a code's value to the `lane` float with the code's bits, equal for all codes."""
     return 2.0 ** (lane.bias - number_format.bias)
 
 

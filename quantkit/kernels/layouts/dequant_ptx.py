@@ -1,6 +1,6 @@
 """Dequantization expressions as inline PTX, for two 16-bit lanes of a register at a time.
 
-Each 16-bit lane becomes a 16-bit float, by the steps that `quantkit.kernels.layouts.dequant_expressions`
+Each 16-bit lane becomes a 16-bit float, by the steps that `layouts.dequant_expressions`
 describes. Two kinds of formats need other steps.
 
 8-bit integers do not fit the mantissa of a bfloat16. In tables of up to 32 values, each lane of a warp holds
@@ -90,7 +90,7 @@ class Writer:
         return self.constants.setdefault(bits, f"c{len(self.constants)}")
 
     def expression(self, table: str | None = None, fill: str | None = None) -> Expression:
-        """Return the collected instructions as an expression."""
+        """Return the collected PTX as an `Expression`."""
         names = (("s", self.shifted), ("c", self.constants), ("t", range(self.temporaries)))
         head = f".reg .b32 {', '.join(f'{name}<{len(used) + 1}>' for name, used in names)};"
         moves = [f"mov.b32 {name}, 0x{value:08X};" for value, name in self.constants.items()]
@@ -128,7 +128,7 @@ def _twice(bits: int | None) -> int:
 
 
 def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Expression:
-    """Write the moves of each plane as and/lop3, and its product and sum as one fma."""
+    """Write PTX of `found`: the bit moves of each plane as and/lop3, its product and sum as one fma."""
     writer = Writer(bits, len(found))
     for i, plane in enumerate(found):
         rest = f"0x{_twice(plane.base):08X}" if plane.base else None
@@ -146,7 +146,7 @@ def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Exp
 
 
 def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: slice) -> Expression:
-    """Write the expression of integers with one bit more than the mantissa.
+    """Write PTX that dequantizes integers with one bit more than the mantissa.
 
     The highest bit selects the addend. With P = 2^mantissa, the low bits give P + (code mod P). Then -2 P is
     added if the highest bit is 0, -P if it is 1.
@@ -167,7 +167,7 @@ def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: s
 
 
 def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
-    """Write the expression of a table in lanes: lane i holds the value of code i modulo the code count.
+    """Write PTX that looks values up by warp shuffles: lane i holds the value of code i mod the code count.
 
     A shuffle reads the low five bits of a lane number only, so bits above a code may stay.
     """

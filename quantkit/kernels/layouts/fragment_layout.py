@@ -8,7 +8,7 @@ consecutive columns:
                                                       e1, e0: which of the four columns of the warp lane
 
 A 32-bit register has two 16-bit lanes. The same 16-bit lane of a few registers holds one code of each plane,
-plane = 2 run + p0 (`quantkit.kernels.layouts.dequant_expressions`). A tile is 16 rows of one such register:
+plane = 2 run + p0 (`layouts.dequant_expressions`). A tile is 16 rows of one such register:
 int16 [256] in the order (r, t, e1, row // 8, e0). A warp lane reads its 16 bytes of a tile with one load.
 
     codes  int16 [N / 16][K / span][tiles][256]        span: columns of a 16-bit lane, 16 * planes
@@ -18,7 +18,7 @@ int16 [256] in the order (r, t, e1, row // 8, e0). A warp lane reads its 16 byte
 
 A block is 128 columns, or one group if that is longer. A warp lane loads all scales of a block at once.
 
-Scales (`quantkit.kernels.layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply
+Scales (`layouts.fragment_scales`) multiply sums of products. Scales of groups of 16 multiply
 weights instead, as do 8-bit scales of small floats whose product is exact. The latter carry a power of two
 that each weight lacks: bits of an e2m1, moved to where a bfloat16 has them, are its value times 2^-126.
 """
@@ -83,32 +83,32 @@ class Geometry:
 
     @property
     def groups(self) -> int:
-        """Return the groups of a row."""
+        """Return the number of groups of a row."""
         return -(-self.k // self.group)
 
     @property
     def k_step(self) -> int:
-        """Return the columns that a warp dequantizes at a time: 128, or a span if that is longer."""
+        """Return the number of columns that a warp dequantizes at a time: 128, or a longer span."""
         return max(128, self.span)
 
     @property
     def k_steps(self) -> int:
-        """Return the k_steps of a row."""
+        """Return the number of k_steps of a row."""
         return self.spans * self.span // self.k_step
 
     @property
     def per_block(self) -> int:
-        """Return the columns of a block: 128, or one group if that is longer."""
+        """Return the number of columns of a block: 128, or one group if that is longer."""
         return max(128, self.group)
 
     @property
     def in_block(self) -> int:
-        """Return V, the groups of a block."""
+        """Return V, the number of groups in a block."""
         return 1 if self.groups == 1 else self.per_block // self.group
 
     @property
     def blocks(self) -> int:
-        """Return the blocks of a row."""
+        """Return the number of blocks of a row."""
         return -(-self.groups // self.in_block)
 
 
@@ -136,7 +136,7 @@ def geometry(n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> Geometry:
 
 
 def _carried(scheme: Scheme, dtype: torch.dtype) -> float:
-    """Return the power of two that scales carry; 1 unless scale times value is exact in bfloat16."""
+    """Return the power of two that 8-bit scales carry; 1 unless scale times value is exact in bfloat16."""
     if dtype == torch.float16 or not isinstance(scheme.format, FloatFormat):
         return 1.0
     digits = scheme.format.mantissa_bits + 1 + scheme.scale_type.digits
@@ -177,7 +177,7 @@ def build(weight: PackedTensor, dtype: torch.dtype, count: int = 1) -> tuple[tor
     size = weight.scheme.group_columns(shape.k)
 
     def by_lane(per_group: torch.Tensor, beyond: int = 0) -> torch.Tensor:
-        """Reorder [N, groups] to the lanes that multiply."""
+        """Reorder scales or zero-points [N, groups] to the order in which warp lanes load them."""
         if size != shape.group:
             per_group = per_group.repeat_interleave(size // shape.group, dim=1)[:, : shape.groups]
         return _by_lane(per_group, shape.in_block, beyond)
@@ -197,7 +197,7 @@ def restore(
 ) -> torch.Tensor:
     """Return the words int32 [N, W] of a weight of `shape` [N, K] from its layout and stored `scale`.
 
-    Unused bits are zero, as `docs/format.md` demands; the others are those that `build` read.
+    Unused bits are zero, as `docs/format.md` demands; code bits equal those that `build` read.
     """
     n, k = shape
     # The order of codes is the same for all dtypes of activations.
@@ -270,12 +270,12 @@ def _reserved(number_format: NumberFormat, device: torch.device) -> torch.Tensor
 
 
 def _rows_at_once(shape: Geometry) -> int:
-    """Return the rows that are repacked at a time: whole row tiles of about `CHUNK_WEIGHTS` weights."""
+    """Return the number of rows to repack at a time: whole row tiles of about `CHUNK_WEIGHTS` weights."""
     return max(1, CHUNK_WEIGHTS // (shape.spans * shape.span) // ROWS) * ROWS
 
 
 def _placed(weight: PackedTensor, shape: Geometry) -> torch.Tensor:
-    """Return the codes of `weight` [N, K] as int16 [row_tiles, spans, tiles, 256]."""
+    """Repack the codes of `weight` [N, K] to int16 [row_tiles, spans, tiles, 256]."""
     number_format, device, n = weight.scheme.format, weight.device, weight.shape[0]
     words = torch.empty(shape.row_tiles, shape.spans, shape.tiles, LANES, dtype=torch.int16, device=device)
     reserved = _reserved(number_format, device)

@@ -43,7 +43,7 @@ def scale_kind(dtype: torch.dtype, on_weights: bool, carries: bool) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Carrying:
-    """Scales as int8 [weights, rows, groups], `unit` times as large: float64 [weights]."""
+    """Scales times `unit` (float64 [weights]), stored as int8 [weights, rows, groups]."""
 
     scale: torch.Tensor
     unit: torch.Tensor

@@ -2,7 +2,7 @@
 
 Four codes of a register become the four bytes of another register. In each 16-bit lane, a code of one plane
 goes to the low byte. A code of a later plane goes to the high byte
-(`quantkit.kernels.layouts.dequant_expressions` explains planes). Codes of integers are offset-binary: at the
+(`layouts.dequant_expressions` explains planes). Codes of integers are offset-binary: at the
 top of a byte, with its highest bit flipped, a code is its signed value times a power of two:
 
     16-bit lane, int4   d d d d c c c c b b b b a a a a        planes 0 to 3
@@ -26,7 +26,7 @@ from quantkit.packing.formats import NumberFormat
 
 @dataclass(frozen=True)
 class Bytes:
-    """Recipe from codes to signed bytes: byte = ((code << `lift`) - `less`) ^ `flip`.
+    """Conversion of codes to signed bytes: byte = ((code << `lift`) - `less`) ^ `flip`.
 
     A byte of 1 has the value `byte_scale`.
     """
@@ -45,7 +45,7 @@ class Bytes:
 
 @lru_cache(maxsize=256)
 def as_bytes(number_format: NumberFormat) -> Bytes | None:
-    """Return how codes become bytes proportional to their values; None if that is impossible."""
+    """Return the conversion of codes to bytes proportional to their values; None if there is none."""
     values = number_format.numbers
     if not values or number_format.values[: len(values)] != values:
         return None

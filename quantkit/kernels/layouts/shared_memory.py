@@ -1,4 +1,4 @@
-"""Sizes that kernels and their launchers compute alike; without torch or Triton."""
+"""Compute sizes that kernels and their launchers share. Imports neither torch nor Triton."""
 
 #: Bytes of shared memory that a program gets without a request for more.
 USUAL_SHARED = 48 << 10
@@ -20,7 +20,7 @@ def planes_apart(count: int, dot: int) -> int:
 
 
 def low_planes(count: int, apart: int) -> tuple[int, ...]:
-    """Return the planes of `count` that go to low bytes; plane + `apart` goes to the high byte beside it."""
+    """Return the planes of `count` that become low bytes; plane + `apart` becomes the high byte."""
     return tuple(plane for plane in range(count) if plane // apart % 2 == 0)
 
 

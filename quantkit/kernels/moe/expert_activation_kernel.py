@@ -14,10 +14,10 @@ def activate_experts(
 ):  # fmt: skip
     """Write `out` [P, N] from gate and up side by side, `y` [P, 2 N], of routed tokens.
 
-    `index` [P] has their experts. `bias` [EXPERTS, 2 N] or None has gate then up, or both in turns if
-    INTERLEAVED. LIMIT bounds gate from above and up from both sides; None for no bound. KIND is "swiglu",
-    (up + 1) * gate * sigmoid(ALPHA * gate), or one of `gated`. Sums are float32. Rows of no expert are
-    undefined. Grid: (P, N / BLOCK).
+    `index` [P] is the expert of each routed token. `bias` [EXPERTS, 2 N] or None has gate then up, or both in
+    turns if INTERLEAVED. LIMIT bounds gate from above and up from both sides; None for no bound. KIND is
+    "swiglu", (up + 1) * gate * sigmoid(ALPHA * gate), or one of `gated`. Sums are float32. Rows of no expert
+    are undefined. Grid: (P, N / BLOCK).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

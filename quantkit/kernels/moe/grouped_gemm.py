@@ -61,7 +61,7 @@ class SortedTokens(NamedTuple):
 
 
 def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
-    """Return why experts with such weights run one after the other; None if they run grouped.
+    """Return why experts run one after the other; None if a grouped GEMM runs them.
 
     `problem` is one matrix; an expert has `matrices` of them.
     """
@@ -75,7 +75,7 @@ def why_not_grouped(problem: Problem, matrices: int = 1) -> str | None:
 
 
 def _may_share_x(forced: str) -> bool:
-    """Return True unless the forced kernel's warps each load x."""
+    """Return True if no kernel is forced whose warps each load x."""
     grouped = kernel_named(forced).grouped if forced else None
     return not forced or (grouped is not None and grouped.shares_x)
 
@@ -85,7 +85,7 @@ def build_experts_layout(
 ) -> ExpertsLayout | None:
     """Build the layout of `weights`, expert by expert, all [N, K] in one scheme.
 
-    Returns None if they do not run grouped. On a GPU a warning then gives the reason, once.
+    Returns None if no grouped GEMM supports them; on a GPU, a warning gives the reason once.
     """
     weights = list(weights)
     if not weights:

@@ -28,9 +28,9 @@ WEIGHED = 1024
 def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
     """Return the most routed tokens of an expert block: 1, `SMALL_BLOCK_ROWS`, or up to `MAX_BLOCK_ROWS`.
 
-    It is 1 with at least `single_row_ratio` experts per routed token: few experts then have two tokens. H100,
-    as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8. A ratio of 0
-    means never, for weights unsupported by kernels with a shared x.
+    The result is 1 with at least `single_row_ratio` experts per routed token: few experts then have two
+    tokens. H100, as many routed tokens as experts: 0.97 of the time of blocks of 8 at int4, 1.01 at int8. A
+    ratio of 0 means never, for weights unsupported by kernels with a shared x.
     """
     usual = -(-3 * routed // (2 * experts))
     if 0 < single_row_ratio * routed <= experts:

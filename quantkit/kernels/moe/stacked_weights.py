@@ -37,7 +37,7 @@ def stacked(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.
 
 
 def can_be_one(weight: PackedTensor) -> bool:
-    """Return True if layouts of such weights [N, K] are adjacent parts of their concatenation's layout."""
+    """Return True if the layout of weights [N, K] concatenated along N consists of their layouts in a row."""
     scheme, rows = weight.scheme, weight.shape[0]
     return (
         # No row tile or word of zero-points has rows of two weights.
@@ -50,7 +50,7 @@ def can_be_one(weight: PackedTensor) -> bool:
 def _as_one(weights: Sequence[PackedTensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Build the layouts of weights [N, K] that `can_be_one`, or of one weight.
 
-    Each tensor returned begins with an axis of weights.
+    The first dimension of each returned tensor is the number of weights.
     """
     scheme, (n, k), count = weights[0].scheme, weights[0].shape, len(weights)
     of_all = zip(*(weight.tensors for weight in weights), strict=True)

@@ -40,7 +40,7 @@ class Plan:
     programs: int
 
     def keys_per_pass(self, programs: int) -> int:
-        """Return the keys that `programs` programs attend to in one step."""
+        """Return the number of keys that `programs` programs attend to in one step."""
         return programs * self.warps * self.keys
 
 
@@ -280,18 +280,18 @@ class _Sizes:
 
     @property
     def heads(self) -> int:
-        """Return the query heads per program, as registers hold their sums."""
+        """Return the number of query heads per program, limited by the registers of their sums."""
         return FEW_HEADS if self.group <= FEW_HEADS or self.key_bytes > KEY_BYTES else MOST_HEADS
 
     @property
     def blocks(self) -> int:
-        """Return the programs that share the query heads of a key head."""
+        """Return the number of programs that share the query heads of a key head."""
         return -(-self.group // self.heads)
 
 
 @lru_cache(maxsize=1024)
 def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
-    """Return the plan for `length` keys of such sizes, and the number of programs per head."""
+    """Return the plan for an attention problem with `length` keys, and the number of programs per head."""
     heads = sizes.kv_heads * sizes.blocks
     plan = next(one for one in PLANS if heads <= one.most * multiprocessors)
     is_long = sizes.key_bytes > KEY_BYTES

@@ -47,8 +47,8 @@ def attend(
         mask  [B, LENGTH]
 
     `stats` has the largest score, times log2(e), and the sum of the weights relative to it. MASK is "bool"
-    (True: key is seen), "float" (added to scores) or "". With WHOLE, a program has all keys of its head and
-    writes `out`.
+    (True: key is visible), "float" (added to scores) or "". With WHOLE, a program has all keys of its head
+    and writes `out`.
 
     With NEW, queries and the key `new_k` [B, HEADS, D] are first rotated by `cos` and `sin` [B or 1, D]. That
     key and `new_v` [B, HEADS, V] are written after `cache_length` tokens, by the programs that attend to
@@ -292,7 +292,7 @@ def _write(
 
 @triton.jit
 def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
-    """Load a key [DP] from `at`, and `_other_half` of it [DP]."""
+    """Load a key [DP] from `at`, and its `_other_half` [DP]."""
     d = tl.arange(0, DP)
     return tl.load(at + d, mask=d < D, other=0.0), _other_half(at, d, d < D, D)
 
@@ -370,7 +370,7 @@ def _repeated(x, TIMES: tl.constexpr):
 
 @triton.jit
 def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
-    """View what `_load_rows` loaded as [W, DP, R]."""
+    """View the result of `_load_rows` as [W, DP, R]."""
     # t, m, warp, 8 rows, 32 features, and 8: two `mma` take 2 + 2 of them each.
     x = tl.reshape(x, (4, 8, W, R // 8, DP // 32, 2, 2, 2))
     return tl.reshape(tl.permute(x, (2, 4, 5, 6, 0, 7, 3, 1)), (W, DP, R))
@@ -397,7 +397,7 @@ def _load_columns(
 
 @triton.jit
 def _as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
-    """View what `_load_columns` loaded as [W, VP, R]: feature 64 s + 8 m + j is 64 s + 8 j + m."""
+    """View the result of `_load_columns` as [W, VP, R]: feature 64 s + 8 m + j is 64 s + 8 j + m."""
     x = tl.reshape(x, (4, 8, W, R // 8, 2, VP // 64, 8))
     return tl.reshape(tl.permute(x, (2, 5, 6, 1, 3, 0, 4)), (W, VP, R))
 
@@ -418,7 +418,7 @@ def _seen(
     mask, first, LENGTH, m_l, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr, MASK: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return which keys are seen, in the layouts of `_numbers`, and what is added to scores [W, G, KEYS]."""
+    """Return masks of visible keys in the layouts of `_numbers`, and the addend of scores [W, G, KEYS]."""
     row, column = _numbers(first, W, KEYS)
     row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
     # t, m, warp, 8 keys, c
@@ -429,7 +429,7 @@ def _seen(
 
 @triton.jit
 def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
-    """Return what is added to the scores of keys `at` [...], float32: -inf for hidden keys."""
+    """Return the addend of the scores of keys `at` [...], float32: -inf for hidden keys."""
     if PTX:
         at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
     valid = at < LENGTH

@@ -25,7 +25,7 @@ def append_reference(
 def append(
     keys: torch.Tensor, values: torch.Tensor, cache_length: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append `k` [B, H, T, D] and `v` [B, H, T, V] to the cache, after `cache_length` tokens. Returns it.
+    """Append `k` [B, H, T, D] and `v` [B, H, T, V] after `cache_length` tokens; return the cache.
 
     `keys` is [B, H, L, D], `values` [B, H, L, V], `cache_length` [] or [1] int64. A token without room is not
     written. The last key then becomes NaN, so that attention to it is NaN.
@@ -51,7 +51,7 @@ def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) ->
     """Write `states` [B, H, T, D] to the first T tokens of `caches` [B, H, L, D].
 
     With `clear` the other tokens become 0. A pair has one dtype and device; T is the same for all. One launch
-    serves all rooms of a shape. Pairs that are not made of contiguous 8-byte words use `fill_reference`. The
+    copies all pairs of a shape. Pairs that are not made of contiguous 8-byte words use `fill_reference`. The
     host does not wait for the GPU.
     """
     launches: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -97,7 +97,7 @@ def _append_launch(tokens: int, heads: int, size: int, width: int, features: fro
 
 @lru_cache(maxsize=256)
 def _fill_launch(tensors: int, heads: int, parts: int, words: int) -> Launch:
-    """Build the launch of `fill` for `tensors` rooms of `heads` heads and rows of `words` words."""
+    """Build the launch of `fill` for `tensors` caches of `heads` heads and rows of `words` words."""
     from quantkit.kernels.ops.kv_append_kernels import fill
 
     return Launch(fill, (tensors, heads, parts), W=words, WP=power_of_two(words), BT=TOKENS, num_warps=4)

@@ -13,8 +13,8 @@ def append(
 ):  # fmt: skip
     """Append `k` [B, H, T, D] and `v` [B, H, T, V] to `keys` and `values` [B, H, LENGTH, ...].
 
-    `cache_length` [] int64 is the tokens in the cache. Grid: (B * T, H). A token without room is not written,
-    and the last key becomes NaN.
+    `cache_length` [] int64 is the number of tokens in the cache. Grid: (B * T, H). A token without room is
+    not written, and the last key becomes NaN.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -32,7 +32,7 @@ CHECK_SECONDS = 0.5
 
 
 class GpuBench:
-    """Random packed weight on the GPU, in enough copies to exceed the L2 cache."""
+    """Benchmark of a random packed weight on the GPU, in enough copies to exceed the L2 cache."""
 
     def __init__(self, packed: PackedTensor, dtype: torch.dtype) -> None:
         """Build the layouts of `packed` [n, k] for activations of `dtype`."""
@@ -275,7 +275,7 @@ def _work(connection: Connection, target: Target) -> None:
 
 
 class CompileOnly:
-    """Triton driver without a GPU, with only what compiling needs."""
+    """Triton driver that can compile without a GPU, and not launch."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

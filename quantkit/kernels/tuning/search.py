@@ -35,7 +35,7 @@ HALF_LIMIT = 2.0**-5
 
 
 class Unfit(Exception):
-    """This GPU cannot run a candidate; the message says what it lacks."""
+    """The GPU cannot run a candidate; the message names the resource that it lacks."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Weight:
         return f"{self.scheme} {self.n}x{self.k}"
 
     def problem(self, m: int, gpu: Gpu, features: frozenset[str]) -> Problem:
-        """Return its product with m rows of x; the scheme is as kernels see it."""
+        """Return the problem of this weight and m rows of x, with the scheme of its weights alone."""
         problem = Problem(
             m, self.n, self.k, self.scheme, self.dtype, "cuda", features, None, gpu, self.fp16_accumulation
         )
@@ -74,17 +74,17 @@ class Candidate:
 
 
 class Bench(Protocol):
-    """Protocol of a weight under measurement."""
+    """Protocol: check and time the candidates of one weight."""
 
     def error(self, candidate: Candidate, m: int) -> float:
-        """Return the largest error of its result, relative as in `LIMITS`; NaN for NaN. Raises `Unfit`."""
+        """Return the largest error of y, relative as in `LIMITS`; NaN for NaN. Raises `Unfit`."""
 
     def time(self, candidate: Candidate, m: int, replays: int) -> float:
         """Return microseconds of one product with m rows of x. Raises `Unfit`."""
 
 
 class Compiler(Protocol):
-    """Protocol for compiling candidates ahead, while others are measured."""
+    """Protocol: compile candidates while others are measured."""
 
     def submit(self, problem: Problem, candidate: Candidate) -> Callable[[], str | None]:
         """Start compiling; return a function that waits, and returns why it failed, or None."""
@@ -92,7 +92,7 @@ class Compiler(Protocol):
 
 @dataclass
 class Search:
-    """Results so far for one problem."""
+    """Candidates of one problem with their measured times, and the state of the search."""
 
     problem: Problem
     #: The choice of the rules.
@@ -128,7 +128,7 @@ class Search:
         return [one for one in dict.fromkeys(found) if one not in self.coarse and one not in self.rejected]
 
     def _starts(self, kernel: Kernel) -> Iterator[Candidate]:
-        """Yield the first tiles of a kernel."""
+        """Yield the tiles with which the search of a kernel starts."""
         yield Candidate(
             kernel.name, None if kernel.tile_space is None else kernel.tile_space.rule(self.problem)
         )
@@ -136,7 +136,7 @@ class Search:
             yield Candidate(kernel.name, self.before.tile)
 
     def _hopeful(self) -> list[Kernel]:
-        """Return the kernels that try more tiles."""
+        """Return the kernels whose neighbouring tiles are still searched."""
         best = min(self.coarse.values(), default=0.0)
         kernels = [kernel_named(name) for name in dict.fromkeys(one.kernel for one in self.coarse)]
         return [
@@ -189,7 +189,7 @@ class Search:
 
     @property
     def gain(self) -> float | None:
-        """Return the rules' time over the winner's; None if one of them did not run."""
+        """Return the rules' time over the winner's; None if either did not run."""
         entry, ruled = self.entry(), self.fine.get(self.rules)
         return None if entry is None or ruled is None else ruled / entry.us
 

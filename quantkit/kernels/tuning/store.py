@@ -47,7 +47,7 @@ def stored_tables(gpu: Gpu, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...
 
 
 def _shipped_for(gpu: Gpu, table: TileTable) -> str:
-    """Return the source of a shipped table, for messages."""
+    """Return the text that names a shipped table in messages, with its GPU if that differs from `gpu`."""
     elsewhere = "" if table.gpu.name == gpu.name else f", measured on {table.gpu.name}"
     return f"shipped{elsewhere}"
 

@@ -43,7 +43,7 @@ class LazyWeights:
         self.release()
 
     def release(self) -> None:
-        """Free the weights that were read; those still in use are freed when their use ends."""
+        """Free the weights that were read; a weight in use is freed when its use ends."""
         with self._mutex:
             self._loaded.clear()
 

@@ -32,7 +32,7 @@ class Call:
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Call":
         """Return the call with None in place of each cache.
 
-        A block runs several times on the same tokens; a cache would hold those of the earlier runs.
+        A block runs several times on the same tokens; a cache would keep tokens of earlier runs.
         """
         from transformers import Cache
 
@@ -125,7 +125,7 @@ class ModelPass:
         return hidden
 
     def take_output(self) -> Any:
-        """Return the output of the model and free it here."""
+        """Return the output of the model and drop the reference to it."""
         if self._failed is not None:
             raise self._failed
         output, self.output, self._suspended.output = self.output, None, None
@@ -180,7 +180,7 @@ class ModelPass:
 
 
 def _is_plain(call: Call) -> bool:
-    """Return True if a block cannot change any of its arguments."""
+    """Return True if no argument is a mutable mapping, which a block could modify."""
     return all(map(_is_constant, call.values))
 
 

@@ -8,7 +8,7 @@ import torch
 def continued(model: Any, beginnings: torch.Tensor, length: int, seed: int) -> torch.Tensor:
     """Return sequences int64 [B, length] of a model of transformers that begin with `beginnings` [B, n].
 
-    They go on after a token that ends a text, as joined documents do. On one device the result depends on
+    Sequences continue after an end-of-text token, like joined documents. On one device the result depends on
     `seed` and the arguments alone. Changes `model.generation_config`.
     """
     from transformers import GenerationConfig

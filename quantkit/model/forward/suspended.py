@@ -31,7 +31,7 @@ class Suspended:
         self._thread.start()
 
     def resume(self, value: Any = None) -> Any:
-        """Run to the next pause, where `value` is returned inside; return the value passed to `pause`.
+        """Run to the next pause, with `value` as the result of the current one; return the next argument.
 
         Returns None at the end. Raises what the function raises.
         """

@@ -49,7 +49,7 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def mutable_in(value: Any) -> Iterator[MutableMapping[Any, Any]]:
-    """Yield the mappings in `value` that the called function can write to, except nested ones."""
+    """Yield the mutable mappings in `value`, except nested ones."""
     if isinstance(value, MutableMapping):
         yield value
     else:

@@ -59,8 +59,8 @@ class Allocated:
 def groups_of(structure: Structure, recipe: Recipe) -> tuple[tuple[Linear, ...], ...]:
     """Return the groups of linears that share a format, in the order of the model.
 
-    A group is what engines fuse (q, k and v; gate and up), or the experts of a layer. Excluded are linears
-    with a rule in `recipe`, lm_head, and linears that stay dense without a rule.
+    A group is the linears that engines fuse (q, k and v; gate and up), or the experts of a layer. Excluded
+    are linears with a rule in `recipe`, lm_head, and linears that stay dense without a rule.
     """
     free = {
         name: linear
@@ -93,10 +93,10 @@ def allocate_formats(
 ) -> Allocated:
     """Choose a format for each linear of the decoder, with the least expected divergence within `budget`.
 
-    Returns a recipe. Linears with a rule in `recipe` keep it. Every other linear gets the default method, and
-    formats that minimize the sum of expected divergences, with an `engine` of those that it reads. `read`
-    gives calibration samples for an embedding with a number of rows. Raises `UsageError` for a budget out of
-    reach, and for formats of unknown cost or unsupported by the method. Also raised for models whose
+    Linears with a rule in `recipe` keep the format of the rule. All others get the default method, and the
+    formats that minimize the sum of expected divergences; with `engine`, only formats that the engine reads.
+    `read` gives calibration samples for an embedding with a number of rows. Raises `UsageError` for a budget
+    out of reach, and for formats of unknown cost or unsupported by the method. Also raised for models whose
     sensitivity cannot be measured.
     """
     method, limit = method_named(recipe.default.method), budget.limit
@@ -151,7 +151,7 @@ def _costs(
     """Return the cost of each group by index of its scheme, and a note on schemes of unknown cost.
 
     Schemes of unknown cost, or not in `allowed`, are left out. Raises `UsageError` for a group without any
-    other scheme.
+    remaining scheme.
     """
     rows = []
     unknown: dict[tuple[int, int], dict[str, None]] = {}

@@ -9,9 +9,9 @@ from quantkit.quantization.allocate.budget import Limit
 
 @dataclass(frozen=True)
 class Share:
-    """Scheme of one group of linears, with its bytes, its cost and its expected divergence.
+    """Scheme of one group of linears, with bytes, cost and expected divergence of the group.
 
-    The cost is in the unit that the limit counts.
+    The cost is in the unit of the limit.
     """
 
     linears: tuple[str, ...]
@@ -23,10 +23,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Budget, and the share of it that every group got.
+    """Result of an allocation: the budget, and the scheme and cost of each group of linears.
 
     weights      number of weights of all groups
-    allowed      largest allowed cost, in the unit that the limit counts
+    allowed      largest allowed cost, in the unit of the limit
     cost         cost of all groups, in the same unit
     divergence   expected KL divergence of all groups together, nats per token
     """

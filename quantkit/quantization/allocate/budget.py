@@ -54,7 +54,7 @@ class Limit(ABC):
 
     @abstractmethod
     def in_one(self, weights: int) -> float:
-        """Return how many `counts`, such as bytes, make one `unit`, for a model of `weights` weights."""
+        """Return the number of `counts`, such as bytes, per `unit`, for a model of `weights` weights."""
 
     @abstractmethod
     def price(self, checkpoint: Checkpoint) -> Price:
@@ -153,7 +153,7 @@ class Budget:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Return the formats or menus to choose from."""
+        """Return the formats or menus to choose from, with the default of the limit."""
         return (self.limit.menu,) if self.formats is None else self.formats
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Budget:
 def stored_bytes(linear: Linear, scheme: Scheme) -> int:
     """Return the bytes of a linear in a scheme, with all parts of all its matrices.
 
-    No container needs more bytes.
+    This is an upper bound for all containers.
     """
     parts = scheme.storage_shapes(linear.shape).values()
     return len(linear.stored) * sum(math.prod(shape) * dtype.itemsize for dtype, shape in parts)
@@ -173,7 +173,7 @@ def stored_bytes(linear: Linear, scheme: Scheme) -> int:
 def launches(checkpoint: Checkpoint, linear: Linear) -> int:
     """Return the number of GEMMs that one token launches for a linear.
 
-    This is 1. For experts, it is the number of experts that a token chooses, and twice that for gate and up.
+    This is 1 for a linear. For experts, it is the number of experts per token, twice that for gate and up.
     """
     if linear.kind != "experts":
         return 1

@@ -19,7 +19,7 @@ from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Sums over tokens for linears that share an input, float32.
+    """Sums over tokens of inputs x and output gradients g, for linears that share x; float32.
 
     weighted  [K, K] sum of |g|^2 x x^T, with g the gradients of all these linears together
     weight    sum of |g|^2
@@ -38,8 +38,8 @@ class Seen:
     ) -> Self:
         """Sum over inputs [..., K] and over the gradients [..., N] at the output of each linear.
 
-        `unweighted` also sums `inputs`. Raises `FormatError` with the `name` of a linear whose input is not
-        finite.
+        With `unweighted`, the field `inputs` is computed too. Raises `FormatError` with the `name` of a
+        linear whose input is not finite.
         """
         flat = inputs.reshape(-1, inputs.shape[-1])
         check_finite(flat, name)
@@ -67,7 +67,7 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class ExpertCall:
-    """Arguments of a call of fused experts, and the gradients at its output, on the host.
+    """Arguments of one call of fused experts, and the gradients at the output of the call, in CPU memory.
 
     inputs   [T, K]
     chosen   int64 [T, k], the experts of each token
@@ -98,8 +98,8 @@ class ExpertCall:
 class RoutedGradients:
     """All calls of fused experts, and the gradients of each expert's tokens.
 
-    An expert that no token chose counts as chosen by one token, the mean of all. So no expert is free to lose
-    all its accuracy.
+    An expert that no token chose counts as chosen by one token, the mean of all tokens. Otherwise its error
+    would cost nothing.
     """
 
     experts: Any
@@ -123,7 +123,7 @@ class RoutedGradients:
         return tuple(len(self.routed.tokens(expert)) for expert in range(len(self.experts.down_proj)))
 
     def seen(self, expert: int) -> dict[str, Seen]:
-        """Return the sums for both parameters of an expert, by parameter name; rows as in `weight`."""
+        """Return the sums for both fused parameters of an expert, by parameter name; rows as in `weight`."""
         tokens, slots = (self.routed.chosen == expert).nonzero(as_tuple=True)
         if len(tokens):
             weights = self.weights[tokens, slots]
@@ -148,7 +148,7 @@ class RoutedGradients:
         return spec_of(self.experts).rows(getattr(self.experts, leaf)[expert])
 
     def everyone(self) -> Hessian:
-        """Return the Hessian of the inputs of all tokens, whichever experts they chose."""
+        """Return the Hessian of the inputs of all tokens, independent of the chosen experts."""
         return _hessian(self._inputs(self.routed.everyone(self.routed.inputs.shape[1])))
 
     def hessian(self, expert: int, leaf: str, everyone: Hessian) -> Hessian:

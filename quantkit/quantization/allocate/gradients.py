@@ -16,7 +16,7 @@ from quantkit.model.forward.trees import hidden_in, mapped, mutable_in, tensors_
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One run of a block: its call, its output, and the arguments it changed, as leaves."""
+    """One forward pass of a block: call, output, and modified arguments, as leaves of autograd."""
 
     call: Call
     output: Any
@@ -24,7 +24,7 @@ class Step:
 
     @classmethod
     def take(cls, block: Block, one: ModelPass) -> "Step":
-        """Run `block`, before which a pass waits, and advance the pass to the next block."""
+        """Run `block` for a pass that waits before it, and advance the pass to the next block."""
         with torch.no_grad(), one.loaded() as call:
             known = {id(tensor) for tensor in tensors_in(call)}
             output = mapped(block.run(call), _leaf)
@@ -46,7 +46,7 @@ class Step:
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that the block returned or wrote."""
+        """Return the tensors that the block returned, or modified in place."""
         return (*tensors_in(self.output), *self.written)
 
     def backward(
@@ -105,7 +105,7 @@ def _go_on(
     leaves: Sequence[torch.Tensor],
     device: torch.device,
 ) -> None:
-    """Add to the gradients of `leaves`; `between` are tensors computed from them, with their gradients."""
+    """Backpropagate to `leaves`; `between` are tensors computed from `leaves`, with their gradients."""
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     if not between or not leaves:
         return

@@ -1,4 +1,4 @@
-"""The formats that an engine reads, of those that an allocation chooses from."""
+"""Select the schemes that an engine reads, among those of an allocation."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from quantkit.packing.schemes import Scheme
 
 @dataclass(frozen=True)
 class _Stored:
-    """The storage of a linear: format and arguments of compressed-tensors.
+    """Storage of a linear: format and arguments of compressed-tensors.
 
     `alone` if the engine reads it only in a checkpoint that has no other format.
     """
@@ -27,9 +27,9 @@ class _Stored:
 def readable(
     engine: Engine, groups: Sequence[Sequence[Linear]], schemes: Mapping[str, Sequence[Scheme]]
 ) -> list[frozenset[int]]:
-    """Return for each group the numbers of the schemes that `engine` reads.
+    """Return for each group the indices of the schemes that `engine` reads.
 
-    `schemes` are those to choose from, by module. Raises `UsageError` if none is left for a group.
+    `schemes` are the candidates by module. Raises `UsageError` for a group without a readable scheme.
     """
     found: list[dict[int, _Stored]] = []
     for group in groups:
@@ -56,9 +56,9 @@ def readable(
 
 
 def expressible(group: Sequence[Linear], schemes: Mapping[str, Sequence[Scheme]]) -> frozenset[int]:
-    """Return the numbers of the schemes in which compressed-tensors holds every linear of a group.
+    """Return the indices of the schemes that compressed-tensors can express for every linear of a group.
 
-    All numbers if there is none: the group is then for quantkit alone.
+    Returns all indices if there is none: only quantkit reads the group then.
     """
     every = frozenset(range(len(schemes[group[0].module])))
     found = frozenset(
@@ -76,7 +76,7 @@ def expressible(group: Sequence[Linear], schemes: Mapping[str, Sequence[Scheme]]
 
 
 def _stored(engine: Engine, linear: Linear, scheme: Scheme) -> _Stored | None:
-    """Return how a linear is stored in `scheme`, None if `engine` does not read that."""
+    """Return the storage of a linear in `scheme`; None if `engine` does not read it."""
     (rows, columns), experts = linear.shape, linear.kind == "experts"
     kind: LayerKind = "experts" if experts else "linear"
     if why_not_compressed_tensors(scheme, columns, experts=experts) is not None:

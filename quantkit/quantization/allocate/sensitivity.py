@@ -99,7 +99,7 @@ def measure(
 
 
 class _Measurement:
-    """State and progress of one measurement."""
+    """Model, samples and progress of a measurement of sensitivities."""
 
     def __init__(
         self,
@@ -201,10 +201,9 @@ class _Measurement:
         earlier: Sequence[Sequence[torch.Tensor]],
         wanted: "_Wanted",
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, list[ExpertCall]]]:
-        """Sum over all passes for the linears of a block, one group with a shared input after the other.
+        """Backpropagate all micro-batches through a block; return sums by group of linears, and expert calls.
 
-        Returns these sums, and the calls of its experts, by name in the block. Passes gradients on to the
-        leaves in `earlier`.
+        Names are relative to the block. Adds gradients to the leaves in `earlier`.
         """
         modules = (*wanted.linears, *wanted.experts)
         call = mapped(steps[0].call, lambda tensor: tensor.detach().to(self._decoder.device))
@@ -299,7 +298,7 @@ class _Measurement:
     ) -> list[Callable[[], float]]:
         """Return for each scheme a function that measures its loss for a weight float32 [N, K].
 
-        It uses at most `most` rows. `importance` float32 [N] are the weights of the outputs.
+        The loss is measured on at most `most` rows. `importance` float32 [N] are the weights of the outputs.
         """
         rows = torch.arange(0, len(weight), -(-len(weight) // most), device=weight.device)
         # Larger or more important rows lose more: the loss of the sample is scaled up in that measure.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.checkpoint.output.journal import canonical_json
+from quantkit.checkpoint.output.journal import json_hash
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, user_cache
 from quantkit.packing.schemes import Scheme
@@ -35,10 +35,10 @@ def cache_key(
     device: str,
     schemes: Mapping[str, Sequence[Scheme]],
 ) -> str:
-    """Return the hex SHA-256 of everything that a measurement depends on.
+    """Return the hex SHA-256 of everything on which a measurement depends.
 
-    It covers files, tensors and config of the source, the tokens, the method and the schemes of every linear.
-    It also covers the kind of device and the versions of libraries.
+    The hash covers files, tensors and config of the source, the tokens, the method and the schemes of
+    linears. It also covers the kind of device and the versions of libraries.
     """
     tensors = [[t.name, t.dtype, list(t.shape), t.file.name, t.offset] for t in checkpoint.tensors.values()]
     facts = {
@@ -92,7 +92,7 @@ class SensitivityCache:
         if self.path is None:
             return (f"the measured sensitivities are not kept, as there is no home directory. {remedy}",)
         facts = {"key": self.key, "losses": found.losses, "expert_tokens": found.expert_tokens}
-        data = json.dumps({**facts, _HASH: _hash(facts)}, indent=1, allow_nan=False).encode()
+        data = json.dumps({**facts, _HASH: json_hash(facts)}, indent=1, allow_nan=False).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, data + b"\n")
@@ -101,10 +101,6 @@ class SensitivityCache:
                 f"the measured sensitivities are not kept in {self.path}: {os_error_text(error)}. {remedy}",
             )
         return ()
-
-
-def _hash(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(facts)).hexdigest()
 
 
 def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Scheme]]) -> Sensitivities:
@@ -126,7 +122,7 @@ def _parsed(data: Mapping[str, Any], key: str, schemes: Mapping[str, Sequence[Sc
         for row in tokens.values()
     ):
         raise ValueError("the tokens of its experts are not numbers of at least 0")
-    if data[_HASH] != _hash({name: value for name, value in data.items() if name != _HASH}):
+    if data[_HASH] != json_hash({name: value for name, value in data.items() if name != _HASH}):
         raise ValueError("its hash is not that of its content")
     return Sensitivities(
         {name: tuple(map(float, losses[name])) for name in schemes},

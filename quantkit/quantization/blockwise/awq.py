@@ -1,6 +1,7 @@
-"""AWQ and SmoothQuant: search the scales of a block's input features, the best of a method's candidates.
+"""AWQ and SmoothQuant: choose the scales of a block's input features among the candidates of a method.
 
-`calibrate/scaling.py` makes and measures candidates; `fold_scales.py` says where scales are folded into.
+`calibrate/scaling.py` makes and measures candidates; `fold_scales.py` names the parameters that absorb the
+scales.
 """
 
 from collections.abc import Mapping

@@ -58,7 +58,7 @@ class BlockOutput:
 
 
 def _not_done(todo: BlockTasks) -> Iterator[tuple[str, str]]:
-    """Yield modules, and the step of their method that was skipped for one of their matrices."""
+    """Yield (module, note) for methods of which a step was skipped for a matrix of the module."""
     scaled = {name for fold in todo.folds for name in fold.consumers}
     for name in todo.idle & todo.tasks.keys():
         module = todo.tasks[name].module

@@ -21,12 +21,12 @@ class BlockTasks:
     """Linears of one block that are quantized with it, by name inside the block.
 
     tasks     the linears; a matrix of fused experts has a name such as `mlp.experts.3.gate`
-    parts     where each such matrix is in the parameters of the block
-    folds     where scales of input features are folded into
+    parts     place of each expert matrix in the parameters of the block
+    folds     parameters that absorb the scales of input features
     changed   the dense tensors that folding changes, by parameter
     number    index of the block in the model
     is_head   True for the lm_head, which is treated as a block
-    idle      linears that do not run on tokens: quantized as if their methods took no data
+    idle      linears that do not run on tokens: quantized without data
     """
 
     name: str
@@ -54,10 +54,7 @@ class BlockTasks:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """Return the tensors of the work file, about in the order they are made.
-
-        The file is hashed as it grows.
-        """
+        """Return the tensors of the work file, roughly in the order of writing, for hashing meanwhile."""
         every = (*self.changed.values(), *self.tasks.values())
         return [spec for task in every for spec in task.outputs]
 
@@ -128,7 +125,7 @@ def needs_data(planned: Plan) -> bool:
 def block_tasks(planned: Plan, decoder: Decoder, model_type: str) -> list[BlockTasks]:
     """Return the tasks of each block up to the last one with a method that takes data, lm_head included.
 
-    Raises `UsageError` if such a method is requested outside of blocks.
+    Raises `UsageError` for a method with data on a linear outside of blocks.
     """
     kinds = {layer.linear.module: layer.linear.kind for layer in planned.layers}
     block_names = decoder.block_names
@@ -188,7 +185,7 @@ def _as_listed(
 def work_bytes(blocks: Sequence[BlockTasks], samples: Samples, hidden_size: int) -> int:
     """Return an upper bound on the bytes of all work files.
 
-    These are the blocks, and hidden states twice, as they are replaced by new ones.
+    The files hold the blocks, and hidden states twice, while new ones replace old ones.
     """
     hidden = samples.tokens.numel() * hidden_size * 4
     return sum(spec.nbytes for block in blocks for spec in block.specs) + 4 * hidden

@@ -85,7 +85,7 @@ class Calibration:
         return f"{count} samples of {length} tokens from {self.samples.origin}, sha256 {self.samples.digest}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything that the written bytes depend on."""
+        """Return the data on which the written bytes depend, as JSON values."""
         return {"tokens_sha256": self.samples.digest, "shape": list(self.samples.tokens.shape)}
 
 
@@ -94,8 +94,8 @@ def blocks_with_data(
 ) -> tuple[Decoder, tuple[BlockTasks, ...]] | None:
     """Return the decoder of a plan and the tasks of its blocks; None if no method needs data.
 
-    Reads headers only. `plan` and `quantize` call it alike, so that both refuse the same: options of
-    calibration that nothing uses, sources that are not there, and linears that no block runs.
+    Reads headers only. `plan` and `quantize` both call this function, so that both refuse unused options of
+    calibration, missing sources, and linears that no block runs.
     """
     if not needs_data(planned):
         if options.sources is not None and planned.allocation is None:
@@ -161,9 +161,9 @@ def measure_scales(
     ranks: Ranks,
     report: Advance,
 ) -> tuple[Calibration, Plan]:
-    """Return both with the numbers of static scales of inputs, which are measured unless all shards are done.
+    """Return `calibration` and `planned` with static scales, measured unless all shards are done.
 
-    Only the first rank has an `output`; it measures for all.
+    Only the first rank has an `output`; its measurement is sent to all ranks.
     """
     wanted = Wanted.of(planned)
 

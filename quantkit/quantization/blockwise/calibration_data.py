@@ -26,7 +26,7 @@ from quantkit.quantization.blockwise.pictured_samples import (
 def sample_shape(checkpoint: Checkpoint, options: CalibrationOptions) -> tuple[int, int]:
     """Return the requested number of samples, and of tokens per sample.
 
-    Texts are not read here; they may give fewer.
+    Texts are not read; they may yield fewer samples.
     """
     counts = shares(parse_sources(options.sources), options.samples, DEFAULT_SAMPLES)
     length = options.length or DEFAULT_LENGTH

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Fold:
-    """Operation of a block, by name, and the linears that alone read its outputs.
+    """Norm or linear of a block, by name, and the linears that are the only consumers of its outputs.
 
     Scales divide the weight of a norm, or the rows and bias of a linear.
     """
@@ -66,8 +66,8 @@ class Factors:
 def fold_into(stored: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide a norm's weight or a bias by `scales`; return it with the exact divisor after rounding.
 
-    The result has the dtype of `stored`. The divisor is 1 where the result is zero, as such a feature has no
-    output.
+    The result has the dtype of `stored`. The divisor is 1 where the result is zero, because the
+    feature is zero.
     """
     divided = (stored.to(torch.float32) / scales).to(stored.dtype)
     exact = stored.to(torch.float32) / divided.to(torch.float32)

@@ -22,7 +22,7 @@ Stages = tuple[list[tuple[str, ...]], list[str], list[str]]
 
 
 def stages_of(block: Block, call: Call, wanted: Sequence[str], alone: Collection[str] = ()) -> Stages:
-    """Group the modules `wanted`, by name inside the block, into stages with one input each.
+    """Group the modules named in `wanted`, relative to the block, into stages with one input each.
 
     Modules in `alone` get a stage each. Raises `CheckpointError` if one of these runs several times in
     `call`.
@@ -63,7 +63,7 @@ def stages_of(block: Block, call: Call, wanted: Sequence[str], alone: Collection
 
 
 def inputs_of_calls(block: Block, one: ModelPass, name: str) -> torch.Tensor:
-    """Run `block` for a pass; return the inputs [tokens, K] of all calls of the linear `name` in it."""
+    """Run `block` for a pass; return the inputs [tokens, K] of all calls of its linear `name`."""
     found: list[torch.Tensor] = []
     thread = threading.get_ident()
 
@@ -85,8 +85,8 @@ class Forwards:
     """Forward passes of a block on all micro-batches, each stopping before every stage.
 
     While all are stopped, the weights of the next stage may be replaced. With `suspend`, each pass waits in a
-    thread of its own: every operation runs once, but the intermediate tensors stay in memory. Without, a pass
-    starts again for each stage. The numbers are the same.
+    thread of its own: every operation runs once, but the intermediate tensors stay in memory. Without
+    `suspend`, a pass restarts for each stage, with equal numbers.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Forwards:
     def visit(self, lane: int, see: Callable[[str, torch.Tensor], None]) -> None:
         """Run micro-batch `lane` up to its last stage; call `see` with the name and inputs of each stage.
 
-        The inputs [tokens, K] are copies, as the block may change its own after reading them.
+        The inputs [tokens, K] are copies, because the block may modify them in place.
         """
         seen = 0
 

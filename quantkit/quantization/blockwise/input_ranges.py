@@ -1,4 +1,4 @@
-"""Measure what has static scales, inputs of linears, keys and values, in passes of the original model."""
+"""Measure the largest inputs of linears, keys and values for static scales, with the original model."""
 
 import math
 import threading
@@ -37,14 +37,14 @@ _CACHES = ("past_key_values", "cache")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Linears whose static scales of inputs are measured, and matrices of keys and values with scales."""
+    """Names of linears whose inputs are measured, and of k_proj and v_proj whose outputs are."""
 
     linears: frozenset[str]
     keys_and_values: frozenset[str]
 
     @classmethod
     def of(cls, planned: Plan) -> "Wanted":
-        """Return what the tasks of a plan want."""
+        """Return the modules of a plan with scales to measure."""
         tasks = [task for shard in planned.shards for task in shard.tasks]
         return cls(
             frozenset(task.module for task in tasks if task.is_static and task.module is not None),
@@ -52,7 +52,7 @@ class Wanted:
         )
 
     def within(self, block: str) -> "Wanted":
-        """Return what is in a block."""
+        """Return the modules in a block."""
 
         def inside(names: frozenset[str]) -> frozenset[str]:
             return frozenset(name for name in names if f"{name}.".startswith(f"{block}."))
@@ -79,11 +79,11 @@ def measure(
     path: Path,
     report: Advance,
 ) -> Ranges:
-    """Return what is wanted, over all samples.
+    """Return the largest magnitudes of inputs, keys and values of `wanted` modules, over all samples.
 
     Runs the original model block by block; `path` is where hidden states go that do not fit in memory. Keys
-    are those that a cache gets, after the rotary embedding. Raises `UsageError` for what does not run on the
-    samples, or is not finite or all zero.
+    are measured after the rotary embedding, as a cache stores them. Raises `UsageError` for a module that
+    does not run on the samples, and for magnitudes that are zero or not finite.
     """
     inputs, states = _Largest(), _Largest()
     widest = _WIDEST * decoder.hidden_size
@@ -116,14 +116,14 @@ def measure(
 
 
 class _Largest:
-    """Largest magnitudes by module, while several workers run a block."""
+    """Thread-safe collector of the largest magnitude of each module."""
 
     def __init__(self) -> None:
         self.found: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def add(self, module: str, x: torch.Tensor) -> None:
-        """Add `x` [..., K] of a module; NaN stays NaN."""
+        """Include the values `x` [..., K] of a module; NaN makes the magnitude NaN."""
         largest = float(x.abs().amax()) if x.numel() else 0.0
         with self._lock:
             known = self.found.get(module, 0.0)
@@ -131,9 +131,9 @@ class _Largest:
 
 
 def _cache(modules: frozenset[str], largest: _Largest) -> Any:
-    """Return a KV cache for a decoder layer, which passes keys and values on and sees their magnitudes.
+    """Return a KV cache that records the magnitudes of keys and values and stores nothing.
 
-    None if nothing is to be seen.
+    Returns None without `modules`.
     """
     from transformers import DynamicCache
 
@@ -150,13 +150,13 @@ def _cache(modules: frozenset[str], largest: _Largest) -> Any:
 
 
 def _with_cache(call: Call, cache: Any) -> Call:
-    """Return a call of a layer with `cache`, if the layer takes one."""
+    """Return the call of a layer with `cache` as argument, if the layer takes a cache."""
     names = [name for name in _CACHES if name in call.kwargs and call.kwargs[name] is None]
     return call if cache is None or not names else Call(call.args, {**call.kwargs, names[0]: cache})
 
 
 def _run(block: Block, cache: Any, one: ModelPass) -> None:
-    """Run a block in a pass, which goes on to the next block."""
+    """Run a block for a pass, and advance the pass to the next block."""
     with torch.no_grad():
         with one.loaded() as call:
             output = block.run(_with_cache(call, cache))
@@ -165,7 +165,7 @@ def _run(block: Block, cache: Any, one: ModelPass) -> None:
 
 @contextmanager
 def _seeing(block: Block, modules: Collection[str], largest: _Largest) -> Iterator[None]:
-    """Add the inputs of `modules` of `block` to `largest` in every pass within."""
+    """Context manager: record the inputs of `modules` of `block` in `largest`."""
 
     def hook(module: str) -> torch.utils.hooks.RemovableHandle:
         def before(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -183,7 +183,7 @@ def _seeing(block: Block, modules: Collection[str], largest: _Largest) -> Iterat
 
 
 def _checked(module: str, largest: float | None, what: str) -> float:
-    """Return the magnitude of the inputs of a module, or raise `UsageError` if it gives no scale."""
+    """Return `largest`, the magnitude of `what` of a module; `UsageError` unless positive and finite."""
     if largest is not None and 0.0 < largest < math.inf:
         return largest
     found = "none were seen" if largest is None else f"the largest is {largest}"
@@ -195,7 +195,7 @@ def _checked(module: str, largest: float | None, what: str) -> float:
 
 
 def bind_task(task: Task, ranges: Ranges) -> Task:
-    """Return a task with the numbers of its static scales, and of the scale of its keys or values."""
+    """Return a task with static scales computed from `ranges`: of inputs, and of keys or values."""
     if task.module is None:
         return task
     if task.is_static and task.scheme is not None and task.scheme.activations is not None:

@@ -1,4 +1,4 @@
-"""Quantize linears whose inputs are known, on several workers; results are combined in a fixed order."""
+"""Quantize linears with the Hessians of their inputs, on several workers, in a reproducible order."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -160,7 +160,7 @@ class Solver:
     def _pieces(
         self, weight: torch.Tensor, task: Task, stats: LinearStats | None
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Split the rows of a weight into pieces; add their targets if these differ from the rows."""
+        """Split the rows of a weight into pieces, each with its targets if they differ from the rows."""
         method, chunks = task.method, self._chunks(weight)
         assert method is not None
         if stats is None or not method.changes_target(stats):
@@ -176,9 +176,9 @@ class Solver:
     def solve_alike(
         self, name: str, tasks: Mapping[str, Task], share: Sequence[tuple[int, ReadInputs]]
     ) -> "dict[str, Quantized]":
-        """Quantize linears with one input; `share` are this rank's pieces of it, with their run numbers.
+        """Quantize linears that share an input; `share` are this rank's pieces of it, with run numbers.
 
-        `name` is the input's name for errors.
+        `name` names the input in errors.
         """
         jobs = [(name, run, read) for run, read in share]
         hessians = self.hessians_of_all(_read_piece, jobs)
@@ -292,7 +292,7 @@ def _rows(
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Finished linear: its parts, and its manifest entry."""
+    """Quantized linear: the packed parts, and the manifest entry."""
 
     packed: PackedTensor
     detail: dict[str, Any]
@@ -321,7 +321,7 @@ class Quantized:
         return cls(packed_rows(rows, parameters, task.scheme, shape), detail)
 
     def part(self, name: str, task: Task) -> torch.Tensor:
-        """Return the stored part called `name`; those that the task knows are among them."""
+        """Return the part `name` to store, packed or from `task.known`."""
         if name in task.known:
             return task.known[name]
         found = self.packed.part(name)

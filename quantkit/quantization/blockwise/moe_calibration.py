@@ -1,6 +1,6 @@
-"""Calibrate fused experts: each on its own tokens, and to a part on all tokens.
+"""Calibrate fused experts: each on the tokens that chose it, with all tokens as a prior.
 
-An expert sees a part of the tokens, often fewer than a Hessian needs. So its Hessian is
+The tokens of an expert are often fewer than a Hessian needs. So its Hessian is
 
     H = (n H_own + m H_all) / (n + m),
 
@@ -73,7 +73,7 @@ class Routed:
         return (self.chosen == expert).any(1).nonzero().flatten()
 
     def everyone(self, features: int) -> torch.Tensor:
-        """Return the indices of evenly spaced tokens that represent all, int64 [n]."""
+        """Return the indices int64 [n] of evenly spaced tokens, a sample of all for the Hessian H_all."""
         total = len(self.chosen)
         count = min(total, EVERYONE * features)
         return torch.arange(count) * total // count
@@ -104,7 +104,8 @@ def quantize_experts(
 ) -> None:
     """Quantize all experts of module `name` that take data, as many at a time as `free` bytes allow.
 
-    `store` sets finished matrices as weights of `experts`. `originals` keep theirs, for the input error.
+    `store` sets quantized weights in `experts`. `originals` are experts with the original weights, for the
+    input error.
     """
     numbers = todo.experts[name]
     kinds = [
@@ -122,7 +123,7 @@ def quantize_experts(
 
 
 class _Kind:
-    """Matrices of one fused parameter, which share a method, and their Hessians."""
+    """Expert matrices of one fused parameter, which share a method, and their Hessians."""
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class _Kind:
 
 
 def _output(solver: Solver, task: Task, quantized: Quantized, own: Hessian) -> list[float]:
-    """Return the squared output error and the squared output, summed over an expert's tokens."""
+    """Return [squared output error, squared output], summed over an expert's tokens."""
     weight = solver.weight(task.source.name).to(torch.float32)
     errors = weight - quantized.packed.dequantize(torch.float32)
     return [own.tokens * own.output_energy(errors), own.tokens * own.output_energy(weight)]

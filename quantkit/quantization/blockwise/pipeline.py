@@ -130,7 +130,7 @@ def _micro_batches(
 
 
 def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> int:
-    """Return the samples per micro-batch, for samples of `shape` [count, length] on this kind of device."""
+    """Return the samples per micro-batch, for samples of `shape` [count, length] on a kind of device."""
     count, length = shape
     tokens = min(BATCH_TOKENS, BATCH_FEATURES // widest)
     return micro_batch(count, max(1, min((LEARNING_BATCH if refines else BATCH)[kind], tokens // length)))
@@ -138,7 +138,7 @@ def batch_size(shape: Sequence[int], refines: bool, widest: int, kind: str) -> i
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """Decoder, solver and seed for the work on blocks."""
+    """Quantizer of decoder blocks: decoder, solver and seed."""
 
     decoder: Decoder
     solver: Solver
@@ -270,7 +270,7 @@ class _Worker:
             finished.close(covered)
 
     def _stages(self, block: Block, todo: BlockTasks, states: States) -> Stages:
-        """Return the stages of the linears and experts that take data, as rank 0 sees them run."""
+        """Return the stages of linears and experts with data, in the order in which rank 0 runs them."""
         experts = [module for module in todo.experts if todo.of_experts(module)]
         linears = [name for name in todo.calibrated if name not in todo.parts]
 
@@ -313,7 +313,7 @@ class _Worker:
         targets: Sequence[torch.Tensor],
         report: Advance,
     ) -> dict[str, Quantized]:
-        """Learn the rounding of the linears `found`; the block has the result afterwards."""
+        """Learn the rounding of the quantized linears `found`, and set the result in the block."""
         weights = {name: self.solver.weight(todo.tasks[name].source.name) for name in found}
         learned = learn_rounding(
             block,
@@ -417,7 +417,7 @@ class _Worker:
             part.of(block.module.get_parameter(part.parameter)).copy_(weight)
 
     def _suspends(self, block: Block, states: States) -> bool:
-        """Return True if free memory holds suspended passes: per token 2 * (hidden size + widest input)."""
+        """Return True if suspended passes fit in free memory: per token 2 * (hidden size + widest input)."""
         shapes = [tuple(p.shape) for _, p in block.module.named_parameters() if p.dim() == 2]
         tokens = states.tokens
         widest = max((max(shape) for shape in shapes), default=0)
@@ -438,7 +438,7 @@ def _reading(
 ) -> list[tuple[int, ReadInputs]]:
     """Return the run number of each micro-batch, and a function that runs it to its next stage.
 
-    The function returns the inputs there, and the inputs in the original model.
+    The function returns the inputs of that stage, and its inputs in the original model.
     """
     corrects = "input_error" in needs_of(tasks.values())
 

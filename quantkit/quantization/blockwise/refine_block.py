@@ -2,7 +2,7 @@
 
 Rounding one linear at a time cannot see how its errors combine with others behind an activation or a softmax.
 So the codes of all linears of a block are optimized together, by sign descent whose steps shrink to zero. The
-block's outputs approach the original's. `calibrate/learned/signround.py` says how a step moves a code.
+block's outputs approach the original's. `calibrate/learned/signround.py` defines the step of a code.
 
 The block runs on outputs of the quantized blocks before it; the targets are outputs of the original block on
 the original's inputs. So it also compensates errors of the blocks before it.
@@ -55,9 +55,9 @@ def learn_rounding(
 ) -> Learned:
     """Learn the rounding of the `linears` of a block, by name inside it.
 
-    `block` has all its weights; afterwards the learned ones. `inputs` are passes of this rank's micro-batches
-    that wait before it, `targets` the hidden states [B, T, d] after it. `seed` sets the order of
-    micro-batches; `report` is called with the number of every step.
+    `block` has all weights on entry, and the learned weights on return. `inputs` are passes of this rank's
+    micro-batches that wait before the block, `targets` the hidden states [B, T, d] after it. `seed` sets the
+    order of micro-batches; `report` is called with the number of every step.
     """
     passes = _Passes(block, inputs, targets, solver, tuple(linears))
     best = {name: one.start for name, one in linears.items()}
@@ -90,7 +90,7 @@ def _draws(seed: str, count: int) -> Iterator[list[int]]:
 
 
 class _Passes:
-    """Passes of all micro-batches through a block; each rank runs its own.
+    """Runs all micro-batches through a block; each rank runs its own micro-batches.
 
     Results are summed in the order of micro-batches, over all ranks.
     """

@@ -1,7 +1,7 @@
 """Round the inputs of linears in the passes of calibration, as the packed model will.
 
-Methods then see the rounded inputs X' in place of X: H = X'^T X' / T. Those that correct the input error aim
-at the outputs of the original X. So the codes make good for the rounding of inputs too.
+Methods then see the rounded inputs X' in place of X: H = X'^T X' / T. Methods that correct the input error
+target the outputs of the original X. So the codes also compensate the rounding of inputs.
 """
 
 import threading
@@ -20,9 +20,9 @@ from quantkit.quantization.blockwise.block_tasks import BlockTasks
 
 
 def _activations(todo: BlockTasks) -> dict[str, ActivationScheme]:
-    """Return how the inputs of the modules of a block are rounded, by name; others take them as they are.
+    """Return the activation scheme of each module of a block that rounds its inputs, by name.
 
-    Fused experts are one module, and this is of gate and up: the inputs of down arise inside.
+    Fused experts are one module, with the scheme of gate and up; down reads intermediate results.
     """
     found = {}
     for name, task in todo.tasks.items():
@@ -35,10 +35,10 @@ def _activations(todo: BlockTasks) -> dict[str, ActivationScheme]:
 
 @contextmanager
 def rounded_inputs(block: Block, todo: BlockTasks) -> Iterator[None]:
-    """Round the inputs of the modules of `block` as their schemes in `todo` say, in every pass within.
+    """Context manager: round the inputs of the modules of `block` by the activation schemes in `todo`.
 
-    Modules that get one tensor and round it alike get one rounded tensor, as their inputs tell that they
-    share a Hessian. Within experts, only the inputs of gate and up are rounded.
+    Modules with one input tensor and scheme get one rounded tensor, because linears with an identical tensor
+    share a Hessian. In experts, only the inputs of gate and up are rounded.
     """
     rounder = _Rounder()
     hooks = [
@@ -53,7 +53,7 @@ def rounded_inputs(block: Block, todo: BlockTasks) -> Iterator[None]:
 
 
 class _Rounder:
-    """Pre-hooks that keep the last tensor that was rounded, in each thread."""
+    """Forward pre-hooks that cache the last rounded tensor of each thread."""
 
     def __init__(self) -> None:
         self._last = threading.local()

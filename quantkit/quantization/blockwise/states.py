@@ -1,4 +1,4 @@
-"""Hold the passes of all micro-batches between two blocks, and store them in a work file to resume from."""
+"""Keep the passes of all micro-batches between two blocks, and store hidden states for resuming."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class States:
 
     @property
     def are_plain(self) -> bool:
-        """Return True if hidden states are all that a resumed run needs."""
+        """Return True if a run can be resumed from hidden states alone."""
         return all(one.plain for one in (*self.passes, *(self.exact or ())))
 
     def write(self, output: WorkFiles, filename: str, count: int, ranks: Ranks) -> None:

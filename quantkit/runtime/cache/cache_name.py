@@ -18,7 +18,7 @@ CACHE = next(
 def renamed(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return `inputs` of a forward with the cache under the name `CACHE`.
 
-    Inputs that have both names are left to the forward, which refuses them.
+    Inputs with both names are returned unchanged; the forward refuses them.
     """
     if OLD_NAME in inputs and CACHE not in inputs:
         return {CACHE if name == OLD_NAME else name: value for name, value in inputs.items()}

@@ -170,10 +170,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 class PackedCache(DynamicCache):  # type: ignore[misc]
     """Quantized KV cache for a model of this `config`, in a `format` of `KV_SCHEMES`.
 
-    Pass it to the model as `cache`, before transformers 5.24 as `past_key_values`. `dense_layers` counts the
-    layers that are not quantized: sliding windows, which hold few tokens, and states other than keys and
-    values. `stored` are the scales of a checkpoint by layer, which fp8 takes in place of a scale for each
-    token and head. Raises `UsageError` for an unknown format.
+    Pass the cache to the model as `cache`, before transformers 5.24 as `past_key_values`. `dense_layers`
+    counts the layers that are not quantized: sliding windows, which hold few tokens, and states other than
+    keys and values. `stored` are the static scales of a checkpoint by layer; fp8 uses them instead of a scale
+    per token and head. Raises `UsageError` for an unknown format.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def note(self) -> str | None:
-        """Return a note on layers that are not quantized; None if all are."""
+        """Return a note on layers that are not quantized; None if there are none."""
         if not self.dense_layers:
             return None
         return (

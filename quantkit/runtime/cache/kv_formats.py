@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KvFormat:
-    """Storage of a token's keys, and of its values, for one head: a row of a weight in this scheme.
+    """Storage of the keys, and of the values, of one token and head: a row of a weight in this scheme.
 
     Without a `group_size` the whole row has one scale.
     """

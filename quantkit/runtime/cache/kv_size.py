@@ -13,10 +13,11 @@ _GROWING = ("full_attention", "attention")
 
 
 def cached_tokens(config: Any, context: int) -> list[int]:
-    """Return the tokens that each layer with keys and values of its own caches for a `context` of tokens.
+    """Return for each layer with a KV cache the number of tokens that it caches for a `context` of tokens.
 
-    A layer with a sliding window or chunks caches at most these. Layers of linear attention have a state of
-    constant size, which is not counted. Layers that share the cache of earlier ones have none.
+    A layer with a sliding window or chunks caches at most one window or chunk. Layers of linear attention
+    have a state of constant size, which is not counted. Layers that share the cache of earlier ones have
+    none.
     """
     layers = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers

@@ -32,7 +32,7 @@ _NEW_TOKENS = 20
 def option_of(requested: Mapping[str, Any], defaults: Any, name: str) -> Any:
     """Return the value of option `name` for a call of `generate` with arguments `requested`.
 
-    Looks at the argument first, then at the generation config among the arguments, then at `defaults`, the
+    The argument takes precedence, then the generation config among the arguments, then `defaults`, the
     generation config of the model.
     """
     if name in requested:
@@ -87,7 +87,7 @@ def layers_without_keys(model: Any) -> list[str]:
 
 
 def why_no_static_cache(model: Any) -> str | None:
-    """Return None if a static cache fits `model`, else the reason."""
+    """Return why `model` cannot use a static cache; None if it can."""
     config = model.config.get_text_config(decoder=True)
     if others := layers_without_keys(model):
         return refusals.MIXED_LAYERS.because(kind=others[0])
@@ -102,7 +102,7 @@ def why_no_static_cache(model: Any) -> str | None:
 
 
 def to_dynamic(cache: Cache, model: Any) -> Cache:
-    """Copy `cache` to a dynamic cache, as transformers makes it, which can grow."""
+    """Copy `cache` to a `DynamicCache` of transformers, which can grow."""
     dynamic = DynamicCache(config=model.config.get_text_config(decoder=True))
     for number, layer in enumerate(cache.layers):
         if layer.is_initialized:

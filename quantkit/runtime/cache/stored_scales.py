@@ -1,4 +1,4 @@
-"""Scales of keys and values that a checkpoint stores for a KV cache in fp8, one of each per layer."""
+"""Read the static scales of an fp8 KV cache from a checkpoint: per layer one for keys, one for values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,9 @@ from quantkit.packing.names import KV_PARTS
 
 @dataclass(frozen=True)
 class StoredScale:
-    """Packs and unpacks states [..., D] as e4m3 with one `scale` for all, as engines do.
+    """Packs and unpacks keys or values [..., D] as e4m3 with one static `scale`, as engines do.
 
-    States beyond the range of the calibration saturate.
+    Keys and values beyond the calibrated range saturate.
     """
 
     scale: float
@@ -31,7 +31,7 @@ class StoredScale:
 
 
 def stored_scales(model: Any) -> dict[int, tuple[StoredScale, StoredScale]]:
-    """Return the scales of keys and values of each attention layer of `model` that has them, by its index."""
+    """Return (scale of keys, scale of values) by index of the attention layers of `model` that have both."""
     found = {}
     for module in model.modules():
         scales = [module._buffers.get(part) for part in KV_PARTS.values()]

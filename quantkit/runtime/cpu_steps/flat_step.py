@@ -152,7 +152,7 @@ def _eliminate_common(graph: Graph, memory: Memory) -> None:
 def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function x [..., K] -> y [..., N] for `node`, a call of `OPERATOR`.
 
-    Its kernel is selected and bound to its weight here.
+    The kernel is selected, and bound to its weight, once.
     """
     arguments: Any = map_arg(node.args[1:], lambda one: _constant(module, one))
     parts, layout, bias, token, rows, name = arguments
@@ -184,9 +184,9 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
 
 
 def _constant(module: GraphModule, node: Node) -> Any:
-    """Return the tensor of `node`: a constant of `module`, or a view of one.
+    """Return the tensor of `node`: a constant of `module`, or a view of a constant.
 
-    Words that a file holds in another dtype are views, such as those of fp8.
+    A view is needed for words that a file stores in another dtype, such as fp8.
     """
     if node.op == "get_attr":
         return getattr(module, str(node.target))

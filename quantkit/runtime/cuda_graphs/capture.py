@@ -80,7 +80,7 @@ def _end_failed(stream: Any, device: torch.device) -> None:
 
 
 def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return None if `inputs` request only what a graph on `device` can return, else the reason."""
+    """Return why a graph on `device` cannot return the outputs that `inputs` request; None if it can."""
     requests = [name for name, value in inputs.items() if name.startswith("output_") and value]
     requests += ["a gradient"] * torch.is_grad_enabled()
     # Gradients of weights count too, because a graph reads weights in place.
@@ -111,16 +111,16 @@ def used_layers(cache: Any) -> list[Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if `outline` covers all of an input but the numbers in its tensors."""
+    """Return True if `outline` describes an input completely, except for the numbers in its tensors."""
     if isinstance(value, Mapping):
         return all(is_plain(part) for part in value.values())
     return value is None or isinstance(value, torch.Tensor | int | float | str)
 
 
 def outline(value: Any) -> Any:
-    """Return a key: a graph captured with one input can replay another input with an equal key.
+    """Return the key of an input; a graph captured with one input can replay inputs with an equal key.
 
-    The key covers everything but the numbers in tensors.
+    The key has everything except the numbers in tensors.
     """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype

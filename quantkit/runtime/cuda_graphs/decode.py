@@ -68,7 +68,7 @@ class GraphedForward:
     """Forward of `model` with CUDA graphs, for steps of one new token per sequence.
 
     `forward` also runs prompts. Call it like the model. A step that cannot be captured runs plainly; its
-    reason is logged once and kept in `refused`. Outputs belong to the caller. Call `renew` before each
+    reason is logged once and kept in `refused`. Outputs are copies. Call `renew` before each
     generation, as the model may have changed. Holds only a weak reference to the model.
     """
 
@@ -168,7 +168,7 @@ class GraphedForward:
             warm_up(self._model, self.plain, prompt)
 
     def _graph_of(self, key: tuple[Any, ...], inputs: Inputs) -> "_Graph | str":
-        """Return the graph for this key, captured on first use, or the reason for none."""
+        """Return the graph for this key, captured on first use, or the reason if it cannot be captured."""
         if key not in self._graphs:
             try:
                 with decode_attention_in(self._model):
@@ -324,7 +324,7 @@ class _PlainForward:
 
 
 def why_not(inputs: Mapping[str, Any]) -> str | None:
-    """Return None if a step with these inputs can be captured, else the reason."""
+    """Return why a step with these inputs cannot be captured; None if it can."""
     cache, ids = inputs.get(CACHE), inputs.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1:
         return refusals.NOT_ONE_TOKEN.because()

@@ -118,7 +118,7 @@ class PromptGraphs:
         return self.graphs.get(key)
 
     def _refuse(self, error: Exception) -> None:
-        """Stop capturing and free the memory of all graphs, which may be short."""
+        """Stop capturing and free all graphs, because memory may have run out."""
         lacking = isinstance(error, torch.OutOfMemoryError)
         reason = refusals.NO_MEMORY.because() if lacking else str(error)
         logger.warning("prompts are launched one kernel at a time: %s", reason)
@@ -126,7 +126,7 @@ class PromptGraphs:
 
 
 def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
-    """Return None if prompts of `model`, whose forward is `forward`, can be padded, else the reason."""
+    """Return why prompts of `model`, whose forward is `forward`, cannot be padded; None if they can."""
     if model.config.get_text_config(decoder=True) is not model.config:
         return refusals.IMAGES.because()
     bidirectional = getattr(model.config, "use_bidirectional_attention", None)
@@ -143,7 +143,7 @@ def why_never(model: Any, forward: Callable[..., Any]) -> str | None:
 
 
 def why_not(inputs: Mapping[str, Any], model: Any) -> str | None:
-    """Return None if `inputs` of `model` are a capturable prompt, provided that its cache `is_empty`."""
+    """Return why `inputs` of `model` are no capturable prompt; None if they are and the cache `is_empty`."""
     ids: Any = inputs.get("input_ids")
     if not _is_prompt(ids, model.device):
         return refusals.NOT_A_PROMPT.because()
@@ -323,7 +323,7 @@ def _copy_out(output: Any, cache: Any, tokens: int) -> Any:
 
 
 def _is_room(layer: Any, states: States) -> bool:
-    """Return True if `layer`, static and empty, has room for `states`."""
+    """Return True if `layer` is a static, empty cache layer with room for `states`."""
     tokens = states[0].shape[2]
     if type(layer) is not StaticLayer or layer.max_cache_len < tokens:
         return False

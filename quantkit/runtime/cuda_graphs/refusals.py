@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason: what it refuses, and its text, with a field in braces for each value of `because`."""
+    """Reason for not capturing a forward; `text` has a field in braces for each argument of `because`."""
 
     refuses: str
     text: str
 
     def because(self, **values: object) -> str:
-        """Return the text with these values."""
+        """Return the text with these values in place of the fields in braces."""
         return self.text.format(**values)
 
 

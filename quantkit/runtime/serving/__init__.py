@@ -1,1 +1,1 @@
-"""Share packed layers between plug-ins of serving engines; they load a tensor of a checkpoint at a time."""
+"""Packed layers for the plug-ins of vLLM and SGLang, which load a checkpoint one tensor at a time."""

@@ -1,4 +1,4 @@
-"""Base of the config classes of plug-ins; it comes before the engine's own base class."""
+"""Base of the config classes of plug-ins, a mixin before the engine's own base class."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +14,10 @@ class PackedConfig:
     """Name, dtypes and GPUs of the quantization method `quantkit`."""
 
     schemes: StoredSchemes
+    #: True if the head is tied to the embedding.
+    ties: bool
+    #: Names of the linears that the engine fuses, by the name of the fused layer.
+    packed_modules_mapping: dict[str, Any]
 
     def get_name(self) -> str:
         return "quantkit"
@@ -33,5 +37,23 @@ class PackedConfig:
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take over quantkit's compressed-tensors checkpoints if the user asks for `quantkit`."""
+        """Return "quantkit" if `user_quant` is "quantkit" and quantkit wrote the config; else None."""
         return "quantkit" if user_quant == "quantkit" and SECTION in hf_quant_cfg else None
+
+    def linear_method(self, methods: Any, prefix: str, dense: Any) -> Any:
+        """Return the method of a linear layer from the module `methods` of the plug-in, or `dense`."""
+        linears = self.schemes.linears(prefix, self.packed_modules_mapping)
+        self.schemes.asked.update(name for name, _ in linears)
+        packed = any(scheme is not None for _, scheme in linears)
+        return methods.QuantkitLinearMethod(linears, self.schemes) if packed else dense
+
+    def table_method(self, methods: Any, layer: Any, prefix: str) -> Any:
+        """Return the method of an embedding or head from `methods`; None for a dense one."""
+        is_head = isinstance(layer, methods.ParallelLMHead)
+        shape = layer.org_vocab_size, layer.embedding_dim
+        name, scheme = self.schemes.linears(prefix, {})[0] if is_head else self.schemes.table(prefix, shape)
+        self.schemes.asked.add(name)
+        # SGLang, and some classes of vLLM, use an embedding whose weight is tied as the head.
+        is_tied = self.ties and not is_head
+        given = (self.schemes.container, is_head or is_tied, is_tied)
+        return None if scheme is None else methods.QuantkitEmbeddingMethod(name, scheme, *given)

@@ -1,7 +1,7 @@
 """Linear of several stored matrices along N, such as q, k and v, each dense or in a scheme of its own.
 
-Neighbours of one scheme become one packed matrix, so that one launch computes them. Parts of a matrix that
-its rows share, such as a code book, keep it apart.
+Adjacent matrices of one scheme become one packed matrix, which one launch computes. A matrix with parts that
+all rows share, such as a code book, is not joined.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from quantkit.runtime.serving.shares import WHOLE, Share, stored_rows
 
 
 class DenseLinear(nn.Linear):
-    """Dense rows besides packed ones: y [..., N] = x [..., K] W^T + b, all in the dtype of x."""
+    """Dense matrices of a `FusedLinear`: y [..., N] = x [..., K] W^T + b, all in the dtype of x."""
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, self.weight, bias)
 
 
 class FusedLinear(nn.Module):
-    """Linear of the matrices `shares`, one below the other: y [..., sum of N] = x [..., K] W^T + b.
+    """Linear of the matrices `shares`, concatenated along N: y [..., sum of N] = x [..., K] W^T + b.
 
     `load` fills it from tensors of a checkpoint, and `finish` builds the kernel layouts.
     """
@@ -60,7 +60,7 @@ class FusedLinear(nn.Module):
         }
 
     def entries(self) -> dict[str, torch.dtype]:
-        """Return the names of tensors of the checkpoint below that of the module, with a dtype each."""
+        """Return the dtype of each stored tensor, by its name without the module's."""
         return {name: dtype for index in range(len(self.shares)) for name, dtype in self._entries(index)}
 
     def _entries(self, index: int) -> Iterator[tuple[str, torch.dtype]]:
@@ -71,7 +71,7 @@ class FusedLinear(nn.Module):
             yield "weight", block.weight.dtype
 
     def has_rows(self, entry: str) -> bool:
-        """Return True if tensor `entry` of the first matrix has the rows of the matrix, or blocks of them."""
+        """Return True if the first dimension of tensor `entry` is rows of the matrix, or blocks of rows."""
         scheme, part = self.shares[0].scheme, self._part(0, entry)
         return scheme is None or (
             part not in (*WHOLE, "shape", "column_scale") and not (part == "scale" and scheme.per_tensor)
@@ -85,9 +85,9 @@ class FusedLinear(nn.Module):
         return self.blocks[self._places[index][0]]
 
     def load(self, index: int, entry: str, loaded: torch.Tensor) -> None:
-        """Copy what this rank has of tensor `entry` of share `index` into place.
+        """Copy this rank's slice of `loaded`, the tensor `entry` of matrix `index`, to the packed module.
 
-        Raises `CheckpointError` for a tensor that a matrix of its scheme has not, or not of this shape.
+        Raises `CheckpointError` for a tensor that the scheme does not have, or of another shape.
         """
         share, (number, first) = self.shares[index], self._places[index]
         block: Any = self.blocks[number]
@@ -143,7 +143,7 @@ class FusedLinear(nn.Module):
 
 
 def _runs(shares: Sequence[Share]) -> Iterator[list[Share]]:
-    """Yield neighbours that one matrix can hold."""
+    """Yield the runs of adjacent matrices that can be one packed matrix."""
     run = [shares[0]]
     for above, share in pairwise(shares):
         if share.scheme == above.scheme and _ends_between_units(run):
@@ -155,7 +155,7 @@ def _runs(shares: Sequence[Share]) -> Iterator[list[Share]]:
 
 
 def _ends_between_units(run: Sequence[Share]) -> bool:
-    """Return True if rows of another matrix of the same scheme can follow."""
+    """Return True if the rows of a run fill whole words and blocks, so that other rows can follow."""
     scheme = run[0].scheme
     rows = sum(share.local_shape[0] for share in run)
     if scheme is None:

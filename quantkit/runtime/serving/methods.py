@@ -1,6 +1,6 @@
-"""Packed layers of a serving engine: what each creates, loads and computes.
+"""Quantization methods of serving engines: create, load and run packed layers.
 
-Methods of an engine are these classes beside its own base classes.
+The plug-in of an engine combines these classes with the engine's base classes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,22 +17,22 @@ from quantkit.packing.schemes import Scheme
 from quantkit.runtime.serving.fused_linear import FusedLinear
 from quantkit.runtime.serving.routed_experts import LoadedExperts
 from quantkit.runtime.serving.shares import Range, Share
-from quantkit.runtime.serving.stored_schemes import Schemes
+from quantkit.runtime.serving.stored_schemes import Schemes, StoredSchemes
 
 #: Numbers of the matrices that engines call by letters.
 SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
 class PackedLinearMethod:
-    """Linear of one or several packed matrices."""
+    """Quantization method of linears, which consist of one or several packed matrices."""
 
-    def __init__(self, linears: Schemes, container: Container) -> None:
+    def __init__(self, linears: Schemes, schemes: StoredSchemes) -> None:
         super().__init__()
-        self.linears, self.container = linears, container
+        self.linears, self.schemes = linears, schemes
         self.dtype = torch.float32
 
     def rank_of(self, layer: Any) -> int:
-        """Return the number of this process among those that divide the layer."""
+        """Return the rank of this process in the tensor-parallel group of the layer."""
         rank: int = layer.tp_rank
         return rank
 
@@ -67,7 +67,7 @@ class PackedLinearMethod:
             Share(name, scheme and scheme.for_columns(input_size), (whole, input_size), cuts, columns)
             for (name, scheme), (whole, cuts) in zip(self.linears, rows, strict=True)
         ]
-        _install(layer, FusedLinear(shares, self.container, params_dtype))
+        _install(layer, FusedLinear(shares, self.schemes.container, params_dtype))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.packed.finish(self.dtype)
@@ -78,7 +78,7 @@ class PackedLinearMethod:
 
 
 class PackedTableMethod:
-    """Packed embedding or head, which may be tied; `is_head` if it gives logits."""
+    """Quantization method of embeddings and heads, which may be tied; `is_head` if it computes logits."""
 
     def __init__(
         self, name: str, scheme: Scheme, container: Container, is_head: bool, is_tied: bool = False
@@ -128,7 +128,7 @@ class PackedTableMethod:
         return rows.view(*ids.shape, -1)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits [..., V] of x [..., K]; those of rows that only pad the vocabulary are 0."""
+        """Return logits [..., V] of x [..., K]; logits of vocabulary padding are 0."""
         rows = layer.packed.blocks[0].out_features
         y: torch.Tensor = layer.packed(x, None if bias is None else bias[:rows])
         return F.pad(y, (0, layer.num_embeddings_per_partition - rows))
@@ -142,7 +142,7 @@ def loaded_experts(
     container: Container,
     unfit: Mapping[str, bool],
 ) -> LoadedExperts:
-    """Return `LoadedExperts` of these arguments; raise `UsageError` if the layer has one of `unfit`."""
+    """Create `LoadedExperts`; raise `UsageError` if `unfit` names a property that the layer has."""
     for what, there in unfit.items():
         if there:
             raise UsageError(
@@ -153,16 +153,16 @@ def loaded_experts(
 
 
 def _rows(size: int, ranks: int, rank: int, replicas: int) -> tuple[int, tuple[Range, ...]]:
-    """Return N of a stored matrix of which each rank has `size` rows, and those of `rank`.
+    """Return N of a stored matrix of which each rank has `size` rows, and the row ranges of `rank`.
 
-    `replicas` ranks have the same rows, where there are fewer heads than ranks.
+    Groups of `replicas` ranks have the same rows, if there are fewer heads than ranks.
     """
     first = rank // replicas * size if ranks > 1 else 0
     return max(1, ranks // replicas) * size, ((first, first + size),)
 
 
 def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, tuple[Range, ...]]:
-    """Return the same for matrices that the file holds as one."""
+    """Return N and row ranges of several matrices that the file stores as one."""
     above = accumulate((whole for whole, _ in rows), initial=0)
     cuts = [(start + first, stop + first) for first, (_, ((start, stop),)) in zip(above, rows, strict=False)]
     if all(stop == start for (_, stop), (start, _) in pairwise(cuts)):
@@ -171,7 +171,7 @@ def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, 
 
 
 def _install(layer: Any, packed: FusedLinear) -> None:
-    """Give `layer` the module `packed`, which the engine loads by parameters of `layer`."""
+    """Add the module `packed` to `layer`, with parameters through which the engine loads it."""
     layer.packed = packed
     for name, dtype in packed.entries().items():
 
@@ -185,7 +185,7 @@ def _install(layer: Any, packed: FusedLinear) -> None:
 
 
 def add_entry(layer: Any, name: str, dtype: torch.dtype, load: Any) -> Any:
-    """Give `layer` an empty parameter, for the engine to find the loader of tensor `name` by."""
+    """Add an empty parameter to `layer`, whose loader the engine calls with tensor `name`."""
     parameter: Any = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
     parameter.weight_loader = load
     layer.register_parameter(name, parameter)

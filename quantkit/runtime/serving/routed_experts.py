@@ -23,8 +23,8 @@ PREFIXES: Mapping[str, str] = {"w1": "w13_", "w3": "w13_", "w2": "w2_"}
 class LoadedExperts(nn.Module):
     """Experts of one layer: `experts` computes, `load` fills it from tensors of a checkpoint.
 
-    `matrices` are the parameters of the model, and their schemes, that hold gate, up and down. `sizes` are
-    those of this rank: experts, H and I. `rank` is its number, and that of ranks which divide each expert.
+    `matrices` are the parameters with gate, up and down, and their schemes. `sizes` are the numbers of this
+    rank: experts, H and I. `rank` is (rank, number of ranks) of the division of each expert.
     """
 
     #: Engines and `Activation` have these names.
@@ -65,7 +65,7 @@ class LoadedExperts(nn.Module):
         }
 
     def entries(self) -> dict[str, torch.dtype]:
-        """Return the names of the engine's parameters that load stored tensors, with a dtype each."""
+        """Return the dtype of each parameter of the engine that loads a stored tensor, by name."""
         return {
             PREFIXES[matrix] + entry: dtype
             for matrix in MATRICES
@@ -73,7 +73,7 @@ class LoadedExperts(nn.Module):
         }
 
     def _entries(self, matrix: str) -> dict[str, tuple[str, torch.dtype]]:
-        """Return part and dtype of each tensor of a matrix in the file, by its name after the matrix's."""
+        """Return the part and dtype of each stored tensor of a matrix, by its suffix."""
         share = self._shares[MATRICES[matrix][0]]
         assert share.scheme is not None
         stored = stored_format(share.scheme, share.shape[1], self._container)
@@ -81,7 +81,7 @@ class LoadedExperts(nn.Module):
         return {stored.part_name("weight", part): (part, dtype) for part, (dtype, _) in shapes.items()}
 
     def load(self, matrix: str, expert: int, entry: str, loaded: torch.Tensor) -> None:
-        """Copy what this rank has of tensor `entry` of `matrix` (w1, w2 or w3) of an expert into place."""
+        """Copy this rank's slice of tensor `entry` of `matrix` (w1, w2 or w3) of an expert to the module."""
         parameter, half = MATRICES[matrix]
         share = self._shares[parameter]
         part = self._entries(matrix)[entry][0]

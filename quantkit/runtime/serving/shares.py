@@ -21,9 +21,9 @@ WHOLE = frozenset({"global_scale", "codebook", *INPUT_PARTS.values()})
 class Share:
     """Rows and columns of the stored matrix [N, K] of module `name` that a rank loads; `shape` is (N, K).
 
-    `rows` are several ranges where the file holds as one matrix what the engine divides as several. `scheme`
-    is that of the whole matrix, None for a dense one. Raises `UsageError` for a cut inside a word, group or
-    block.
+    `rows` are several ranges if the file stores as one matrix several that the engine divides. `scheme` is
+    the scheme of the whole matrix, None for a dense one. Raises `UsageError` for a cut inside a word, group
+    or block.
     """
 
     name: str
@@ -51,18 +51,18 @@ class Share:
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        """Return [N, K] of what the rank has."""
+        """Return [N, K] of this rank's slice."""
         return sum(stop - start for start, stop in self.rows), self.columns[1] - self.columns[0]
 
     @property
     def local_scheme(self) -> Scheme | None:
-        """Return the scheme of what the rank has: a group as long as a row is the row."""
+        """Return the scheme of this rank's slice; a group as long as a row becomes one scale per row."""
         return None if self.scheme is None else self.scheme.for_columns(self.local_shape[1])
 
     def take(self, part: str, loaded: torch.Tensor) -> torch.Tensor:
-        """Return what the rank has of `loaded`, a part of the stored matrix, or the dense matrix itself.
+        """Return this rank's slice of `loaded`, a part of the stored matrix, or the dense matrix.
 
-        Raises `CheckpointError` if its dtype or shape is another than that of the part.
+        Raises `CheckpointError` if dtype or shape of `loaded` are not those of the part.
         """
         if self.scheme is None:
             self._expect("weight", loaded, None, self.shape)
@@ -80,7 +80,7 @@ class Share:
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def read(self, part: str, loaded: torch.Tensor, container: Container) -> torch.Tensor:
-        """Return what the rank has of tensor `loaded`, as `take`, from the form that `container` stores."""
+        """Return this rank's slice of `loaded`, as `take` does, from the dtype that `container` stores."""
         assert self.scheme is not None
         stored = stored_format(self.scheme, self.shape[1], container)
         dtype = self.scheme.storage_shapes(self.shape)[part][0]
@@ -107,7 +107,7 @@ class Share:
 
 
 def stored_rows(scheme: Scheme, part: str, row: int) -> int:
-    """Return how many rows of a stored part hold the first `row` rows of the matrix."""
+    """Return the number of rows of a stored part for the first `row` rows of the matrix."""
     storage = scheme.zero_point_type.storage
     if part == "zero_point" and storage is not None:
         return storage.rows(row, scheme.format.bits)
@@ -115,7 +115,7 @@ def stored_rows(scheme: Scheme, part: str, row: int) -> int:
 
 
 def _stored_columns(scheme: Scheme, part: str, cut: Range, length: int) -> slice:
-    """Return the columns of a stored part that hold columns `cut` of the matrix, which has `length`."""
+    """Return the columns of a stored part for columns `cut` of the matrix, which has `length` columns."""
     if part == "column_scale":
         return slice(*cut)
     if part == "packed":

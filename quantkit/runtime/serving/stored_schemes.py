@@ -1,4 +1,4 @@
-"""Scheme of each layer of an engine, from the config of a checkpoint and the names of its tensors."""
+"""Find the scheme of each layer of an engine, from config.json and the tensor names of a checkpoint."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -21,10 +21,10 @@ _OF_EXPERTS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 
 
 class StoredSchemes:
-    """Schemes of the modules of a checkpoint, by the names that an engine has for its layers.
+    """Schemes of the modules of a checkpoint, by the engine's names of layers.
 
-    `tensors` are the names of those in the files: an engine asks for routers too, which are no linears to
-    transformers. `architecture` has the entries of config.json, which is in `directory`.
+    `tensors` are the names of stored tensors: an engine also asks for routers, which transformers does not
+    count as linears. `architecture` is config.json, which is in `directory`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StoredSchemes:
         self._keep_names(mapper.apply_list(sorted(self._tensors)))
 
     def _keep_names(self, tensors: Iterable[str]) -> None:
-        """Keep the names of tensors, and for each module that has some the names below it."""
+        """Store the names of tensors, and for each module the names of its tensors."""
         self._tensors = frozenset(tensors)
         self._below: dict[str, set[str]] = {}
         for tensor in self._tensors:
@@ -59,14 +59,14 @@ class StoredSchemes:
 
     @property
     def packed(self) -> frozenset[str]:
-        """Return the packed matrices in the files, those of experts one by one."""
+        """Return the names of packed matrices in the files; each matrix of an expert has a name."""
         scales = (name for name in self._tensors if name.endswith(_SCALE))
         return frozenset(name.removesuffix(_SCALE) for name in scales)
 
     def linears(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes:
-        """Return the linears that the engine's layer `prefix` is made of, and the scheme of each.
+        """Return the linears that the engine fuses to layer `prefix`, and the scheme of each.
 
-        `fused` has the names of the linears in a layer, by its name.
+        `fused` maps the name of a fused layer to the names of its linears.
         """
         owner, _, leaf = prefix.rpartition(".")
         # A class may fuse what the file holds apart or as one matrix, and list the parts or not.
@@ -78,9 +78,10 @@ class StoredSchemes:
         return next(packed, None) or self._beside(prefix, fused) or found[0]
 
     def _beside(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> Schemes | None:
-        """Return the linears of `prefix` under the name of its owner in the files, None if there are none.
+        """Return the linears of `prefix` whose parent has another name in the files; None if there are none.
 
-        A class may call a module otherwise than it stores it: Jamba's `0.mixer.in_proj` is `0.mamba.in_proj`.
+        The name of a module in a class may differ from the stored name: Jamba's `0.mixer.in_proj` is
+        `0.mamba.in_proj`.
         """
         owner, _, leaf = prefix.rpartition(".")
         above, _, called = owner.rpartition(".")
@@ -92,14 +93,14 @@ class StoredSchemes:
         return packed[0] if len(packed) == 1 else None
 
     def _scheme_of(self, name: str) -> Scheme | None:
-        """Return the scheme of a linear: that of most is not named, and the files say which are packed."""
+        """Return the scheme of a linear; None unless the config names the linear or the files pack it."""
         is_packed = name in self._config.modules or name + _SCALE in self._tensors
         return self._config.scheme_of(name) if is_packed else None
 
     def table(self, prefix: str, shape: tuple[int, int]) -> tuple[str, Scheme | None]:
         """Return the embedding called `prefix`, and its scheme.
 
-        One without a name is the input embedding if it has the `shape` [V, K] of that.
+        A layer without a name is the input embedding if it has the `shape` [V, K] of the input embedding.
         """
         if prefix or not any(self._own.modules.values()):
             return prefix, self._config.modules.get(prefix)
@@ -111,10 +112,10 @@ class StoredSchemes:
         return name, self._own.modules.get(name)
 
     def experts(self, prefix: str, matrices: Sequence[str]) -> Schemes:
-        """Return the parameter of the model, and its scheme, in which each of `matrices` is.
+        """Return for each of `matrices` the parameter of the model that contains it, and its scheme.
 
-        They are names of matrices of an expert in the file, below those of the engine's layer `prefix`. If
-        there are none, as the layer leaves them to the loader of its model, usual names are looked for.
+        `matrices` are stored names of an expert's matrices, without the name of the engine's layer `prefix`.
+        If there are none, because the model's loader renames them, common names are tried.
         """
         from quantkit.model.names import renamed
 
@@ -129,8 +130,8 @@ class StoredSchemes:
     def check_all_asked(self, engine: str, absent: Set[str] | None = None) -> None:
         """Raise `UsageError` if the engine has no layer for a packed matrix.
 
-        With `absent`, matrices below those modules are not checked, nor numbered blocks of which the engine
-        has made no layer. They are on another rank, or predict further tokens.
+        With `absent`, the modules `absent` are not checked, nor numbered blocks without a layer of the
+        engine: they are on another rank, or predict further tokens.
         """
         missing = sorted(name for name in self.packed if self.asked.isdisjoint(_with_owners(name)))
         if absent is not None:
@@ -147,7 +148,7 @@ class StoredSchemes:
             )
 
     def check_rows(self, engine: Engine) -> None:
-        """Raise `UsageError` for a matrix of which the engine reorders the rows of some tensors alone."""
+        """Raise `UsageError` for a matrix if the engine reorders the rows of only some of its tensors."""
         for row in reordered(self._architecture):
             for name in sorted(self.packed) if row.engine == engine else ():
                 scheme, start = self._config.scheme_of(name), f"{name}.weight"
@@ -170,13 +171,13 @@ class StoredSchemes:
 
 
 def _with_owners(name: str) -> Iterator[str]:
-    """Yield a module and those that have it."""
+    """Yield the name of a module, and of each module that contains it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def _block(name: str) -> str | None:
-    """Return the first numbered module that has the module `name`, None without one."""
+    """Return the first numbered module that contains the module `name`; None if there is none."""
     found = re.match(r"(.+?\.\d+)\.", name)
     return found[1] if found else None

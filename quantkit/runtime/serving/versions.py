@@ -1,4 +1,4 @@
-"""Say what to do if an engine lacks a class of the plug-in. The versions are in `checkpoint/engines.py`."""
+"""Text for an engine that lacks a class of the plug-in. `checkpoint/engines.py` has the versions."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,7 +6,7 @@ from quantkit.checkpoint.engines import Engine
 
 
 def moved(engine: Engine, error: Exception) -> str:
-    """Return what to tell a user whose engine lacks a class or function that the plug-in needs."""
+    """Return the error text for an engine without a class or function that the plug-in needs."""
     try:
         found = version(engine.name.lower())
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`quantization_config` of a packed checkpoint for SGLang: the method of each of SGLang's layers."""
+"""`quantization_config` of a packed checkpoint for SGLang: the quantization method of each layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from quantkit.runtime.serving.versions import moved
 
 
 class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
-    """Methods of the layers of a checkpoint."""
+    """Quantization method of each layer of the engine, for a packed checkpoint."""
 
     def __init__(self, schemes: StoredSchemes, fused: Mapping[str, Sequence[str]], *, ties: bool) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
     def from_config(cls, config: dict[str, Any]) -> "QuantkitConfig":
         """Parse `quantization_config`, and read the names of the tensors in the files.
 
-        Raises `EnvironmentProblem` for an SGLang that moved its classes, `UsageError` for matrices whose rows
-        it would reorder in part, and `CheckpointError`.
+        Raises `EnvironmentProblem` for an SGLang that moved its classes, `UsageError` if SGLang would reorder
+        the rows of only some tensors of a matrix, and `CheckpointError`.
         """
         try:
             import quantkit.runtime.sglang.methods  # noqa: F401
@@ -53,25 +53,14 @@ class QuantkitConfig(PackedConfig, SglangConfig):  # type: ignore[misc]
         self.schemes.rename(hf_to_sglang_mapper)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """Return the method of SGLang's layer `prefix`; None where SGLang's own runs it dense."""
+        """Return the quantization method of SGLang's layer `prefix`; None for a dense layer."""
         from quantkit.runtime.sglang import methods
 
         schemes = self.schemes
         if isinstance(layer, methods.LinearBase):
-            linears = schemes.linears(prefix, self.packed_modules_mapping)
-            schemes.asked.update(name for name, _ in linears)
-            if all(scheme is None for _, scheme in linears):
-                return methods.DenseLinearMethod(schemes)
-            return methods.QuantkitLinearMethod(linears, schemes)
+            return self.linear_method(methods, prefix, methods.DenseLinearMethod(schemes))
         if isinstance(layer, methods.VocabParallelEmbedding):
-            is_head = isinstance(layer, methods.ParallelLMHead)
-            shape = layer.org_vocab_size, layer.embedding_dim
-            name, scheme = schemes.linears(prefix, {})[0] if is_head else schemes.table(prefix, shape)
-            schemes.asked.add(name)
-            # SGLang uses an embedding whose weight is tied as the head.
-            is_tied = self.ties and not is_head
-            given = (schemes.container, is_head or is_tied, is_tied)
-            return None if scheme is None else methods.QuantkitEmbeddingMethod(name, scheme, *given)
+            return self.table_method(methods, layer, prefix)
         if isinstance(layer, methods.FusedMoE):
             schemes.asked.add(prefix)
             matrices = schemes.experts(prefix, ())

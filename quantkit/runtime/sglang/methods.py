@@ -1,6 +1,6 @@
-"""Methods of SGLang's layers.
+"""Quantization methods of SGLang's layers.
 
-All classes of SGLang that the plug-in needs are imported here, but for the base of its config.
+This module imports all classes of SGLang except the base of its config.
 """
 
 from typing import Any
@@ -36,9 +36,9 @@ __all__ = [
 
 
 class DenseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
-    """SGLang's own. It too checks that no packed matrix was left out.
+    """SGLang's method for dense linears, which also checks that every packed matrix has a packed layer.
 
-    SGLang only logs tensors that its model lacks, and runs on with numbers that were never loaded.
+    SGLang only logs tensors that its model lacks, and leaves parameters uninitialised.
     """
 
     def __init__(self, schemes: StoredSchemes) -> None:
@@ -51,14 +51,10 @@ class DenseLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
 
 class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignore[misc]
-    """Linear of one or several packed matrices."""
-
-    def __init__(self, linears: Schemes, schemes: StoredSchemes) -> None:
-        super().__init__(linears, schemes.container)
-        self._schemes = schemes
+    """Quantization method of linears, which consist of one or several packed matrices."""
 
     def rank_of(self, layer: Any) -> int:
-        """Return the rank in the group of the layer; raise `UsageError` if q and k have one each."""
+        """Return the rank in the group of the layer; `UsageError` if q and k have groups of their own."""
         if getattr(layer, "kv_tp_group", layer.tp_group) is not layer.tp_group:
             raise UsageError(
                 f"{self.linears[0][0]!r}: SGLang divides q and k, v among different ranks, which quantkit's "
@@ -68,16 +64,16 @@ class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignor
         return rank
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        self._schemes.check_all_asked("SGLang")
+        self.schemes.check_all_asked("SGLang")
         super().process_weights_after_loading(layer)
 
 
 class QuantkitEmbeddingMethod(PackedTableMethod, QuantizeMethodBase):  # type: ignore[misc]
-    """Packed embedding or head."""
+    """Quantization method of embeddings and heads."""
 
 
 class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Packed experts behind a router of SGLang."""
+    """Quantization method of experts behind a router of SGLang."""
 
     def __init__(self, matrices: Schemes, container: Container) -> None:
         super().__init__()

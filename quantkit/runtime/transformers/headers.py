@@ -31,7 +31,7 @@ def check_headers(model: Any, quantizer: Any, files: Sequence[Path]) -> None:
 
 
 def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) -> None:
-    """Check tensors as `check_headers` does; they may be in files or planned."""
+    """Check `stored` tensors, in files or planned, as `check_headers` does."""
     if not quantizer.is_for_another_class:
         _check_elsewhere(model, quantizer.quantization_config.parsed, stored)
     by_target = stored_by_entry(model, quantizer, stored)
@@ -45,7 +45,7 @@ def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) 
 
 
 def _check_elsewhere(model: Any, config: QuantizationConfig, stored: Mapping[str, TensorSpec]) -> None:
-    """Raise `CheckpointError` for packed modules of parts that neither the model nor a file has."""
+    """Raise `CheckpointError` for packed modules that neither the model nor a file contains."""
     modules = {name.rpartition(".")[0] for name in stored}
     absent = [
         name

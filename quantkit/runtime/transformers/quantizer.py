@@ -51,7 +51,7 @@ class QuantkitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return copy.deepcopy(self._data)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return the same dict: no value has a default."""
+        """Return `to_dict`: no value has a default."""
         return self.to_dict()
 
 
@@ -59,7 +59,7 @@ class QuantizesWhileLoading(Protocol):
     """`quantization_config` for a dense checkpoint, such as `quantkit.QuantkitConfig`."""
 
     def pack(self, directory: Path, model: nn.Module) -> Path:
-        """Quantize the checkpoint in `directory`; return a packed one that is there as long as `model`."""
+        """Quantize the checkpoint in `directory`; return a packed directory that is deleted with `model`."""
 
 
 class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -90,7 +90,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             )
 
     def _use(self, quantization_config: QuantkitConfig) -> None:
-        """Take the config of a packed checkpoint."""
+        """Use the config of a packed checkpoint."""
         self.quantization_config, self.pre_quantized = quantization_config, True
         container = quantization_config.parsed.container
         # transformers finds per-expert tensors of packed experts by the first name other than "weight".
@@ -99,7 +99,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.serialized_names = {"weight": list(dict.fromkeys(names))}
 
     def _quantize(self, model: nn.Module, files: list[str] | None) -> None:
-        """Quantize the dense checkpoint of `files`, and put the packed files in their place."""
+        """Quantize the dense checkpoint of `files`, and replace the list `files` by the packed files."""
         if self._quantizes is None:
             return
         if not files:
@@ -146,7 +146,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def _names(self) -> Mapping[str, str] | None:
-        """Return names in `quantization_config` by module; None if the model has the class of the files."""
+        """Return the names in `quantization_config` by module; None if model and files have one class."""
         return None if self._own_names is None else self._own_names.modules
 
     @property
@@ -161,7 +161,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
         """Put quantkit's conversions before those of transformers.
 
-        They merge packed experts, and rename the base model where its class uses another prefix. transformers
+        quantkit's conversions merge packed experts, and rename a base model with another prefix. transformers
         5.17 does not pass the model, but 5.24 does.
         """
         own = loading.merge_experts(self._experts, weight_conversions)

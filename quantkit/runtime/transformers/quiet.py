@@ -1,4 +1,4 @@
-"""Keep what other libraries print out of a command's output: their progress bars, warnings and advice."""
+"""Silence progress bars, warnings and advice of other libraries in the output of commands."""
 
 from functools import cache
 from importlib import import_module
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def silence() -> None:
-    """Keep progress bars and advice of the libraries underneath off the screen, and out of pipes."""
+    """Turn off progress bars and advice of transformers, huggingface_hub and other libraries."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging
 
@@ -18,7 +18,7 @@ def silence() -> None:
 
 @cache
 def _silence_tqdm() -> None:
-    """Draw no bars of tqdm: compressed-tensors, datasets and lm-eval do so whatever transformers is told."""
+    """Turn off tqdm: compressed-tensors, datasets and lm-eval ignore the setting of transformers."""
     # It has no types.
     tqdm: Any = import_module("tqdm").tqdm
     begin = tqdm.__init__

@@ -1,4 +1,4 @@
-"""`quantization_config` of a packed checkpoint for vLLM: the method of each of vLLM's layers."""
+"""`quantization_config` of a packed checkpoint for vLLM: the quantization method of each layer."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from quantkit.runtime.serving.versions import moved
 
 
 class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
-    """Methods of the layers of a checkpoint."""
+    """Quantization method of each layer of the engine, for a packed checkpoint."""
 
     def __init__(self, config: QuantizationConfig) -> None:
         super().__init__()
@@ -37,9 +37,9 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Read which matrices are packed, and keep the config of the model.
+        """Read the names of packed matrices, and keep the config of the model.
 
-        Raises `UsageError` if vLLM would reorder the rows of some tensors of a matrix alone.
+        Raises `UsageError` if vLLM would reorder the rows of only some tensors of a matrix.
         """
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
@@ -56,7 +56,7 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
     def get_cache_scale_mapper(self) -> Any:
         """Return vLLM's renaming of tensors, without the shapes of packed matrices.
 
-        vLLM permutes the rows of any tensor of some modules, and a shape has none.
+        vLLM permutes the rows of every tensor of some modules, and a shape has no rows.
         """
         from vllm.model_executor.models.utils import WeightsMapper
 
@@ -64,25 +64,14 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
         return mapper | WeightsMapper(orig_to_new_suffix={".weight_shape": None})
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """Return the method of vLLM's layer `prefix`; None where vLLM's own runs it dense."""
+        """Return the quantization method of vLLM's layer `prefix`; None for a dense layer."""
         from quantkit.runtime.vllm import methods
 
         schemes = self.schemes
         if isinstance(layer, methods.LinearBase):
-            linears = schemes.linears(prefix, self.packed_modules_mapping)
-            schemes.asked.update(name for name, _ in linears)
-            if all(scheme is None for _, scheme in linears):
-                return methods.UnquantizedLinearMethod()
-            return methods.QuantkitLinearMethod(linears, schemes.container)
+            return self.linear_method(methods, prefix, methods.UnquantizedLinearMethod())
         if isinstance(layer, methods.VocabParallelEmbedding):
-            is_head = isinstance(layer, methods.ParallelLMHead)
-            shape = layer.org_vocab_size, layer.embedding_dim
-            name, scheme = schemes.linears(prefix, {})[0] if is_head else schemes.table(prefix, shape)
-            schemes.asked.add(name)
-            # Some classes use an embedding whose weight is tied as the head.
-            is_tied = self.ties and not is_head
-            given = (schemes.container, is_head or is_tied, is_tied)
-            return None if scheme is None else methods.QuantkitEmbeddingMethod(name, scheme, *given)
+            return self.table_method(methods, layer, prefix)
         if isinstance(layer, methods.RoutedExperts):
             stored = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
             matrices = schemes.experts(prefix, [name for name in stored if name])

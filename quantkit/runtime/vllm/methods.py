@@ -1,7 +1,4 @@
-"""Methods of vLLM's layers.
-
-The classes of vLLM's layers are imported here.
-"""
+"""Quantization methods of vLLM's layers. This module imports the classes of these layers."""
 
 from typing import Any
 
@@ -32,14 +29,14 @@ __all__ = [
 
 
 class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignore[misc]
-    """Linear of one or several packed matrices."""
+    """Quantization method of linears, which consist of one or several packed matrices."""
 
 
 class QuantkitEmbeddingMethod(PackedTableMethod, QuantizeMethodBase):  # type: ignore[misc]
-    """Packed embedding or head, which may be tied."""
+    """Quantization method of embeddings and heads, which may be tied."""
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """Let the head use the matrix of the embedding."""
+        """Make the head use the packed matrix of the embedding."""
         if not isinstance(embed_tokens.quant_method, QuantkitEmbeddingMethod):
             raise CheckpointError(
                 f"{self.name!r} is packed, but config.json ties its weight to the embedding, which is dense. "
@@ -53,14 +50,14 @@ class QuantkitEmbeddingMethod(PackedTableMethod, QuantizeMethodBase):  # type: i
 
 
 class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Packed experts behind a router of vLLM."""
+    """Quantization method of experts behind a router of vLLM."""
 
     def __init__(self, moe: Any, matrices: Schemes, container: Container) -> None:
         super().__init__(moe)
         self.matrices, self.container = matrices, container
 
     def maybe_roundup_sizes(self, hidden_size: int, between: int, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return the sizes as they are: packed matrices are not padded."""
+        """Return the sizes unchanged: packed matrices are not padded."""
         return hidden_size, between
 
     def create_weights(

@@ -1,7 +1,7 @@
-"""Layers that a model class of vLLM makes without the config of the checkpoint.
+"""Pass the quantization config to layers that a model class of vLLM creates without it.
 
-Mamba and Jamba make linears so, BLOOM its head, Mixtral its embedding. vLLM runs such a layer dense, and its
-loader ends in a bare `AssertionError`, or leaves the packed tensors out.
+Mamba and Jamba create linears without, BLOOM its head, Mixtral its embedding. vLLM would run these layers
+dense: its loader raises a bare `AssertionError`, or leaves the packed tensors out.
 """
 
 import functools
@@ -23,7 +23,7 @@ _OWN = "of_quantkit"
 
 
 def ask_for_all_layers() -> None:
-    """Let every linear, embedding and head ask quantkit's config, and check a model before it loads.
+    """Make every linear, embedding and head use quantkit's config, and check a model before it loads.
 
     Models of other quantization methods stay as they are.
     """
@@ -35,7 +35,7 @@ def ask_for_all_layers() -> None:
 
 
 def _with_config(init: Callable[..., None]) -> Callable[..., None]:
-    """Return `init` of a layer, which takes quantkit's config where the caller gives none."""
+    """Wrap `init` of a layer: it gets quantkit's config if the caller passes none."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -52,7 +52,7 @@ def _with_config(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checked(initialize_model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `initialize_model`, which raises `UsageError` for a packed matrix without a packed layer."""
+    """Wrap `initialize_model`: it raises `UsageError` for a packed matrix without a packed layer."""
 
     @functools.wraps(initialize_model)
     def checked(vllm_config: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from quantkit.kernels.ops.norm import (
     NORMS,
 )
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Normed, Problem
-from quantkit.kernels.registry import choose_by_rules, kernel_named
+from quantkit.kernels.registry import kernel_named
 from quantkit.packing.activations import ActivationScheme, activations_named
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import scheme
@@ -400,24 +400,6 @@ def test_rules_take_no_integers_where_they_have_no_room() -> None:
         assert (reason is None) == (m == 1), reason
     assert decode_launch.TILE_SPACE.rule(problem(1, k=14336)).int8_mma
     assert not decode_launch.TILE_SPACE.rule(replace(problem(1, k=14336), gpu=small)).int8_mma
-
-
-def test_rules_have_all_warps_where_they_fit() -> None:
-    """Two programs of 8 warps may need more shared memory than one of 16, which has one x."""
-    small = Gpu("small", (8, 9), 128, 99 << 10)
-    for m, n, k, name in ((6, 2560, 5120, "int2"), (4, 57344, 5120, "nf4"), (4, 28672, 5120, "int4")):
-        for gpu in (None, small):
-            asked = replace(problem(m, n, k, name), gpu=gpu)
-            tile = decode_launch.TILE_SPACE.rule(asked)
-            fits = decode_launch.TILE_SPACE.why_invalid(asked, DecodeTile(16, 1, prefetch=1)) is None
-            assert not fits or tile.warps * tile.occupancy >= 16, (asked, tile)
-    # Without room for them warps that share x do it, if there are more rows of x than two.
-    for asked, row in (
-        (replace(problem(2, 128256, 5120, "int8"), gpu=small), "fused-gemv"),
-        (problem(4, 128256, 4096, "nf4"), "fused-small-m"),
-    ):
-        assert decode_launch.TILE_SPACE.why_invalid(asked, DecodeTile(16, 1, prefetch=1)) is not None
-        assert choose_by_rules(asked).kernel.name == row
 
 
 def test_threads_of_more_warps_have_fewer_registers() -> None:

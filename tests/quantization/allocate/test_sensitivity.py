@@ -30,14 +30,7 @@ from ...tiny.calibrated import LINEARS, write
 
 STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def decoder_of(source: Path) -> Decoder:

@@ -1,6 +1,5 @@
 """Linears whose inputs are known: what quantizing them holds at a time."""
 
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,21 +13,9 @@ from quantkit.packing.schemes import scheme
 from quantkit.quantization.blockwise.layer_quantizer import Solver
 
 from ...support.compare import assert_equal
-from ...support.live_bytes import LiveBytes
+from ...support.live_bytes import AtOnce, LiveBytes
 
 ROWS, COLUMNS, PIECES = 8, 512, 24
-
-
-class AtOnce:
-    """Workers that do a job where it is submitted, so that `LiveBytes` sees it."""
-
-    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(function(*arguments))
-        return done
-
-    def map(self, function: Any, *items: Any) -> Any:
-        return iter([function(*arguments) for arguments in zip(*items, strict=True)])
 
 
 @pytest.mark.parametrize(("method", "least", "most"), [("gptq", 2.5, 2.8), ("best", 3.0, 3.4)])

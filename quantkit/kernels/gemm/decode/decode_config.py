@@ -25,10 +25,10 @@ COLUMNS = 8
 
 @dataclass(frozen=True)
 class Norm:
-    """Part of a norm that the kernel computes (`quantkit.kernels.problem.Normed`).
+    """Part of an RMSNorm that the kernel computes (`problem.Normed`).
 
-    `adds`: the input is a sum. `rounded`: values are rounded before they are multiplied by weights. `offset`
-    is added to weights.
+    `adds`: a residual is added to the input. `rounded`: normalized values are rounded before the product with
+    the weights. `offset` is added to the weights.
     """
 
     part: str
@@ -54,7 +54,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Everything that the kernel knows at compile time: the weight, its dequantization, the division of work.
+    """Compile-time constants of the kernel: shape of the weight, dequantization, and division of work.
 
     An mma has `mma_k` columns. Two mmas are an mma pair and share a vec4 of x (16 bytes per lane).
     """
@@ -76,7 +76,7 @@ class DecodeConfig:
     norm: Norm | None
     #: Of x, after a norm; None to take x as it is.
     rounding: Rounding | None
-    #: Kind of gate (`quantkit.kernels.ops.activation.gate`): the first half of rows gates the second; "" for
+    #: Kind of gate (`ops.activation.gate`): the first half of rows gates the second; "" for
     #: none.
     gate: str
     #: Matrices per expert, and experts per token (top-k).
@@ -109,17 +109,17 @@ class DecodeConfig:
 
     @property
     def norms_x(self) -> bool:
-        """Return True if x is normed before the product."""
+        """Return True if the kernel replaces x by RMSNorm(x) before the product."""
         return self._does("whole")
 
     @property
     def begins_norm(self) -> bool:
-        """Return True if a norm of y is begun."""
+        """Return True if the epilogue computes the sums of squares for a norm of y."""
         return self._does("begin")
 
     @property
     def ends_norm(self) -> bool:
-        """Return True if the norm of x is ended."""
+        """Return True if the kernel divides by the RMS of x, whose sums of squares are an input."""
         return self._does("end")
 
     @property
@@ -145,22 +145,22 @@ class DecodeConfig:
 
     @property
     def row_tiles_per_output(self) -> int:
-        """Return the row tiles of the weight per row tile of y: 2 with a gate (gate and up), else 1."""
+        """Return the number of row tiles of W per row tile of y: 2 with a gate (gate and up), else 1."""
         return 2 if self.gate else 1
 
     @property
     def k_step(self) -> int:
-        """Return the columns of a k_step."""
+        """Return the number of columns of W [N, K] that a warp dequantizes in one k_step."""
         return max(128, 16 * self.planes)
 
     @property
     def vec4s_per_step(self) -> int:
-        """Return the 16-byte words of codes per lane and k_step."""
+        """Return the number of 16-byte words of codes per lane and k_step."""
         return self.k_step // (16 * self.planes) * self.tiles
 
     @property
     def total_k_steps(self) -> int:
-        """Return the k_steps of all warps together."""
+        """Return the number of k_steps of all warps together."""
         return self.spans * 16 * self.planes // self.k_step
 
     @property
@@ -170,43 +170,43 @@ class DecodeConfig:
 
     @property
     def int32_sums(self) -> bool:
-        """Return True if sums stay integers until the epilogue."""
+        """Return True if sums are int32 until the epilogue."""
         return self.int8_mma and not self.scales_sums
 
     @property
     def mma_k(self) -> int:
-        """Return the columns of an mma."""
+        """Return the number of columns of W that one mma multiplies: 16 for floats, 32 for int8."""
         return 32 if self.int8_mma else 16
 
     @property
     def mma_pairs_per_step(self) -> int:
-        """Return the mma pairs of a k_step."""
+        """Return the number of mma pairs of a k_step."""
         return self.k_step // (2 * self.mma_k)
 
     @property
     def mma_pairs(self) -> int:
-        """Return the mma pairs of a warp."""
+        """Return the number of mma pairs of a warp."""
         return self.k_steps_per_warp * self.mma_pairs_per_step
 
     @property
     def mma_pairs_per_pass(self) -> int:
-        """Return the mma pairs that a warp stages at a time; four of its lanes have a row of x."""
+        """Return the number of mma pairs that a warp stages in one pass, with four lanes per row of x."""
         return max(1, COLUMNS // self.rows)
 
     @property
     def padded_mma_pairs(self) -> int:
-        """Return the mma pairs of a warp in shared memory: whole passes, or a power of two."""
+        """Return the number of mma pairs of a warp in shared memory: whole passes, or a power of two."""
         turns = -(-self.mma_pairs // self.mma_pairs_per_pass) * self.mma_pairs_per_pass
         return turns if self.int8_mma else power_of_two(turns)
 
     @property
     def columns_per_digit(self) -> int:
-        """Return the columns of operand B for one digit, or for the rows of x of a group."""
+        """Return the number of columns of operand B for one digit, or for the rows of x of a group."""
         return max(2, self.rows_per_group)
 
     @property
     def rows_per_group(self) -> int:
-        """Return the rows of x in a group of columns of operand B."""
+        """Return the number of rows of x in a group of columns of operand B."""
         return min(COLUMNS, self.rows)
 
     @property
@@ -216,12 +216,12 @@ class DecodeConfig:
 
     @property
     def column_groups(self) -> int:
-        """Return the groups of `COLUMNS` columns of operand B, of digits or of rows of x."""
+        """Return the number of groups of `COLUMNS` columns of operand B, of digits or of rows of x."""
         return self.columns_per_digit // 2 if self.int8_mma else max(1, self.rows // COLUMNS)
 
     @property
     def stored_vec4s(self) -> int:
-        """Return the vec4s in shared memory per lane t, for a group of columns of an mma pair."""
+        """Return the number of vec4s in shared memory per lane t, for a group of columns of an mma pair."""
         return (8 // self.columns_per_digit if self.int8_mma else 1) * self.rows_per_group
 
     @property
@@ -247,17 +247,17 @@ class DecodeConfig:
 
     @property
     def smem_rows(self) -> int:
-        """Return the rows of `smem_row_words` words that hold x."""
+        """Return the number of rows of `smem_row_words` words that hold x."""
         return self.padded_mma_pairs * self.column_groups
 
     @property
     def smem_row_words(self) -> int:
-        """Return the words of a row of shared memory: a vec4 for each lane of all warps."""
+        """Return the number of words of a row of shared memory: a vec4 for each lane of all warps."""
         return self.warps * self.stored_vec4s * 16
 
     @property
     def padding_rows(self) -> int:
-        """Return padding rows, so that Triton requests the shared memory of the table in inline PTX."""
+        """Return the number of padding rows that make Triton request memory for the table in inline PTX."""
         return -(
             -undeclared_bytes(self._needed, self.shared_table * shared_bytes()) // (4 * self.smem_row_words)
         )
@@ -277,7 +277,7 @@ class DecodeConfig:
 
     @property
     def shared_memory(self) -> int:
-        """Return the bytes of shared memory, table included."""
+        """Return the bytes of shared memory of a program, lookup table included."""
         return self.declared_bytes + self.shared_table * shared_bytes()
 
     @property
@@ -287,7 +287,7 @@ class DecodeConfig:
 
     @property
     def dequant_registers(self) -> int:
-        """Return the registers of dequantized weights per register of each part."""
+        """Return the number of registers of dequantized weights per register of each part."""
         return self.planes // 2 if self.int8_mma else self.planes
 
     @property
@@ -299,7 +299,7 @@ class DecodeConfig:
 
     @property
     def mmas(self) -> tuple["Mma", ...]:
-        """Return the products of a k_step."""
+        """Return operand A of each mma of a k_step."""
         return tuple(map(self._mma_of, range(self.k_step // self.mma_k)))
 
     def _mma_of(self, number: int) -> "Mma":

@@ -13,11 +13,11 @@ No warp waits for another between staging x and the last code. With `S.tiles_per
 multiplied with each B fragment that is loaded.
 
 MMAs are m16n8k16 of x's dtype, or m16n8k32 of int8 with the digits of x
-(`quantkit.kernels.gluon.stage_x_per_warp`). Sums of int8 are exact, and dequantizing takes a third of the
+(`gluon.stage_x_per_warp`). Sums of int8 are exact, and dequantizing takes a third of the
 instructions. Written in Gluon, where a thread's values have names: a vec4 is [W warps, 32 lanes, 4
 registers], a word [W, 32].
 
-`S` is the `DecodeConfig` of `quantkit.kernels.gemm.decode.decode_config`: all that is known at compile time.
+`S` is the `DecodeConfig` of `gemm.decode.decode_config`: all that is known at compile time.
 """
 # mypy: ignore-errors
 
@@ -70,10 +70,10 @@ def decode_gemm(
     its registers.
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
         factor [matrices] float32      divisor of the whole tensor
-        other, norm, total, squares    tensors of an RMSNorm (`quantkit.kernels.problem.Normed`); norm: weight
-        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+        other, norm, total, squares    tensors of an RMSNorm (`problem.Normed`); norm: weight
+        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
 
     With `expert_blocks`, rows of x and y are the routed tokens of one block. W is the `S.matrices` matrices
     of its expert, one above the other.

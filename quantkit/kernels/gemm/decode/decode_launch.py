@@ -75,7 +75,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 def k_step_registers(problem: Problem) -> int:
-    """Return the registers of a thread for the codes, scales and zero-points of a k_step."""
+    """Return the number of registers of a thread for the codes, scales and zero-points of a k_step."""
     shape = shape_of(problem)
     codes = shape.k_step // shape.span * shape.tiles * 4
     words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
@@ -83,12 +83,12 @@ def k_step_registers(problem: Problem) -> int:
 
 
 def thread_registers(tile: DecodeTile) -> int:
-    """Return the registers of a thread, a multiple of 8."""
+    """Return the number of registers of a thread, a multiple of 8."""
     return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.occupancy) // 8 * 8)
 
 
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
-    """Return the k_steps that fit in registers, beside the dequantized weights of a span."""
+    """Return the number of k_steps that fit in registers, beside the dequantized weights of a span."""
     planes = shape_of(problem).planes
     dequant_registers = 4 * (planes // 2 if tile.int8_mma else planes)
     return (thread_registers(tile) - OTHER_REGISTERS - dequant_registers) // k_step_registers(problem)
@@ -148,7 +148,7 @@ def _rule(problem: Problem) -> DecodeTile:
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return the fewest experts per routed token with which expert blocks have one routed token each."""
+    """Return from how many experts per routed token on expert blocks have one routed token each."""
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
 
@@ -181,18 +181,18 @@ def experts_tile(problem: Problem, grouping: Grouping) -> DecodeTile | None:
 
 
 def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
-    """Return True to run two programs per multiprocessor, each with a copy of x, instead of one."""
+    """Return True if two programs per multiprocessor, each with a copy of x, are faster than one."""
     even = imbalance(problem, two) <= AS_EVEN * imbalance(problem, one)
     return problem.m * problem.k <= COPIED_TWICE and even
 
 
 def _max_row_tiles(problem: Problem, tile: DecodeTile) -> int:
-    """Return the most row tiles of a program."""
+    """Return the largest number of row tiles of a program."""
     return schedule_row_tiles(tile, shape_of(problem), processors(problem)).row_tiles
 
 
 def columns_per_warp(problem: Problem, tile: DecodeTile) -> int:
-    """Return the most columns of a warp, over all its row tiles."""
+    """Return the largest number of columns that a warp multiplies, over all its row tiles."""
     shape = shape_of(problem)
     return _max_row_tiles(problem, tile) * k_steps_per_warp(tile, shape) * shape.k_step
 
@@ -205,7 +205,7 @@ def imbalance(problem: Problem, tile: DecodeTile) -> float:
 
 
 def _is_straight(problem: Problem) -> bool:
-    """Return True if one sum runs over all columns, and dequantizing takes few registers."""
+    """Return True if a row has one scale, and dequantizing takes few registers."""
     shape, scheme = shape_of(problem), problem.scheme
     straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
     return straight and not scheme.has_zero_point and shape.span <= 128
@@ -250,7 +250,7 @@ def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
 
 
 def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why the norm of x cannot be ended; None if it can."""
+    """Return why the kernel cannot divide by the RMS of x; None if it can."""
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
     # y may be gated as well.
@@ -288,7 +288,8 @@ def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
         return reason
     if tile.int8_mma and (reason := why_no_int8(problem)) is not None:
         return reason
-    if problem.m > COLUMNS and _has_table(problem, tile):
+    looks_up = not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
+    if problem.m > COLUMNS and looks_up:
         return f"values of {problem.scheme.format.name} in shared memory are for up to {COLUMNS} rows of x"
     if tile.warps * tile.occupancy > MOST_WARPS:
         return f"a multiprocessor has {MOST_WARPS} such warps at once"
@@ -296,11 +297,6 @@ def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
     if needed > most:
         return f"x and sums take {needed} bytes of shared memory, of {most} that there are"
     return None
-
-
-def _has_table(problem: Problem, tile: DecodeTile) -> bool:
-    """Return True if values are looked up in shared memory."""
-    return not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
 
 
 def _why_pruned(problem: Problem, tile: DecodeTile) -> str | None:

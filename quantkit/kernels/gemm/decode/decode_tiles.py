@@ -33,7 +33,7 @@ class DecodeTile:
 
 
 def k_steps_per_warp(tile: DecodeTile, shape: Geometry) -> int:
-    """Return the k_steps of each warp."""
+    """Return the number of k_steps of each warp."""
     return -(-shape.k_steps // tile.warps)
 
 
@@ -51,7 +51,7 @@ class RowTileSchedule:
 
     @property
     def row_tiles(self) -> int:
-        """Return the most row tiles of a program."""
+        """Return the largest number of row tiles of a program."""
         return (self.per_program + (self.remainder > 0)) * self.row_tiles_per_output
 
 
@@ -78,7 +78,7 @@ def schedule_row_tiles(
 
 
 def tiles_per_iter(tile: DecodeTile, found: RowTileSchedule) -> int:
-    """Return the row tiles of an iteration, at most those of a program."""
+    """Return the number of row tiles of an iteration, at most those of a program."""
     return min(tile.tiles_per_iter, found.row_tiles)
 
 

@@ -21,7 +21,7 @@ def dequantize(
     Grid: (row tiles / W, spans / C). A program has W row tiles of 16 rows, one per warp, and C spans of
     columns.
 
-        codes, scale, zero, lut   the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        codes, scale, zero, lut   the fragment layout (`layouts.fragment_layout`)
         factor [1] float32        divisor of the whole tensor, with HAS_FACTOR
     """
     SPAN: tl.constexpr = 16 * PLANES

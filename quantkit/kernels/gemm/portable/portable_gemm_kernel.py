@@ -43,10 +43,10 @@ def portable_gemm(
     """Compute y [M, N] = x [M, K] W^T. Grid: (UNSPLIT + split tiles * SPLIT_K,).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
         factor [matrices] float32      divisor of the whole tensor
         sums float32                   [SPLIT_K, tiles from UNSPLIT on, BM, rows]
-        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
 
         RT, ACCUMULATORS   row tiles per accumulator; accumulators
         SPLIT_LAST_WAVE    tiles before UNSPLIT are whole; else UNSPLIT is 0
@@ -217,8 +217,8 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 def _one(WAIT_PTX: tl.constexpr):
     """Return 1; with WAIT_PTX only after earlier products, which still read older weights, have ended.
 
-    New weights are multiplied by it, so they are not computed before. Without it Triton 3.6 writes them to
-    registers that running products still read.
+    The caller multiplies new weights by the result, so that they are not computed earlier. Triton 3.6 would
+    write new weights to registers that running products still read.
     """
     one = tl.full((), 1.0, tl.float32)
     if WAIT_PTX is not None:
@@ -228,7 +228,7 @@ def _one(WAIT_PTX: tl.constexpr):
 
 @triton.jit
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
-    """Return the product of weights and columns, summed in float16, as float32 [16 * RT, BM]."""
+    """Return the product of weights `q` and `columns` of x, summed in float16, as float32 [16 * RT, BM]."""
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
 

@@ -76,7 +76,7 @@ class PortableGemmTile:
 
     @property
     def block_n(self) -> int:
-        """Return the rows of the weight per program."""
+        """Return the number of rows of the weight per program."""
         return ROWS * self.row_tiles * self.accumulators
 
 
@@ -145,7 +145,7 @@ def shared_memory(tile: PortableGemmTile, shape: Geometry, features: frozenset[s
 
 
 def programs(tile: PortableGemmTile, shape: Geometry, m: int) -> int:
-    """Return the programs of a launch for m rows of x."""
+    """Return the number of programs of a launch for m rows of x."""
     return -(-shape.n // tile.block_n) * -(-m // tile.block_m) * tile.split_k
 
 

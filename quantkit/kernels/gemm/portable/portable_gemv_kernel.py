@@ -42,9 +42,9 @@ def portable_gemv(
     """Compute y [M, N] = x [M, K] W^T, M <= BM. Grid: (programs,), or (expert blocks, programs * MATRICES).
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
-        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
         factor [matrices] float32      divisor of the whole tensor
-        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
 
         PREFETCH          load the codes of the next step before this one is multiplied
         UNROLL            steps per loop iteration
@@ -169,7 +169,7 @@ def _load_step(
 ):  # fmt: skip
     """Load code words int16 [W, L, 256] per register of a step, with scales and zero-points.
 
-    Those are [4, 8, W, L, V, 2], or 0 for a weight without them.
+    Scales and zero-points are [4, 8, W, L, V, 2]; 0 for a weight without zero-points or group scales.
     """
     tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
     s = 0

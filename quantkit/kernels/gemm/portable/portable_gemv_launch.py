@@ -88,12 +88,12 @@ def portable_gemv_tile(shape: Geometry, m: int, multiprocessors: int = H200_PROC
 
 
 def steps(tile: PortableGemvTile, shape: Geometry) -> int:
-    """Return the steps of a warp over the columns."""
+    """Return the number of steps of a warp over the columns."""
     return -(-shape.spans * shape.span // (tile.warps * tile.columns))
 
 
 def unrolled(tile: PortableGemvTile, shape: Geometry) -> int:
-    """Return the unrolled steps: all, or the number that leaves the fewest steps without columns."""
+    """Return the number of unrolled steps: all, or as leaves the fewest steps without columns."""
     count = steps(tile, shape)
     if count <= tile.unroll:
         return count

@@ -77,9 +77,9 @@ def small_m_gemm(
 
         x [M, K], bias [N], y          bfloat16 or float16; y is passed as bias where there is none
         squares [M, K / 16] float32    sums of squares of a begun RMSNorm, with NORM_EPS
-        codes, scale, zero, lut        the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        codes, scale, zero, lut        the fragment layout (`layouts.fragment_layout`)
         sums float32                   [expert blocks, SPLIT_K, row tiles, BM, 16], with SPLIT_K > 1
-        order, expert_blocks           routed tokens (`quantkit.kernels.moe.permute_kernels`), or None
+        order, expert_blocks           routed tokens (`moe.permute_kernels`), or None
 
         CHUNK            k_steps of x that are copied and waited for together
         PADDING_CHUNKS   chunks allocated in place of the lookup table, which Triton does not count

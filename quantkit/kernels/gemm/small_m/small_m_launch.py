@@ -84,17 +84,17 @@ def rows_of_x(m: int) -> int:
 
 
 def rms_bytes(m: int) -> int:
-    """Return the bytes of shared memory for the RMS of rows of x, if a norm is ended."""
+    """Return the bytes of shared memory for the RMS of each row of x."""
     return 4 * rows_of_x(m)
 
 
 def has_wide_codes(shape: Geometry) -> bool:
-    """Return True for int5 and int7, for which a loop has no registers for the codes of two k_steps."""
+    """Return True for int5 and int7: a loop lacks registers for their codes of two k_steps."""
     return shape.k_step * shape.bits > LOOP_BITS
 
 
 def is_rolled(tile: SmallMTile, shape: Geometry) -> bool:
-    """Return True if the products of a split are a loop."""
+    """Return True if the products of a split are a loop, not unrolled."""
     columns = -(-shape.k_steps // tile.split_k) * shape.k_step
     return columns > (2 * UNROLLED if has_wide_codes(shape) else UNROLLED)
 
@@ -110,7 +110,7 @@ def spills(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def k_steps(tile: SmallMTile, shape: Geometry) -> tuple[int, int]:
-    """Return the k_steps of a split and of a chunk of x.
+    """Return the number of k_steps of a split, and of a chunk of x.
 
     A chunk is 512 columns, or 256 if that makes splits shorter. Loops of `wgmma` with prefetch 2 have chunks
     of 256 columns, two k_steps: codes are then used from the registers they are loaded into. Otherwise 32
@@ -134,7 +134,7 @@ def has_aligned_splits(tile: SmallMTile, shape: Geometry) -> bool:
 
 
 def staged_scale_blocks(tile: SmallMTile, shape: Geometry) -> int:
-    """Return the most blocks of scales that the columns of a split touch."""
+    """Return the largest number of blocks of scales for the columns of a split."""
     columns = k_steps(tile, shape)[0] * shape.k_step
     return -(-columns // shape.per_block) + (1 if tile.split_k > 1 and columns % shape.per_block else 0)
 

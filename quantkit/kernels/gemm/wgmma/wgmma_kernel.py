@@ -54,7 +54,7 @@ def wgmma_gemm(
     """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
 
         x                           TMA descriptor of [M, K], box [TMA_ROWS, 128], zeros beyond
-        codes, scale, zero, lut     the fragment layout (`quantkit.kernels.layouts.fragment_layout`)
+        codes, scale, zero, lut     the fragment layout (`layouts.fragment_layout`)
         factor [1] float32, bias [N], y [M, N]; y is passed as bias where there is none
         sums float32                partial sums and flags of stream-K (`gluon/stream_k.py`)
 
@@ -366,7 +366,7 @@ def _load_k_step(
 ):  # fmt: skip
     """Load a k_step: code words int32 [4, C, 128], and the words of scales and zero-points.
 
-    There are such words for each 128 columns; they are 0 for a weight without them.
+    There is a word for each 128 columns; 0 for a weight without group scales or zero-points.
     """
     words = ()
     for t in gl.static_range(TILES):

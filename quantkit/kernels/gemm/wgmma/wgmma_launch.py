@@ -154,8 +154,8 @@ def _has_zeros(problem: Problem) -> bool:
 def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
     """Return the tile of the rules if it is predicted to be faster than `tile`, else `tile`.
 
-    Predictions are relative to `measured`, for which `tile` was fastest. There the tile of the rules counts
-    as no faster, whatever `tile_time` predicts: it predicts sizes better than tiles.
+    `tile` was the fastest one measured for the problem `measured`. Predictions of `tile_time` are scaled so
+    that the rules' tile is not faster for `measured`: `tile_time` predicts sizes better than tiles.
     """
 
     def time(asked: Problem, one: WgmmaTile) -> float:
@@ -295,7 +295,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
 
 
 def launch_token() -> int:
-    """Return a number unique among launches of this process; memory holds it only by chance.
+    """Return a number unique among launches of this process, for the flags of stream-K.
 
     Programs of a launch signal each other with it in memory that was never cleared. It is odd, because
     `Launch` distinguishes integers that are multiples of 16.

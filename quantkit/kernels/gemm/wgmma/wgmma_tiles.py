@@ -56,7 +56,7 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class LaunchBounds:
-    """Programs per multiprocessor at once, and registers of their threads.
+    """Number of programs per multiprocessor, and registers of their threads.
 
     Threads start with up to `max_registers`, None for no limit. Consumer threads then get `mma_registers`,
     and producer threads keep 24.
@@ -86,7 +86,7 @@ def stages(tile: WgmmaTile, table: int = 0) -> int:
 
 
 def copies(tile: WgmmaTile) -> int:
-    """Return the copies of a table in shared memory: all that leave room for a third block of x.
+    """Return the number of copies of a table in shared memory: all that leave room for a third block of x.
 
     0 for two programs per multiprocessor, whose threads lack the registers for lookups.
     """
@@ -94,12 +94,12 @@ def copies(tile: WgmmaTile) -> int:
 
 
 def step_columns(shape: Geometry, tile: WgmmaTile) -> int:
-    """Return the columns of a step of `wgmma_gemm`: twice what it loads at a time."""
+    """Return the number of columns of a step of `wgmma_gemm`: twice the columns of a load."""
     return 2 * max(tile.block_k, shape.span)
 
 
 def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float) -> tuple[int, int, int]:
-    """Return the number of whole tiles, the steps per program of the others, and the steps between tiles.
+    """Return the number of whole tiles; for shared tiles the steps per program, and from tile to tile.
 
     Each shared tile is divided among the same number of programs, or all programs get the same number of
     steps, whichever is faster. In the second case some programs have parts of two tiles. A fix-up takes as
@@ -155,10 +155,9 @@ def _of_tile(us: Mapping[tuple[int, int], float], tile: WgmmaTile) -> float:
 def tile_schedule(
     shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int
 ) -> tuple[int, int, int, int]:
-    """Return the steps of a tile, then the three numbers of `stream_k_schedule` for m rows of x.
+    """Return the number of steps of a tile, then `stream_k_schedule` for m rows of x.
 
-    These are the whole tiles, the steps per program, and the steps between tiles. Without `tile.stream_k` all
-    tiles are whole.
+    Without `tile.stream_k` all tiles are whole.
     """
     columns = shape.spans * shape.span
     tiles = -(-shape.n // tile.block_n) * -(-m // tile.block_m)
@@ -179,7 +178,7 @@ def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H
 
 
 def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:
-    """Return the estimated registers of a consumer thread: sums, weights, codes, scales and zero-points.
+    """Return the estimated registers per consumer thread: sums, weights, codes, scales and zero-points.
 
     Scales and zero-points in use take two registers each, for two rows.
     """

@@ -15,7 +15,7 @@ So weight = scale * (UNIT * byte + OFFSET), and the constant part is a product w
     y [n, m] = sum over groups g of  scale [n, g] * (UNIT * sum of byte * x + OFFSET * sum of x [m, g])
 
 A register of codes has four of a row for each shift by BITS. Their columns lie half a span apart, so x has
-its columns in that order (`quantkit.kernels.ops.quantize_x`): c and c + span / 2 next to each other.
+its columns in that order (`ops.quantize_x`): c and c + span / 2 next to each other.
 
     int4, span 64      31..28 27..24 23..20 19..16 15..12 11..8  7..4  3..0      bits of a register
     (register >> 0)           c+33          c+1           c+32         c         & 0x0F0F0F0F: one A register
@@ -247,7 +247,7 @@ def _row_factor(
     scales_smem, buffer, group: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr, STORED: gl.constexpr,
     ACC: gl.constexpr,
 ):  # fmt: skip
-    """Return the scales of rows for a block of columns, float32 [64]; ones if a row has only one."""
+    """Return the scales of 64 rows for a block of columns, float32 [64]; ones with one scale per row."""
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     if GROUPS > 1:
         words = scales_smem.index(buffer).slice(group * 4, 4, 0).load(scale_words_layout(4, 1))
@@ -262,7 +262,7 @@ def _row_factor(
 def _of_x(
     beside_smem, buffer, i: gl.constexpr, MMA_M: gl.constexpr, HAS_BESIDE: gl.constexpr, ACC: gl.constexpr
 ):
-    """Return part `i` of what there is for each row of x, float32 [MMA_M]; 0 if there is nothing."""
+    """Return part `i` of the scale, or sum of codes, of each row of x, float32 [MMA_M]; 0 without."""
     if HAS_BESIDE:
         row = beside_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_beside_layout(MMA_M))
         of_x = gl.convert_layout(gl.reshape(row, (MMA_M,)), gl.SliceLayout(0, ACC), assert_trivial=True)
@@ -273,7 +273,7 @@ def _of_x(
 
 @gluon.constexpr_function
 def _beside_layout(BM: int) -> gl.DistributedLinearLayout:
-    """Return the layout [1, BM] of numbers of each row of x, as sums [64, BM] have them."""
+    """Return the layout of numbers [1, BM], one per row of x, that matches accumulators [64, BM]."""
     registers = [[0, 1]] + [[0, 1 << bit] for bit in range(3, BM.bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [1, BM])

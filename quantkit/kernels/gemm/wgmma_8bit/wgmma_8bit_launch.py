@@ -61,7 +61,7 @@ class ByteOperand:
 
 
 def byte_operand(scheme: Scheme, activations: ActivationScheme) -> ByteOperand | None:
-    """Return how codes are the bytes of an operand beside inputs of `activations`; None if they are not."""
+    """Return how codes become bytes that multiply x rounded by `activations`; None if they cannot."""
     number_format, inputs = scheme.format, activations.number_format
     integer = isinstance(inputs, IntFormat)
     if isinstance(number_format, FloatFormat):
@@ -177,7 +177,7 @@ def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
 
 
 def promotes(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if sums of 128 columns have a scale or an offset of their own."""
+    """Return True if every 128 columns have a scale or an offset."""
     return shape.groups > 1 or activations.group_size is not None or needs_sums(scheme, activations)
 
 

@@ -1,6 +1,6 @@
 """Make PEFT put LoRA on packed linears.
 
-PEFT knows the quantized linears of each tool by their classes, and has no table that others could add to.
+PEFT recognizes the quantized linears of each tool by their classes, and has no registry for more.
 """
 
 import inspect
@@ -23,14 +23,14 @@ _DENSE = "Make the model dense first, with model.dequantize(), or "
 
 
 def apply_once_imported() -> None:
-    """Call `apply` when PEFT is imported; at once if it is."""
+    """Call `apply` when PEFT is imported; at once if it is already."""
     wrapt.register_post_import_hook(apply, _LORA)
 
 
 def apply(*_: Any) -> None:
-    """Have LoRA wrap packed linears and refuse other packed modules, and "all-linear" find them.
+    """Make LoRA wrap packed linears and refuse other packed modules, and "all-linear" include packed linears.
 
-    Does nothing if applied.
+    Does nothing if already applied.
     """
     from peft.tuners import tuners_utils
     from peft.tuners.lora.model import LoraModel
@@ -102,7 +102,7 @@ def undo() -> None:
 
 
 def is_applied() -> bool:
-    """Return True if PEFT is imported and knows packed linears."""
+    """Return True if PEFT is imported and `apply` was called."""
     model = getattr(sys.modules.get(_LORA), "LoraModel", None)
     return hasattr(getattr(model, "_create_new_module", None), "quantkit_original")
 

@@ -1,7 +1,7 @@
 """Register `decode_attention`, attention of one new token, under its own name in transformers.
 
 The configs of a model have that name only while a step is captured. So the attention of other models, and
-what a config says or saves, never changes. The mask is made as for "sdpa".
+what a config says or saves, never changes. The mask has the format of "sdpa".
 """
 
 import inspect
@@ -27,7 +27,7 @@ _UNUSED = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "
 
 
 def apply() -> None:
-    """Add the name to both registries; does nothing if added."""
+    """Add the name to both registries; does nothing if already added."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -44,7 +44,7 @@ def undo() -> None:
 
 
 def is_applied() -> bool:
-    """Return True if transformers knows the name."""
+    """Return True if the name is in both registries."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return NAME in ALL_ATTENTION_FUNCTIONS
@@ -54,7 +54,7 @@ def is_applied() -> bool:
 def decode_attention_in(model: nn.Module) -> Iterator[None]:
     """Context manager: `model` uses `decode_attention` instead of SDPA, if Triton is available.
 
-    Leaves models alone whose code compares with "sdpa": they make other masks for other names.
+    Does not change models whose code compares with "sdpa", because their masks depend on the name.
     """
     configs = _configs_of(model) if "triton" in device_features("cuda") and _accepts_any_name(model) else []
     apply()

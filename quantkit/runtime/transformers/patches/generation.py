@@ -1,7 +1,7 @@
 """Give a model a subclass of its class, with the same name, that decodes with CUDA graphs.
 
-Each method decides at each call if the model can be captured, and else does what the original class does. So
-loading on a GPU and moving there later are equal. Methods on the class, unlike attributes of the model, do
+Each method checks at each call if the model can be captured, and otherwise calls the original class. So a
+model may be loaded on a GPU, or moved there later. Methods on the class, unlike attributes of the model, do
 not refer to the model: reference counting frees it.
 """
 
@@ -23,7 +23,7 @@ class DecodesByGraphs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the activations, also where the first parameter of floats has another."""
+        """Return the dtype of the activations, even if the first parameter of floats has another one."""
         table = first_table(self)  # type: ignore[arg-type]
         own: torch.dtype = super().dtype if table is None else table.dtype  # type: ignore[misc]
         return own
@@ -47,7 +47,7 @@ class DecodesByGraphs:
 
 
 def apply(model: Any) -> None:
-    """Let `model` decode with CUDA graphs while it is on one GPU; does nothing if it does."""
+    """Make `model` decode with CUDA graphs while it is on one GPU; does nothing if already applied."""
     if not is_applied(model) and model.can_generate():
         original: Any = type(model)
         model.__class__ = _class_for(original)

@@ -31,7 +31,7 @@ def skip_initializing(model: nn.Module) -> None:
     """Skip the initialization of modules that would read the weight of a packed child.
 
     Mamba and ModernBERT initialize projections by their weights, even after loading, and Qwen3-Omni its
-    experts; packed ones have none.
+    experts; packed modules have no such weights.
     Modules with buffers are still initialized, as that computes the buffers.
     """
     for name, module in packed_modules(model):
@@ -102,7 +102,7 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
 
 
 class RenamedBase(WeightRenaming):  # type: ignore[misc]
-    """Renaming of the base model, for files of another class than the model's."""
+    """Renaming of the base model's prefix, for files written by another class than the model's."""
 
     @classmethod
     def of(cls, own: str, here: str) -> "RenamedBase":

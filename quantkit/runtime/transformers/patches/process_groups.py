@@ -19,7 +19,7 @@ _MARK = "drops_graphs"
 
 
 class HasGraphs(Protocol):
-    """Object that can drop its graphs."""
+    """Protocol of an owner of CUDA graphs."""
 
     def drop(self) -> None:
         """Drop all graphs."""

@@ -41,7 +41,7 @@ def undo() -> None:
 
 
 def is_applied() -> bool:
-    """Return True if transformers knows the quantizer."""
+    """Return True if the quantizer is registered with transformers."""
     from transformers.quantizers import auto
 
     return NAME in auto.AUTO_QUANTIZATION_CONFIG_MAPPING

@@ -21,7 +21,7 @@ from quantkit.runtime.transformers.patches import (
 
 @dataclass(frozen=True)
 class Patch:
-    """Change to the process or to one model: what changes, why, and for which versions of transformers.
+    """Change to the process or to one model, with its reason and the versions of transformers.
 
     `undo` reverts it and `is_applied` returns True if it is active. Both take the model, or None for a change
     to the process.

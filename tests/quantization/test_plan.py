@@ -13,9 +13,10 @@ from quantkit.checkpoint.engines import ENGINES, SGLANG
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 from quantkit.recipes.recipe_options import RecipeOptions
 
 from ..support.compare import assert_equal

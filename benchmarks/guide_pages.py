@@ -9,6 +9,7 @@ made by the row NAME of `PARTS`. No figure stands in a page otherwise.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from accuracy_page import TABLES
@@ -203,6 +204,17 @@ def on_a_cpu() -> str:
     return grid(cells)
 
 
+def plan_time() -> str:
+    """CPU seconds of a plan, and of what it imports."""
+    run = stored("guide/plan-time")
+    models = ", ".join(f"{median(seconds):.1f} s for `{name}`" for name, seconds in run["seconds"].items())
+    imports = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in run["imports"].items())
+    return paragraph(
+        f"CPU time on one thread: {models}. Imports, timed one by one, which makes them slower: {imports}.",
+        f"By `{run['command']}` on {run['machine']}.",
+    )
+
+
 #: What pages ask for by name.
 PARTS: Mapping[str, Callable[[], str]] = {
     "readme": readme,
@@ -217,6 +229,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "fp8": fp8,
     "engines": engines,
     "cpu": on_a_cpu,
+    "plan-time": plan_time,
 }
 
 

@@ -263,7 +263,7 @@ def known(name: str) -> str:
                 f"{row['bits_per_weight']:.3f}",
                 size,
                 " / ".join(f"{one['perplexity']:.4g}" for one in found),
-                " / ".join(f"{one['kl_mean']:.3g}" for one in found),
+                " / ".join(f"{one['kl_mean']:.3g} ± {one['kl_mean_se']:.1g}" for one in found),
                 " / ".join(f"{100 * one['same_top1']:.1f}" for one in found) + " %",
             ]
         )

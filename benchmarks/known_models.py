@@ -66,6 +66,8 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "ternary": {"format": "ternary", **_SMALL, "packing": "radix"},
     "binary": {"format": "binary"},
 }
+#: How `decoding` times.
+_DECODING = "Decoding is of one sequence, 32 tokens after 32, in the fastest mode. "
 #: Figures of a text that are stored.
 _KEPT = (
     *("perplexity", "reference_perplexity", "excess", "excess_se", "kl_mean", "kl_mean_se", "kl_p99"),
@@ -308,7 +310,9 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
             labelled = replace(labelled, sizes=of_weights(report.sizes, bits, name))
         rows.append(Row(name, labelled, seconds[name]))
     dense = None
-    if not options.no_speed:
+    if options.no_speed:
+        notes.append("decoding: not timed (`--no-speed`)")
+    else:
         timed = BenchOptions(batches=(1,), prompts=(32,), new_tokens=32, repeats=3)
         dense = decoding(str(source), timed)
         rows = [
@@ -371,9 +375,9 @@ def page(model: str, options: argparse.Namespace, command: str, about: str, work
     first = rows[0].report
     how = (
         f"Windows of {first.window} tokens, at most {first.max_windows} of each text, activations in "
-        f"{first.dtype}; ± is one standard error. Decoding is of one sequence, 32 tokens after 32, in the "
-        f"fastest mode. Data of methods that need it: {options.calibration or 'the text of quantkit'}, "
-        f"{options.samples or SAMPLES} samples of {LENGTH} tokens."
+        f"{first.dtype}; ± is one standard error. {_DECODING if dense else ''}Data of methods that need it: "
+        f"{options.calibration or 'the text of quantkit'}, {options.samples or SAMPLES} samples of {LENGTH} "
+        "tokens."
     )
     original = first.reference_sizes
     assert original is not None
@@ -408,6 +412,16 @@ def page(model: str, options: argparse.Namespace, command: str, about: str, work
     ]
 
 
+def shown(arguments: Sequence[str]) -> list[str]:
+    """The command line without `--out` and `--about`, which change no figure."""
+    kept = list(arguments)
+    for option in ("--out", "--about"):
+        if option in kept:
+            place = kept.index(option)
+            del kept[place : place + 2]
+    return kept
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -429,7 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--peers", nargs="*", help="also what other tools make: all, or those with these names"
     )
     options = parser.parse_args(arguments)
-    command = shlex.join(["python", "benchmarks/known_models.py", *(arguments or sys.argv[1:])])
+    command = shlex.join(["python", "benchmarks/known_models.py", *shown(arguments or sys.argv[1:])])
     about = machine() if torch.cuda.is_available() else cpu_machine()
     for model in options.models:
         with tempfile.TemporaryDirectory() as work:

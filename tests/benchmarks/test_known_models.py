@@ -30,6 +30,8 @@ def test_a_row_is_measured_and_what_did_not_run_is_named(
     assert row["bytes"] < found["original"]["bytes"] / 3 and 4 < row["bits_per_weight"] < 5
     assert row["seconds"] > 0 and row["tokens_per_second"] is None
     assert found["command"].startswith("python benchmarks/known_models.py") and "torch" in found["machine"]
+    assert "--about" not in found["command"] and "--out" not in found["command"]
+    assert "decoding: not timed (`--no-speed`)" in found["notes"] and "Decoding" not in found["how"]
     assert "int4 gptq: not run (`--without gptq`)" in found["notes"] and "int8: not run" in found["notes"]
     assert "Other: not-installed is not installed (pip install not-installed)" in found["notes"]
     page = (tmp_path / stories.name / "known.md").read_text()

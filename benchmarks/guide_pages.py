@@ -246,6 +246,11 @@ def adapters_run() -> str:
     )
 
 
+def perplexity(value: float) -> str:
+    """Two digits, and of a model that knows nothing any more three in all."""
+    return f"{value:.2f}" if value < 1000 else f"{value:.3g}"
+
+
 def known(name: str) -> str:
     """Every row of a page of `known_models.py`: the formats of a model from 8 bits to 1, and the original."""
     run = stored(f"known-models/{name}")
@@ -262,12 +267,12 @@ def known(name: str) -> str:
                 row["label"],
                 f"{row['bits_per_weight']:.3f}",
                 size,
-                " / ".join(f"{one['perplexity']:.4g}" for one in found),
+                " / ".join(perplexity(one["perplexity"]) for one in found),
                 " / ".join(f"{one['kl_mean']:.3g} ± {one['kl_mean_se']:.1g}" for one in found),
                 " / ".join(f"{100 * one['same_top1']:.1f}" for one in found) + " %",
             ]
         )
-    before = " / ".join(f"{run['rows'][0]['texts'][text]['reference_perplexity']:.4g}" for text in texts)
+    before = " / ".join(perplexity(run["rows"][0]["texts"][text]["reference_perplexity"]) for text in texts)
     size = f"{original['bytes'] / 1e6:.1f} MB"
     return grid([*cells, ["original", f"{original['bits']:g}", size, before, "0", "100 %"]])
 
@@ -280,7 +285,11 @@ def known_how(name: str) -> str:
 
 def known_notes(name: str) -> str:
     """What of a model did not run, and the versions of peers."""
-    return "\n".join(f"- {note}" for note in stored(f"known-models/{name}")["notes"])
+    notes: list[str] = stored(f"known-models/{name}")["notes"]
+    mark = ": not run"
+    left = [note.removesuffix(mark) for note in notes if note.endswith(mark)]
+    others = [note for note in notes if not note.endswith(mark)]
+    return "\n".join(f"- {note}" for note in ([f"rows not run: {', '.join(left)}"] if left else []) + others)
 
 
 #: Models whose page from 8 bits to 1 is stored.

@@ -9,6 +9,8 @@ made by the row NAME of `PARTS`. No figure stands in a page otherwise.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
 from typing import Any
 
 from accuracy_page import TABLES
@@ -203,6 +205,95 @@ def on_a_cpu() -> str:
     return grid(cells)
 
 
+def plan_time() -> str:
+    """CPU seconds of a plan, and of what it imports."""
+    run = stored("guide/plan-time")
+    models = ", ".join(f"{median(seconds):.1f} s for `{name}`" for name, seconds in run["seconds"].items())
+    imports = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in run["imports"].items())
+    return paragraph(
+        f"CPU time on one thread: {models}. Imports, timed one by one, which makes them slower: {imports}.",
+        f"By `{run['command']}` on {run['machine']}.",
+    )
+
+
+def adapters() -> str:
+    """Losses before and after an adapter was trained."""
+    run = stored("guide/adapters")
+    names = {"dense": "dense", "packed": f"packed ({run['packed']})"}
+    cells = [["model", "loss before", "loss after"]]
+    for name, found in run["trained"].items():
+        cells.append([names[name], *(f"{loss:.3f}" for loss in found["losses"])])
+    return grid(cells)
+
+
+def merged() -> str:
+    """What merging an adapter costs, by what it was added to."""
+    run = stored("guide/adapters")
+    options = {"original": "the original weights", "packed": "the packed weights (`--from-packed`)"}
+    cells = [["added to", "KL mean", "perplexity", "of the adapter beside the model"]]
+    for name, found in run["merged_from"].items():
+        figures = (found["perplexity"], found["beside"])
+        cells.append([options[name], f"{found['kl_mean']:.4f}", *(f"{one:.2f}" for one in figures)])
+    return grid(cells)
+
+
+def adapters_run() -> str:
+    """How the adapters were trained."""
+    run = stored("guide/adapters")
+    return paragraph(
+        f"Rank 8 on all linears, {run['steps']} steps of {run['tokens_per_step']} tokens.",
+        f"By `{run['command']}` on {run['machine']}, PEFT {run['peft']}.",
+    )
+
+
+def perplexity(value: float) -> str:
+    """Two digits, and of a model that knows nothing any more three in all."""
+    return f"{value:.2f}" if value < 1000 else f"{value:.3g}"
+
+
+def known(name: str) -> str:
+    """Every row of a page of `known_models.py`: the formats of a model from 8 bits to 1, and the original."""
+    run = stored(f"known-models/{name}")
+    texts = list(run["rows"][0]["texts"])
+    of_texts = " / ".join(text.partition(".")[0] for text in texts)
+    original = run["original"]
+    heads = ("format", "bits, linears", "size", f"perplexity, {of_texts}", "KL mean", "same top-1 token")
+    cells = [list(heads)]
+    for row in run["rows"]:
+        found = [row["texts"][text] for text in texts]
+        size = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
+        cells.append(
+            [
+                row["label"],
+                f"{row['bits_per_weight']:.3f}",
+                size,
+                " / ".join(perplexity(one["perplexity"]) for one in found),
+                " / ".join(f"{one['kl_mean']:.3g} ± {one['kl_mean_se']:.1g}" for one in found),
+                " / ".join(f"{100 * one['same_top1']:.1f}" for one in found) + " %",
+            ]
+        )
+    before = " / ".join(perplexity(run["rows"][0]["texts"][text]["reference_perplexity"]) for text in texts)
+    size = f"{original['bytes'] / 1e6:.1f} MB"
+    return grid([*cells, ["original", f"{original['bits']:g}", size, before, "0", "100 %"]])
+
+
+def known_how(name: str) -> str:
+    """How the rows of a model were measured."""
+    run = stored(f"known-models/{name}")
+    return paragraph(run["about"], run["how"], f"By `{run['command']}` on {run['machine']}.")
+
+
+def known_notes(name: str) -> str:
+    """What of a model did not run, and the versions of peers."""
+    notes: list[str] = stored(f"known-models/{name}")["notes"]
+    mark = ": not run"
+    left = [note.removesuffix(mark) for note in notes if note.endswith(mark)]
+    others = [note for note in notes if not note.endswith(mark)]
+    return "\n".join(f"- {note}" for note in ([f"rows not run: {', '.join(left)}"] if left else []) + others)
+
+
+#: Models whose page from 8 bits to 1 is stored.
+KNOWN = sorted(path.stem for path in (RESULTS / "known-models").glob("*.json"))
 #: What pages ask for by name.
 PARTS: Mapping[str, Callable[[], str]] = {
     "readme": readme,
@@ -217,6 +308,13 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "fp8": fp8,
     "engines": engines,
     "cpu": on_a_cpu,
+    "plan-time": plan_time,
+    "adapters": adapters,
+    "merged": merged,
+    "adapters-run": adapters_run,
+    **{f"known-{name}": partial(known, name) for name in KNOWN},
+    **{f"known-{name}-how": partial(known_how, name) for name in KNOWN},
+    **{f"known-{name}-notes": partial(known_notes, name) for name in KNOWN},
 }
 
 

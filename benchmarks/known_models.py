@@ -3,10 +3,11 @@
     python benchmarks/known_models.py MODEL... --text wiki.txt [--out known-models] [--peers]
 
 MODEL is a directory or a hub id. known.md, known.html and known.json are written to OUT/NAME. Every row of
-`WIDTHS` is quantized and evaluated against MODEL. With `--peers` so is each row of `PEERS` whose package is
-here, and the page says which are not; `--peers HQQ auto-round` takes some. Peers that only round weights are
-evaluated as dense models of the rounded weights, with the bits of their format. Decoding is timed for
-quantkit's rows and MODEL, unless there is `--no-speed`.
+`WIDTHS` is quantized and evaluated against MODEL; `--row` takes some, `--without best` leaves out a method,
+and the page says which. With `--peers` so is each row of `PEERS` whose package is here, and the page says
+which are not; `--peers HQQ auto-round` takes some. Peers that only round weights are evaluated as dense
+models of the rounded weights, with the bits of their format. Decoding is timed for quantkit's rows and MODEL,
+unless there is `--no-speed`. docs/guide/known-models.md shows what is in benchmarks/results/known-models.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -27,7 +29,10 @@ from machine import cpu_machine, machine
 
 from quantkit.bench.bench_options import BenchOptions
 from quantkit.bench.worker import speed_of
+from quantkit.calibrate.data.calibration_options import DEFAULT_LENGTH, DEFAULT_SAMPLES
 from quantkit.calibrate.data.texts import BUNDLED
+from quantkit.calibrate.methods import METHODS
+from quantkit.calibrate.summaries import DEFAULT_METHOD
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.errors import QuantkitError
 from quantkit.eval.eval_options import EvalOptions
@@ -41,6 +46,9 @@ from quantkit.report.eval_plots import figures
 from quantkit.report.tables import change_text, error_text, percent_text, ratio_text
 from quantkit.runtime.load import load
 
+#: Groups for few bits: small, with scales of one byte.
+_SMALL = {"group_size": 32, "scale_dtype": "e4m3"}
+_CALIBRATED = ("awq", "gptq", "best")
 #: What `quantize` is given, by row, from 8 bits to 1.
 WIDTHS: dict[str, dict[str, Any]] = {
     "int8": {"format": "int8"},
@@ -48,23 +56,32 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "fp6": {"format": "fp6"},
     "int5": {"format": "int5"},
     "int4": {"format": "int4"},
-    "int4 best": {"format": "int4", "method": "best"},
+    "int4 hqq": {"format": "int4", "method": "hqq"},
+    **{f"int4 {method}": {"format": "int4", "method": method} for method in _CALIBRATED},
     "nvfp4": {"format": "nvfp4"},
-    "int3": {"format": "int3", "group_size": 32, "scale_dtype": "e4m3"},
-    "int3 best": {"format": "int3", "group_size": 32, "scale_dtype": "e4m3", "method": "best"},
-    "int2": {"format": "int2", "group_size": 32, "scale_dtype": "e4m3"},
-    "ternary": {"format": "ternary", "group_size": 32, "scale_dtype": "e4m3", "packing": "radix"},
+    "int3": {"format": "int3", **_SMALL},
+    **{f"int3 {method}": {"format": "int3", **_SMALL, "method": method} for method in _CALIBRATED},
+    "int2": {"format": "int2", **_SMALL},
+    **{f"int2 {method}": {"format": "int2", **_SMALL, "method": method} for method in _CALIBRATED},
+    "ternary": {"format": "ternary", **_SMALL, "packing": "radix"},
     "binary": {"format": "binary"},
 }
+#: How `decoding` times.
+_DECODING = "Decoding is of one sequence, 32 tokens after 32, in the fastest mode. "
+#: Figures of a text that are stored.
+_KEPT = (
+    *("perplexity", "reference_perplexity", "excess", "excess_se", "kl_mean", "kl_mean_se", "kl_p99"),
+    *("same_top1", "tokens", "windows"),
+)
 #: Sequences and tokens of a sequence that peers with data see, as many as quantkit's methods.
-SAMPLES, LENGTH = 128, 512
+SAMPLES, LENGTH = DEFAULT_SAMPLES, DEFAULT_LENGTH
 #: Writes a model to a directory that `quantkit eval` reads; bits per weight of its linears if that is dense.
 Make = Callable[[Path, Path], float | None]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of another tool: its package on the index, the module that it imports, and how it is called."""
+    """Row of another tool: its package on the index, the module that it imports, and how it is called."""
 
     label: str
     package: str
@@ -206,11 +223,28 @@ def all_or_some(names: Sequence[str], label: str) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """A model in one format: its evaluation, and the tokens per second that it decodes, if timed."""
+    """A model in one format: its evaluation, seconds to make it, and tokens per second, if timed."""
 
     label: str
     report: EvalReport
-    speed: float | None
+    seconds: float
+    speed: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is stored of the row."""
+        sizes = self.report.sizes
+        return {
+            "label": self.label,
+            "stored_as": sizes.format,
+            "bits_per_weight": sizes.linears,
+            # A peer's rounded weights are stored in 16 bits.
+            "bytes": None if sizes.format == self.label else sizes.file_bytes,
+            "texts": {
+                name: {key: getattr(found, key) for key in _KEPT} for name, found in self.report.texts.items()
+            },
+            "seconds": self.seconds,
+            "tokens_per_second": self.speed,
+        }
 
 
 def of_weights(sizes: Sizes, bits: float, label: str) -> Sizes:
@@ -223,16 +257,22 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
     source = resolve(model)
     made: dict[str, tuple[Path, float | None]] = {}
     notes: list[str] = []
+    seconds: dict[str, float] = {}
     for name, given in WIDTHS.items():
-        if options.row and name not in options.row:
+        left_out = given.get("method") in options.without
+        if left_out or (options.row and name not in options.row):
+            notes.append(f"{name}: not run" + (f" (`--without {given['method']}`)" if left_out else ""))
             continue
         place = work / name.replace(" ", "-")
+        data = METHODS[given.get("method", DEFAULT_METHOD)].needs_data
+        begin = time.perf_counter()
         try:
-            quantize(source, place, **given)
+            quantize(source, place, **given, **(calibration(options) if data else {}))
             made[name] = (place, None)
         except QuantkitError as error:
             notes.append(f"{name}: {error}")
-        print(f"quantized to {name}", file=sys.stderr, flush=True)
+        seconds[name] = time.perf_counter() - begin
+        print(f"quantized to {name} in {seconds[name]:.0f} s", file=sys.stderr, flush=True)
     ours = list(made)
     for peer in PEERS:
         if options.peers is None or not all_or_some(options.peers, peer.label):
@@ -242,6 +282,7 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
             notes.append(f"{peer.label}: {peer.package} is not installed (pip install {peer.package})")
             continue
         place = work / "".join(letter if letter.isalnum() else "-" for letter in peer.label)
+        begin = time.perf_counter()
         try:
             bits = peer.make(source, place)
             # Some write into a folder of their own.
@@ -251,6 +292,7 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
             notes.append(f"{peer.label} ({peer.package} {found}): {type(error).__name__}: {str(error)[:200]}")
             continue
         made[peer.label] = (place, bits)
+        seconds[peer.label] = time.perf_counter() - begin
         notes.append(f"{peer.label}: {peer.package} {found}")
         print(f"quantized by {peer.label}", file=sys.stderr, flush=True)
     asked = EvalOptions(
@@ -266,9 +308,11 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
         labelled = replace(report, label=name)
         if bits is not None:
             labelled = replace(labelled, sizes=of_weights(report.sizes, bits, name))
-        rows.append(Row(name, labelled, None))
+        rows.append(Row(name, labelled, seconds[name]))
     dense = None
-    if not options.no_speed:
+    if options.no_speed:
+        notes.append("decoding: not timed (`--no-speed`)")
+    else:
         timed = BenchOptions(batches=(1,), prompts=(32,), new_tokens=32, repeats=3)
         dense = decoding(str(source), timed)
         rows = [
@@ -276,6 +320,12 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
             for row in rows
         ]
     return rows, notes, dense
+
+
+def calibration(options: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of `quantize` for methods with data: by default quantkit's own text and samples."""
+    given = {"calibration": options.calibration, "calibration_samples": options.samples}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def decoding(model: str, options: BenchOptions) -> float:
@@ -325,9 +375,12 @@ def page(model: str, options: argparse.Namespace, command: str, about: str, work
     first = rows[0].report
     how = (
         f"Windows of {first.window} tokens, at most {first.max_windows} of each text, activations in "
-        f"{first.dtype}; ± is one standard error. Decoding is of one sequence, 32 tokens after 32, in the "
-        "fastest mode. `best` is calibrated on the text that comes with quantkit."
+        f"{first.dtype}; ± is one standard error. {_DECODING if dense else ''}Data of methods that need it: "
+        f"{options.calibration or 'the text of quantkit'}, {options.samples or SAMPLES} samples of {LENGTH} "
+        "tokens."
     )
+    original = first.reference_sizes
+    assert original is not None
     document = Document(
         f"{name} from 8 bits to 1",
         [
@@ -336,23 +389,37 @@ def page(model: str, options: argparse.Namespace, command: str, about: str, work
             ),
             Section("Plots", drawn),
             Section("Peers, and what is missing", [Bullets(notes or ["none"])]),
-            Section("How it was measured", [Command(command), Text(how), Text(about)]),
+            Section(
+                "How it was measured",
+                [Command(command), Text(how), *([Text(options.about)] if options.about else []), Text(about)],
+            ),
         ],
         f"{date.today():%d %B %Y}, {about.partition(', torch')[0]}",
     )
     stored = {
         "command": command,
         "machine": about,
-        "model": model,
-        "rows": [
-            {"label": row.label, "tokens_per_second": row.speed, **row.report.to_dict()} for row in rows
-        ],
-        "original_tokens_per_second": dense,
+        "model": name,
+        "about": options.about,
+        "how": how,
+        "date": f"{date.today()}",
+        "original": {"bytes": original.file_bytes, "bits": original.model, "tokens_per_second": dense},
+        "rows": [row.to_dict() for row in rows],
         "notes": notes,
     }
     return write(options.out / name, "known", document, {"known.json": json.dumps(stored, indent=1) + "\n"})[
         0
     ]
+
+
+def shown(arguments: Sequence[str]) -> list[str]:
+    """The command line without `--out` and `--about`, which change no figure."""
+    kept = list(arguments)
+    for option in ("--out", "--about"):
+        if option in kept:
+            place = kept.index(option)
+            del kept[place : place + 2]
+    return kept
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -364,13 +431,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("known-models"))
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--max-windows", type=int, default=4)
-    parser.add_argument("--row", action="append", help="only these rows of WIDTHS")
+    parser.add_argument("--row", action="append", choices=WIDTHS, help="only these rows of WIDTHS")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=METHODS, help="no rows of these methods"
+    )
+    parser.add_argument("--calibration", help="texts of methods with data, as of `quantize`")
+    parser.add_argument("--samples", type=int, help=f"calibration samples, by default {SAMPLES}")
+    parser.add_argument("--about", default="", help="a sentence about the model for the page")
     parser.add_argument("--no-speed", action="store_true")
     parser.add_argument(
         "--peers", nargs="*", help="also what other tools make: all, or those with these names"
     )
     options = parser.parse_args(arguments)
-    command = shlex.join(["python", "benchmarks/known_models.py", *(arguments or sys.argv[1:])])
+    command = shlex.join(["python", "benchmarks/known_models.py", *shown(arguments or sys.argv[1:])])
     about = machine() if torch.cuda.is_available() else cpu_machine()
     for model in options.models:
         with tempfile.TemporaryDirectory() as work:

@@ -19,10 +19,10 @@ import torch
 import transformers
 from machine import command, commit
 
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.stream import peak_bytes
-from quantkit.quantizing import plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
 #: Shapes of models, by their id on the hub: those of their config.json.

@@ -9,9 +9,9 @@ from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.memory import CONTEXT_BYTES, WORKSPACE_BYTES
+from quantkit.planning import open_structure
 from quantkit.quantization.plan import Plan, make_plan
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import open_structure
 from quantkit.recipes.candidates import candidates
 from quantkit.recipes.recipe import Choice
 from quantkit.recipes.recipe_options import RecipeOptions

@@ -19,12 +19,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.errors import OutputError, UsageError
 from quantkit.files import os_error_text
 from quantkit.model.distributed import Ranks
+from quantkit.planning import plan_checkpoint
 from quantkit.progress import Progress
 from quantkit.progress_bar import reporting
 from quantkit.quantization.blockwise.block_tasks import needs_data
 from quantkit.quantization.keywords import QuantizeKeywords, options_of, with_keywords
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize_checkpoint
+from quantkit.quantizing import quantize_checkpoint
 from quantkit.runtime.load import load
 from quantkit.runtime.replace import packed_modules
 from quantkit.runtime.transformers.patches.quantizers import NAME
@@ -63,7 +64,9 @@ def quantize_model(
                 f"the model cannot be written to {dense}: {os_error_text(error)}. Set TMPDIR to a directory "
                 "with room for it."
             ) from error
-        if tokenizer is None and (options.budget is not None or needs_data(plan(dense, options)[1])):
+        if tokenizer is None and (
+            options.budget is not None or needs_data(plan_checkpoint(dense, options)[1])
+        ):
             raise UsageError(
                 "calibration texts take the model's tokenizer: give it as tokenizer=, or choose a method "
                 "without data, such as mse, and a format."

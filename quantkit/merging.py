@@ -29,13 +29,13 @@ from quantkit.eval.adapted import compare, read_windows
 from quantkit.memory import enough_memory
 from quantkit.model.structure import Structure
 from quantkit.packing.tensor import PackedTensor
+from quantkit.planning import open_structure
 from quantkit.progress import Advance, Progress, counting
 from quantkit.progress_bar import reporting
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.requantize import requantize
 from quantkit.quantization.run_record import versions
 from quantkit.quantization.side_files import check_side_files
-from quantkit.quantizing import open_structure
 from quantkit.recipes.recipe import Recipe
 from quantkit.runtime.saved_model import read_record
 from quantkit.targets.packed_source import StoredMatrix, open_packed

@@ -20,12 +20,9 @@ from typing import Any, Unpack
 import torch
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
-from quantkit.calibrate.data.samples import Samples
-from quantkit.checkpoint.engines import asked_engine
-from quantkit.checkpoint.hub.repository import locate, resolve
+from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
-from quantkit.checkpoint.open_source import open_source
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.output.journal import read_journal
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
@@ -33,32 +30,25 @@ from quantkit.devices import pick_device
 from quantkit.errors import QuantkitError
 from quantkit.memory import enough_memory, free_memory, say_if_short
 from quantkit.model.distributed import Ranks, join_ranks
-from quantkit.model.model_free import read_tensors, with_other_parts
-from quantkit.model.prefixes import read_names
-from quantkit.model.structure import Structure, read_structure
+from quantkit.planning import allocated, open_structure, plan_allocated
 from quantkit.progress import Advance, Progress, counting
 from quantkit.progress_bar import reporting
-from quantkit.quantization.allocate.allocate import Allocated, allocate_formats
+from quantkit.quantization.allocate.allocate import Allocated
 from quantkit.quantization.allocate.allocation import Allocation
-from quantkit.quantization.allocate.budget import Budget
 from quantkit.quantization.blockwise.block_tasks import needs_data
 from quantkit.quantization.blockwise.calibration import (
     Calibration,
-    blocks_with_data,
     calibrate,
     discard_work,
     measure_scales,
 )
-from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.distill.distill import distill
 from quantkit.quantization.distill.distillation import Distillation
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.keywords import QuantizeKeywords, options_of, with_keywords
 from quantkit.quantization.plan import Plan, make_plan
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantization.rotated_checkpoint import rotated
 from quantkit.quantization.run_record import check_alike, model_record, run_record
-from quantkit.quantization.side_files import check_side_files
 from quantkit.quantization.stream import write_shards
 from quantkit.recipes.recipe import Recipe
 from quantkit.verification.check_output import check_finished, check_headers_of, finish_checked
@@ -90,70 +80,6 @@ class QuantizeResult:
     def relative_errors(self) -> dict[str, float]:
         """Return sum((w - stored)^2) / sum(w^2) for each packed linear, by name."""
         return {name: measured.relative_error for name, measured in self.measured.items()}
-
-
-def open_structure(directory: Path, recipe: Recipe, allow_auto_map: bool) -> tuple[Checkpoint, Structure]:
-    """Open the source, rotated if the recipe says so, and read its structure.
-
-    Raises `QuantkitError` if it cannot be quantized.
-    """
-    checkpoint = open_source(directory, allow_auto_map=allow_auto_map or recipe.model_free)
-    if recipe.model_free:
-        checkpoint, structure = read_tensors(checkpoint, recipe.default.group_of_rows())
-    else:
-        checkpoint, structure = with_other_parts(*read_names(checkpoint))
-    checkpoint = check_side_files(checkpoint)
-    if not recipe.rotate:
-        return checkpoint, structure
-    turned = rotated(checkpoint)
-    return turned, read_structure(turned)
-
-
-def plan(
-    source: str | Path, options: QuantizeOptions, *, progress: Progress | None = None
-) -> tuple[Checkpoint, Plan]:
-    """Open the source and plan its quantization, without writing.
-
-    Reads headers only, also from the hub. A `budget` needs more: the formats of linears without a rule are
-    then allocated by sensitivities. Those are measured on calibration data unless they are in the user's
-    cache; `progress(done, all, at work)` is called meanwhile.
-    """
-    recipe = options.to_recipe()
-    options = replace(options, recipe=recipe)
-    directory = resolve(source, headers_only=options.budget is None)
-    checkpoint, structure = open_structure(directory, recipe, options.allow_auto_map)
-    if options.budget is None:
-        planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
-    else:
-        with enough_memory(str(source)):
-            device = pick_device(options.device)
-            found = _allocated(checkpoint, structure, options, options.budget, device, progress)
-        planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
-    planned = checked(planned, checkpoint, structure, options, source)
-    blocks_with_data(checkpoint, planned, options.calibration, torch.device("cpu"))
-    return checkpoint, planned
-
-
-def _allocated(
-    checkpoint: Checkpoint,
-    structure: Structure,
-    options: QuantizeOptions,
-    budget: Budget,
-    device: torch.device,
-    progress: Progress | None,
-) -> Allocated:
-    def read(rows: int) -> Samples:
-        return read_samples(checkpoint, options.calibration, rows)
-
-    engine = None if options.engine is None else asked_engine(options.engine)[0]
-    return allocate_formats(
-        checkpoint, structure, options.to_recipe(), budget, device, read, progress, engine
-    )
-
-
-def _plan_of(checkpoint: Checkpoint, structure: Structure, found: Allocated, max_shard_bytes: int) -> Plan:
-    planned = make_plan(checkpoint, structure, found.recipe, max_shard_bytes=max_shard_bytes)
-    return replace(planned, notes=(*found.notes, *planned.notes), allocation=found.allocation)
 
 
 def _kept(out: Path, checkpoint: Checkpoint, mode: Mode) -> Allocated | None:
@@ -249,7 +175,7 @@ def quantize_checkpoint(
             planned = make_plan(checkpoint, structure, recipe, max_shard_bytes=options.max_shard_bytes)
         else:
             # Only the first rank allocates; it sends the result to all.
-            allocate = partial(_allocated, checkpoint, structure, options, budget, target, measuring)
+            allocate = partial(allocated, checkpoint, structure, options, budget, target, measuring)
             kept = partial(_kept, Path(out), checkpoint, options.mode)
             found = Allocated.from_dict(ranks.broadcast(lambda: Allocated.to_dict(kept() or allocate())))
             request: dict[str, Any] = {"budget": budget.to_dict(), "asked": recipe.to_dict()}
@@ -258,7 +184,7 @@ def quantize_checkpoint(
                 request["engine"] = options.engine
             allocation = {"allocation": {**request, "result": found.allocation.to_dict()}}
             recipe = found.recipe
-            planned = _plan_of(checkpoint, structure, found, options.max_shard_bytes)
+            planned = plan_allocated(checkpoint, structure, found, options.max_shard_bytes)
         planned = checked(planned, checkpoint, structure, options, source)
         calibrated = Calibration.of(checkpoint, planned, options.calibration, target)
         distilled = Distillation.of(checkpoint, planned, calibrated, options, ranks)

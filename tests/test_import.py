@@ -19,6 +19,16 @@ def test_the_command_line_loads_nothing_heavy_for_help() -> None:
     assert not imported_by("import quantkit.cli.app") & {"torch", "transformers", "triton", "matplotlib"}
 
 
+def test_a_plan_imports_neither_calibration_nor_allocation() -> None:
+    modules = imported_by("import quantkit; quantkit.plan")
+    parts = {
+        "quantkit.quantizing",
+        "quantkit.quantization.allocate.allocate",
+        "quantkit.quantization.distill.distill",
+    }
+    assert "quantkit.planning" in modules and not modules & {*parts, "transformers"}
+
+
 def test_quantize_tensor_needs_no_transformers() -> None:
     modules = imported_by("import quantkit; quantkit.quantize_tensor")
     assert "torch" in modules

@@ -39,6 +39,7 @@ ALLOWED = {
         "exporting",
         "fitting",
         "merging",
+        "planning",
     },
 }
 #: Lines of a file, and parameters of a function that is no kernel.

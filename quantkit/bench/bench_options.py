@@ -47,7 +47,16 @@ MODES = {"cpu": (EAGER, FLAT), "cuda": (EAGER, GRAPH)}
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Sizes to time, and settings; None is the default of the device."""
+    """Sizes to time, and how; None is the default of the device. The command line shows these lines.
+
+    batches      sequences at a time
+    prompts      tokens of a prompt
+    new_tokens   tokens that are generated
+    repeats      generations that count
+    text         UTF-8 file that prompts are taken from
+    seed         of random prompts and arrivals
+    modes        how it runs: eager, flat (on a CPU), cuda-graph (on a GPU)
+    """
 
     device: str = "auto"
     dtype: str = "auto"
@@ -120,7 +129,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Load of requests; None is the default of the device. Lengths are (smallest, largest), in tokens."""
+    """Load of requests that arrive at random; None is the default of the device.
+
+    rates           requests per second
+    requests        requests at each rate
+    prompt_tokens   tokens of a prompt, the smallest and the largest number
+    new_tokens      tokens of an answer, the smallest and the largest number
+    """
 
     device: str = BenchOptions.device
     dtype: str = BenchOptions.dtype

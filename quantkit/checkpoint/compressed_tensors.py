@@ -225,6 +225,8 @@ def _inputs_of(rows: Rows) -> str:
     return " or ".join(str(activations_named(name) or "16-bit") for name in names)
 
 
+#: Group sizes to try, the usual one first.
+_SIZES = (128, 64, 32, 16)
 #: Conditions that a row must fulfil, in order, and the reason if none of the remaining rows does.
 _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]], ...] = (
     (
@@ -285,7 +287,7 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
     ),
     (
         lambda row, case: case.columns % case.group == 0,
-        lambda rows, case: f"needs groups that divide {case.columns}, not {case.group}",
+        lambda rows, case: f"needs groups that divide {case.columns}, not {case.group}{_remedy(rows, case)}",
     ),
     (
         lambda row, case: case.columns % row.columns == 0,
@@ -306,6 +308,14 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
         ),
     ),
 )
+
+
+def _remedy(rows: Rows, case: _Case) -> str:
+    """Return the largest groups of `_SIZES` that divide a row of `case`; none for blocks and fixed sizes."""
+    if case.scheme.group_rows > 1 or all(row.group_size is not None for row in rows):
+        return ""
+    sizes = (size for size in _SIZES if size < case.group and case.columns % size == 0)
+    return f"; --group-size {next(sizes, 'channel')} does"
 
 
 def why_not_compressed_tensors(scheme: Scheme, columns: int, *, experts: bool = False) -> str | None:

@@ -5,11 +5,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from quantkit.checkpoint.output.beside import beside
 from quantkit.errors import OutputError
 from quantkit.files import TEMP_PREFIX, NoFileError, TempFile, check_places, replace_file
 
+FiguresFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", readable=False, help="Write the figures to this file."),
+]
+ReportDirectory = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="DIR", readable=False, help="Write a report with plots here."),
+]
 #: The files of reports, as patterns: which plots there are depends on what was found.
 REPORT_FILES = ("*.md", "*.html", "*.json", "*.png")
 

@@ -23,6 +23,9 @@ def main() -> None:
     # The last of what runs at exit. Signals would then end the process without the exit code of what it did.
     atexit.register(handle, signal.SIG_IGN)
     from quantkit.cli.app import app
+    from quantkit.cli.collector import leave_all
+
+    atexit.register(leave_all)
 
     unraisable = sys.unraisablehook
     try:

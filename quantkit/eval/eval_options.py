@@ -11,20 +11,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Texts and tasks to score checkpoints on, and how.
+    """Texts and tasks to score checkpoints on, and how. The command line shows the lines of its options.
 
-    against        checkpoint to compare with, a directory or hub id; without, only perplexity and accuracy
-    budget_bytes   largest size of the logits of `against` in temporary files cache_dir      directory that
-    keeps these logits for later runs instead dtype          dtype of activations; "auto" is float32 on a CPU,
-    and on a GPU the dtype of the reference, or of
-                   the first checkpoint
-    window         tokens of a window; windows start `stride` tokens apart, by default `window`
-    batch          windows that run at a time; at most `max_windows` of each text
-    noise_floor    also compare the reference with itself in another dtype (`evaluate.CONTROL_DTYPES`)
-    per_block      also run the reference with each block of a model, on a few windows of the first text
-    own_text       number of texts that the reference generates to be scored too; the model generates as many
-    written        texts that the reference generated, for `own_text`
-    kv_cache       format of `runtime.cache.kv_formats.KV_FORMATS` for keys and values; not for the reference
+    texts          files of UTF-8 to score
+    tasks          tasks of lm-eval (extra 'eval')
+    against        the original, a directory or hub id: adds what was lost on each text and task
+    window         tokens per window of a text
+    stride         tokens between windows' starts
+    max_windows    windows per text
+    dtype          of the activations: float32, bfloat16, float16, or auto: float32 on a CPU, on a GPU that of
+                   the original, or of the first model
+    kv_cache       format of the KV cache: int8, fp8, int4; the original keeps the dtype
+    batch          windows, or requests of a task, at a time
+    noise_floor    also run the original in another dtype: a difference as small is none
+    per_block      also run the original with each block of the model in turn, on a few windows of the first
+                   text: where is the loss?
+    own_text       also score so many texts that the original writes, and let the model write as many: how
+                   long they are and how much they repeat
+    written        what the original wrote, from own_text
+    budget_bytes   disk for the original's logits at a time
+    cache_dir      keep the original's logits there for later runs instead
     """
 
     texts: tuple[Path | str, ...] = ()

@@ -33,6 +33,18 @@ def test_every_part_is_on_a_page(benchmark: ModuleType) -> None:
     assert marks - {"classes"} == set(benchmark.PARTS)
 
 
+def test_every_row_of_a_known_model_is_shown(benchmark: ModuleType) -> None:
+    assert benchmark.KNOWN
+    for name in benchmark.KNOWN:
+        run = benchmark.stored(f"known-models/{name}")
+        lines = benchmark.known(name).splitlines()[2:]
+        labels = [line.split(" | ")[0].removeprefix("| ") for line in lines]
+        assert labels == [*(row["label"] for row in run["rows"]), "original"]
+        assert f"`{run['command']}`" in benchmark.known_how(name).replace("\n", " ")
+        notes = benchmark.known_notes(name)
+        assert all(note.removesuffix(": not run") in notes for note in run["notes"])
+
+
 def test_no_figure_is_typed_into_a_page(benchmark: ModuleType) -> None:
     for path in benchmark.PAGES:
         text = prose(path.read_text(), benchmark.MARKED)

@@ -84,7 +84,17 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (INT8, 250, None),
         (scheme("int4", zero_point="integer"), 256, None),
         (INT4, 100, None),  # one short group is the whole row
-        (INT4, 200, "compressed-tensors needs groups that divide 200, not 128"),
+        (
+            INT4,
+            200,
+            "compressed-tensors needs groups that divide 200, not 128; --group-size channel does",
+        ),
+        (INT4, 576, "compressed-tensors needs groups that divide 576, not 128; --group-size 64 does"),
+        (
+            scheme("int4", group_size=64),
+            1072,
+            "compressed-tensors needs groups that divide 1072, not 64; --group-size 16 does",
+        ),
         (FP6, 256, "compressed-tensors has no fp6-e2m3"),
         (scheme("binary"), 256, "compressed-tensors has no binary"),
         (
@@ -128,7 +138,11 @@ def test_one_inexpressible_layer_makes_the_whole_container_our_own() -> None:
         (scheme("fp4"), 256, "compressed-tensors has no bfloat16 scales for fp4-e2m1"),
         (scheme("fp8"), 256, None),
         (scheme("fp8", group_size=64, scale_dtype=torch.float16), 256, None),
-        (scheme("fp8", group_size=64), 100, "compressed-tensors needs groups that divide 100, not 64"),
+        (
+            scheme("fp8", group_size=64),
+            100,
+            "compressed-tensors needs groups that divide 100, not 64; --group-size channel does",
+        ),
         (scheme("fp8", group_size="tensor"), 100, None),
         (replace(scheme("fp8"), group_size=64, group_rows=64), 256, None),
         (

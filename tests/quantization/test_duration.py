@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization import duration
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.duration import SAMPLE_WEIGHTS, Duration, estimate
 from quantkit.quantization.quantize_options import DEFAULT_DISTILLATION, QuantizeOptions
-from quantkit.quantizing import plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"

@@ -14,8 +14,9 @@ from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.evaluate import evaluate
 from quantkit.eval.sizes import measure
 from quantkit.packing.tensor import PackedTensor
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 from quantkit.recipes.recipe import Choice, Recipe, read_recipe
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.cpu_steps.flat_forward import FlatForward

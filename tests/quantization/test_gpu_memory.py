@@ -19,11 +19,11 @@ from quantkit.model.distributed import Ranks
 from quantkit.model.forward import model_pass
 from quantkit.model.forward.suspended import Suspended
 from quantkit.packing.schemes import scheme
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization import gpu_memory
 from quantkit.quantization.blockwise import awq, layer_quantizer, moe_calibration, pipeline, refine_block
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
 from ..support.live_bytes import AtOnce, LiveBytes

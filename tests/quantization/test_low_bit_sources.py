@@ -14,10 +14,11 @@ from quantkit.checkpoint.open_source import exactly
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.eval.evaluate import evaluate
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.nesting import kept_rows, nested_scheme, why_not_nested
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.load import load
 from quantkit.verification.verify import verify

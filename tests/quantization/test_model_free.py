@@ -11,11 +11,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit import quantizing
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.model.model_free import read_tensors
 from quantkit.model.prefixes import read_names
+from quantkit.planning import plan_checkpoint
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.verification.readers import check_written, readers_of
@@ -70,7 +70,7 @@ def edit_tensors(directory: Path, **tensors: torch.Tensor) -> None:
 
 def plan(directory: Path, **options: Any) -> Any:
     given = QuantizeOptions(recipe=RecipeOptions(**{**QUICK, **options}, model_free=True))
-    return quantizing.plan(directory, given)
+    return plan_checkpoint(directory, given)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from quantkit.checkpoint.engines import ENGINES, SGLANG
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 from quantkit.recipes.recipe_options import RecipeOptions
 
 from ..support.compare import assert_equal
@@ -146,7 +147,8 @@ def test_reasons_why_other_tools_cannot_read_it(tmp_path):
     found = planned(write(tmp_path), format="int8", rules=("*.0.*.q_proj=fp6", "*.1.*.down_proj=int4:128"))
     assert found.not_portable == (
         "model.layers.0.self_attn.q_proj: compressed-tensors has no fp6-e2m3",
-        "model.layers.1.mlp.down_proj: compressed-tensors needs groups that divide 172, not 128",
+        "model.layers.1.mlp.down_proj: compressed-tensors needs groups that divide 172, not 128; "
+        "--group-size channel does",
     )
 
 

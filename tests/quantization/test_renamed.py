@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from quantkit.errors import CheckpointError
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 from quantkit.runtime.load import load
 
 from ..support.compare import assert_equal

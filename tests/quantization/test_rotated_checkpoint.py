@@ -14,13 +14,14 @@ from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, OutputError, UsageError
 from quantkit.model.architectures import LLAMA_LIKE
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization import rotated_checkpoint as rotating
 from quantkit.quantization import stream
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.allocate.sensitivity_cache import cache_key
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.rotated_checkpoint import rotated
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 from quantkit.recipes.recipe import Choice, Recipe, read_recipe
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.load import load

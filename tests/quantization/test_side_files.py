@@ -14,9 +14,10 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model import tokenizer as tokenizer_module
 from quantkit.model.tokenizer import tokenizer
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.side_files import check_side_files
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 from quantkit.runtime.load import load
 
 SOURCE = Path(__file__).parents[2] / "examples" / "stories260K"

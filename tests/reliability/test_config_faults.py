@@ -130,7 +130,7 @@ def test_a_group_size_that_does_not_divide_a_row_is_stored_and_said(run: Run, ou
     assert done.code == 0
     assert (
         "note: only quantkit can load this: model.layers.0.mlp.down_proj: compressed-tensors needs groups "
-        "that divide 172, not 64 (one of 5 linears)."
+        "that divide 172, not 64; --group-size channel does (one of 5 linears)."
     ) in done.err
     scale = load_file(out / WEIGHTS)["model.layers.0.mlp.down_proj.weight_scale"]
     assert scale.shape == (64, 3)

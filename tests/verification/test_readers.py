@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from quantkit import quantizing
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.model.model_class import meta_model
+from quantkit.planning import plan_checkpoint
 from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.saved_model import read_record
@@ -44,7 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def planned(directory: Path, **options: Any) -> Any:
-    return quantizing.plan(directory, QuantizeOptions(recipe=RecipeOptions(format="int8", **options)))[1]
+    return plan_checkpoint(directory, QuantizeOptions(recipe=RecipeOptions(format="int8", **options)))[1]
 
 
 def specs(plan: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 import typer
 
@@ -12,8 +12,16 @@ from quantkit.bench.bench_options import SERVE_DEFAULTS, SPEED_DEFAULTS, BenchOp
 from quantkit.cli import completion, options, parsing
 from quantkit.cli.choices import MODES
 from quantkit.cli.console import note, print_table, progress, say
-from quantkit.cli.files import REPORT_FILES, check_writable, is_pipe, make_directory, write_file
-from quantkit.cli.records import with_fields
+from quantkit.cli.files import (
+    REPORT_FILES,
+    FiguresFile,
+    ReportDirectory,
+    check_writable,
+    is_pipe,
+    make_directory,
+    write_file,
+)
+from quantkit.cli.records import Documents, with_fields
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,73 +52,49 @@ _ANSWER_RANGE = _ON_GPU.format(*(_span(row.new_tokens) for row in _SERVE))
 
 @dataclass(frozen=True)
 class BenchArguments:
-    """The command line of `bench`, an option per field."""
+    """The command line of `bench`, an option per field; `BenchOptions` and `ServeOptions` document the rest.
 
-    against: Annotated[
-        str | None, typer.Option("--against", help="The original, which is measured in the same way.")
-    ] = None
+    against      the original, which is measured in the same way
+    profile      also write a trace of DIR by torch's profiler
+    serve_like   measure latency under load instead: requests that arrive at --rate
+    """
+
+    library: ClassVar[tuple[type, ...]] = (BenchOptions, ServeOptions)
+
+    against: Annotated[str | None, typer.Option()] = None
     batch: Annotated[
-        str | None,
-        typer.Option(help="Sequences at a time, comma-separated.", show_default=_BATCHES),
+        str | None, typer.Option(metavar="N,...", show_default=_BATCHES), Documents("batches")
     ] = None
     prompt: Annotated[
-        str | None,
-        typer.Option(help="Tokens of a prompt, comma-separated.", show_default=_PROMPTS),
+        str | None, typer.Option(metavar="N,...", show_default=_PROMPTS), Documents("prompts")
     ] = None
-    new_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens that are generated.", min=2, show_default=_NEW_TOKENS),
-    ] = None
+    new_tokens: Annotated[int | None, typer.Option(min=2, show_default=_NEW_TOKENS)] = None
     mode: Annotated[
         str | None,
         typer.Option(
-            help="How it runs, comma-separated: eager, flat (on a CPU), cuda-graph (on a GPU).",
-            show_default="those of the device",
-            autocompletion=completion.lists(*MODES),
+            metavar="MODE,...", show_default="those of the device", autocompletion=completion.lists(*MODES)
         ),
+        Documents("modes"),
     ] = None
-    repeats: Annotated[int, typer.Option(help="Generations that count.", min=1)] = BenchOptions.repeats
-    text: Annotated[
-        Path | None,
-        typer.Option("--text", metavar="FILE", help="UTF-8 text for prompts.", show_default="random tokens"),
-    ] = None
-    seed: Annotated[int, typer.Option(help="Of random prompts and arrivals.")] = BenchOptions.seed
-    profile: Annotated[
-        Path | None,
-        typer.Option("--profile", metavar="FILE", help="Also write a trace of DIR by torch's profiler."),
-    ] = None
-    serve_like: Annotated[
-        bool,
-        typer.Option(
-            "--serve-like", help="Measure latency under load instead: requests that arrive at --rate."
-        ),
-    ] = False
-    rate: Annotated[
-        str | None,
-        typer.Option(help="Requests per second, comma-separated.", show_default=_RATES),
-    ] = None
-    requests: Annotated[
-        int | None,
-        typer.Option(help="Requests at each rate.", min=1, show_default=str(ServeOptions.requests)),
-    ] = None
+    repeats: Annotated[int, typer.Option(min=1)] = BenchOptions.repeats
+    text: Annotated[Path | None, typer.Option(metavar="FILE", show_default="random tokens")] = None
+    seed: Annotated[int, typer.Option()] = BenchOptions.seed
+    profile: Annotated[Path | None, typer.Option(metavar="FILE")] = None
+    serve_like: Annotated[bool, typer.Option("--serve-like")] = False
+    rate: Annotated[str | None, typer.Option(metavar="N,...", show_default=_RATES), Documents("rates")] = None
+    requests: Annotated[int | None, typer.Option(min=1, show_default=str(ServeOptions.requests))] = None
     prompt_range: Annotated[
-        str | None,
-        typer.Option(help="Tokens of their prompts.", show_default=_PROMPT_RANGE),
+        str | None, typer.Option(metavar="N-N", show_default=_PROMPT_RANGE), Documents("prompt_tokens")
     ] = None
     answer_range: Annotated[
         str | None,
-        typer.Option(help="Tokens of their answers.", show_default=_ANSWER_RANGE),
+        typer.Option(metavar="N-N", show_default=_ANSWER_RANGE),
+        Documents("new_tokens", ServeOptions),
     ] = None
     device: options.Device = BenchOptions.device
     dtype: options.Dtype = BenchOptions.dtype
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", readable=False, help="Write the figures to this file."),
-    ] = None
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="DIR", readable=False, help="Write a report with plots here."),
-    ] = None
+    json: FiguresFile = None
+    report: ReportDirectory = None
 
     def check(self) -> None:
         """Refuse options of the kind of measurement that was not asked for: they would be ignored."""

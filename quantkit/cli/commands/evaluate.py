@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -15,9 +15,16 @@ from quantkit.about import pip_install
 from quantkit.cli import completion, options, parsing
 from quantkit.cli.choices import DTYPES
 from quantkit.cli.console import fail, note, progress, say
-from quantkit.cli.files import REPORT_FILES, check_writable, make_directory, write_file
+from quantkit.cli.files import (
+    REPORT_FILES,
+    FiguresFile,
+    ReportDirectory,
+    check_writable,
+    make_directory,
+    write_file,
+)
 from quantkit.cli.meant import explained
-from quantkit.cli.records import with_fields
+from quantkit.cli.records import Documents, with_fields
 from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.signals import advising
@@ -28,91 +35,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalArguments:
-    """The command line of `eval`, an option per field."""
+    """The command line of `eval`, an option per field. `EvalOptions` documents the rest.
 
-    against: Annotated[
-        str | None, typer.Option("--against", help="The original: adds what was lost on each text and task.")
-    ] = None
-    text: Annotated[
-        list[Path] | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to score; repeatable.")
-    ] = None
-    own_text: Annotated[
-        int | None,
-        typer.Option(
-            "--own-text",
-            metavar="N",
-            min=1,
-            help="Also score N texts that the original writes, and let the model write as many: how long "
-            "they are and how much they repeat.",
-        ),
-    ] = None
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", metavar="NAMES", help="lm-eval tasks, comma-separated (extra 'eval')."),
-    ] = None
-    task_path: Annotated[
-        Path | None, typer.Option("--task-path", metavar="DIR", help="Folder of task files of your own.")
-    ] = None
-    limit: Annotated[int | None, typer.Option(help="Examples per task.", min=1, show_default="all")] = None
-    window: Annotated[int, typer.Option(help="Tokens per window of a text.", min=2)] = EvalOptions.window
-    stride: Annotated[
-        int | None,
-        typer.Option(help="Tokens between windows' starts.", min=1, show_default="a window"),
-    ] = None
-    max_windows: Annotated[int | None, typer.Option(help="Windows per text.", min=1, show_default="all")] = (
-        None
-    )
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help=f"Of the activations: {', '.join(DTYPES)}, or auto: float32 on a CPU, on a GPU that of the "
-            "model.",
-            autocompletion=completion.names("auto", *DTYPES),
-        ),
-    ] = EvalOptions.dtype
+    text        UTF-8 text to score; repeatable
+    task_path   folder of task files of your own
+    limit       examples per task
+    work        keep what is done here until all is: the same command then goes on after an interruption
+    """
+
+    library: ClassVar[tuple[type, ...]] = (EvalOptions,)
+
+    against: Annotated[str | None, typer.Option()] = None
+    text: Annotated[list[Path] | None, typer.Option(metavar="FILE")] = None
+    own_text: Annotated[int | None, typer.Option(metavar="N", min=1)] = None
+    tasks: Annotated[str | None, typer.Option(metavar="NAME,...")] = None
+    task_path: Annotated[Path | None, typer.Option(metavar="DIR")] = None
+    limit: Annotated[int | None, typer.Option(min=1, show_default="all")] = None
+    window: Annotated[int, typer.Option(min=2)] = EvalOptions.window
+    stride: Annotated[int | None, typer.Option(min=1, show_default="a window")] = None
+    max_windows: Annotated[int | None, typer.Option(min=1, show_default="all")] = None
+    dtype: Annotated[str, typer.Option(autocompletion=completion.names("auto", *DTYPES))] = EvalOptions.dtype
     kv_cache: options.KvCache = None
     device: options.Device = EvalOptions.device
-    batch: Annotated[int, typer.Option(help="Windows, or requests of a task, at a time.", min=1)] = (
-        EvalOptions.batch
-    )
+    batch: Annotated[int, typer.Option(min=1)] = EvalOptions.batch
     noise_floor: Annotated[
-        bool | None,
-        typer.Option(
-            "--noise-floor/--no-noise-floor",
-            help="Also run the original in another dtype: a difference as small is none.",
-            show_default="with --report",
-        ),
+        bool | None, typer.Option("--noise-floor/--no-noise-floor", show_default="with --report")
     ] = None
     per_block: Annotated[
-        bool | None,
-        typer.Option(
-            "--per-block/--no-per-block",
-            help="Also run the original with each block of the model in turn: where is the loss?",
-            show_default="with --report and --text",
-        ),
+        bool | None, typer.Option("--per-block/--no-per-block", show_default="with --report and --text")
     ] = None
-    logits_space: Annotated[
-        str, typer.Option("--logits-space", metavar="SIZE", help="Disk for the original's logits at a time.")
-    ] = parsing.shown_size(EvalOptions.budget_bytes)
+    logits_space: Annotated[str, typer.Option(metavar="SIZE"), Documents("budget_bytes")] = (
+        parsing.shown_size(EvalOptions.budget_bytes)
+    )
     work: Annotated[
-        Path | None,
-        typer.Option(
-            "--work",
-            metavar="DIR",
-            readable=False,
-            help="Keep what is done here until all is: the same command then goes on after an interruption.",
-            show_default="that of --report",
-        ),
+        Path | None, typer.Option(metavar="DIR", readable=False, show_default="that of --report")
     ] = None
     verbose: options.Verbose = False
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", readable=False, help="Write the figures to this file."),
-    ] = None
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="DIR", readable=False, help="Write a report with plots here."),
-    ] = None
+    json: FiguresFile = None
+    report: ReportDirectory = None
 
     @property
     def task_names(self) -> tuple[str, ...]:

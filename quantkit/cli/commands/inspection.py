@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli import options
+from quantkit.cli.collector import collector_paused
 from quantkit.cli.console import note, print_json, print_table, say
 from quantkit.cli.layers import print_layers, print_readers, totals
 from quantkit.cli.plots import check_png, draw_errors
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from quantkit.verification.description import Description
 
 
+@collector_paused()
 def inspect(
     directory: Annotated[
         Path,

@@ -1,12 +1,14 @@
 """`quantkit plan`: what quantizing would write, from headers alone."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit.cli import options
+from quantkit.cli.collector import collector_paused
 from quantkit.cli.console import duration_text, note, print_json, print_table, progress, say, warn
 from quantkit.cli.layers import print_allocation, print_layers, print_readers, totals
 from quantkit.cli.parsing import parse_list, parse_size
@@ -56,7 +58,21 @@ def plan(
     model on the hub downloads only headers, unless --bits-per-weight or --milliseconds-per-token has
     sensitivities measured.
     """
-    from quantkit import quantizing
+    measures = given.bits_per_weight is not None or given.milliseconds_per_token is not None
+    with nullcontext() if measures else collector_paused():
+        _show(source, given, fit, context, batch, kv_cache)
+
+
+def _show(
+    source: str,
+    given: options.QuantizeArguments,
+    fit: str | None,
+    context: int | None,
+    batch: int | None,
+    kv_cache: str | None,
+) -> None:
+    """Plan, and print that."""
+    from quantkit.planning import plan_checkpoint
     from quantkit.quantization.stream import peak_bytes
 
     if fit is not None:
@@ -67,7 +83,7 @@ def plan(
             raise UsageError(f"{option} is for --fit, the memory that the model must fit. Give that too.")
     asked = given.to_options()
     with progress("measuring", shown=asked.budget is not None) as report:
-        checkpoint, planned = quantizing.plan(source, asked, progress=report)
+        checkpoint, planned = plan_checkpoint(source, asked, progress=report)
     memory = gpu_memory_of(checkpoint, planned, asked)
     time = _duration_of(checkpoint, planned, asked)
     if given.json:

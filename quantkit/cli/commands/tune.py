@@ -9,6 +9,7 @@ import typer
 
 from quantkit.cli import options, parsing
 from quantkit.cli.console import note, print_json, print_table, progress, say
+from quantkit.cli.records import with_fields
 from quantkit.errors import EnvironmentProblem, KernelError, UsageError, unknown_name
 
 if TYPE_CHECKING:
@@ -20,7 +21,33 @@ if TYPE_CHECKING:
 ROWS_OF_X = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
 
 
+@dataclass(frozen=True)
+class TuneArguments:
+    """The command line of `tune`, an option per field.
+
+    shapes              instead of DIR, shapes, comma-separated: llama3-8b, llama3-8b.down or 4096x14336
+    formats             with --shapes, formats, comma-separated: int4, or int4:64 for groups of 64
+    dtype               of activations: bfloat16 or float16
+    fp16_accumulation   with float16, for runs that set torch's allow_fp16_accumulation: try float16 sums too
+    kernels             kernels whose tiles are searched, comma-separated; others compete as they are
+    passes              passes over tiles next to the best so far; each finds less
+    jobs                processes that compile
+    """
+
+    shapes: Annotated[str | None, typer.Option()] = None
+    formats: Annotated[str, typer.Option()] = "int8,int4"
+    m: options.RowsOfX = ROWS_OF_X
+    dtype: Annotated[str, typer.Option()] = "bfloat16"
+    fp16_accumulation: Annotated[bool, typer.Option("--fp16-accumulation")] = False
+    kernels: Annotated[str | None, typer.Option(show_default="all")] = None
+    passes: Annotated[int, typer.Option(min=0)] = 1
+    jobs: Annotated[int | None, typer.Option(min=1, show_default="one less than there are cores")] = None
+    json: options.Json = False
+
+
+@with_fields
 def tune(
+    given: TuneArguments,
     directory: Annotated[
         Path | None,
         typer.Argument(
@@ -31,39 +58,6 @@ def tune(
             help="A packed checkpoint directory to tune for.",
         ),
     ] = None,
-    shapes: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of DIR, shapes, comma-separated: llama3-8b, llama3-8b.down or 4096x14336."
-        ),
-    ] = None,
-    formats: Annotated[
-        str, typer.Option(help="With --shapes, formats, comma-separated: int4, or int4:64 for groups of 64.")
-    ] = "int8,int4",
-    m: options.RowsOfX = ROWS_OF_X,
-    dtype: Annotated[str, typer.Option(help="Of activations: bfloat16 or float16.")] = "bfloat16",
-    fp16_accumulation: Annotated[
-        bool,
-        typer.Option(
-            "--fp16-accumulation",
-            help="With float16, for runs that set torch's allow_fp16_accumulation: try float16 sums too.",
-        ),
-    ] = False,
-    kernels: Annotated[
-        str | None,
-        typer.Option(
-            help="Kernels whose tiles are searched, comma-separated; others compete as they are.",
-            show_default="all",
-        ),
-    ] = None,
-    passes: Annotated[
-        int, typer.Option(help="Passes over tiles next to the best so far; each finds less.", min=0)
-    ] = 1,
-    jobs: Annotated[
-        int | None,
-        typer.Option(help="Processes that compile.", min=1, show_default="one less than there are cores"),
-    ] = None,
-    json: options.Json = False,
 ) -> None:
     """Measure which kernels and tiles are fastest on this GPU.
 
@@ -77,10 +71,10 @@ def tune(
     from quantkit.kernels.tuning.search import Setting, search, tunable_kernels
     from quantkit.kernels.tuning.tile_table import bucket
 
-    weights = _weights(directory, shapes, formats, dtype, fp16_accumulation)
+    weights = _weights(directory, given)
     # The entry of a power of two is that of the numbers below it too.
-    rows_of_x = sorted({bucket(number) for number in parsing.parse_rows_of_x(m)})
-    searched = _searched(kernels)
+    rows_of_x = sorted({bucket(number) for number in parsing.parse_rows_of_x(given.m)})
+    searched = _searched(given.kernels)
     gpu, features = _gpu()
     tuning = _Tuning.begin(gpu)
     for weight in weights:
@@ -89,16 +83,16 @@ def tune(
             last = [kernel for kernel in device_kernels(problem.device) if kernel.layout is not None][-1]
             reason = last.why_unsupported(problem)
             note(f"{weight}: there is nothing to tune, because {last.name} does not run it: {reason}.")
-    with CompilePool(jobs or max(1, cores() - 1), gpu_target()) as pool, progress("tuning") as report:
+    with CompilePool(given.jobs or max(1, cores() - 1), gpu_target()) as pool, progress("tuning") as report:
 
         def advance(number: int, done: int, total: int, label: str) -> None:
-            report(done, max(total, 1), f"pass {number + 1} of {passes + 1}: {label}" if label else "")
+            report(done, max(total, 1), f"pass {number + 1} of {given.passes + 1}: {label}" if label else "")
 
-        setting = Setting(gpu, features, gpu_bench, pool, passes, advance, searched)
+        setting = Setting(gpu, features, gpu_bench, pool, given.passes, advance, searched)
         for searches in search(weights, rows_of_x, tuning.known, setting):
             tuning.store(searches)
     forget_tile_tables()
-    if json:
+    if given.json:
         found = [_as_json(one) for one in tuning.found.values()]
         print_json({"table": str(tuning.path), "gpu": gpu.name, "measured": found})
     else:
@@ -194,9 +188,7 @@ def _searched(names: str | None) -> frozenset[str] | None:
     return frozenset(found)
 
 
-def _weights(
-    directory: Path | None, shapes: str | None, formats: str, dtype: str, fp16_accumulation: bool
-) -> "list[Weight]":
+def _weights(directory: Path | None, given: TuneArguments) -> "list[Weight]":
     """What to tune for, each weight once."""
     from quantkit.kernels.tuning.search import LIMITS, Weight
     from quantkit.kernels.tuning.shapes import shapes_named
@@ -206,21 +198,22 @@ def _weights(
     from quantkit.runtime.weights import packed_weights
 
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in LIMITS}
+    dtype, fp16_accumulation = given.dtype, given.fp16_accumulation
     if dtype not in dtypes:
         raise UsageError(f"--dtype is {dtype!r}; kernels with tiles take {' or '.join(dtypes)}.")
     if fp16_accumulation and dtype != "float16":
         raise UsageError(f"--fp16-accumulation is for --dtype float16, not {dtype}.")
-    if (directory is None) == (shapes is None):
+    if (directory is None) == (given.shapes is None):
         raise UsageError("name a packed checkpoint directory to tune for, or --shapes such as llama3-8b.")
     if directory is not None:
         pairs = [(one, shape) for one, shape in packed_weights(directory)]
     else:
-        assert shapes is not None
+        assert given.shapes is not None
         schemes = []
-        for name in parsing.parse_list(formats, "--formats"):
+        for name in parsing.parse_list(given.formats, "--formats"):
             number_format, _, size = name.partition(":")
             schemes.append(scheme(number_format, group_size=parse_group_size(size or None)))
-        named = dict.fromkeys(shapes_named(parsing.parse_list(shapes, "--shapes")).values())
+        named = dict.fromkeys(shapes_named(parsing.parse_list(given.shapes, "--shapes")).values())
         pairs = [(one, shape) for shape in named for one in schemes]
     weights = [
         Weight(as_computed(one, shape[1]), *shape, dtypes[dtype], fp16_accumulation) for one, shape in pairs

@@ -16,13 +16,14 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import OutputError, UsageError
 from quantkit.model.structure import read_structure
 from quantkit.packing.schemes import scheme
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.allocate import allocate as allocating
 from quantkit.quantization.allocate.allocate import groups_of
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.allocate.sensitivity import Sensitivities
 from quantkit.quantization.allocate.sensitivity_cache import MAX_BYTES, SensitivityCache
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 from quantkit.recipes.candidates import MENU, candidates
 from quantkit.recipes.recipe import Choice, Recipe, parse_rule
 from quantkit.recipes.recipe_options import RecipeOptions

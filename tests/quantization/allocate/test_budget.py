@@ -17,12 +17,13 @@ from quantkit.kernels.tuning.store import save
 from quantkit.kernels.tuning.tile_table import Entry, Key, TileTable, as_computed
 from quantkit.model.structure import Linear, read_structure
 from quantkit.packing.schemes import Scheme, scheme
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.allocate import allocate as allocating
 from quantkit.quantization.allocate.allocation import Allocation
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget, MillisecondsPerToken, launches
 from quantkit.quantization.allocate.sensitivity import Sensitivities
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 
 from ...tiny.calibrated import data, write
 

@@ -16,12 +16,13 @@ from quantkit.errors import CheckpointError
 from quantkit.model.blocks import Decoder
 from quantkit.model.structure import read_structure
 from quantkit.packing.schemes import Scheme, scheme
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.allocate import sensitivity
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
 from quantkit.quantization.allocate.fisher import ExpertCall
 from quantkit.quantization.allocate.sensitivity import Sensitivities, measure
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize
+from quantkit.quantizing import quantize
 from quantkit.runtime.load import load
 from quantkit.verification.verify import verify
 

@@ -10,11 +10,12 @@ from quantkit.checkpoint.engines import SGLANG, VLLM, Engine
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.model.structure import read_structure
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.allocate.allocate import groups_of
 from quantkit.quantization.allocate.budget import BitsPerWeight, Budget, MillisecondsPerToken
 from quantkit.quantization.allocate.readable import readable
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan, quantize_checkpoint
+from quantkit.quantizing import quantize_checkpoint
 from quantkit.recipes.candidates import MENU, MENU_OF_ENGINES, MENUS, NAMED_OF_ENGINES, candidates
 from quantkit.recipes.recipe import Choice, Recipe
 from quantkit.recipes.recipe_options import RecipeOptions

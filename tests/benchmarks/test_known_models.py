@@ -1,0 +1,65 @@
+"""The page of a model from 8 bits to 1."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TEXT = Path(__file__).parents[2] / "examples" / "stories.txt"
+SHORT = ("--max-windows", "1", "--window", "128", "--no-speed")
+
+
+def known(benchmark: ModuleType, model: Path, out: Path, *options: str) -> dict[str, object]:
+    benchmark.main([str(model), "--text", str(TEXT), "--out", str(out), *SHORT, *options])
+    found: dict[str, object] = json.loads((out / model.name / "known.json").read_text())
+    return found
+
+
+def test_a_row_is_measured_and_what_did_not_run_is_named(
+    benchmark: ModuleType, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "PEERS", (benchmark.Peer("Other", "not-installed", lambda *_: None),))
+    options = ("--row", "int4", "--row", "int4 gptq", "--without", "gptq", "--peers", "--about", "Tiny.")
+    found = known(benchmark, stories, tmp_path, *options)
+    (row,) = found["rows"]
+    assert row["label"] == "int4" and row["stored_as"].startswith("int4 g")
+    metrics = row["texts"]["stories.txt"]
+    # Four bits of so small a model move predictions, and leave most tokens as they are.
+    assert 0.01 < metrics["kl_mean"] < 1 and 0.5 < metrics["same_top1"] < 1
+    assert row["bytes"] < found["original"]["bytes"] / 3 and 4 < row["bits_per_weight"] < 5
+    assert row["seconds"] > 0 and row["tokens_per_second"] is None
+    assert found["command"].startswith("python benchmarks/known_models.py") and "torch" in found["machine"]
+    assert "--about" not in found["command"] and "--out" not in found["command"]
+    assert "decoding: not timed (`--no-speed`)" in found["notes"] and "Decoding" not in found["how"]
+    assert "int4 gptq: not run (`--without gptq`)" in found["notes"] and "int8: not run" in found["notes"]
+    assert "Other: not-installed is not installed (pip install not-installed)" in found["notes"]
+    page = (tmp_path / stories.name / "known.md").read_text()
+    assert f"| {row['label']} | {row['bits_per_weight']:.3f} |" in page
+    assert f"{metrics['perplexity']:.5g}" in page and "Tiny." in page
+
+
+def test_methods_with_data_take_the_calibration(
+    benchmark: ModuleType, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, dict[str, object]] = {}
+    quantize = benchmark.quantize
+
+    def noted(source: Path, out: Path, **given: object) -> None:
+        asked[out.name] = given
+        quantize(source, out, **given)
+
+    monkeypatch.setattr(benchmark, "quantize", noted)
+    options = ("--row", "int2", "--row", "int2 awq", "--calibration", str(TEXT), "--samples", "2")
+    found = known(benchmark, stories, tmp_path, *options)
+    data = {"calibration": str(TEXT), "calibration_samples": 2}
+    assert asked == {"int2": benchmark.WIDTHS["int2"], "int2-awq": {**benchmark.WIDTHS["int2 awq"], **data}}
+    assert f"{TEXT}, 2 samples of 512 tokens" in found["how"]
+
+
+def test_a_row_that_is_not_there_is_refused(
+    benchmark: ModuleType, stories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main([str(stories), "--text", str(TEXT), "--row", "int9"])
+    assert "invalid choice: 'int9'" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """GPU memory of quantization: what `plan` names, what torch allocates and reserves, what the driver counts.
 
-    python benchmarks/quantize_memory.py --method mse,gptq,awq,signround --layers 2 --allocators off
+    python benchmarks/quantize_memory.py --method mse gptq mse,distill --layers 2 --allocators off
 
 Random weights of Llama-3 8B's shapes are written to a temporary folder (436 MB a layer), and `quantkit
 quantize` runs in fresh processes, with torch's allocator as it is and with expandable segments. The driver's
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.calibrate.methods import METHODS
+from quantkit.calibrate.methods import method_named
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "stories260K"
 #: Runs the command line with argv, and prints its memory and seconds as the last line of stdout.
@@ -93,7 +93,9 @@ def measured(
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
     command = [sys.executable, "-c", CHILD, str(used_before())]
     command += ["quantize", str(source), str(out), "--method", method, "--device", "cuda"]
-    if METHODS[method].needs_data:
+    if method_named(method).distill:
+        command += ["--steps", str(options.steps), "--format", "int2", "--group-size", "64"]
+    if method_named(method).needs_data:
         command += ["--calibration-samples", str(options.samples)]
         command += ["--calibration-length", str(options.length)]
         command += ["--calibration", str(source / "calibration.txt")]
@@ -111,7 +113,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--method", default="gptq", help="methods, separated by commas")
+    parser.add_argument("--method", nargs="+", default=["gptq"], help="methods")
+    parser.add_argument("--steps", type=int, default=12, help="steps of a method that trains, of int2")
     parser.add_argument("--allocators", default="off,on", help="off and on: expandable segments")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument("--layers", type=int, default=3)
@@ -128,7 +131,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {vars(options)}")
         rows = []
-        for method, expandable in product(options.method.split(","), options.allocators.split(",")):
+        for method, expandable in product(options.method, options.allocators.split(",")):
             found = measured(source, out, options, method, expandable == "on")
             kinds = ("plan", "allocated", "reserved", "driver")
             sizes = ", ".join(f"{kind} {found[kind] / 1e9:.2f} GB" for kind in kinds)

@@ -22,6 +22,7 @@ from quantkit.quantization.distill.training import Training
 from quantkit.quantizing import quantize
 from quantkit.runtime.load import load
 from quantkit.runtime.replace import unpack_modules
+from quantkit.verification import check_output
 from quantkit.verification.verify import verify
 
 from ...tiny.calibrated import data, files_of, interrupted_at, write
@@ -94,9 +95,9 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
             assert not any(text.startswith("step 2 of 6") for text in resumed)
 
 
-@pytest.mark.parametrize("where", ["check_unfinished", "discard_work"])
+@pytest.mark.parametrize(("module", "where"), [(check_output, "run_prompt"), (quantizing, "discard_work")])
 def test_interrupted_at_the_end_the_manifest_has_what_was_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, where: str
 ) -> None:
     options = {**SMALL, **steps(2), "check": True}
     quantize(STORIES, tmp_path / "whole", **options)
@@ -105,7 +106,7 @@ def test_interrupted_at_the_end_the_manifest_has_what_was_trained(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(quantizing, where, interrupted)
+        patched.setattr(module, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             quantize(STORIES, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "config.json").exists()

@@ -12,6 +12,7 @@ from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.errors import EnvironmentProblem
 from quantkit.model.distributed import Ranks
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.blockwise import calibration
 from quantkit.quantization.blockwise.calibration import Calibration, calibrate
 from quantkit.quantization.distill import distill, loss, training, training_memory
@@ -23,7 +24,6 @@ from quantkit.quantization.distill.residence import Residence
 from quantkit.quantization.distill.training import Training
 from quantkit.quantization.distill.training_memory import Sizes, Way, check_host, choose, least
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
 from ...support.live_bytes import LiveBytes

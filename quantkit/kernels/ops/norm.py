@@ -9,6 +9,7 @@ from quantkit.kernels.jit.launcher import Launch, launch_features, launching_on,
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.ops.quantize_x import (
     BLOCK,
+    FEW_ROWS,
     CodeOrder,
     blocks_of,
     code_options,
@@ -194,6 +195,15 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return x, 1, stride, stride
 
 
+def _warps(rows: int, columns: int) -> int:
+    """Return the warps of a program that norms one of `rows` rows of `columns` numbers.
+
+    Eight numbers per thread, 32 where rows keep all multiprocessors busy, as sums of fewer warps are faster
+    (H200, 4096 rows of 4096, with codes: 26.6 us instead of 32.4, and without 28.6 us either way).
+    """
+    return min(16, max(1, columns // (256 if rows <= FEW_ROWS else 1024)))
+
+
 @lru_cache(maxsize=256)
 def _norm_launch(
     programs: int,
@@ -226,8 +236,7 @@ def _norm_launch(
         **rounding_options(scheme, features),
         MOST=torch.finfo(dtype).max,
         **overlap(features),
-        # Eight numbers per thread.
-        num_warps=min(16, max(1, padded // 256)),
+        num_warps=_warps(programs, padded),
     )
 
 
@@ -259,5 +268,5 @@ def _norm_codes_launch(
         **norm_options((eps, kind)),
         **code_options(scheme, columns, order, features),
         **overlap(features),
-        num_warps=min(16, max(1, padded // 256)),
+        num_warps=_warps(programs, padded),
     )

@@ -42,7 +42,7 @@ def quantize_x(
             codes + row * STRIDE + at, multiplied(code, scale, MOST, codes.dtype.element_ty), mask=at < STRIDE
         )
     else:
-        tl.store(codes + row * STRIDE + at, as_codes(code, codes.dtype.element_ty), mask=at < STRIDE)
+        tl.store(codes + row * STRIDE + at, code.to(codes.dtype.element_ty), mask=at < STRIDE)
         if GROUPED:
             tl.store(scales + block[:, None] * M_STRIDE + row, scale, mask=block[:, None] < BLOCKS)
         else:
@@ -91,16 +91,6 @@ def quantized(
 
 
 @triton.jit
-def as_codes(code, dtype: tl.constexpr):
-    """Return float32 codes in `dtype`, int8 or e4m3, both of which float16 holds exactly.
-
-    ptxas 13.0 leaves the second of two equal float32 operands of cvt.e4m3x2 undefined, such as the zeros
-    beyond K = 1.
-    """
-    return code.to(tl.float16).to(dtype)
-
-
-@triton.jit
 def multiplied(code, scale, MOST: tl.constexpr, dtype: tl.constexpr):
     """Return `scale` * `code` [G, 128] in `dtype`, whose largest number is MOST; NaN where the scale is."""
     # The largest numbers of float16 may round up to 65536.
@@ -133,7 +123,7 @@ def store_codes(
     HALF: tl.constexpr = SPAN // 2
     groups = tl.reshape(x.to(tl.float32), (G, 128))
     code, scale = quantized(groups, scale_bits, ABSMAX, MANTISSA, SMALLEST, GROUPED, STATIC, FMA)
-    halves = tl.reshape(as_codes(code, codes.dtype.element_ty), (G * 128 // SPAN, 2, HALF))
+    halves = tl.reshape(code.to(codes.dtype.element_ty), (G * 128 // SPAN, 2, HALF))
     block = part * G + tl.arange(0, G)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     tl.store(codes + row * STRIDE + at, tl.reshape(tl.trans(halves, 0, 2, 1), (G, 128)), mask=at < STRIDE)

@@ -11,7 +11,7 @@ import torch
 from quantkit import quantize_tensor
 from quantkit.errors import KernelError
 from quantkit.kernels.linear import OPERATOR, linear_parts
-from quantkit.kernels.linear_fused import linear_of_codes
+from quantkit.kernels.linear_fused import code_order, linear_of_codes
 from quantkit.kernels.ops import quantize_x
 from quantkit.kernels.ops.activation import silu_gate_reference
 from quantkit.kernels.ops.norm import rms_norm_reference
@@ -244,3 +244,8 @@ def test_linears_round_what_no_norm_or_gate_can(monkeypatch: pytest.MonkeyPatch)
     assert found["round_inputs"] == 1
     rounds = [parse_token(node.args[4]).activations for node in of_kind(module, "linear.default")]
     assert rounds.count(of.activations) == 3 and rounds.count(None) == 2
+
+
+def test_short_rows_have_no_codes() -> None:
+    of = torch.bfloat16, torch.device("cpu"), rounding("fp8").token, N, ""
+    assert code_order(6, 127, *of) is None

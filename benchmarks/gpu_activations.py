@@ -7,8 +7,8 @@ bfloat16, and its quantization counts. `torch fp8` is `torch._scaled_mm` with a 
 fast accumulation, `torch int8` is `torch._int_mm` without scales; quantkit's kernel quantizes x for both.
 `error` is that of y against the product of the rounded x and the dequantized weight, in Frobenius norms.
 
-`before` are the norm and the gate before such linears: alone, with the rounding of their results in the same
-launch (as 16-bit numbers, and as codes), and the kernel that rounds x by itself.
+`before` are the norm and the gate before such linears: alone, with rounding or quantizing of their results in
+the same launch, and the kernel that rounds x by itself.
 """
 
 import argparse
@@ -152,7 +152,6 @@ def before(m: int) -> dict[str, dict[str, float]]:
         },
         "gate": {
             "alone": [partial(gate, *one, "silu") for one in halves],
-            "rounded": [partial(gate, *one, "silu", token) for one in halves],
             "codes": [partial(gate_codes, *one, "silu", token, *order) for one in halves],
             "rounding alone": [partial(round_x, one, rounds) for one in plain],
         },

@@ -305,6 +305,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "seventy": seventy,
     "methods": methods,
     "texts": table("texts"),
+    "distilled": table("distilled"),
     "fp8": fp8,
     "engines": engines,
     "cpu": on_a_cpu,

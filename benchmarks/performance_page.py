@@ -8,7 +8,7 @@ stored with `--json` of its script under the name that `SOURCES` has. Needs no G
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from textwrap import fill
 from typing import Any
@@ -191,7 +191,21 @@ def rounded_inputs() -> list[str]:
             f"`_int_mm` without scales, both after quantkit's kernel for x. {source('h200-activations')}",
         ),
         grid(cells),
+        paragraph(
+            "In CUDA graphs the norm (of 4096 columns) writes rounded numbers for few rows, norm and gate",
+            "(14336) codes for many, and `fused-gemv` rounds a few rows itself. Microseconds by M:",
+        ),
+        grid(_rounding_before(run["before"])),
     ]
+
+
+def _rounding_before(run: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[list[str]]:
+    """The cells of times of norms and gates, by M, with and without rounding."""
+    sizes = sorted(run, key=int)
+    cells = [["", *sizes]]
+    for op, ways in run[sizes[0]].items():
+        cells += [[f"{op}, {way}", *(f"{run[m][op][way]:.1f}" for m in sizes)] for way in ways]
+    return cells
 
 
 def versions() -> list[str]:

@@ -10,7 +10,7 @@ import quantkit
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.quantizing import plan
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
 

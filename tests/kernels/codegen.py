@@ -192,10 +192,7 @@ def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "gate codes": lambda: activation._gate_codes_launch(
             1, 1, case.m, case.m, "silu", ROUNDED, CodeOrder(64, True), features
         ),
-        "gate": lambda: activation._gate_launch(1, 1, 1024, "silu", None, torch.bfloat16, features),
-        "rounded gate": lambda: activation._gate_launch(
-            1, 1, case.m, "silu", ROUNDED, torch.bfloat16, features
-        ),
+        "gate": lambda: activation._gate_launch(1, 1, "silu", features),
         "activate": lambda: expert_activation._launch(
             *(1, case.m, 32, EXPERTS_SWIGLU, (torch.bfloat16, torch.int64, torch.bfloat16)), features
         ),

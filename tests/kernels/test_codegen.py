@@ -671,7 +671,6 @@ def test_ops_compile_for_every_target(compiled: Compiled, targets: tuple[int, ..
         "gate": 1,
         "activate": 2880,
         "rounded norm": 4096,
-        "rounded gate": 4096,
     }
     sizes |= {"cos_sin": 128, "rotate": 128, "rotate_append": 128, "append": 128, "fill": 128}
     sizes |= {"norm_rotate_append": 128}

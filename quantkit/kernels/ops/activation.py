@@ -12,7 +12,6 @@ from quantkit.kernels.ops.quantize_x import (
     code_options,
     empty_codes,
     rounding_of,
-    rounding_options,
     rounding_warps,
     scale_bits,
 )
@@ -36,23 +35,14 @@ def gelu_gate_reference(x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 GATE_REFERENCES = {"silu": silu_gate_reference, "gelu": gelu_gate_reference}
 
 
-def gate(x: torch.Tensor, up: torch.Tensor, kind: str, rounding: str = "") -> torch.Tensor:
-    """Return f(x) * up for `x` and `up` [..., N] of one dtype; f is SiLU or GELU by tanh, by `kind`.
-
-    `rounding` is the `Scheme.token` of the linears after it, and the result what `quantize_x.round_inputs`
-    makes of the product.
-    """
+def gate(x: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return f(x) * up for `x` and `up` [..., N] of one dtype; f is SiLU or GELU by tanh, by `kind`."""
     flat, flat_up = _rows(x), _rows(up)
     columns = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    scheme, block = rounding_of(rounding) if rounding else None, GATED
-    if scheme is not None and scheme.group_size is None:
-        block = max(block, power_of_two(columns))
-    unbound = None if scheme is None else scheme.unbound
-    features = launch_features(x.device)
-    launch = _gate_launch(len(flat), -(-columns // block), block, kind, unbound, x.dtype, features)
+    launch = _gate_launch(len(flat), -(-columns // GATED), kind, launch_features(x.device))
     with launching_on(x.device):
-        launch(flat, flat_up, y, flat.stride(0), flat_up.stride(0), columns, scale_bits(scheme))
+        launch(flat, flat_up, y, flat.stride(0), flat_up.stride(0), columns)
     return y
 
 
@@ -86,31 +76,11 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _gate_launch(
-    rows: int,
-    parts: int,
-    block: int,
-    kind: str,
-    scheme: ActivationScheme | None,
-    dtype: torch.dtype,
-    features: frozenset[str],
-) -> Launch:
-    """Build the launch for `rows` rows and `parts` programs per row, of `block` columns each.
-
-    With `scheme` it rounds results, which have `dtype`.
-    """
+def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> Launch:
+    """Build the launch for `rows` rows and `parts` programs per row."""
     from quantkit.kernels.ops.activation_kernel import gate
 
-    return Launch(
-        gate,
-        (rows, parts),
-        KIND=kind,
-        B=block,
-        MOST=torch.finfo(dtype).max,
-        **rounding_options(scheme, features),
-        **overlap(features),
-        num_warps=4 if scheme is None else max(4, rounding_warps(rows, block)),
-    )
+    return Launch(gate, (rows, parts), KIND=kind, B=GATED, **overlap(features), num_warps=4)
 
 
 @lru_cache(maxsize=256)
@@ -124,7 +94,7 @@ def _gate_codes_launch(
     order: CodeOrder,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `gate_codes`, with arguments as for `_gate_launch`; rows have `columns` columns."""
+    """Build the launch of `gate_codes` for `parts` programs per row of `columns`, of `block` columns each."""
     from quantkit.kernels.ops.activation_kernel import gate_codes as kernel
 
     return Launch(

@@ -4,25 +4,17 @@
 import triton
 import triton.language as tl
 
-from quantkit.kernels.ops.quantize_x_kernel import rounded, store_codes
+from quantkit.kernels.ops.quantize_x_kernel import store_codes
 
 
 @triton.jit
-def gate(
-    x, up, y, x_r, u_r, N, scale_bits, KIND: tl.constexpr, B: tl.constexpr, ABSMAX: tl.constexpr,
-    MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, MOST: tl.constexpr, GROUPED: tl.constexpr,
-    STATIC: tl.constexpr, FMA: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def gate(x, up, y, x_r, u_r, N, KIND: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
     """Write `y` [rows, N] = f(x) * up, where f is the activation that KIND names. Grid: (rows, N / B).
 
-    `x` and `up` [rows, N] have row strides x_r and u_r. With ABSMAX > 0, `y` is then rounded as by
-    `quantize_x_kernel.rounded`, and without GROUPED B is at least N.
+    `x` and `up` [rows, N] have row strides x_r and u_r.
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
-    found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)
-    if ABSMAX > 0.0:
-        found = rounded(found, scale_bits, ABSMAX, MANTISSA, SMALLEST, MOST, GROUPED, STATIC, FMA)
-    tl.store(y + row * N + n, found, mask=n < N)
+    tl.store(y + row * N + n, _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL), mask=n < N)
 
 
 @triton.jit
@@ -32,7 +24,10 @@ def gate_codes(
     STATIC: tl.constexpr, FMA: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
     SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write what `gate` computes as `quantize_x_kernel.quantize_x` quantizes it. Grid: (rows, STRIDE / B)."""
+    """Write what `gate` computes as `quantize_x_kernel.quantize_x` quantizes it. Grid: (rows, STRIDE / B).
+
+    Without GROUPED, B is at least STRIDE.
+    """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)
     store_codes(

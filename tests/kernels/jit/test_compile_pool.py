@@ -51,7 +51,6 @@ from quantkit.kernels.jit import compile_pool, compile_worker
 from quantkit.kernels.jit.building import building
 from quantkit.kernels.jit.compile_pool import Compilers, compiled_first
 from quantkit.kernels.ops.activation_kernel import gate
-from quantkit.kernels.ops.quantize_x import rounding_options
 from quantkit.kernels.gemm.decode.decode_tiles import DecodeTile
 from quantkit.kernels.gemm.fused_kernels import FRAGMENTS, compile_kernels
 from quantkit.kernels.jit.launcher import IndexLaunch, Launch
@@ -103,14 +102,13 @@ def no_process():
 
 
 def launch(kind, warps, block=64):
-    how = {"KIND": "silu", "B": block, "MOST": 0.0, "PDL": False, **rounding_options(None, frozenset())}
-    return kind(gate, (4, 1), num_warps=warps, **how)
+    return kind(gate, (4, 1), KIND="silu", B=block, PDL=False, num_warps=warps)
 
 
 def run():
     calls.append(list(launched))
     for one in every:
-        one(x, x, x, 64, 64, 64, 0)
+        one(x, x, x, 64, 64, 64)
     return "what it gives"
 
 
@@ -146,10 +144,10 @@ kept = []
 
 def building_once():
     calls.append(list(launched))
-    one(x, x, x, 64, 64, 64, 0)
+    one(x, x, x, 64, 64, 64)
     if not kept:
         with building():
-            other(x, x, x, 64, 64, 64, 0)
+            other(x, x, x, 64, 64, 64)
         kept.append(list(launched))
 
 
@@ -206,7 +204,7 @@ every, soon, given = [launch(Launch, 1)], [launch(Launch, 2), launch(IndexLaunch
 def ahead(result):
     given.append((result, list(launched)))
     for one in soon:
-        one(x, x, x, 64, 64, 64, 0)
+        one(x, x, x, 64, 64, 64)
     raise ValueError("nothing is there")
 
 
@@ -330,7 +328,7 @@ for stop in (KeyboardInterrupt, SystemExit):
         except stop:
             pass
     assert compile_pool.COMPILERS.get() is None and len(launchers) <= 1
-    launch(Launch, 8)(x, x, x, 64, 64, 64, 0)
+    launch(Launch, 8)(x, x, x, 64, 64, 64)
     assert launched[-1] == 8
 """,
     "nor does one while it waits": """

@@ -1,4 +1,4 @@
-"""Norms and gates that round their results: bit for bit the norm or gate, then the rounding."""
+"""Norms and gates that round their results: bit for bit the norm or gate, then the rounding or quantizing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from quantkit.packing.activations import activations_named
 from quantkit.packing.schemes import scheme
 
 from ...support.compare import assert_close, assert_equal
-from .test_ops import DEVICE, GATES, laid_out, numbers
+from .test_ops import DEVICE, laid_out, numbers
 
 pytest.importorskip("triton")
 
@@ -74,16 +74,6 @@ def test_norms_round_their_results(poisoned: None, name: str, size: int) -> None
             same(sums, total)
             same(found, round_inputs(y, token))
             assert size == 1 or not found.equal(y)
-
-
-@pytest.mark.parametrize(("name", "size"), cases())
-def test_gates_round_their_results(poisoned: None, name: str, size: int) -> None:
-    token = token_of(name)
-    for dtype in DTYPES:
-        x, up = hard(2, 3, size, dtype=dtype), laid_out(numbers(2, 3, size, dtype=dtype, seed=1), "part")
-        for kind in GATES:
-            found = activation.gate(x, up, kind, token)
-            same(found, round_inputs(activation.gate(x, up, kind), token))
 
 
 @pytest.mark.parametrize(("name", "size"), cases(quantize_x.BLOCK))

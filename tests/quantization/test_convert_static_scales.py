@@ -23,6 +23,7 @@ from quantkit.packing.formats import number_format
 from quantkit.quantizing import quantize
 from quantkit.runtime.cache.stored_scales import stored_scales
 from quantkit.verification.against_source import compare_with_source
+from quantkit.verification.description import describe
 
 from ..support.compare import assert_close, assert_equal
 from ..tiny.calibrated import data, write
@@ -408,6 +409,28 @@ def test_weights_alone_are_converted(case: str, tmp_path: Path) -> None:
     )
     packed = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float32)
     assert_close(logits(packed), logits(twin_of(source, "fp8-static", {})), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "inputs", "refused"),
+    [
+        ({}, "inputs of 14 linears are rounded to fp8-e4m3 tensor by static scales", None),
+        (
+            REFUSED["missing"][0],
+            "inputs are rounded by static scales",
+            f"there is no tensor '{UP}.input_scale'",
+        ),
+        ({"section": _inputs(dynamic=True)}, "inputs are rounded by dynamic scales", None),
+    ],
+)
+def test_inspect_tells_how_inputs_are_rounded(
+    arguments: dict[str, Any], inputs: str, refused: str | None, tmp_path: Path
+) -> None:
+    found = describe(source_of(tmp_path / "in", **arguments))
+    assert found.inputs == inputs
+    assert (refused or "") in (found.not_converted or "") and (refused is None) == (
+        found.not_converted is None
+    )
 
 
 def test_each_group_of_the_config_has_its_own_inputs(tmp_path: Path) -> None:

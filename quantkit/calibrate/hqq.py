@@ -46,10 +46,10 @@ def hqq(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
     """
     number_format = scheme.format
     if not isinstance(number_format, IntFormat):
-        known = ", ".join(name for name, row in FORMATS.items() if isinstance(row, IntFormat))
+        int_formats = ", ".join(name for name, row in FORMATS.items() if isinstance(row, IntFormat))
         raise FormatError(
             f"method 'hqq' moves the zero-point or the scale of evenly spaced codes, which {scheme} has not; "
-            f"use it with {known}, with any zero-point, or take method 'mse'."
+            f"use it with {int_formats}, with any zero-point, or take method 'mse'."
         )
     plain = rtn(groups, scheme)
     if plain.zero_point is None:

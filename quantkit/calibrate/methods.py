@@ -129,9 +129,9 @@ class Method:
         if (reason := chosen.zero_point_type.why_not_searched) is not None:
             raise FormatError(f"no method quantizes to {chosen}: {reason}.")
         for what in self.lacks(chosen):
-            known = ", ".join(row.name for row in METHODS.values() if what not in row.lacks(chosen))
+            able = ", ".join(row.name for row in METHODS.values() if what not in row.lacks(chosen))
             raise FormatError(
-                f"method {self.name!r} has no way to choose {what}, which {chosen} has; take one of {known}."
+                f"method {self.name!r} has no way to choose {what}, which {chosen} has; take one of {able}."
             )
 
 
@@ -287,12 +287,12 @@ def _quantize_blocks(
         if parameters.column_scale is not None:
             squares = parameters.column_scale[span].float().square()
             importance = squares.expand(count, -1).reshape(-1, width)
-        done = _quantize_groups(groups, importance, scheme, method, parameters)
-        error += float(done.squared_error.sum())
-        codes.append(done.codes.view(of_blocks.shape).transpose(1, 2).reshape(count, -1))
-        scales.append(done.scale.reshape(blocks, -1))
-        if done.zero_point is not None:
-            zeros.append(done.zero_point.view(blocks, -1))
+        quantized = _quantize_groups(groups, importance, scheme, method, parameters)
+        error += float(quantized.squared_error.sum())
+        codes.append(quantized.codes.view(of_blocks.shape).transpose(1, 2).reshape(count, -1))
+        scales.append(quantized.scale.reshape(blocks, -1))
+        if quantized.zero_point is not None:
+            zeros.append(quantized.zero_point.view(blocks, -1))
     whole = torch.cat(codes, 1) if len(codes) > 1 else codes[0]
     return whole, torch.cat(scales, 1), torch.cat(zeros, 1) if zeros else None, error
 
@@ -419,17 +419,17 @@ def quantize_tensor(
     chunks = torch.split(weight.detach(), chosen.whole_blocks(limit // columns))
     search = chosen_method.scale_search
     shared = fit_parameters(lambda: iter(chunks), (rows, columns), chosen, search.fit, search.fit_tensor)
-    done = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]
-    return packed_rows(done, shared, chosen, (rows, columns))
+    pieces = [quantize_rows(chunk, chosen, chosen_method, shared) for chunk in chunks]
+    return packed_rows(pieces, shared, chosen, (rows, columns))
 
 
 def packed_rows(
-    done: Sequence[QuantizedRows], parameters: TensorParameters, scheme: Scheme, shape: tuple[int, int]
+    pieces: Sequence[QuantizedRows], parameters: TensorParameters, scheme: Scheme, shape: tuple[int, int]
 ) -> PackedTensor:
     """Assemble the packed tensor [N, K] from all its rows, in order, and their shared parameters."""
-    scales = [part.scale for part in done if part.scale is not None]
-    zeros = [part.zero_point for part in done if part.zero_point is not None]
-    words = torch.cat([part.words for part in done])
+    scales = [part.scale for part in pieces if part.scale is not None]
+    zeros = [part.zero_point for part in pieces if part.zero_point is not None]
+    words = torch.cat([part.words for part in pieces])
     parts = {
         "packed": words,
         "scale": torch.cat(scales) if scales else None,

@@ -63,12 +63,12 @@ def quantize_calibrated_rows(
     weights = parameters.normalised(method.target(exact, stats) if target is None else target)
     scale, zero_point = _scale_zero(weights, stats.hessian.importance, bound, method.scale_search)
     gridded = Rows(weights, scale, zero_point, bound)
-    done = positive_scales(gridded, method.rounding.apply(gridded, stats))
-    errors = exact - done.values * gridded.wide(done.scale) / parameters.global_scale
-    codes = quantize_units(done.values, None if zero_point is None else gridded.wide(zero_point), bound)[0]
+    rounded = positive_scales(gridded, method.rounding.apply(gridded, stats))
+    errors = exact - rounded.values * gridded.wide(rounded.scale) / parameters.global_scale
+    codes = quantize_units(rounded.values, None if zero_point is None else gridded.wide(zero_point), bound)[0]
     quantized = QuantizedRows(
         scheme.pack(codes),
-        done.scale.to(scheme.scale_dtype),
+        rounded.scale.to(scheme.scale_dtype),
         None if zero_point is None else zero_point.to(scheme.zero_point_dtype),
         float(errors.double().square_().sum()),
         norm,
@@ -90,8 +90,8 @@ def stored_nearest(
     pairs = zip(parameters, weights, strict=True)
     normalised = torch.cat([shared.normalised(one) for shared, one in pairs])
     rows = Rows(normalised, *_scale_zero_of(normalised, importance, scheme, search), scheme)
-    done = round_nearest(rows)
-    stored = (done.values * rows.wide(done.scale)).view(weights.shape)
+    rounded = round_nearest(rows)
+    stored = (rounded.values * rows.wide(rounded.scale)).view(weights.shape)
     return torch.stack([one / shared.global_scale for shared, one in zip(parameters, stored, strict=True)])
 
 

@@ -32,9 +32,9 @@ def fit_column_scale(chunks: Chunks, scheme: Scheme) -> torch.Tensor:
     factors: torch.Tensor | None = None
     for _ in range(ROUNDS):
         fitted = _round(chunks, factors)
-        done = factors is not None and bool(((fitted - factors).abs() <= TOLERANCE * factors).all())
+        converged = factors is not None and bool(((fitted - factors).abs() <= TOLERANCE * factors).all())
         factors = fitted
-        if done:
+        if converged:
             break
     assert factors is not None
     stored = SCALE_TYPES[scheme.column_scale_dtype].round(factors)

@@ -112,14 +112,14 @@ def refit_scales(rows: Rows, start: Rounded, hessian: DampedHessian) -> Rounded:
     together = size * max(1, REFIT_COLUMNS[values.device.type] // size)
     for first in range(0, columns, together):
         block = slice(first, min(first + together, columns))
-        seen = hessian.columns(block)
-        outputs = errors @ seen
+        h_columns = hessian.columns(block)
+        outputs = errors @ h_columns
         for at in range(first, block.stop, size):
             span, group = slice(at, min(at + size, columns)), at // size
             inside = slice(at - first, span.stop - first)
             v, old = values[:, span], scale[:, group, None]
             pull = (outputs[:, inside] * v).sum(1, keepdim=True)
-            weight = (v @ seen[span, inside] * v).sum(1, keepdim=True)
+            weight = (v @ h_columns[span, inside] * v).sum(1, keepdim=True)
             fitted = rounded_scale(torch.where(weight > 0, old + pull / weight, old), rows.scheme)
             step = fitted - old
             # Change of the squared error if the scale changes by `step`.
@@ -128,7 +128,7 @@ def refit_scales(rows: Rows, start: Rounded, hessian: DampedHessian) -> Rounded:
             moved = rows.weights[:, span] - v * scale[:, group, None]
             moved = torch.where(better, moved, errors[:, span])
             if span.stop < block.stop:
-                outputs[:, inside.stop :].addmm_(moved - errors[:, span], seen[span, inside.stop :])
+                outputs[:, inside.stop :].addmm_(moved - errors[:, span], h_columns[span, inside.stop :])
             errors[:, span] = moved
     return Rounded(values, scale, errors)
 
@@ -232,9 +232,9 @@ class _Captured:
         """Return the values of `columns`, valid until the next call."""
         if len(columns.targets) != len(self._values):
             return _one_by_one(columns, scheme)
-        for ours, theirs in zip(self._columns, columns, strict=True):
-            if ours is not None and theirs is not None:
-                ours.copy_(theirs)
+        for target, source in zip(self._columns, columns, strict=True):
+            if target is not None and source is not None:
+                target.copy_(source)
         with torch.cuda.device(columns.targets.device):
             self._graph.replay()
         return self._values
@@ -283,10 +283,10 @@ class Gptq(Rounding):
     def apply(self, rows: Rows, stats: LinearStats) -> Rounded:
         if stats.factor is None:
             return round_nearest(rows)
-        done = gptq_round(rows, stats.factor)
+        rounded = gptq_round(rows, stats.factor)
         if not self.sweeps:
-            return done
-        return coordinate_descent(rows, done, stats.damped, stats.factor.order, self.sweeps)
+            return rounded
+        return coordinate_descent(rows, rounded, stats.damped, stats.factor.order, self.sweeps)
 
     def note(self, stats: LinearStats) -> str | None:
         return None if stats.factor is not None else SINGULAR + "its weights were rounded to nearest"

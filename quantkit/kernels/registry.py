@@ -38,8 +38,8 @@ def kernel_named(name: str) -> Kernel:
     for kernel in KERNELS:
         if kernel.name == name:
             return kernel
-    known = (kernel.name for kernel in KERNELS)
-    raise unknown_name("kernel", name, known, remedy=f"Check {FORCE_VARIABLE}.", error=KernelError)
+    names = (kernel.name for kernel in KERNELS)
+    raise unknown_name("kernel", name, names, remedy=f"Check {FORCE_VARIABLE}.", error=KernelError)
 
 
 def layout_named(name: str) -> Layout:
@@ -220,9 +220,9 @@ def _measured(problem: Problem, forced: str = "") -> Measured | None:
     """Return the first tile table's entry for `problem` with a supported kernel, or for a `forced` one."""
     if problem.gpu is None or (not forced and _is_rounded_within(problem)):
         return None
-    asked = Key.of(problem)
+    key = Key.of(problem)
     tables = (stored.table for stored in tile_tables(problem.gpu))
-    found = (_fastest(table, asked, problem, forced) for table in tables if asked in table.entries)
+    found = (_fastest(table, key, problem, forced) for table in tables if key in table.entries)
     return next((one for one in found if one is not None), None)
 
 
@@ -242,26 +242,26 @@ def _is_rounded_within(problem: Problem) -> bool:
     )
 
 
-def _fastest(table: TileTable, asked: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return a table's entry for problem `asked`, or for a larger M if faster; only of a `forced` kernel.
+def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
+    """Return a table's entry for problem `key`, or for a larger M if faster; only of a `forced` kernel.
 
     Returns None if the kernel of that entry does not support `problem`.
     """
-    own = table.entries[asked]
+    own = table.entries[key]
 
     def is_able(one: Key) -> bool:
         entry = table.entries[one]
-        comparable = problem.m > SAME_KERNEL_UP_TO or problem.m == asked.m or entry.kernel == own.kernel
+        comparable = problem.m > SAME_KERNEL_UP_TO or problem.m == key.m or entry.kernel == own.kernel
         return (entry.kernel == forced if forced else comparable) and _runs(entry, problem)
 
-    able = [one for one in (asked, *table.with_more_rows(asked)) if is_able(one)]
-    if not able or (not forced and asked not in able):
+    able = [one for one in (key, *table.with_more_rows(key)) if is_able(one)]
+    if not able or (not forced and key not in able):
         return None
     least = min(able, key=lambda one: table.entries[one].us)
-    if asked in able and table.entries[least].us >= FASTER * own.us:
-        least = asked
+    if key in able and table.entries[least].us >= FASTER * own.us:
+        least = key
     name = table.gpu.name if problem.gpu is not None and table.gpu.name != problem.gpu.name else ""
-    return Measured(asked, least.m, table.entries[least], name)
+    return Measured(key, least.m, table.entries[least], name)
 
 
 def _runs(entry: Entry, problem: Problem) -> bool:

@@ -78,9 +78,9 @@ def experts_text(ungrouped: str | None, unshared: str | None) -> str:
     """Return text on whether a grouped GEMM runs experts, from these fields of `Selection`."""
     if ungrouped is not None:
         return f"one after the other: {ungrouped}"
-    sharing, others = (
+    sharing, other_kernels = (
         " or ".join(kernel.name for kernel in grouped_kernels(shares_x)) for shares_x in (True, False)
     )
     if unshared is not None:
-        return f"grouped, few tokens for each in {others}, not {sharing}: {unshared}"
+        return f"grouped, few tokens for each in {other_kernels}, not {sharing}: {unshared}"
     return f"grouped, few tokens for each in {sharing}"

@@ -136,8 +136,8 @@ def calibrated_bytes(
     tokens = batch_size(shape, refines, widest, device.type) * shape[1]
     through, back = (tokens * itemsize * (a * hidden + b * widest) for a, b in (PASS, BACK))
     states = twice * shape[0] * shape[1] * hidden * itemsize
-    room = HIDDEN_BYTES - 4 * max(task.source.shape[1] for task in tasks) ** 2
-    at_home = states <= (room if free is None else min(room, HIDDEN_MEMORY * free))
+    most_states = HIDDEN_BYTES - 4 * max(task.source.shape[1] for task in tasks) ** 2
+    at_home = states <= (most_states if free is None else min(most_states, HIDDEN_MEMORY * free))
     held = states if at_home else 2 * tokens * hidden * itemsize
     # Calls of experts are stored with the hidden states, twice while they are concatenated.
     called = states if at_home else 0

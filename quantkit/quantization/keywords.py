@@ -95,36 +95,36 @@ def with_keywords(function: _Function) -> _Function:
     return function
 
 
-def options_of(given: Mapping[str, Any], function: str) -> QuantizeOptions:
-    """Return the options of the keyword arguments `given` of `function`.
+def options_of(keywords: Mapping[str, Any], function: str) -> QuantizeOptions:
+    """Return the options of the keyword arguments `keywords` of `function`.
 
     Raises `TypeError` for an unknown argument, and `UsageError` for contradicting arguments.
     """
-    known = (*QuantizeKeywords.__annotations__, *_OF_RUN)
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
+    names = (*QuantizeKeywords.__annotations__, *_OF_RUN)
+    for name in keywords:
+        if name not in names:
+            near = get_close_matches(name, names, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")
-    texts = {name: given[name] for name in _OF_RECIPE if name in given}
+    texts = {name: keywords[name] for name in _OF_RECIPE if name in keywords}
     recipe = texts.pop("recipe", None)
-    asked = RecipeOptions(**{**texts, "rules": tuple(texts.get("rules") or ())})
+    recipe_options = RecipeOptions(**{**texts, "rules": tuple(texts.get("rules") or ())})
     if recipe is not None:
-        asked = _with_recipe(asked, recipe)
+        recipe_options = _with_recipe(recipe_options, recipe)
     return QuantizeOptions(
-        recipe=asked,
-        budget=_budget(given),
-        calibration=_calibration(given),
-        **{name: given[name] for name in _OF_RUN if name in given},
+        recipe=recipe_options,
+        budget=_budget(keywords),
+        calibration=_calibration(keywords),
+        **{name: keywords[name] for name in _OF_RUN if name in keywords},
     )
 
 
-def _with_recipe(asked: RecipeOptions, recipe: "Recipe | str | Path") -> Any:
+def _with_recipe(options: RecipeOptions, recipe: "Recipe | str | Path") -> Any:
     from dataclasses import replace
 
     if isinstance(recipe, str | Path):
-        return replace(asked, recipe=recipe)
-    if asked != RecipeOptions():
+        return replace(options, recipe=recipe)
+    if options != RecipeOptions():
         raise UsageError(
             "a Recipe says all about format and rules; leave out format, method, group_size, zero_point, "
             "scale_dtype, packing, activations, scheme, lm_head, embeddings, kv_scales, rules, rotate and "
@@ -133,9 +133,9 @@ def _with_recipe(asked: RecipeOptions, recipe: "Recipe | str | Path") -> Any:
     return recipe
 
 
-def _budget(given: Mapping[str, Any]) -> "Budget | None":
-    budget: Any = given.get("budget")
-    bits, formats = given.get("bits_per_weight"), given.get("formats")
+def _budget(keywords: Mapping[str, Any]) -> "Budget | None":
+    budget: Any = keywords.get("budget")
+    bits, formats = keywords.get("bits_per_weight"), keywords.get("formats")
     if bits is None:
         if formats is not None:
             raise UsageError(
@@ -149,10 +149,10 @@ def _budget(given: Mapping[str, Any]) -> "Budget | None":
     return Budget(BitsPerWeight(bits), None if formats is None else tuple(formats))
 
 
-def _calibration(given: Mapping[str, Any]) -> CalibrationOptions:
-    texts = given.get("calibration")
+def _calibration(keywords: Mapping[str, Any]) -> CalibrationOptions:
+    texts = keywords.get("calibration")
     names = ("calibration_samples", "calibration_length", "seed")
-    numbers = {name.removeprefix("calibration_"): given[name] for name in names if name in given}
+    numbers = {name.removeprefix("calibration_"): keywords[name] for name in names if name in keywords}
     if not isinstance(texts, CalibrationOptions):
         from quantkit.calibrate.data.texts import given_texts
 

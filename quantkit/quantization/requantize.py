@@ -35,8 +35,8 @@ def requantize(
     shared = (_shared(before) if kept else None) or fit_parameters(
         lambda: iter(chunks), before.shape, scheme, search.fit, search.fit_tensor
     )
-    done = [quantize_rows(chunk, scheme, method, shared) for chunk in chunks]
-    after = packed_rows(done, shared, scheme, before.shape)
+    pieces = [quantize_rows(chunk, scheme, method, shared) for chunk in chunks]
+    after = packed_rows(pieces, shared, scheme, before.shape)
     error, norm = (float(one.double().square().sum()) for one in (weight - after.dequantize(), weight))
     return after, (error, norm)
 

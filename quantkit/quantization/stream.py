@@ -41,8 +41,8 @@ FEWEST_WORKERS, MOST_WORKERS = 2, 8
 
 def worker_count(device: str) -> int:
     """Return the number of workers that quantize on a device of this type."""
-    wanted = cpu_workers() if device == "cpu" else FEWEST_WORKERS
-    return min(MOST_WORKERS, max(FEWEST_WORKERS, wanted))
+    workers = cpu_workers() if device == "cpu" else FEWEST_WORKERS
+    return min(MOST_WORKERS, max(FEWEST_WORKERS, workers))
 
 
 def peak_bytes(planned: Plan) -> int:
@@ -92,9 +92,9 @@ def write_shards(
                         },
                     }
             for module, detail in output.details(shard.filename)["layers"].items():
-                known = details.setdefault(module, {**detail, "squared": [0.0, 0.0]})
+                total = details.setdefault(module, {**detail, "squared": [0.0, 0.0]})
                 for i, value in enumerate(detail["squared"]):
-                    known["squared"][i] += value
+                    total["squared"][i] += value
     return {module: Measured.of(detail) for module, detail in details.items()}
 
 

@@ -130,11 +130,11 @@ def stream(
         raise UsageError(
             f"the prompt has {prompt_tokens} tokens and the model {positions} positions; shorten the prompt."
         )
-    room, end = max_new_tokens, MAX_NEW_TOKENS
-    if positions is not None and positions - prompt_tokens < room:
-        room, end = positions - prompt_tokens, POSITIONS
+    limit, end = max_new_tokens, MAX_NEW_TOKENS
+    if positions is not None and positions - prompt_tokens < limit:
+        limit, end = positions - prompt_tokens, POSITIONS
     generator = torch.Generator(device=ids.device).manual_seed(seed)
-    return _decode(model, tokenizer, ids, room, end, temperature, generator, packed_cache)
+    return _decode(model, tokenizer, ids, limit, end, temperature, generator, packed_cache)
 
 
 @torch.no_grad()
@@ -142,13 +142,13 @@ def _decode(
     model: Any,
     tokenizer: Any,
     ids: torch.Tensor,
-    room: int,
+    limit: int,
     end: str,
     temperature: float,
     generator: torch.Generator,
     cache: Any,
 ) -> Chunks:
-    """Decode up to `room` tokens after `ids` [1, P] int64; `end` is the reason if `room` is reached.
+    """Decode up to `limit` tokens after `ids` [1, P] int64; `end` is the reason if `limit` is reached.
 
     `cache` is a packed KV cache, or None for the default cache of the model.
     """
@@ -160,7 +160,7 @@ def _decode(
 
     graphed = graphs_of(model) if cache is None and name != CACHE_NAMES[-1] else None
     if graphed is not None:
-        cache = graphed.cache_for(prompt_tokens + room)
+        cache = graphed.cache_for(prompt_tokens + limit)
         graphed = None if cache is None else graphed
     only_last = last_logits(model)
 
@@ -179,11 +179,11 @@ def _decode(
     while True:
         # The GPU runs the next step while the host reads this token, which may have been the last.
         copy = HostCopy(token_id)
-        next_token = step(token_id, forward) if token_id.is_cuda and len(text.tokens) + 1 < room else None
+        next_token = step(token_id, forward) if token_id.is_cuda and len(text.tokens) + 1 < limit else None
         token = int(copy.get())
         now = time.perf_counter()
         prefilled = now if prefilled is None else prefilled
-        last = token in ends or len(text.tokens) + 1 >= room
+        last = token in ends or len(text.tokens) + 1 >= limit
         piece = text.add(token, flush=last)
         if piece:
             yield piece

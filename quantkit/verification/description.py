@@ -4,6 +4,7 @@ Everything comes from config.json and headers, or from the header of a GGUF file
 not read are described by their settings, and their weights are counted by the class of the model.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from quantkit.checkpoint.gguf.header import GgufHeader, read_gguf_header
 from quantkit.checkpoint.gguf.open_gguf import gguf_file
 from quantkit.checkpoint.low_bit.dequantized import dequantized
 from quantkit.checkpoint.low_bit.grid import GridSpec
+from quantkit.checkpoint.low_bit.static_scales import ActivationTensors
+from quantkit.checkpoint.low_bit.weight import stored_module
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError
@@ -77,6 +80,7 @@ class Description:
     made_for          tools that read such checkpoints, by their documentation
     not_read          why quantkit cannot read the weights, else None
     not_converted     why `convert` cannot keep the values, else None
+    inputs            how low-bit linears round their inputs, "" if they do not
     """
 
     method: str
@@ -88,6 +92,7 @@ class Description:
     made_for: tuple[str, ...] = ()
     not_read: str | None = None
     not_converted: str | None = None
+    inputs: str = ""
 
 
 def describe(path: Path) -> Description:
@@ -111,6 +116,7 @@ def describe(path: Path) -> Description:
     if low_bit and not method:
         method = str(low_bit[0].stored_as)
     kinds = _kinds(tensors)
+    inputs, unkept = _inputs(low_bit, opened.activations)
     return Description(
         method,
         _architecture(checkpoint.config),
@@ -118,7 +124,8 @@ def describe(path: Path) -> Description:
         checkpoint.nbytes,
         _bits(kinds, checkpoint.nbytes),
         made_for=_made_for(method),
-        not_converted=_why_not_converted(low_bit),
+        not_converted=_why_not_converted(low_bit) or unkept,
+        inputs=inputs,
     )
 
 
@@ -224,6 +231,22 @@ def _why_not_converted(low_bit: Iterable[StoredTensor]) -> str | None:
         if reason is not None:
             return f"{tensor.name}: {reason}"
     return None
+
+
+def _inputs(low_bit: Iterable[StoredTensor], stored: ActivationTensors) -> tuple[str, str | None]:
+    """Return how low-bit linears round their inputs, as text, and why `convert` cannot keep that, or None."""
+    counts: Counter[str] = Counter()
+    for tensor in low_bit:
+        if (grid := tensor.grid_spec) is not None:
+            try:
+                found = stored.of_inputs(stored_module(tensor), grid.format)
+            except CheckpointError as error:
+                return "inputs are rounded by static scales", str(error)
+            counts.update([] if found is None else [str(found[0])])
+    kinds = (
+        f"inputs of {count} linears are rounded to {kind} by static scales" for kind, count in counts.items()
+    )
+    return ", ".join(kinds) or ("inputs are rounded by dynamic scales" if stored.are_rounded else ""), None
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.low_bit.dequantized import dequantized
+from quantkit.checkpoint.low_bit.static_scales import ActivationTensors
+from quantkit.checkpoint.low_bit.weight import Settings
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.converting import ConvertOptions
 from quantkit.errors import CheckpointError
 from quantkit.packing.activations import activations_named
+from quantkit.packing.formats import number_format
 from quantkit.quantizing import quantize
 from quantkit.runtime.cache.stored_scales import stored_scales
 from quantkit.verification.against_source import compare_with_source
+from quantkit.verification.description import describe
 
 from ..support.compare import assert_close, assert_equal
 from ..tiny.calibrated import data, write
@@ -348,6 +353,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv": "K_scale", "pack": fp8_tensor, "section": MODELOPT | {"kv_cache_quant_algo": "NVFP4"}},
         "has a KV cache in NVFP4 for",
     ),
+    "a pattern of many groups": (
+        {"section": FP8 | {"config_groups": {"a": {"targets": ["re:" + "(a|a)" * 20 + "b"]}}}},
+        "at most 4 groups and repetitions, none of a group. Convert",
+    ),
     "a pattern that may hang": (
         {
             "section": FP8
@@ -368,6 +377,25 @@ def test_what_cannot_be_kept_is_refused_by_name(case: str, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("odd", [[1], {"a": 1}, "x", 1.5, None, True])
+def test_odd_values_in_the_config_are_no_crash(odd: Any) -> None:
+    sections: list[dict[str, Any]] = [
+        {key: odd}
+        for key in ("config_groups", "activation_scheme", "quant_algo", "kv_cache_scheme", "quantization")
+    ]
+    for key in ("type", "num_bits", "group_size", "strategy", "symmetric", "targets"):
+        group = {"targets": ["Linear"], "input_activations": _arguments(8)}
+        (group if key == "targets" else group["input_activations"])[key] = odd
+        sections.append({"config_groups": {"a": group, "b": odd}})
+    for section in sections:
+        stored = ActivationTensors(Settings("fp8", section))
+        with suppress(CheckpointError):
+            stored.of_inputs(UP, number_format("fp8-e4m3"))
+        with suppress(CheckpointError):
+            stored.check_states("model.layers.0.self_attn")
+        assert stored.are_rounded in (True, False)
+
+
 @pytest.mark.parametrize("case", ["missing", "zero-point", "int8 inputs", "keys missing"])
 def test_weights_alone_are_converted(case: str, tmp_path: Path) -> None:
     source = source_of(tmp_path / "in", **REFUSED[case][0])
@@ -381,6 +409,28 @@ def test_weights_alone_are_converted(case: str, tmp_path: Path) -> None:
     )
     packed = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float32)
     assert_close(logits(packed), logits(twin_of(source, "fp8-static", {})), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "inputs", "refused"),
+    [
+        ({}, "inputs of 14 linears are rounded to fp8-e4m3 tensor by static scales", None),
+        (
+            REFUSED["missing"][0],
+            "inputs are rounded by static scales",
+            f"there is no tensor '{UP}.input_scale'",
+        ),
+        ({"section": _inputs(dynamic=True)}, "inputs are rounded by dynamic scales", None),
+    ],
+)
+def test_inspect_tells_how_inputs_are_rounded(
+    arguments: dict[str, Any], inputs: str, refused: str | None, tmp_path: Path
+) -> None:
+    found = describe(source_of(tmp_path / "in", **arguments))
+    assert found.inputs == inputs
+    assert (refused or "") in (found.not_converted or "") and (refused is None) == (
+        found.not_converted is None
+    )
 
 
 def test_each_group_of_the_config_has_its_own_inputs(tmp_path: Path) -> None:

@@ -76,18 +76,18 @@ def parse_data_set(text: str) -> DataSetName:
     return DataSetName(**found.groupdict())
 
 
-def open_data_set(asked: DataSetName) -> DataSet:
+def open_data_set(data_set: DataSetName) -> DataSet:
     """Find the files of a data set without reading them. Without a network the local cache is used.
 
     Raises `CheckpointError` for a missing, gated or empty data set, `UsageError` for an ambiguous name, and
     `EnvironmentProblem` if the hub cannot be reached.
     """
-    with explained(str(asked), None, _WANTED):
-        return _opened(asked)
+    with explained(str(data_set), None, _WANTED):
+        return _opened(data_set)
 
 
-def _opened(asked: DataSetName) -> DataSet:
-    repo, revision = asked.repo, asked.revision
+def _opened(data_set: DataSetName) -> DataSet:
+    repo, revision = data_set.repo, data_set.revision
     repository = Repository(repo, "dataset")
     found = online_or_cached(
         lambda: read_listing(repository, revision, sizes=True),
@@ -101,7 +101,7 @@ def _opened(asked: DataSetName) -> DataSet:
             for path in found.rglob("*")
             if path.is_file()
         }
-        notes = (f"{asked}: the hub was not reached; only what the local cache has of it was read",)
+        notes = (f"{data_set}: the hub was not reached; only what the local cache has of it was read",)
     else:
         commit = found.commit
         sizes = {name: size or 0 for name, size in found.files.items()}
@@ -109,25 +109,25 @@ def _opened(asked: DataSetName) -> DataSet:
     def download(name: str) -> Path:
         if sizes[name] > MAX_FILE_BYTES:
             raise UsageError(
-                f"{asked}: {name} has {sizes[name]} bytes, more than the {MAX_FILE_BYTES} that are "
+                f"{data_set}: {name} has {sizes[name]} bytes, more than the {MAX_FILE_BYTES} that are "
                 f"downloaded for calibration. Name a smaller file of it, as {PREFIX}{repo}/FILE."
             )
-        with explained(str(asked), None, _WANTED), answered(repository, revision):
+        with explained(str(data_set), None, _WANTED), answered(repository, revision):
             # By branch or tag, so that the cache finds them without a network.
             if isinstance(found, Path):
                 return found / name
             seconds = FILE_SECONDS * 2 + (sizes[name] or MAX_FILE_BYTES) / SLOWEST_BYTES_PER_SECOND
             path = within(Deadline(seconds), lambda: download_large(repository, name, revision))
         if commit not in path.parts:
-            raise EnvironmentProblem(f"{asked}: the data set was changed just now. Run the command again.")
+            raise EnvironmentProblem(f"{data_set}: the data set was changed just now. Run the command again.")
         return path
 
     card: Mapping[str, Any] = {}
     if "README.md" in sizes:
         listed = isinstance(found, Listing)
         card = _card(cached_file(repository, "README.md", commit) if listed else download("README.md"))
-    files = files_to_read(asked, sorted(sizes, key=_natural), card)
-    name = DataSetName(repo, asked.part, commit)
+    files = files_to_read(data_set, sorted(sizes, key=_natural), card)
+    name = DataSetName(repo, data_set.part, commit)
     return DataSet(str(name), files, download, notes)
 
 
@@ -142,34 +142,34 @@ def _card(path: Path) -> Mapping[str, Any]:
     return card if isinstance(card, Mapping) else {}
 
 
-def files_to_read(asked: DataSetName, files: Sequence[str], card: Mapping[str, Any]) -> tuple[str, ...]:
+def files_to_read(data_set: DataSetName, files: Sequence[str], card: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the files of the train split in the chosen config, folder or file, in the order given.
 
     Raises `UsageError` if the choice is ambiguous, and `CheckpointError` if there is no file.
     """
-    part = asked.part
+    part = data_set.part
     if part is not None and part in files:
         if kind_of(part) is None:
-            raise UsageError(f"{asked}: {part} is not a {_KINDS} file. Name one.")
+            raise UsageError(f"{data_set}: {part} is not a {_KINDS} file. Name one.")
         return (part,)
     configs = _configs(card)
     if part is None and len(configs) > 1:
         default = [name for name, config in configs.items() if name == "default" or config.get("default")]
         if not default:
             raise UsageError(
-                f"{asked}: has the configs {shown(list(configs))}. Name one, as {PREFIX}{asked.repo}/"
+                f"{data_set}: has the configs {shown(list(configs))}. Name one, as {PREFIX}{data_set.repo}/"
                 f"{next(iter(configs))}."
             )
         part = default[0]
     config = configs.get(part) if part is not None else next(iter(configs.values()), None)
     if config is not None and "data_files" in config:
-        inside = _of_config(asked, files, config)
+        inside = _of_config(data_set, files, config)
     elif part is not None and config is None:
         inside = [name for name in files if name.startswith(f"{part}/")]
         if not inside:
             folders = sorted({name.partition("/")[0] for name in files if "/" in name})
             raise UsageError(
-                f"{asked}: the data set has no config, folder or file {part!r}. It has the configs "
+                f"{data_set}: the data set has no config, folder or file {part!r}. It has the configs "
                 f"{shown(list(configs))} and the folders {shown(folders)}."
             )
     else:
@@ -178,10 +178,11 @@ def files_to_read(asked: DataSetName, files: Sequence[str], card: Mapping[str, A
     if not inside:
         endings = sorted({"".join(PurePosixPath(name).suffixes[-2:]) for name in files} - {""})
         raise CheckpointError(
-            f"{asked}: has no {_KINDS} file to read, but {shown(endings)} among {len(files)} files. If the "
-            f"hub shows its rows, it has a copy in parquet: try {PREFIX}{asked.repo}@refs/convert/parquet."
+            f"{data_set}: has no {_KINDS} file to read, but {shown(endings)} among {len(files)} files. If "
+            "the hub shows its rows, it has a copy in parquet: try "
+            f"{PREFIX}{data_set.repo}@refs/convert/parquet."
         )
-    return tuple(_train(asked, inside))
+    return tuple(_train(data_set, inside))
 
 
 _KINDS = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
@@ -196,15 +197,15 @@ def _configs(card: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def _of_config(asked: DataSetName, files: Sequence[str], config: Mapping[str, Any]) -> list[str]:
+def _of_config(data_set: DataSetName, files: Sequence[str], config: Mapping[str, Any]) -> list[str]:
     """Return the files of the train split in a card's `data_files`: a glob, a list, or lists by split."""
-    given = config["data_files"]
-    rows = given if isinstance(given, list) else [given]
+    data_files = config["data_files"]
+    rows = data_files if isinstance(data_files, list) else [data_files]
     splits = {row["split"]: row.get("path") for row in rows if isinstance(row, Mapping) and "split" in row}
     if splits and "train" not in splits:
         raise UsageError(
-            f"{asked}: has no train split, but {shown(list(splits))}. Name a file, as "
-            f"{PREFIX}{asked.repo}/FILE."
+            f"{data_set}: has no train split, but {shown(list(splits))}. Name a file, as "
+            f"{PREFIX}{data_set.repo}/FILE."
         )
     globs = splits["train"] if splits else rows
     patterns = [str(glob) for glob in (globs if isinstance(globs, list) else [globs])]
@@ -218,13 +219,13 @@ def _one_kind(names: Iterator[str]) -> list[str]:
     return [name for name in usable if kind_of(name) == best]
 
 
-def _train(asked: DataSetName, names: Sequence[str]) -> list[str]:
+def _train(data_set: DataSetName, names: Sequence[str]) -> list[str]:
     splits = {name: {found.group(1) for found in _SPLIT.finditer(name.lower())} for name in names}
     train = [name for name in names if "train" in splits[name]] or [n for n in names if not splits[n]]
     if not train:
         raise UsageError(
-            f"{asked}: has no train split, but {shown(list(names))}. Name a file, as "
-            f"{PREFIX}{asked.repo}/{names[0]}."
+            f"{data_set}: has no train split, but {shown(list(names))}. Name a file, as "
+            f"{PREFIX}{data_set.repo}/{names[0]}."
         )
     return train
 

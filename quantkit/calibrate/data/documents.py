@@ -319,15 +319,15 @@ def document_of(row: Any, where: str) -> Document:
     """Return the text or chat of a row; `UsageError`, naming `where`, without one of `COLUMNS`."""
     if isinstance(row, Mapping):
         present = [(keys, of) for keys, of in COLUMNS if all(key in row for key in keys)]
-        given = [(keys, of) for keys, of in present if all(row[key] is not None for key in keys)]
-        for keys, make in given:
+        complete = [(keys, of) for keys, of in present if all(row[key] is not None for key in keys)]
+        for keys, make in complete:
             document = make(*(row[key] for key in keys))
             if document is not None:
                 return document
-        if present and not given:
+        if present and not complete:
             return ""  # A row of nulls is left out, like one with an empty text.
-        if given:
-            keys, make = given[0]
+        if complete:
+            keys, make = complete[0]
             values = ", ".join(f"{key} = {shown(row[key])}" for key in keys)
             raise UsageError(f"{where} has {values}; expected {_VALUES[make]}. Mend it or leave it out.")
     found = f"the keys {shown(sorted(map(str, row)))}" if isinstance(row, Mapping) else type(row).__name__

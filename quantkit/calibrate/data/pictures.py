@@ -183,13 +183,13 @@ def _parts(content: Any, names: list[Any]) -> Iterator[dict[str, Any]]:
 
 def _inside(folder: Path, name: Any, where: str) -> Path:
     """Return the path of file `name` in `folder`; refuse files elsewhere."""
-    given = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else None
-    if given is None or given.is_absolute() or ".." in given.parts or "://" in str(name):
+    relative = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else None
+    if relative is None or relative.is_absolute() or ".." in relative.parts or "://" in str(name):
         raise UsageError(
             f"{where} has the image {shown(name)}; expected the name of a file in the folder of the .jsonl "
             "file. Copy it there."
         )
-    path = folder / given
+    path = folder / relative
     try:
         regular = stat.S_ISREG(path.stat().st_mode)
         real = path.resolve(strict=True)

@@ -165,10 +165,10 @@ def _where(name: str, text: str) -> Path | DataSetName:
         meant = closest_name(path.name, (one.name for one in beside if kind_of(one.name)))
         remedy = "Check the path." if meant is None else f"Did you mean {path.with_name(meant)}?"
         raise UsageError(f"calibration file {name} is not there. {remedy}")
-    known = DATA_SETS.get(name.lower().replace("-", "").replace("_", ""))
+    hub_name = DATA_SETS.get(name.lower().replace("-", "").replace("_", ""))
     raise UsageError(
         f"calibration source {name!r} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file. Give one, "
-        f"or a data set of the hub as {known or f'{PREFIX}OWNER/NAME'}."
+        f"or a data set of the hub as {hub_name or f'{PREFIX}OWNER/NAME'}."
     )
 
 
@@ -204,9 +204,9 @@ def read_source(source: Source, tokens: int) -> Texts:
     if source.where == BUNDLED:
         note = f"calibrated on {BUNDLED_NAME}; give --calibration for text like yours"
         return Texts(read_documents(BUNDLED), BUNDLED_NAME, (note,))
-    wanted = tokens * _CHARACTERS_PER_TOKEN * _ABUNDANCE
+    characters = tokens * _CHARACTERS_PER_TOKEN * _ABUNDANCE
     if isinstance(source.where, Path):
-        return _of_file(source.where, max(wanted, MAX_WORK))
+        return _of_file(source.where, max(characters, MAX_WORK))
     data_set = open_data_set(source.where)
     if kind_of(data_set.files[0]) == ".parquet":
         import_parquet(f"{data_set.name}: {data_set.files[0]}")
@@ -215,12 +215,12 @@ def read_source(source: Source, tokens: int) -> Texts:
     for name in data_set.files:
         path = data_set.download(name)
         try:
-            found, _ = first_documents(path, max(wanted, MAX_WORK), wanted - length)
+            found, _ = first_documents(path, max(characters, MAX_WORK), characters - length)
         except QuantkitError as error:
             raise type(error)(f"{data_set.name}: {error}") from error
         documents += found
         length += sum(len(str(document)) for document in found)
-        if length >= wanted:
+        if length >= characters:
             break
     return Texts(documents, data_set.name, data_set.notes)
 

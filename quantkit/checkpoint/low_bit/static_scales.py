@@ -41,8 +41,10 @@ ACTIVATION_SUFFIXES = (
     ".v_zero_point",
     ".kv_scale",
 )
-#: Most repetitions in a pattern of a config, which bounds the time of a match.
+#: Most repetitions, and most groups, in a pattern of a config, which bounds the time of a match.
 _MOST_REPEATS = 4
+#: Most elements of zero-points that are read to see if they are zero.
+_MOST_ZEROS = 1 << 20
 #: Zero-points that are 0 in symmetric schemes, and bounds of dynamic scales: no scheme stores them.
 _ZERO_POINTS = (".input_zero_point", ".k_zero_point", ".v_zero_point")
 _BOUNDS = (".input_scale_ub",)
@@ -137,8 +139,8 @@ class ActivationTensors:
         arguments = self._input_arguments(module, weights)
         if not arguments or arguments.get("dynamic") is True:
             return None
-        key = (arguments.get("type"), arguments.get("num_bits"), arguments.get("group_size"))
-        static = _STATIC.get(key)  # type: ignore[arg-type]
+        codes = tuple(arguments.get(name) for name in ("type", "num_bits", "group_size"))
+        static = next((one for kind, one in _STATIC.items() if kind == codes), None)
         plain = arguments.get("symmetric") is not False
         if static is None or not plain or arguments.get("strategy") not in (None, "tensor", "tensor_group"):
             text = ", ".join(f"{name} {value}" for name, value in arguments.items() if value is not None)
@@ -189,7 +191,11 @@ class ActivationTensors:
             tensor
             for tensor in rest
             if not tensor.name.endswith(_BOUNDS)
-            and not (tensor.name.endswith(_ZERO_POINTS) and not bool(read(tensor).to(torch.float32).any()))
+            and not (
+                tensor.name.endswith(_ZERO_POINTS)
+                and tensor.elements <= _MOST_ZEROS
+                and not bool(read(tensor).to(torch.float32).any())
+            )
         ]
 
     def raise_missing(self, name: str, because: str) -> NoReturn:
@@ -231,7 +237,8 @@ def _modelopt_arguments(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _matches(pattern: str, module: str) -> bool:
     """Return True if a pattern of a config matches a module; `CheckpointError` if it may hang."""
-    hangs = re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS
+    counts = (len(re.findall(r"[*+{]", pattern)), pattern.count("("))
+    hangs = re.search(r"\)[*+{]", pattern) or max(counts) > _MOST_REPEATS
     try:
         if not hangs:
             return re.match(pattern, module) is not None
@@ -239,7 +246,7 @@ def _matches(pattern: str, module: str) -> bool:
         pass
     raise CheckpointError(
         f"the target {shown('re:' + pattern)} in config_groups is no pattern that quantkit matches; expected "
-        f"a valid one with at most {_MOST_REPEATS} repetitions, none of them of a group. {WEIGHTS_ALONE}."
+        f"a valid one with at most {_MOST_REPEATS} groups and repetitions, none of a group. {WEIGHTS_ALONE}."
     )
 
 

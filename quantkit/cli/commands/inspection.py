@@ -141,6 +141,8 @@ def _show(path: Path, json: bool) -> None:
     bits = {name: "unknown" if of is None else f"{of:.3f}" for name, of in found.bits_per_weight.items()}
     packed = f"low-bit tensors {bits['linears']}, " if found.method else ""
     say(f"bits per weight: {packed}whole model {bits['model']}")
+    if found.inputs:
+        say(found.inputs)
     if found.made_for:
         say(f"for, by their documentation: {', '.join(found.made_for)}")
     for command, what in actions:

@@ -202,7 +202,7 @@ def _decoding(found: Expression | None) -> dict[str, str | None]:
 
 
 def with_shared_table(
-    known: dict[str, Any], scheme: Scheme, dtype: torch.dtype, warps: int, copies: int = COPIES
+    constexprs: dict[str, Any], scheme: Scheme, dtype: torch.dtype, warps: int, copies: int = COPIES
 ) -> dict[str, Any]:
     """Return `constants` for a kernel with a table in shared memory, if the format has one.
 
@@ -210,8 +210,8 @@ def with_shared_table(
     """
     found = shared_table(scheme.format, str(dtype).removeprefix("torch."), warps, copies) if copies else None
     if found is None:
-        return known | {"FILL": None}
-    return known | _decoding(found) | {"FILL": found.fill}
+        return constexprs | {"FILL": None}
+    return constexprs | _decoding(found) | {"FILL": found.fill}
 
 
 def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int:
@@ -234,10 +234,10 @@ def shape_of(problem: Problem) -> Geometry:
 
 def unknown_value(tile: Any, values: Mapping[str, tuple[int, ...]]) -> str | None:
     """Return why a tile has an untested value, by the `values` of each field; None if all are tested."""
-    for field, known in values.items():
+    for field, allowed in values.items():
         value = getattr(tile, field)
-        if value not in known:
-            return f"{field} is one of {', '.join(map(str, known))}, not {value}"
+        if value not in allowed:
+            return f"{field} is one of {', '.join(map(str, allowed))}, not {value}"
     return None
 
 

@@ -73,11 +73,11 @@ def refuse_if(flag: torch.Tensor, message: str) -> None:
     _ask(_Pending(faults=[(flag, message)]))
 
 
-def _ask(asked: _Pending) -> None:
+def _ask(checks: _Pending) -> None:
     """Add pending checks to the open block; without one, wait for them at once."""
     pending = _pending.get()
     if pending is None:
-        asked.settle()
+        checks.settle()
         return
-    pending.faults += asked.faults
-    pending.devices |= asked.devices
+    pending.faults += checks.faults
+    pending.devices |= checks.devices

@@ -78,8 +78,8 @@ class _Worker:
     """A process that compiles one kernel at a time."""
 
     def __init__(self) -> None:
-        self._connection, theirs = Pipe()
-        number = theirs.fileno()
+        self._connection, child_end = Pipe()
+        number = child_end.fileno()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(number)],
@@ -91,7 +91,7 @@ class _Worker:
                 start_new_session=True,
             )
         finally:
-            theirs.close()
+            child_end.close()
 
     def is_there(self) -> bool:
         """Return True if the process runs."""

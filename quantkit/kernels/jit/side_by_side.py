@@ -50,11 +50,11 @@ def _request(compile_kernel: Callable[[], Any]) -> Request | None:
 
     Returns None if this Triton version hides the arguments, bypasses its cache, or calls a hook here.
     """
-    known = getclosurevars(compile_kernel).nonlocals
-    is_told = {"src", "target", "options"} <= set(known)
+    closure = getclosurevars(compile_kernel).nonlocals
+    is_told = {"src", "target", "options"} <= set(closure)
     if not is_told or knobs.compilation.always_compile or knobs.runtime.add_stages_inspection_hook:
         return None
-    source = known["src"]
+    source = closure["src"]
     return Request(
         source.fn.module,
         source.fn.__name__,
@@ -62,8 +62,8 @@ def _request(compile_kernel: Callable[[], Any]) -> Request | None:
         source.signature,
         source.constants,
         source.attrs,
-        known["target"],
-        vars(known["options"]),
+        closure["target"],
+        vars(closure["options"]),
         knobs.cache.dir,
     )
 

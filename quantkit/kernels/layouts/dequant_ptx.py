@@ -112,13 +112,13 @@ def expression(
     if dtype not in LANES:
         return None
     lane, name = LANES[dtype]
-    wanted = slice(*some or (0, planes(number_format.bits)))
+    selected = slice(*some or (0, planes(number_format.bits)))
     found = arithmetic(number_format, lane, bare=bare)
     if found is not None:
-        return _arithmetic(number_format.bits, found[wanted], lane, name)
+        return _arithmetic(number_format.bits, found[selected], lane, name)
     if number_format.values == tuple(range(-(2**lane.mantissa_bits), 2**lane.mantissa_bits)):
-        return _wide_integers(number_format, lane, name, wanted)
-    return _table(number_format, name, wanted) if number_format.bits <= TABLE_BITS else None
+        return _wide_integers(number_format, lane, name, selected)
+    return _table(number_format, name, selected) if number_format.bits <= TABLE_BITS else None
 
 
 def _twice(bits: int | None) -> int:
@@ -145,13 +145,13 @@ def _arithmetic(bits: int, found: Sequence[Plane], lane: Lane, name: str) -> Exp
     return writer.expression()
 
 
-def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: slice) -> Expression:
+def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, selected: slice) -> Expression:
     """Write PTX that dequantizes integers with one bit more than the mantissa.
 
     The highest bit selects the addend. With P = 2^mantissa, the low bits give P + (code mod P). Then -2 P is
     added if the highest bit is 0, -P if it is 1.
     """
-    fields = placement(number_format)[wanted]
+    fields = placement(number_format)[selected]
     writer = Writer(number_format.bits, len(fields))
     unit = 2.0**lane.mantissa_bits
     magic, negative, one = (_twice(lane.bits(x)) for x in (unit, -unit, 1.0))
@@ -166,15 +166,15 @@ def _wide_integers(number_format: NumberFormat, lane: Lane, name: str, wanted: s
     return writer.expression()
 
 
-def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
+def _table(number_format: NumberFormat, name: str, selected: slice) -> Expression:
     """Write PTX that looks values up by warp shuffles: lane i holds the value of code i mod the code count.
 
     A shuffle reads the low five bits of a lane number only, so bits above a code may stay.
     """
     bits = number_format.bits
-    found = code_moves(number_format)[wanted]
+    found = code_moves(number_format)[selected]
     writer = Writer(bits, len(found))
-    mine = f"${writer.outputs + registers(bits)}"
+    lane_value = f"${writer.outputs + registers(bits)}"
     for plane, moves in enumerate(found):
         values = []
         for half in (0, 16):
@@ -185,7 +185,7 @@ def _table(number_format: NumberFormat, name: str, wanted: slice) -> Expression:
                 writer.lines.append(f"lop3.b32 {both}, {source}, 0x{move.mask:X}, {code}, 0xE2;")
                 code = both
             values.append(writer.temporary())
-            writer.lines.append(f"shfl.sync.idx.b32 {values[-1]}, {mine}, {code}, 31, 0xFFFFFFFF;")
+            writer.lines.append(f"shfl.sync.idx.b32 {values[-1]}, {lane_value}, {code}, 31, 0xFFFFFFFF;")
         writer.lines.append(f"prmt.b32 ${plane}, {values[0]}, {values[1]}, 0x5410;")
     return writer.expression(
         "{.reg .b32 lane;\n.reg .b64 at;\n.reg .f32 value;\nmov.u32 lane, %laneid;\n"
@@ -209,7 +209,7 @@ def shared_table(
     if not has_shared_table(number_format, dtype):
         return None
     writer = Writer(SHARED_BITS, planes(SHARED_BITS))
-    word, mine = (f"${writer.outputs + i}" for i in range(2))
+    word, lane_table = (f"${writer.outputs + i}" for i in range(2))
     # Planes 0 and 1, then 2 and 3; of each the byte of the lower 16-bit lane, then of the upper one.
     for first, pair in ((0, (0, 2)), (2, (1, 3))):
         to = [f"${first}", f"${first + 1}"]
@@ -218,7 +218,7 @@ def shared_table(
             codes, at = writer.temporary(), writer.temporary()
             writer.lines += [
                 f"prmt.b32 {codes}, {word}, 0, 0x444{byte};",
-                f"mad.lo.u32 {at}, {codes}, {4 * copies}, {mine};",
+                f"mad.lo.u32 {at}, {codes}, {4 * copies}, {lane_table};",
                 f"ld.shared.b32 {one}, [{at}];",
             ]
         if not of_planes:

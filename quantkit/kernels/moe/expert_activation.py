@@ -73,8 +73,8 @@ def _launch(
 
     without = {"bias": None} if dtypes[-1] is None else {}
     grid = (rows, -(-n // ACTIVATED))
-    known = {"EXPERTS": experts, "BLOCK": ACTIVATED, **dict(options), **without, **overlap(features)}
-    return Launch(kernel, grid, **known, num_warps=4)
+    constexprs = {"EXPERTS": experts, "BLOCK": ACTIVATED, **dict(options), **without, **overlap(features)}
+    return Launch(kernel, grid, **constexprs, num_warps=4)
 
 
 torch.library.define(

@@ -56,21 +56,21 @@ def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: f
     from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
 
-    known = {"EXPERTS": experts, **overlap(features)}
+    common = {"EXPERTS": experts, **overlap(features)}
     padded, buckets = power_of_two(routed), power_of_two(experts + 1)
     few = buckets <= FEW_BUCKETS
     if routed <= (COMPARED if few else MOST_COMPARED):
         # One lane per routed token compares it with all others.
         warps = max(padded // 32, 1)
-        return _Order(IndexLaunch(sort_few_tokens, (1,), PADDED=padded, ROWS=rows, **known, num_warps=warps))
-    known["BUCKETS"] = buckets
+        return _Order(IndexLaunch(sort_few_tokens, (1,), PADDED=padded, ROWS=rows, **common, num_warps=warps))
+    common["BUCKETS"] = buckets
     grid = (experts + 1,)
     if routed <= COUNTED and few:
         alone = {"counts": None, "CHUNKS": 0}
-        return _Order(IndexLaunch(kernel, grid, CHUNK=padded, ROWS=rows, **alone, **known))
-    place = IndexLaunch(kernel, grid, CHUNK=min(padded, PLACED), ROWS=rows, **known)
+        return _Order(IndexLaunch(kernel, grid, CHUNK=padded, ROWS=rows, **alone, **common))
+    place = IndexLaunch(kernel, grid, CHUNK=min(padded, PLACED), ROWS=rows, **common)
     chunks = -(-routed // COUNTED)
-    return _Order(place, IndexLaunch(count_tokens, (chunks,), CHUNK=COUNTED, **known), chunks, buckets)
+    return _Order(place, IndexLaunch(count_tokens, (chunks,), CHUNK=COUNTED, **common), chunks, buckets)
 
 
 def sort_tokens_by_expert(
@@ -111,8 +111,8 @@ def _weigh(
     from quantkit.kernels.moe.permute_kernels import combine_experts as kernel
 
     grid = (tokens, -(-n // WEIGHED))
-    known = {"EXPERTS": experts, "TOP_K": top_k, "BLOCK": WEIGHED, **overlap(features)}
-    return Launch(kernel, grid, **known, **({"bias": None} if dtypes[-1] is None else {}))
+    constexprs = {"EXPERTS": experts, "TOP_K": top_k, "BLOCK": WEIGHED, **overlap(features)}
+    return Launch(kernel, grid, **constexprs, **({"bias": None} if dtypes[-1] is None else {}))
 
 
 def combine_experts(

@@ -62,7 +62,7 @@ def why_not(
     `query` [B, H, T, D], `key` [B, H', L, D], `value` [B, H', L, V], `mask` of any shape.
     """
     (batch, heads, tokens, size), (_, key_heads, length, _) = query.shape, key.shape
-    wanted = (1, 1, length)
+    mask_shape = (1, 1, length)
     same = query.dtype == key.dtype == value.dtype
     reasons = (
         (tokens != 1, f"there are {tokens} new tokens"),
@@ -70,7 +70,7 @@ def why_not(
         (max(size, value.shape[-1]) > MOST_FEATURES, f"heads have more than {MOST_FEATURES} features"),
         (heads % key_heads, f"{heads} query heads are no multiple of {key_heads} key heads"),
         (
-            mask is not None and mask.shape[1:] != wanted,
+            mask is not None and mask.shape[1:] != mask_shape,
             f"the mask {None if mask is None else list(mask.shape)} is not [batch, 1, 1, {length}]",
         ),
         (
@@ -228,13 +228,13 @@ def _attention(
     attend, combine_splits = _launches(
         sizes, plan, chunks, scaling, kind, single_pass, bool(new), how, settled, features
     )
-    seen = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
+    mask_data = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
     with launching_on(query.device):
         attend(
             query,
             key,
             value,
-            seen,
+            mask_data,
             sums,
             stats,
             out,
@@ -245,8 +245,8 @@ def _attention(
             *query.stride()[:2],
             *key.stride()[:3],
             *value.stride()[:3],
-            seen.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
-            seen.stride(-1),
+            mask_data.stride(0) if mask is not None and mask.shape[0] > 1 else 0,
+            mask_data.stride(-1),
             *strides,
         )
         if combine_splits is not None:
@@ -323,7 +323,7 @@ def _launches(
     from quantkit.kernels.ops.attention_kernels import attend, combine_splits
 
     width = max(64, power_of_two(sizes.width))
-    known = {"GROUP": sizes.group, "V": sizes.width, "VP": width, **overlap(features)}
+    constexprs = {"GROUP": sizes.group, "V": sizes.width, "VP": width, **overlap(features)}
     first = Launch(
         attend,
         (sizes.kv_heads, chunks, sizes.blocks),
@@ -342,11 +342,11 @@ def _launches(
         PTX="ptx" in features,
         # True if registers hold the keys and values of a step beside the sums.
         EARLY="ptx" in features and sizes.key_bytes <= KEY_BYTES,
-        **known,
+        **constexprs,
         **ROUNDED,
         num_warps=plan.warps,
     )
     if chunks == 1:
         return first, None
     splits = power_of_two(chunks * plan.warps)
-    return first, Launch(combine_splits, (sizes.kv_heads, sizes.group), S=splits, **known, num_warps=4)
+    return first, Launch(combine_splits, (sizes.kv_heads, sizes.group), S=splits, **constexprs, num_warps=4)

@@ -55,11 +55,11 @@ def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) ->
     host does not wait for the GPU.
     """
     launches: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    unaligned: list[tuple[torch.Tensor, torch.Tensor]] = []
     for cache, part in zip(caches, states, strict=True):
         batch, heads, length, size = cache.shape
         key = cache.device, batch, heads, length, size * cache.itemsize
-        (launches.setdefault(key, []) if _is_of_words(cache, part) else others).append((cache, part))
+        (launches.setdefault(key, []) if _is_of_words(cache, part) else unaligned).append((cache, part))
     for (device, batch, heads, length, row), pairs in launches.items():
         tokens = pairs[0][1].shape[2]
         end = length if clear else tokens
@@ -69,8 +69,8 @@ def fill(caches: list[torch.Tensor], states: list[torch.Tensor], clear: bool) ->
         table = torch.tensor(entries, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         with launching_on(device):
             launch(table, tokens, length, end, heads)
-    if others:
-        fill_reference([cache for cache, _ in others], [part for _, part in others], clear)
+    if unaligned:
+        fill_reference([cache for cache, _ in unaligned], [part for _, part in unaligned], clear)
 
 
 def _is_of_words(cache: torch.Tensor, states: torch.Tensor) -> bool:

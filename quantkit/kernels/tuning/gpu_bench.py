@@ -39,8 +39,8 @@ class GpuBench:
         self.packed, self.dtype = packed, dtype
         layout = FRAGMENTS.build(packed, dtype)
         nbytes = sum(part.nbytes for part in layout)
-        others = [tuple(part.clone() for part in layout) for _ in range(copies(nbytes) - 1)]
-        self.layouts = [layout, *others]
+        clones = [tuple(part.clone() for part in layout) for _ in range(copies(nbytes) - 1)]
+        self.layouts = [layout, *clones]
         self.expected: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def error(self, candidate: Candidate, m: int) -> float:
@@ -234,11 +234,11 @@ class _Worker:
     def _connected(self) -> Connection:
         if self._connection is None:
             context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, self._target), daemon=True)
+            self._connection, child_end = context.Pipe()
+            process = context.Process(target=_work, args=(child_end, self._target), daemon=True)
             with kept_from_children():
                 process.start()
-            theirs.close()
+            child_end.close()
             self._process = process
             if self._killed:
                 process.kill()

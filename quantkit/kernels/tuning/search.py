@@ -149,8 +149,8 @@ class Search:
 
     def _best(self, kernel: Kernel) -> Candidate:
         """Return the fastest candidate of a kernel so far."""
-        mine = {one: us for one, us in self.coarse.items() if one.kernel == kernel.name}
-        return min(mine, key=lambda one: self.fine.get(one, mine[one]))
+        times = {one: us for one, us in self.coarse.items() if one.kernel == kernel.name}
+        return min(times, key=lambda one: self.fine.get(one, times[one]))
 
     def measure(self, bench: Bench, candidate: Candidate, failure: str | None) -> None:
         """Check and time a candidate, unless compiling it failed with `failure`."""
@@ -177,21 +177,21 @@ class Search:
         if not self.fine:
             return None
         best = min(self.fine, key=lambda one: self.fine[one])
-        ruled = self.fine.get(self.rules)
-        if ruled is not None and self.fine[best] > MARGIN * ruled:
+        rules_us = self.fine.get(self.rules)
+        if rules_us is not None and self.fine[best] > MARGIN * rules_us:
             best = self.rules
-        others: dict[str, float] = {}
+        other_times: dict[str, float] = {}
         for kernel in KERNELS[: [kernel.name for kernel in KERNELS].index(best.kernel)]:
             times = [self.fine.get(one, us) for one, us in self.coarse.items() if one.kernel == kernel.name]
             if times:
-                others[kernel.name] = min(times)
-        return Entry(self.fine[best], best.kernel, best.tile, others)
+                other_times[kernel.name] = min(times)
+        return Entry(self.fine[best], best.kernel, best.tile, other_times)
 
     @property
     def gain(self) -> float | None:
         """Return the rules' time over the winner's; None if either did not run."""
-        entry, ruled = self.entry(), self.fine.get(self.rules)
-        return None if entry is None or ruled is None else ruled / entry.us
+        entry, rules_us = self.entry(), self.fine.get(self.rules)
+        return None if entry is None or rules_us is None else rules_us / entry.us
 
 
 def _limit(problem: Problem, candidate: Candidate) -> float:
@@ -260,17 +260,17 @@ def search(
         waiting = {
             weight: [
                 (one, [(c, setting.compiler.submit(one.problem, c)) for c in one.candidates()])
-                for one in mine
+                for one in of_weight
             ]
-            for weight, mine in searches.items()
+            for weight, of_weight in searches.items()
         }
-        total = sum(len(jobs) for mine in waiting.values() for _, jobs in mine)
+        total = sum(len(jobs) for of_weight in waiting.values() for _, jobs in of_weight)
         done = 0
-        for weight, mine in waiting.items():
-            if not any(jobs for _, jobs in mine):
+        for weight, of_weight in waiting.items():
+            if not any(jobs for _, jobs in of_weight):
                 continue
             with setting.bench(weight) as bench:
-                for one, jobs in mine:
+                for one, jobs in of_weight:
                     for candidate, wait in jobs:
                         setting.report(number, done, total, f"{weight} M={one.problem.m}")
                         one.measure(bench, candidate, wait())

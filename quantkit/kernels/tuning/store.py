@@ -55,7 +55,7 @@ def _shipped_for(gpu: Gpu, table: TileTable) -> str:
 def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...]:
     """Return the tables of a GPU by its name or file name, which need not be here; the user's first.
 
-    `QUANTKIT_TILES` is ignored. Raises `UsageError` with known names if there is none, and `KernelError` for
+    `QUANTKIT_TILES` is ignored. Raises `UsageError` with files names if there is none, and `KernelError` for
     a damaged table.
     """
     kernels = tuple(kernels)
@@ -69,10 +69,10 @@ def named_tables(name: str, kernels: Iterable[Kernel]) -> tuple[StoredTable, ...
     parsed = {source: _parsed(data, source, None, kernels) for source, data in found.items()}
     tables = tuple(StoredTable(table, source) for source, table in parsed.items() if table is not None)
     if not tables:
-        known = {one.name for one in _shipped().iterdir() if one.name.endswith(".json")}
+        files = {one.name for one in _shipped().iterdir() if one.name.endswith(".json")}
         if users is not None and users.parent.is_dir():
-            known |= {one.name for one in users.parent.iterdir() if one.suffix == ".json"}
-        names = ", ".join(sorted(one.removesuffix(".json") for one in known)) or "none"
+            files |= {one.name for one in users.parent.iterdir() if one.suffix == ".json"}
+        names = ", ".join(sorted(one.removesuffix(".json") for one in files)) or "none"
         raise UsageError(
             f"there is no table of measured times for a GPU {name!r}; there are {names}. Run `quantkit tune` "
             "where that GPU is, and copy the table that it writes."

@@ -138,9 +138,9 @@ def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
     weights: dict[str, dict[tuple[int, int], dict[int, list[Any]]]] = {}
     for key, entry in table.entries.items():
         tile = [] if entry.tile is None else [[getattr(entry.tile, name) for name in tiles[entry.kernel]]]
-        others = {name: _rounded(us) for name, us in sorted(entry.others.items())}
+        other_times = {name: _rounded(us) for name, us in sorted(entry.others.items())}
         by_m = weights.setdefault(_weight_to_json(key), {}).setdefault((key.n, key.k), {})
-        by_m[key.m] = [_rounded(entry.us), entry.kernel, *tile, *([others] if others else [])]
+        by_m[key.m] = [_rounded(entry.us), entry.kernel, *tile, *([other_times] if other_times else [])]
     groups = []
     for weight, shapes in sorted(weights.items()):
         lines = [
@@ -219,10 +219,10 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
     if version != VERSION:
         raise OtherTable(f"it has version {shown(version)}, these kernels have {VERSION}")
     _only(data, ("version", "gpu", "made_with", "tiles", "weights"), "the file")
-    found, asked = _get(data, "gpu", dict, "the file"), _gpu_to_json(gpu)
-    _only(found, tuple(asked), "'gpu'")
-    if found != asked:
-        raise OtherTable(f"it is for {shown(found)}, this is {asked}")
+    found, own = _get(data, "gpu", dict, "the file"), _gpu_to_json(gpu)
+    _only(found, tuple(own), "'gpu'")
+    if found != own:
+        raise OtherTable(f"it is for {shown(found)}, this is {own}")
     made_with = _get(data, "made_with", dict, "the file")
     if not all(type(version) is str and len(version) <= 100 for version in made_with.values()):
         raise ValueError(f"'made_with' is {shown(made_with)}; expected versions by name")
@@ -309,13 +309,13 @@ def _entry(value: Any, problem: Problem, kernels: Mapping[str, Kernel]) -> Entry
     tile = None
     if kernel.tile_space is not None:
         tile = _tile(rest.pop(0) if rest else None, kernel, problem, what)
-    others = rest.pop(0) if rest and type(rest[0]) is dict else {}
+    other_times = rest.pop(0) if rest and type(rest[0]) is dict else {}
     if rest:
         raise ValueError(f"{what} has {shown(rest)} at its end; expected nothing more")
-    for other in others:
+    for other in other_times:
         if other not in kernels:
             raise ValueError(f"{what} names the row {shown(other)}; known are {', '.join(kernels)}")
-    return Entry(_us(us, what), name, tile, {other: _us(us, what) for other, us in others.items()})
+    return Entry(_us(us, what), name, tile, {other: _us(us, what) for other, us in other_times.items()})
 
 
 def _tile(values: Any, kernel: Kernel, problem: Problem, what: str) -> Any:
@@ -362,7 +362,7 @@ def _get(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
 _KINDS = {int: "an integer", bool: "true or false", str: "a text", dict: "an object", list: "a list"}
 
 
-def _only(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    unknown = set(data) - set(known)
+def _only(data: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
+    unknown = set(data) - set(allowed)
     if unknown:
-        raise ValueError(f"{where} has the keys {shown(sorted(unknown))}; expected {', '.join(known)}")
+        raise ValueError(f"{where} has the keys {shown(sorted(unknown))}; expected {', '.join(allowed)}")

@@ -26,12 +26,12 @@ class Step:
     def take(cls, block: Block, one: ModelPass) -> "Step":
         """Run `block` for a pass that waits before it, and advance the pass to the next block."""
         with torch.no_grad(), one.loaded() as call:
-            known = {id(tensor) for tensor in tensors_in(call)}
+            of_call = {id(tensor) for tensor in tensors_in(call)}
             output = mapped(block.run(call), _leaf)
             written: list[torch.Tensor] = []
             for mapping in mutable_in(call.values):
                 for key, value in list(mapping.items()):
-                    if any(id(tensor) not in known for tensor in tensors_in(value)):
+                    if any(id(tensor) not in of_call for tensor in tensors_in(value)):
                         mapping[key] = mapped(value, _leaf)
                         written += tensors_in(mapping[key])
         one.advance(output)
@@ -72,18 +72,18 @@ class Step:
         call = mapped(self.call, move)
         with torch.enable_grad():
             output = block.run(call)
-        known = {id(found) for _, found in moved.values()}
+        replaced = {id(found) for _, found in moved.values()}
         arguments = (one for mapping in mutable_in(call.values) for one in tensors_in(dict(mapping)))
-        again = (*tensors_in(output), *(one for one in arguments if id(one) not in known))
+        again = (*tensors_in(output), *(one for one in arguments if id(one) not in replaced))
         both = zip(again, self.leaves, strict=True)
         # Tensors that depend on weights only need no gradient.
         pairs = [(one, leaf.grad) for one, leaf in both if leaf.grad is not None and one.requires_grad]
         inputs = [(tensor, found) for tensor, found in moved.values() if found.requires_grad]
-        wanted = [*(found for _, found in inputs), *outputs.values()]
+        tensors = [*(found for _, found in inputs), *outputs.values()]
         if not pairs:
             return {name: torch.zeros_like(one) for name, one in outputs.items()}
         found = torch.autograd.grad(
-            [one for one, _ in pairs], wanted, [grad.to(device) for _, grad in pairs], allow_unused=True
+            [one for one, _ in pairs], tensors, [grad.to(device) for _, grad in pairs], allow_unused=True
         )
         between = []
         for (tensor, _), gradient in zip(inputs, found, strict=False):

@@ -117,33 +117,35 @@ class _Measurement:
         # Units of progress: a backward pass takes about as long as two forward, and the head as long as a
         # block.
         blocks = [self._decoder.block(name) for name in self._decoder.block_names]
-        wanted = {block.name: _Wanted.of(block, schemes) for block in blocks}
-        steps = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in wanted.values())
+        block_schemes = {block.name: _Wanted.of(block, schemes) for block in blocks}
+        steps = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in block_schemes.values())
         self._step = counting(steps, self._report)
         self._decoder.check_runs(tokens[:1])
         home, losses, counts = Home(torch.device("cpu")), dict[str, tuple[float, ...]](), {}
         with self._decoder.passes() as start:
             passes = list(self._workers.map(lambda one: start(one, home, grad=True), batches))
-            done: list[tuple[str, list[Step]]] = []
+            waiting: list[tuple[str, list[Step]]] = []
             while (name := passes[0].block) is not None and name != self._decoder.head_name:
                 block = self._decoder.block(name)
                 with self._decoder.loaded(block):
                     taken = self._workers.map(lambda one, block=block: self._forward(block, one), passes)
-                    done.append((name, list(taken)))
-            self._predict(done, batches)
-            while done:
-                name, steps_of = done.pop()
+                    waiting.append((name, list(taken)))
+            self._predict(waiting, batches)
+            while waiting:
+                name, steps_of = waiting.pop()
                 block = self._decoder.block(name)
-                earlier = [[leaf for _, of in done for leaf in of[at].leaves] for at in range(len(batches))]
+                earlier = [
+                    [leaf for _, of in waiting for leaf in of[at].leaves] for at in range(len(batches))
+                ]
                 trim_cache(self._decoder.device)
                 with self._decoder.loaded(block):
-                    seen, routed = self._backward(block, steps_of, earlier, wanted[name])
-                    for stage, sums in seen.items():
-                        _add(losses, self._linears(block, stage, sums, wanted[name], tokens.numel()))
+                    block_sums, routed = self._backward(block, steps_of, earlier, block_schemes[name])
+                    for stage, sums in block_sums.items():
+                        _add(losses, self._linears(block, stage, sums, block_schemes[name], tokens.numel()))
                     for module, calls in routed.items():
                         experts: Any = block.module.get_submodule(module)
                         found = RoutedGradients.of(experts, block.full(module), calls)
-                        _add(losses, self._experts(module, found, wanted[name], tokens.numel()))
+                        _add(losses, self._experts(module, found, block_schemes[name], tokens.numel()))
                         counts[found.name] = found.counts
         for name in schemes:
             if name not in losses:
@@ -155,9 +157,9 @@ class _Measurement:
         self._step(1, block.name)
         return found
 
-    def _predict(self, done: Sequence[tuple[str, Sequence[Step]]], batches: Sequence[torch.Tensor]) -> None:
+    def _predict(self, steps: Sequence[tuple[str, Sequence[Step]]], batches: Sequence[torch.Tensor]) -> None:
         """Compute the gradients of the hidden states after the last block."""
-        listed = [(name, of) for name, of in done if not self._decoder.block(name).is_linear]
+        listed = [(name, of) for name, of in steps if not self._decoder.block(name).is_linear]
         outputs = {name: of[0].output for name, of in listed}
         _, last = listed[-1]
 
@@ -199,69 +201,69 @@ class _Measurement:
         block: Block,
         steps: Sequence[Step],
         earlier: Sequence[Sequence[torch.Tensor]],
-        wanted: "_Wanted",
+        schemes: "_Wanted",
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, list[ExpertCall]]]:
         """Backpropagate all micro-batches through a block; return sums by group of linears, and expert calls.
 
         Names are relative to the block. Adds gradients to the leaves in `earlier`.
         """
-        modules = (*wanted.linears, *wanted.experts)
+        modules = (*schemes.linears, *schemes.experts)
         call = mapped(steps[0].call, lambda tensor: tensor.detach().to(self._decoder.device))
         stages, repeated, idle = (
-            stages_of(block, call, modules, alone=wanted.experts) if modules else ([], [], [])
+            stages_of(block, call, modules, alone=schemes.experts) if modules else ([], [], [])
         )
         if repeated:
             raise UsageError(_not_once(block.full(repeated[0])))
         if idle:
             raise UsageError(_not_run(block.full(idle[0])))
-        seen: dict[tuple[str, ...], Seen] = {}
-        routed: dict[str, list[ExpertCall]] = {name: [] for name in wanted.experts}
+        sums: dict[tuple[str, ...], Seen] = {}
+        routed: dict[str, list[ExpertCall]] = {name: [] for name in schemes.experts}
 
         def one(at: int) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
-            return self._pass(block, steps[at], earlier[at], stages, wanted)
+            return self._pass(block, steps[at], earlier[at], stages, schemes)
 
         # At most one pass per worker at a time, because the results of a pass are large.
         for at in range(0, len(steps), self._lanes):
             for parts, calls in self._workers.map(one, range(at, min(at + self._lanes, len(steps)))):
-                seen = {stage: seen[stage].plus(part) if seen else part for stage, part in parts.items()}
+                sums = {stage: sums[stage].plus(part) if sums else part for stage, part in parts.items()}
                 for name, call_of in calls.items():
                     routed[name].append(call_of)
-        return seen, routed
+        return sums, routed
 
     def _linears(
-        self, block: Block, stage: tuple[str, ...], seen: Seen, wanted: "_Wanted", tokens: int
+        self, block: Block, stage: tuple[str, ...], sums: Seen, schemes: "_Wanted", tokens: int
     ) -> dict[str, tuple[float, ...]]:
         """Return the losses of linears that share an input, by name, one per scheme."""
         stats = None
-        if seen.inputs is not None:
-            of_inputs = Hessian(seen.inputs.div_(tokens), tokens)
+        if sums.inputs is not None:
+            of_inputs = Hessian(sums.inputs.div_(tokens), tokens)
             stats = self._workers.submit(LinearStats.prepare, of_inputs, self._method.needs).result()
-        hessian, losses = seen.weighted_hessian(), {}
+        hessian, losses = sums.weighted_hessian(), {}
         for name in stage:
             weight = block.module.get_submodule(name).weight
             assert isinstance(weight, torch.Tensor)
             full = block.full(name)
-            importance = seen.squares[name] / tokens
-            trials = self._trials(full, weight, hessian, importance, wanted.linears[name], stats, self._rows)
+            importance = sums.squares[name] / tokens
+            trials = self._trials(full, weight, hessian, importance, schemes.linears[name], stats, self._rows)
             tried = [self._workers.submit(trial) for trial in trials]
             losses[full] = tuple(one.result() for one in tried)
         return losses
 
     def _experts(
-        self, module: str, routed: RoutedGradients, wanted: "_Wanted", tokens: int
+        self, module: str, routed: RoutedGradients, block_schemes: "_Wanted", tokens: int
     ) -> dict[str, tuple[float, ...]]:
         """Return the losses of the fused parameters of experts, summed over experts.
 
         Workers share the experts.
         """
-        schemes = wanted.experts[module]
+        schemes = block_schemes.experts[module]
         everyone = routed.everyone() if self._method.needs_data else None
         count = len(routed.experts.down_proj)
         rows = max(EXPERT_ROWS, self._rows // count)
 
         def one(expert: int) -> dict[str, list[float]]:
             losses = {}
-            for leaf, seen in routed.seen(expert).items():
+            for leaf, sums in routed.seen(expert).items():
                 if leaf not in schemes:
                     continue
                 stats = None
@@ -269,9 +271,9 @@ class _Measurement:
                     stats = LinearStats.prepare(routed.hessian(expert, leaf, everyone), self._method.needs)
                 weight = routed.weight(expert, leaf)
                 name = f"{routed.name}.{expert}.{leaf}"
-                importance = seen.squares[leaf] / tokens
+                importance = sums.squares[leaf] / tokens
                 trials = self._trials(
-                    name, weight, seen.weighted_hessian(), importance, schemes[leaf], stats, rows
+                    name, weight, sums.weighted_hessian(), importance, schemes[leaf], stats, rows
                 )
                 losses[leaf] = [trial() for trial in trials]
             return losses
@@ -315,7 +317,7 @@ class _Measurement:
         step: Step,
         earlier: Sequence[torch.Tensor],
         stages: Sequence[tuple[str, ...]],
-        wanted: "_Wanted",
+        schemes: "_Wanted",
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
         """Run one micro-batch forward and backward through a block.
 
@@ -339,7 +341,7 @@ class _Measurement:
                 handle = block.module.get_submodule(name).register_forward_hook(keep(name))
                 stack.callback(handle.remove)
             slopes = step.backward(block, outputs, earlier, self._decoder.device)
-        seen = {
+        sums = {
             stage: Seen.of(
                 block.full(stage[0]),
                 inputs[stage[0]][0].detach(),
@@ -347,14 +349,14 @@ class _Measurement:
                 unweighted=self._method.needs_data,
             )
             for stage in stages
-            if stage[0] in wanted.linears
+            if stage[0] in schemes.linears
         }
         calls = {}
-        for name in wanted.experts:
+        for name in schemes.experts:
             call, rows = chosen_rows(block.module.get_submodule(name), inputs[name])
             calls[name] = ExpertCall.of(call, slopes[name][rows], block.full(name))
         self._step(2, block.name)
-        return seen, calls
+        return sums, calls
 
     def _loss(
         self,
@@ -410,8 +412,8 @@ class _Wanted:
 def _add(losses: dict[str, tuple[float, ...]], more: Losses) -> None:
     """Add losses of linears; a block that runs several times adds to the same linears."""
     for name, row in more.items():
-        known = losses.get(name, (0.0,) * len(row))
-        losses[name] = tuple(a + b for a, b in zip(known, row, strict=True))
+        before = losses.get(name, (0.0,) * len(row))
+        losses[name] = tuple(a + b for a, b in zip(before, row, strict=True))
 
 
 def _not_once(name: str) -> str:
@@ -444,5 +446,5 @@ def _stored(rows: torch.Tensor, scheme: Scheme, method: Method, stats: LinearSta
     parameters = fit_parameters(
         lambda: iter([method.target(rows, stats)]), shape, scheme, search.fit, search.fit_tensor
     )
-    done: Any = quantize_calibrated_rows(rows, scheme, method, parameters, stats).rows
-    return packed_rows([done], parameters, scheme, shape).dequantize(torch.float32)
+    quantized: Any = quantize_calibrated_rows(rows, scheme, method, parameters, stats).rows
+    return packed_rows([quantized], parameters, scheme, shape).dequantize(torch.float32)

@@ -85,11 +85,11 @@ def _scales(
     assert method is not None and method.input_scaling is not None
     stored = partial(stored_nearest, search=method.scale_search)
     tried = method.input_scaling.candidates(consumers, hessian, shared)
-    mine = [tried[at] for at in solver.ranks.share(len(tried))]
+    share = [tried[at] for at in solver.ranks.share(len(tried))]
     some = measured_at_once(columns, solver.device)
     found = solver.workers.map(
-        lambda at: output_errors(consumers, hessian, torch.stack(mine[at : at + some])[:, shared], stored),
-        range(0, len(mine), some),
+        lambda at: output_errors(consumers, hessian, torch.stack(share[at : at + some])[:, shared], stored),
+        range(0, len(share), some),
     )
     met = solver.ranks.all_gather(list(chain.from_iterable(found)))
     errors = list(chain.from_iterable(met))
@@ -97,7 +97,7 @@ def _scales(
 
 
 def _multiply(solver: Solver, task: Task, by: Factors) -> None:
-    known = solver.factors.get(task.source.name, Factors())
+    factors = solver.factors.get(task.source.name, Factors())
     solver.factors[task.source.name] = Factors(
-        known.columns if by.columns is None else by.columns, known.rows if by.rows is None else by.rows
+        factors.columns if by.columns is None else by.columns, factors.rows if by.rows is None else by.rows
     )

@@ -141,10 +141,10 @@ def calibrate(
             return None
         return [name for name in calibration.work_files if output.is_done(name)]
 
-    known = ranks.broadcast(done)
-    if known is None:
+    finished = ranks.broadcast(done)
+    if finished is None:
         return
-    files: WorkFiles = Followed(out, known) if output is None else output
+    files: WorkFiles = Followed(out, finished) if output is None else output
     decoder = calibration.decoder
     # One worker on a GPU: the passes of several would compete for its memory.
     lanes = max(1, cpu_workers() // ranks.on_host) if decoder.device.type == "cpu" else 1
@@ -176,10 +176,10 @@ def measure_scales(
         with working(lanes, "measure inputs") as workers:
             return asdict(measure(decoder, calibration.samples, wanted, workers, out, report))
 
-    told = ranks.broadcast(measured) if wanted else None
-    if told is None:
+    sent = ranks.broadcast(measured) if wanted else None
+    if sent is None:
         return calibration, planned
-    found = Ranges(**told)
+    found = Ranges(**sent)
 
     def bound(block: BlockTasks) -> BlockTasks:
         return replace(block, tasks={name: bind_task(task, found) for name, task in block.tasks.items()})

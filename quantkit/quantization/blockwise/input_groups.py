@@ -139,13 +139,13 @@ class Forwards:
 
         The inputs [tokens, K] are copies, because the block may modify them in place.
         """
-        seen = 0
+        count = 0
 
         def stop(at: int, inputs: tuple[torch.Tensor, ...]) -> None:
-            nonlocal seen
-            seen += 1
+            nonlocal count
+            count += 1
             see(self._stops[at], inputs[0].reshape(-1, inputs[0].shape[-1]).clone())
-            if seen == len(self._stops):
+            if count == len(self._stops):
                 raise Stopped(inputs)
 
         stopped = self._run_to(lane, stop)

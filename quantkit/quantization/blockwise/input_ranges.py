@@ -98,10 +98,10 @@ def measure(
         )
         waiting = States(tuple(range(len(passes))), home, passes, None)
         while (name := waiting.block) is not None and name != decoder.head_name:
-            block, mine = decoder.block(name), wanted.within(name)
+            block, in_block = decoder.block(name), wanted.within(name)
             report(0, f"{name}, its inputs")
-            cache = _cache(mine.keys_and_values, states)
-            with _seeing(block, mine.linears, inputs), decoder.loaded(block):
+            cache = _cache(in_block.keys_and_values, states)
+            with _seeing(block, in_block.linears, inputs), decoder.loaded(block):
                 list(workers.map(partial(_run, block, cache), passes))
         if name is not None and name in wanted.linears:
             for one in passes:
@@ -126,8 +126,8 @@ class _Largest:
         """Include the values `x` [..., K] of a module; NaN makes the magnitude NaN."""
         largest = float(x.abs().amax()) if x.numel() else 0.0
         with self._lock:
-            known = self.found.get(module, 0.0)
-            self.found[module] = known if math.isnan(known) or largest <= known else largest
+            before = self.found.get(module, 0.0)
+            self.found[module] = before if math.isnan(before) or largest <= before else largest
 
 
 def _cache(modules: frozenset[str], largest: _Largest) -> Any:

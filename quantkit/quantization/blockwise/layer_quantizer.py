@@ -72,9 +72,9 @@ class Solver:
         sums = self._sums_of_all(self._sums(function, items))
         return {name: found.hessian() for name, found in sums.items()}
 
-    def _sums_of_all(self, mine: Mapping[str, RunSum]) -> dict[str, RunSum]:
-        """Return the sums of all ranks; reuses the memory of `mine`."""
-        records = [_record(name, part) for name, found in mine.items() for part in found.parts]
+    def _sums_of_all(self, own_sums: Mapping[str, RunSum]) -> dict[str, RunSum]:
+        """Return the sums of all ranks; reuses the memory of `own_sums`."""
+        records = [_record(name, part) for name, found in own_sums.items() for part in found.parts]
         sums: dict[str, RunSum] = {}
         for record in self.ranks.gather_records(records, self.device):
             name, first, last, tokens, columns = record.facts
@@ -91,14 +91,14 @@ class Solver:
         # A single worker returns results in order and needs no extra memory. Several workers multiply at
         # once.
         if self.lanes == 1:
-            done = self.in_order(lambda item: add(function(item)), items)
+            added = self.in_order(lambda item: add(function(item)), items)
         else:
             found = self.in_order(
                 lambda item: [(name, HessianSum.of(piece)) for name, piece in function(item)], items
             )
             # `map` frees each result when it has been added; a loop would keep one sum more in memory.
-            done = map(add, found)
-        for _ in done:
+            added = map(add, found)
+        for _ in added:
             pass
         return sums
 
@@ -186,10 +186,10 @@ class Solver:
         learning = [task for task in tasks.values() if task.method is not None and task.method.refine]
         self.seen.update({task.source.name: replace(hessians[name], input_error=None) for task in learning})
 
-        def solve(mine: Mapping[str, Task]) -> dict[str, Quantized]:
-            stats = self.prepare(hessians, {name: needs_of(mine.values())})[name]
+        def solve(own_tasks: Mapping[str, Task]) -> dict[str, Quantized]:
+            stats = self.prepare(hessians, {name: needs_of(own_tasks.values())})[name]
             hessians.clear()
-            return self.solve(mine, dict.fromkeys(mine, stats))
+            return self.solve(own_tasks, dict.fromkeys(own_tasks, stats))
 
         return self.divide(tasks, solve)
 
@@ -198,14 +198,16 @@ class Solver:
     ) -> "dict[str, Quantized]":
         """Let each rank `solve` its share of `tasks`; return the results of all ranks."""
         names = list(tasks)
-        mine = {names[at]: tasks[names[at]] for at in self.ranks.share(len(names))}
-        return self.exchange(tasks, solve(mine) if mine else {})
+        own_tasks = {names[at]: tasks[names[at]] for at in self.ranks.share(len(names))}
+        return self.exchange(tasks, solve(own_tasks) if own_tasks else {})
 
-    def exchange(self, tasks: Mapping[str, Task], mine: "Mapping[str, Quantized]") -> "dict[str, Quantized]":
-        """Return the results of all ranks for `tasks`; `mine` are the results of this rank."""
+    def exchange(
+        self, tasks: Mapping[str, Task], results: "Mapping[str, Quantized]"
+    ) -> "dict[str, Quantized]":
+        """Return the results of all ranks for `tasks`; `results` are those of this rank."""
         records = [
             Record(dict(one.packed.parts()), {"name": name, "detail": one.detail})
-            for name, one in mine.items()
+            for name, one in results.items()
         ]
         found: dict[str, Quantized] = {}
         for record in self.ranks.gather_records(records, self.device):
@@ -269,8 +271,8 @@ def _read_piece(job: tuple[str, int, ReadInputs]) -> list[Named]:
 
 def _record(name: str, part: HessianSum) -> Record:
     tensors = {"strips": part.strips, "largest": part.largest, "input_error": part.input_error}
-    given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    return Record(given, [name, part.first, part.last, part.tokens, part.columns])
+    present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    return Record(present, [name, part.first, part.last, part.tokens, part.columns])
 
 
 def _rows(

@@ -145,9 +145,9 @@ class _Kind:
 
     def solve(self, block: str, group: Sequence[int]) -> dict[str, Quantized]:
         """Quantize the matrices of a group of experts; each rank its share."""
-        mine = [group[at] for at in self._solver.ranks.share(len(group))]
+        own_group = [group[at] for at in self._solver.ranks.share(len(group))]
         tasks = {matrix: task for expert in group for matrix, task in self._tasks[expert].items()}
-        return self._solver.exchange(tasks, self._solve(block, mine) if mine else {})
+        return self._solver.exchange(tasks, self._solve(block, own_group) if own_group else {})
 
     def _solve(self, block: str, group: Sequence[int]) -> dict[str, Quantized]:
         solver = self._solver
@@ -165,8 +165,8 @@ class _Kind:
         finished = solver.solve(tasks, {matrix: stats[owner] for matrix, owner in owners.items()})
 
         def measure(matrix: str) -> list[float]:
-            mine = own.get(owners[matrix])
-            return [0.0, 0.0] if mine is None else _output(solver, tasks[matrix], finished[matrix], mine)
+            sums = own.get(owners[matrix])
+            return [0.0, 0.0] if sums is None else _output(solver, tasks[matrix], finished[matrix], sums)
 
         for matrix, output in zip(tasks, solver.workers.map(measure, tasks), strict=True):
             finished[matrix].detail["output"] = output
@@ -182,11 +182,11 @@ class _Kind:
             self._shared = self._hessians({name: (expert, tokens)})[name]
         return dict.fromkeys(names.values(), self._shared)
 
-    def _hessians(self, wanted: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, Hessian]:
+    def _hessians(self, tokens_of: Mapping[str, tuple[int, torch.Tensor]]) -> dict[str, Hessian]:
         """Return the Hessians of experts from their own tokens, by name; none for unchosen experts."""
         pieces: dict[str, list[ReadInputs]] = {
             name: [partial(self._read, expert, some) for some in torch.split(tokens, TOKENS)]
-            for name, (expert, tokens) in wanted.items()
+            for name, (expert, tokens) in tokens_of.items()
             if len(tokens)
         }
         return self._solver.hessians(pieces)
@@ -202,14 +202,14 @@ class _Kind:
             found = inputs[tokens.to(inputs.device)].to(self._solver.device)
             return spec_of(module).between(module, expert, found) if self._leaf == DOWN else found
 
-        seen = of(self._experts, self._routed.inputs)
+        x = of(self._experts, self._routed.inputs)
         if self._leaf == DOWN and self._activations is not None:
             # Those of gate and up are rounded when the experts are called.
-            seen = self._activations.round(seen)
+            x = self._activations.round(x)
         if "input_error" not in self._method.needs:
-            return seen, None
+            return x, None
         assert self._originals is not None and self._routed.originals is not None
-        return seen, of(self._originals, self._routed.originals)
+        return x, of(self._originals, self._routed.originals)
 
 
 def _output(solver: Solver, task: Task, quantized: Quantized, own: Hessian) -> list[float]:

@@ -51,10 +51,10 @@ def pictured_samples(
         longest = max(longest, len(own))
         if len(own) > length:
             continue
-        room = length - len(own)
-        at = 0 if at + room > len(filler) else at
-        tokens.append(torch.cat([own, filler[at : at + room]]))
-        at += room
+        filler_length = length - len(own)
+        at = 0 if at + filler_length > len(filler) else at
+        tokens.append(torch.cat([own, filler[at : at + filler_length]]))
+        at += filler_length
         beside.append(
             {name: _padded(one, len(own), length) for name, one in inputs.items() if name not in _LEFT_OUT}
         )
@@ -76,8 +76,8 @@ def _inputs(processor: Any, row: Pictured, path: str) -> dict[str, torch.Tensor]
     images = [pixels_of(image) for image in row.images]
     try:
         text = _text(processor, row)
-        made = processor(text=[text], images=images, return_tensors="pt")
-        found = {name: one for name, one in made.items() if isinstance(one, torch.Tensor)}
+        processed = processor(text=[text], images=images, return_tensors="pt")
+        found = {name: one for name, one in processed.items() if isinstance(one, torch.Tensor)}
         if found["input_ids"].shape[0] != 1:
             raise ValueError("it makes several rows of one")
     except Exception as error:  # Processors and templates may raise anything.

@@ -85,22 +85,22 @@ def quantize_blocks(
     report: Advance,
 ) -> None:
     """Fill the work files of all unfinished `blocks`; `lanes` is the number of `workers`."""
-    done = [block for block in blocks if not block.tasks or output.is_done(block.filename)]
-    for block in done:
+    finished = [block for block in blocks if not block.tasks or output.is_done(block.filename)]
+    for block in finished:
         report(sum(task.source.nbytes for task in block.tasks.values()), block.name)
-    if len(done) == len(blocks):
+    if len(finished) == len(blocks):
         return
     shapes = [task.source.shape for block in blocks if not block.is_head for task in block.tasks.values()]
     batches = _micro_batches(samples, blocks, max(map(max, shapes), default=1), decoder.device)
     runs_of_all = [run_of(at, len(batches)) for at in range(len(batches))]
     share = [at for at, run in enumerate(runs_of_all) if run in ranks.share(runs_of_all[-1] + 1)]
     runs = tuple(runs_of_all[at] for at in share)
-    mine = [(batches[at], samples.beside[at] if samples.beside else None) for at in share]
+    own_batches = [(batches[at], samples.beside[at] if samples.beside else None) for at in share]
     runs_original = bool(OF_ORIGINAL & needs_of(task for block in blocks for task in block.tasks.values()))
     stored = next((block for block in blocks if output.is_done(block.hidden_filename)), None)
     # For experts, every rank gets the calls of all samples.
     experts = samples.tokens.numel() if any(block.experts for block in blocks) else 0
-    tokens = (len(mine) * batches[0].numel() + experts) * (2 if runs_original else 1)
+    tokens = (len(own_batches) * batches[0].numel() + experts) * (2 if runs_original else 1)
     needed = tokens * decoder.hidden_size * decoder.dtype.itemsize
     columns = max((columns for _, columns in shapes), default=1)
     home = choose_home(needed, columns, decoder.device, ranks, output.path)
@@ -109,8 +109,8 @@ def quantize_blocks(
         states = States(
             runs,
             home,
-            list(workers.map(lambda one: start(one[0], home, beside=one[1]), mine)),
-            list(workers.map(lambda one: start(one[0], home, beside=one[1]), mine))
+            list(workers.map(lambda one: start(one[0], home, beside=one[1]), own_batches)),
+            list(workers.map(lambda one: start(one[0], home, beside=one[1]), own_batches))
             if runs_original
             else None,
         )
@@ -182,26 +182,26 @@ class _Worker:
 
     def replay(self, block: Block, todo: BlockTasks, states: States, output: WorkFiles) -> None:
         """Run the passes through a block that is finished or has no tasks, with its stored weights."""
-        given: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         if todo.tasks:
             files = Checkpoint.of_files([output.path / todo.filename])
             for parameter in {part.parameter for part in todo.parts.values()}:
-                given[parameter] = self.decoder.empty(f"{block.name}.{parameter}")
+                weights[parameter] = self.decoder.empty(f"{block.name}.{parameter}")
             for name, task in todo.tasks.items():
                 weight = packed_of(files, task).to(self.decoder.device).dequantize(self.decoder.dtype)
                 part = todo.parts.get(name)
                 if part is None:
-                    given[weight_of(name)] = weight
+                    weights[weight_of(name)] = weight
                 else:
-                    part.of(given[part.parameter]).copy_(weight)
+                    part.of(weights[part.parameter]).copy_(weight)
             for parameter, task in todo.changed.items():
                 tensor = files.read(task.outputs[0].name)
-                given[parameter] = tensor.to(self.decoder.device, self.decoder.dtype)
+                weights[parameter] = tensor.to(self.decoder.device, self.decoder.dtype)
         if states.exact is not None:
             twin = self.decoder.duplicate(block)
             with self.decoder.loaded(twin):
                 self._finish(twin, states.exact)
-        with rounded_inputs(block, todo), self.decoder.loaded(block, given):
+        with rounded_inputs(block, todo), self.decoder.loaded(block, weights):
             self._finish(block, states.passes)
 
     def _finish(self, block: Block, passes: Sequence[ModelPass]) -> None:
@@ -302,7 +302,7 @@ class _Worker:
         names = [name for name in todo.tasks if name not in calibrated]
         for at in range(0, len(names), FREE):
             tasks = {name: todo.tasks[name] for name in names[at : at + FREE]}
-            store(self.solver.divide(tasks, lambda mine: self.solver.solve(mine, {})))
+            store(self.solver.divide(tasks, lambda own_tasks: self.solver.solve(own_tasks, {})))
 
     def _learned(
         self,
@@ -325,9 +325,9 @@ class _Worker:
             lambda step: report(0, f"{block.name}, {step}"),
         )
         errors = (learned.error_before, learned.error)
-        seen = {name: self.solver.seen.pop(todo.tasks[name].source.name) for name in found}
+        hessians = {name: self.solver.seen.pop(todo.tasks[name].source.name) for name in found}
         return {
-            name: one.learned(learned.packed[name], weights[name], seen[name], errors)
+            name: one.learned(learned.packed[name], weights[name], hessians[name], errors)
             for name, one in found.items()
         }
 
@@ -356,10 +356,10 @@ class _Worker:
         rounds = None if task.scheme is None else task.scheme.activations
 
         def read(lane: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-            seen = states.passes[lane].call.hidden.to(device).flatten(0, -2)
+            hidden = states.passes[lane].call.hidden.to(device).flatten(0, -2)
             original = None if exact is None or not corrects else exact[lane].call.hidden.to(device)
-            seen = seen if rounds is None else rounds.round(seen)
-            return seen, None if original is None else original.flatten(0, -2)
+            hidden = hidden if rounds is None else rounds.round(hidden)
+            return hidden, None if original is None else original.flatten(0, -2)
 
         self.solver.factors.clear()
         with output.shard(todo.filename, todo.specs, {"format": "pt"}) as file:
@@ -402,8 +402,8 @@ class _Worker:
         )
         del calls
         originals: Any = None if twin is None else twin.module.get_submodule(name)
-        room = int(EXPERTS_MEMORY * free_share(self.decoder.device, ranks.on_host))
-        quantize_experts(self.solver, experts, originals, name, todo, routed, room, store)
+        free_bytes = int(EXPERTS_MEMORY * free_share(self.decoder.device, ranks.on_host))
+        quantize_experts(self.solver, experts, originals, name, todo, routed, free_bytes, store)
         widths = {task.module: task.source.shape[1] for task in tasks.values() if task.module is not None}
         return {module: coverage(routed, todo.experts[name], width) for module, width in widths.items()}
 

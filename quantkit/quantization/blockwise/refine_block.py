@@ -118,8 +118,8 @@ class _Passes:
 
     def gradients(self, drawn: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return the gradients of the squared error of some micro-batches, float32 [N, K] by linear."""
-        mine = [at - self._first for at in drawn if 0 <= at - self._first < len(self._inputs)]
-        found = list(self._solver.in_order(self._gradient, mine))
+        own_batches = [at - self._first for at in drawn if 0 <= at - self._first < len(self._inputs)]
+        found = list(self._solver.in_order(self._gradient, own_batches))
         total: dict[str, torch.Tensor] = {}
         for record in self._solver.ranks.gather_records(found, self._solver.device):
             for name, gradient in record.tensors.items():
@@ -128,8 +128,8 @@ class _Passes:
 
     def error(self) -> float:
         """Return the squared error of the outputs of all micro-batches over the sum of their squares."""
-        mine = list(self._solver.in_order(self._squares, range(len(self._inputs))))
-        pairs = list(chain.from_iterable(self._solver.ranks.all_gather(mine)))
+        own_errors = list(self._solver.in_order(self._squares, range(len(self._inputs))))
+        pairs = list(chain.from_iterable(self._solver.ranks.all_gather(own_errors)))
         error, energy = (sum(column) for column in zip(*pairs, strict=True))
         return float(error / energy) if energy else 0.0
 

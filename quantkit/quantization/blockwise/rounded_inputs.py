@@ -67,9 +67,9 @@ class _Rounder:
     def _rounded(self, scheme: ActivationScheme, x: torch.Tensor) -> torch.Tensor:
         kept = getattr(self._last, "kept", None)
         if kept is not None and kept[0] == scheme and kept[1]() is x:
-            known: torch.Tensor | None = kept[2]()
-            if known is not None:
-                return known
+            cached: torch.Tensor | None = kept[2]()
+            if cached is not None:
+                return cached
         y = scheme.round(x)
         self._last.kept = (scheme, weakref.ref(x), weakref.ref(y))
         return y

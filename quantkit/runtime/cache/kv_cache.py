@@ -183,11 +183,11 @@ class PackedCache(DynamicCache):  # type: ignore[misc]
         stored: Mapping[int, tuple[StoredScale, StoredScale]] = MappingProxyType({}),
     ) -> None:
         layer_scheme = kv_scheme(format)
-        known = stored if format in KV_SCALES else {}
+        scales = stored if format in KV_SCALES else {}
         super().__init__(config=config)
         layers: list[Any] = self.layers
         self.layers: list[Any] = [
-            PackedLayer(layer_scheme, known.get(index)) if type(layer) is DynamicLayer else layer
+            PackedLayer(layer_scheme, scales.get(index)) if type(layer) is DynamicLayer else layer
             for index, layer in enumerate(layers)
         ]
         self.dense_layers = sum(not isinstance(layer, PackedLayer) for layer in self.layers)

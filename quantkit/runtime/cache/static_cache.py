@@ -89,8 +89,8 @@ def layers_without_keys(model: Any) -> list[str]:
 def why_no_static_cache(model: Any) -> str | None:
     """Return why `model` cannot use a static cache; None if it can."""
     config = model.config.get_text_config(decoder=True)
-    if others := layers_without_keys(model):
-        return refusals.MIXED_LAYERS.because(kind=others[0])
+    if other_layers := layers_without_keys(model):
+        return refusals.MIXED_LAYERS.because(kind=other_layers[0])
     two_caches = any(getattr(one, "is_encoder_decoder", False) for one in (model.config, config))
     # transformers marks models that run with a static cache as compilable. A CTC class generates without a
     # decoder, and its config has no number of layers.

@@ -157,9 +157,9 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
     arguments: Any = map_arg(node.args[1:], lambda one: _constant(module, one))
     parts, layout, bias, token, rows, name = arguments
     x, shape = node.args[0].meta[META], node.meta[META].shape  # type: ignore[union-attr]
-    columns, asked = x.shape[-1], parse_token(token)
-    problem = Problem.on(torch.device("cpu"), x.numel() // columns, rows, columns, asked, x.dtype, name)
-    chosen, scheme, rounding = choose(problem), asked.of_weights, asked.activations
+    columns, parsed = x.shape[-1], parse_token(token)
+    problem = Problem.on(torch.device("cpu"), x.numel() // columns, rows, columns, parsed, x.dtype, name)
+    chosen, scheme, rounding = choose(problem), parsed.of_weights, parsed.activations
     log_choice(problem, chosen)
     # A joined weight has a layout only.
     weight = (

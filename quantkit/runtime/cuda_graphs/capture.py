@@ -93,9 +93,9 @@ def why_not_asked(inputs: Mapping[str, Any], device: torch.device) -> str | None
 def check_output(output: Mapping[str, Any]) -> None:
     """Raise `NotCaptured` if `output` has tensors other than logits and a cache."""
     supported = ("logits", CACHE)
-    others = [name for name, value in output.items() if value is not None and name not in supported]
-    if others:
-        raise NotCaptured(refusals.MORE_OUTPUTS.because(names=", ".join(others)))
+    unsupported = [name for name, value in output.items() if value is not None and name not in supported]
+    if unsupported:
+        raise NotCaptured(refusals.MORE_OUTPUTS.because(names=", ".join(unsupported)))
 
 
 def own_output(output: Any, cache: Any) -> Any:

@@ -339,8 +339,8 @@ def why_not(inputs: Mapping[str, Any]) -> str | None:
     reason = why_not_asked(inputs, ids.device)
     if reason is not None:
         return reason
-    others = [name for name, value in inputs.items() if value is not cache and not is_plain(value)]
-    kinds = [refusals.OTHER_INPUT.because(name=name, kind=type(inputs[name]).__name__) for name in others]
+    odd = [name for name, value in inputs.items() if value is not cache and not is_plain(value)]
+    kinds = [refusals.OTHER_INPUT.because(name=name, kind=type(inputs[name]).__name__) for name in odd]
     return kinds[0] if kinds else None
 
 

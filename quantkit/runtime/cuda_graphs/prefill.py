@@ -237,10 +237,10 @@ def _padded(inputs: Inputs) -> Inputs | None:
         # Without a mask, attention skips reading one.
         mask = None
     if positions is None and mask is not None:
-        # Some models count unmasked tokens only, others all.
+        # Some models count unmasked tokens only, without_cache all.
         return None
-    others = {name: value for name, value in inputs.items() if name != CACHE}
-    return others | {
+    without_cache = {name: value for name, value in inputs.items() if name != CACHE}
+    return without_cache | {
         "input_ids": F.pad(ids, (0, length - tokens)),
         "position_ids": places[None] if positions is None else positions[:, places],
         "attention_mask": _padded_mask(mask, tokens, length),

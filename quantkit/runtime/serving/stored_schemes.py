@@ -119,8 +119,8 @@ class StoredSchemes:
         """
         from quantkit.model.names import renamed
 
-        known = (*filter(None, [matrices]), *_OF_EXPERTS)
-        matrices = next((of for of in known if f"{prefix}.0.{of[0]}{_SCALE}" in self._tensors), ())
+        candidates = (*filter(None, [matrices]), *_OF_EXPERTS)
+        matrices = next((of for of in candidates if f"{prefix}.0.{of[0]}{_SCALE}" in self._tensors), ())
         if not matrices:
             return [(prefix, None)]
         stored = [f"{prefix}.0.{matrix}.weight" for matrix in matrices]

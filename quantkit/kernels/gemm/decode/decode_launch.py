@@ -338,14 +338,14 @@ def _launch(
 
     options = overlap(features)
     overlaps = options.pop("PDL")
-    known = decode_config(spec, tile, overlaps, multiprocessors, norm, gate, grouping, rounding)
+    config = decode_config(spec, tile, overlaps, multiprocessors, norm, gate, grouping, rounding)
     schedule = schedule_row_tiles(tile, spec.shape, multiprocessors, bool(gate), grouping)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
     pairs = {"order": None, "expert_blocks": None} if grouping is None else {}
     return Launch(
         kernel,
         (*expert_blocks, schedule.programs),
-        S=known,
+        S=config,
         **pairs,
         num_warps=tile.warps,
         maxnreg=thread_registers(tile),

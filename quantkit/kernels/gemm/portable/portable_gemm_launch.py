@@ -261,7 +261,7 @@ def _launches(
 
     shape = geometry(n, k, scheme, dtype)
     assert shape.k_steps % tile.split_k == 0 and (grouping is None or tile.split_k == 1), (shape, tile)
-    known = constants(n, k, scheme, dtype, "ptx" in features) | {"K": whole_columns(k)}
+    constexprs = constants(n, k, scheme, dtype, "ptx" in features) | {"K": whole_columns(k)}
     of_segment = 1 if grouping is None else -(-grouping.rows // tile.block_m)
     if grouping is not None:
         m = grouping.expert_blocks * of_segment * tile.block_m
@@ -271,7 +271,7 @@ def _launches(
     main = Launch(
         kernel,
         (unsplit + rest * tile.split_k,),
-        **known,
+        **constexprs,
         HAS_BIAS=bias,
         RT=tile.row_tiles,
         BM=tile.block_m,
@@ -295,7 +295,7 @@ def _launches(
     last = Launch(
         reduce_splits,
         (rest, tile.block_m // part),
-        **{name: known[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
+        **{name: constexprs[name] for name in ("GROUPS", "SCALE", "HAS_FACTOR")},
         HAS_BIAS=bias,
         BM=tile.block_m,
         ROWS=tile.block_n,

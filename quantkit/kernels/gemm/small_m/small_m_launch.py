@@ -229,10 +229,10 @@ def _predicted_time(
     warps take up to 1.3 times as long as one (H100), for an unknown reason.
     """
     program_tiles = row_tiles(tile, shape, multiprocessors)
-    done, last = divmod(waves(tile, shape, multiprocessors), 1.0)
-    is_alone = done > 0 and last <= 0.5 and tile.warps < RESIDENT_WARPS
+    full_waves, last = divmod(waves(tile, shape, multiprocessors), 1.0)
+    is_alone = full_waves > 0 and last <= 0.5 and tile.warps < RESIDENT_WARPS
     rest = math.ceil(last) * (alone if is_alone else 1.0)
-    length = (done + rest) * (k_steps(tile, shape)[0] + PROLOGUE_STEPS)
+    length = (full_waves + rest) * (k_steps(tile, shape)[0] + PROLOGUE_STEPS)
     length += REDUCE_STEPS if tile.split_k > 1 else 0
     return length, -tile.warps if shape.scale_kind and shape.bits == 4 else tile.warps - program_tiles
 
@@ -356,7 +356,7 @@ def _launches(
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
 
     shape, (m, n, k, scheme, dtype, bias) = spec.shape, spec
-    known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
+    constexprs = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, tile.warps)
     count, chunk = k_steps(tile, shape)
     expert_blocks = () if grouping is None else (grouping.expert_blocks,)
     # With several splits, the split-K reduction applies the gate.
@@ -371,7 +371,7 @@ def _launches(
         kernel,
         # Blocks of one expert run next to each other, and share its weights in L2.
         (*expert_blocks, -(-shape.row_tiles // program_tiles) * tile.split_k),
-        **{name: known[name] for name in kernel.arg_names if name in known},
+        **{name: constexprs[name] for name in kernel.arg_names if name in constexprs},
         HAS_BIAS=bias,
         NORM_EPS=norm_eps,
         GATE=gates,
@@ -395,7 +395,7 @@ def _launches(
     if tile.split_k == 1:
         return main, None, program_tiles
     # Sums of expert blocks are scaled before they are stored.
-    after = known if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
+    after = constexprs if grouping is None else {"GROUPS": 0, "SCALE": "", "HAS_FACTOR": False}
     last = Launch(
         split_k_reduce,
         (shape.row_tiles // (2 if gate else 1), rows // REDUCED_ROWS, *expert_blocks),

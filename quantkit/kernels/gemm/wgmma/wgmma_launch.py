@@ -163,12 +163,12 @@ def _adapt(problem: Problem, tile: WgmmaTile, measured: Problem) -> WgmmaTile:
 
     if (tile.block_m, tile.block_n) not in STEP_US or launch_bounds(tile).occupancy > 1:
         return tile
-    ruled = _rule(problem)
-    if (ruled.block_m, ruled.block_n) == (tile.block_m, tile.block_n):
-        ruled = replace(ruled, prefetch=tile.prefetch, block_k=tile.block_k)
-    slower = max(1.0, time(measured, ruled) / time(measured, tile))
-    theirs = slower * time(problem, ruled) / time(measured, ruled)
-    return ruled if theirs < FITS * time(problem, tile) / time(measured, tile) else tile
+    rule_tile = _rule(problem)
+    if (rule_tile.block_m, rule_tile.block_n) == (tile.block_m, tile.block_n):
+        rule_tile = replace(rule_tile, prefetch=tile.prefetch, block_k=tile.block_k)
+    slower = max(1.0, time(measured, rule_tile) / time(measured, tile))
+    rule_time = slower * time(problem, rule_tile) / time(measured, rule_tile)
+    return rule_tile if rule_time < FITS * time(problem, tile) / time(measured, tile) else tile
 
 
 TILE_SPACE = TileSpace(WgmmaTile, VALUES, _rule, _why_invalid, _why_pruned, _adapt)
@@ -207,7 +207,7 @@ def _launches(
     from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm as kernel
 
     shape = geometry(n, k, scheme, dtype)
-    known = constants_of(n, k, scheme, dtype, tile)
+    constexprs = constants_of(n, k, scheme, dtype, tile)
     resident = launch_bounds(tile)
     most = multiprocessors * resident.occupancy
     _, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
@@ -215,7 +215,7 @@ def _launches(
     main = Launch(
         kernel,
         (programs,),
-        **{name: known[name] for name in kernel.arg_names if name in known},
+        **{name: constexprs[name] for name in kernel.arg_names if name in constexprs},
         HAS_BIAS=bias,
         BN=tile.block_n,
         BM=tile.block_m,
@@ -243,14 +243,14 @@ def _launches(
 def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
     """Return the constexprs of `wgmma_gemm` that follow from a weight, the same for every K."""
     shape = geometry(n, k, scheme, dtype)
-    known = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
+    constexprs = with_shared_table(constants(n, k, scheme, dtype, True), scheme, dtype, WARPS, copies(tile))
     # One scale per row is the only scale of one block.
-    known |= {"GROUPS": 1, "PER_BLOCK": COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
+    constexprs |= {"GROUPS": 1, "PER_BLOCK": COLUMNS} if shape.groups == 1 else {"GROUPS": 2}
     if shape.span > tile.block_k:
-        known |= _by_blocks(shape, scheme, dtype, tile)
+        constexprs |= _by_blocks(shape, scheme, dtype, tile)
     else:
-        known |= {name: (known[name],) for name in ("ASM", "CONSTRAINTS")}
-    return {name: value for name, value in known.items() if name not in ("SPANS", "BLOCKS")}
+        constexprs |= {name: (constexprs[name],) for name in ("ASM", "CONSTRAINTS")}
+    return {name: value for name, value in constexprs.items() if name not in ("SPANS", "BLOCKS")}
 
 
 def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:

@@ -79,9 +79,9 @@ def stages(tile: WgmmaTile, table: int = 0) -> int:
 
     With a table there are enough blocks that Triton requests memory for the table too.
     """
-    mine = (HOPPER_SHARED + RESERVED) // launch_bounds(tile).occupancy - RESERVED
+    program_bytes = (HOPPER_SHARED + RESERVED) // launch_bounds(tile).occupancy - RESERVED
     block = 2 * tile.block_m * COLUMNS
-    found = min(STAGES, (mine - table - SCRATCH) // block)
+    found = min(STAGES, (program_bytes - table - SCRATCH) // block)
     return found + -(-undeclared_bytes(found * block, table) // block)
 
 
@@ -105,13 +105,13 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
     steps, whichever is faster. In the second case some programs have parts of two tiles. A fix-up takes as
     long as `fixup_steps` steps, so fewer programs may share a tile than could.
     """
-    others = tiles % programs
-    if others == 0:
+    shared = tiles % programs
+    if shared == 0:
         return tiles, 0, steps
 
-    lengths = [-(-steps // count) for count in range(1, programs // others + 1)]
+    lengths = [-(-steps // count) for count in range(1, programs // shared + 1)]
     apart = [(each, -(-steps // each) * each) for each in lengths]
-    even = (-(-others * steps // programs), steps)
+    even = (-(-shared * steps // programs), steps)
 
     def length(schedule: tuple[int, int]) -> float:
         return schedule[0] + fixup_steps * fixups_per_tile(steps, *schedule)
@@ -119,7 +119,7 @@ def stream_k_schedule(tiles: int, steps: int, programs: int, fixup_steps: float)
     steps_per_program, tile_stride = min([*apart, even], key=length)
     if steps_per_program == steps:
         return tiles, 0, steps
-    return tiles - others, steps_per_program, tile_stride
+    return tiles - shared, steps_per_program, tile_stride
 
 
 def splits_single_tiles(steps_per_program: int, tile_stride: int) -> bool:
@@ -172,9 +172,9 @@ def tile_time(shape: Geometry, m: int, tile: WgmmaTile, multiprocessors: int = H
     """Return the predicted microseconds for m rows of x, from the measured times `STEP_US`."""
     steps, whole_tiles, steps_per_program, tile_stride = tile_schedule(shape, m, tile, multiprocessors)
     resident = launch_bounds(tile).occupancy
-    mine = -(-whole_tiles // (multiprocessors * resident)) * steps + steps_per_program
+    program_steps = -(-whole_tiles // (multiprocessors * resident)) * steps + steps_per_program
     fixups = fixups_per_tile(steps, steps_per_program, tile_stride) if steps_per_program else 0.0
-    return mine * resident * step_us(shape, tile) + OVERHEAD_US + fixup_us(tile) * fixups
+    return program_steps * resident * step_us(shape, tile) + OVERHEAD_US + fixup_us(tile) * fixups
 
 
 def registers(shape: Geometry, tile: WgmmaTile, zeros: bool) -> int:

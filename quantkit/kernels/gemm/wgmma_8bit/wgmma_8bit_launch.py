@@ -129,7 +129,7 @@ def _launches(
     from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_kernel import wgmma_8bit_gemm as kernel
 
     shape = geometry(n, k, scheme, dtype)
-    known, operand = constants(n, k, scheme, dtype, True), byte_operand(scheme, activations)
+    constexprs, operand = constants(n, k, scheme, dtype, True), byte_operand(scheme, activations)
     assert operand is not None
     grouped, integer = activations.group_size is not None, isinstance(activations.number_format, IntFormat)
     most = min(tile.block_m, MOST_INT8) if integer else tile.block_m
@@ -142,8 +142,8 @@ def _launches(
     main = Launch(
         kernel,
         (programs,),
-        SCALE=known["SCALE"],
-        PLANES=known["PLANES"],
+        SCALE=constexprs["SCALE"],
+        PLANES=constexprs["PLANES"],
         FLIPPED=operand.flipped,
         UNIT=operand.unit,
         OFFSET=operand.offset,

@@ -49,9 +49,9 @@ def apply(*_: Any) -> None:
         return _lora_class()(target, adapter_name, config=lora_config, **kwargs)
 
     def include(peft_config: Any, model: Any) -> Any:
-        asked = getattr(peft_config, "target_modules", None)
+        modules = getattr(peft_config, "target_modules", None)
         found = targets(peft_config, model)
-        if isinstance(asked, str) and asked.lower() == _ALL_LINEAR:
+        if isinstance(modules, str) and modules.lower() == _ALL_LINEAR:
             head = getattr(model, "get_output_embeddings", lambda: None)()
             packed = {
                 name

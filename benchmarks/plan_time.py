@@ -63,7 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     runs = [plan(options.models[0], "-X", "importtime")[1] for _ in range(options.repeats)]
     found = {
-        "command": f"python benchmarks/plan_time.py {' '.join(Path(one).name for one in options.models)}",
+        "command": " ".join(
+            (
+                "python benchmarks/plan_time.py",
+                *(Path(one).name for one in options.models),
+                f"--repeats {options.repeats}",
+            )
+        ),
         "machine": cpu_machine(),
         "seconds": {
             Path(model).name: [round(plan(model)[0], 2) for _ in range(options.repeats)]

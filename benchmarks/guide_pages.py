@@ -211,7 +211,7 @@ def plan_time() -> str:
     models = ", ".join(f"{median(seconds):.1f} s for `{name}`" for name, seconds in run["seconds"].items())
     imports = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in run["imports"].items())
     return paragraph(
-        f"CPU time on one thread: {models}. Imports, timed one by one, which makes them slower: {imports}.",
+        f"CPU time on one thread: {models}. Imports, the shortest of several runs on the clock: {imports}.",
         f"By `{run['command']}` on {run['machine']}.",
     )
 

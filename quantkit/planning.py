@@ -20,6 +20,7 @@ from quantkit.model.prefixes import read_names
 from quantkit.model.structure import Structure, read_structure
 from quantkit.progress import Progress
 from quantkit.progress_bar import reporting
+from quantkit.quantization.blockwise.block_tasks import needs_data
 from quantkit.quantization.keywords import QuantizeKeywords, options_of, with_keywords
 from quantkit.quantization.plan import Plan, make_plan
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -68,9 +69,10 @@ def plan_checkpoint(
             found = allocated(checkpoint, structure, options, options.budget, device, progress)
         planned = plan_allocated(checkpoint, structure, found, options.max_shard_bytes)
     planned = checked(planned, checkpoint, structure, options, source)
-    from quantkit.quantization.blockwise.calibration import blocks_with_data
+    if needs_data(planned) or options.calibration.sources is not None:
+        from quantkit.quantization.blockwise.calibration import blocks_with_data
 
-    blocks_with_data(checkpoint, planned, options.calibration, torch.device("cpu"))
+        blocks_with_data(checkpoint, planned, options.calibration, torch.device("cpu"))
     return checkpoint, planned
 
 

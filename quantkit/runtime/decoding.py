@@ -1,9 +1,12 @@
-"""Select the forward for decoding: CUDA graphs on a GPU, flat steps on a CPU, or the model itself."""
+"""Select the forward for decoding: CUDA graphs on a GPU, flat steps on a CPU, or the model itself.
 
-from typing import Any
+Both are imported when a model first runs: the plug-in, and so this module, comes with every transformers.
+"""
 
-from quantkit.runtime.cuda_graphs import capture
-from quantkit.runtime.cuda_graphs.decode import GraphedForward
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantkit.runtime.cuda_graphs.decode import GraphedForward
 
 #: Attribute of a model that holds its CUDA graphs.
 GRAPHS_OF = "_quantkit_graphs"
@@ -15,7 +18,7 @@ def forward_of(model: Any) -> Any:
     return model if graphed is None else graphed.renew()
 
 
-def graphs_of(model: Any) -> GraphedForward | None:
+def graphs_of(model: Any) -> "GraphedForward | None":
     """Return the CUDA graphs of `model`, or its flat steps on a CPU; None for an unpatched model.
 
     `patches/generation.py` patches models.
@@ -23,6 +26,8 @@ def graphs_of(model: Any) -> GraphedForward | None:
     if not hasattr(type(model), "class_before"):
         return None
     from quantkit.runtime.cpu_steps.flat_forward import FlatForward
+    from quantkit.runtime.cuda_graphs import capture
+    from quantkit.runtime.cuda_graphs.decode import GraphedForward
 
     flat = model.device.type == "cpu" and not capture.captures_on(model.device)
     kind = FlatForward if flat else GraphedForward

@@ -188,10 +188,11 @@ def _show_fits(
 def gpu_memory_of(checkpoint: "Checkpoint", planned: "Plan", options: QuantizeOptions) -> "GpuMemory | None":
     """What the run that was asked for takes of a GPU; None on a CPU. No GPU need be there if one is named."""
     from quantkit.devices import named_device
-    from quantkit.quantization.gpu_memory import gpu_memory
 
     if named_device(options.device).type != "cuda":
         return None
+    from quantkit.quantization.gpu_memory import gpu_memory
+
     return gpu_memory(checkpoint, planned, options.calibration)
 
 

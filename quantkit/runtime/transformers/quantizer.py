@@ -26,7 +26,6 @@ from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.model.names import OwnNames, names_in_own_class
 from quantkit.packing.schemes import PARTS
 from quantkit.runtime.packed_experts import PackedExperts
-from quantkit.runtime.ready import make_ready
 from quantkit.runtime.replace import packed_modules, schemes_in, swap_modules, unpack_modules
 from quantkit.runtime.transformers.headers import check_headers
 from quantkit.runtime.transformers.patches import adapters, generation, loading, parallel, quantizers, table
@@ -133,6 +132,8 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
             module.align()
         generation.apply(model)
         parallel.divide_forwards(model)
+        from quantkit.runtime.ready import make_ready
+
         make_ready(model)
         for _, module in packed_modules(model):
             if isinstance(module, PackedExperts) and not module.is_grouped(model.dtype):

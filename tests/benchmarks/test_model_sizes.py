@@ -8,9 +8,9 @@ import transformers
 
 import quantkit
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
+from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.gpu_memory import gpu_memory
 from quantkit.quantization.quantize_options import QuantizeOptions
-from quantkit.planning import plan_checkpoint as plan
 from quantkit.recipes.recipe_options import RecipeOptions
 
 

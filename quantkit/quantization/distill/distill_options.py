@@ -27,7 +27,7 @@ class DistillOptions:
     batch: int | None = None
     own: float = 0.75
     own_most: int = 32768
-    code_rate: float = 5e-3
+    code_rate: float = 2e-2
     scale_rate: float = 5e-4
     norm_rate: float = 5e-4
 

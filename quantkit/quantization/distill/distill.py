@@ -11,7 +11,7 @@ from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.memory import free_memory
+from quantkit.memory import free_memory, trim_cache
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress
 from quantkit.quantization.distill.build_student import build_student
@@ -92,6 +92,8 @@ def _way(one: Distillation, output: OutputDirectory) -> Way:
     A resumed run keeps the micro-batch of its state.
     """
     device, sizes = one.calibrated.decoder.device, one.sizes
+    # What the calibration cached fits few of the tensors of a training.
+    trim_cache(device)
     stored = _stored(output)
     micro = output.details(stored[-1])["micro"] if stored else None
     free, on_host = free_memory(device), free_memory(torch.device("cpu"))

@@ -97,7 +97,9 @@ class Sizes:
         latents = [task.source.elements * task.scheme.planes for task in trained if task.scheme is not None]
         modules = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
         experts = [task for task in packed if task.module in modules]
-        widest = max(max(task.source.shape) for task in packed if task not in experts)
+        # If only experts are packed, all else is bounded by them.
+        others = [task for task in packed if task.module not in modules] or packed
+        widest = max(max(task.source.shape) for task in others)
         hidden = hidden_size(checkpoint, widest)
         values = KEPT[0] * hidden + KEPT[1] * widest
         if experts:

@@ -24,9 +24,10 @@ def gate_codes(
     STATIC: tl.constexpr, FMA: tl.constexpr, STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr,
     SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write what `gate` computes as `quantize_x_kernel.quantize_x` quantizes it. Grid: (rows, STRIDE / B).
+    """Write `codes` [rows, STRIDE], `scales` and `sums` of the result of `gate`. Grid: (rows, STRIDE / B).
 
-    Without GROUPED, B is at least STRIDE.
+    They are those of `quantize_x_kernel.quantize_x` with the result [rows, N] as x. Without GROUPED, B is at
+    least STRIDE.
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     found = _gated_part(x, up, row, n, x_r, u_r, N, KIND, PDL)

@@ -47,7 +47,10 @@ def rms_norm_codes(
     STRIDE: tl.constexpr, BLOCKS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the norm of `rms_norm` as `quantize_x_kernel.quantize_x` quantizes it. Grid: (rows,)."""
+    """Write `codes` [rows, STRIDE], `scales` and `sums` of the norm of `rms_norm`. Grid: (rows,).
+
+    They are those of `quantize_x_kernel.quantize_x` with the norm [rows, N] as x.
+    """
     row = tl.program_id(0).to(tl.int64)
     found = _norm_of_row(
         x, other, weight, total, row, x_o, x_i, o_o, o_i, w_i, x.dtype.element_ty, ROWS, N, NP, EPS, ADD,

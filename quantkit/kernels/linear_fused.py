@@ -64,8 +64,8 @@ def code_order(
 ) -> CodeOrder | None:
     """Return the order of codes of x [rows, columns] that its kernel reads; None if it takes x alone.
 
-    Rows shorter than `BLOCK` are not quantized before. On an H200, Triton 3.6 converts two numbers that are
-    equal when it compiles, such as the zeros beyond 2 columns, to one e4m3 code and an undefined one.
+    Rows shorter than `BLOCK` are not quantized before. On an H200, Triton 3.6 converts two zeros beyond N = 2,
+    which it knows to be equal, to one e4m3 code and an undefined one.
     """
     if columns < BLOCK:
         return None

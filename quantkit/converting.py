@@ -134,10 +134,14 @@ def plan(directory: Path, options: ConvertOptions = ConvertOptions()) -> tuple[C
 
 
 def _without_rounding(checkpoint: Checkpoint, scales: KeptScales) -> Iterator[str]:
-    """Yield a note if the source rounds inputs, and the linears of the result do not."""
+    """Yield a note on linears whose inputs the source rounds and the result does not."""
     if checkpoint.activations.are_rounded and not scales.inputs:
         where = checkpoint.activations.settings.where
         yield f"by {where} linears of the source round their inputs. Those of the result do not."
+    elif scales.dynamic:
+        first, *others = scales.dynamic
+        more = f" and {len(others)} more linears" if others else ""
+        yield f"the source rounds the inputs of {first}{more} by dynamic scales, and the result does not."
 
 
 def _packed(fates: Mapping[str, Fate], packing: PackingName) -> dict[str, Fate]:

@@ -64,8 +64,8 @@ def code_order(
 ) -> CodeOrder | None:
     """Return the order of codes of x [rows, columns] that its kernel reads; None if it takes x alone.
 
-    Rows shorter than `BLOCK` are not quantized before. On an H200, Triton 3.6 converts two zeros beyond N = 2,
-    which it knows to be equal, to one e4m3 code and an undefined one.
+    Rows shorter than `BLOCK` are not quantized before. There Triton 3.6 may know two operands of its e4m3
+    conversion to be equal, and on an H200 one code is then undefined.
     """
     if columns < BLOCK:
         return None

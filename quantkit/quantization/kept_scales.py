@@ -22,10 +22,12 @@ class KeptScales:
 
     inputs    activation scheme of a linear, with the stored number
     states    scale of the keys or values that k_proj or v_proj computes
+    dynamic   packed linears whose inputs the source rounds by dynamic scales, which are not kept
     """
 
     inputs: Mapping[str, ActivationScheme]
     states: Mapping[str, float]
+    dynamic: tuple[str, ...] = ()
 
     def with_activations(self, fates: Mapping[str, Fate]) -> dict[str, Fate]:
         """Return `fates` with the activation schemes of the inputs, without their numbers."""
@@ -73,13 +75,15 @@ def kept_scales(checkpoint: Checkpoint, structure: Structure, fates: Mapping[str
     """
     stored, read = checkpoint.activations, checkpoint.read_stored
     inputs: dict[str, ActivationScheme] = {}
-    used: list[str] = []
+    used, dynamic = list[str](), list[str]()
     for name, linear in structure.linears.items():
         for tensor in (checkpoint.tensors.get(f"{one}.weight") for one in linear.stored):
             spec = None if tensor is None else tensor.grid_spec
             if fates[name].scheme is None or tensor is None or spec is None:
                 continue
             if (found := stored.of_inputs(stored_module(tensor), spec.format)) is None:
+                if stored.is_dynamic(stored_module(tensor), spec.format):
+                    dynamic.append(name)
                 continue
             scheme, scale = found
             if linear.kind not in ("linear", "lm_head"):
@@ -97,7 +101,7 @@ def kept_scales(checkpoint: Checkpoint, structure: Structure, fates: Mapping[str
             "packed linears cannot store; expected static scales of the inputs of linears, of keys and of "
             f"values. {WEIGHTS_ALONE}."
         )
-    return KeptScales(inputs, states)
+    return KeptScales(inputs, states, tuple(dict.fromkeys(dynamic)))
 
 
 def _states(

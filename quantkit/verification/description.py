@@ -241,7 +241,7 @@ def _inputs(low_bit: Iterable[StoredTensor], stored: ActivationTensors) -> tuple
             try:
                 found = stored.of_inputs(stored_module(tensor), grid.format)
             except CheckpointError as error:
-                return "inputs are rounded by static scales", str(error)
+                return "inputs may be rounded by static scales", str(error)
             counts.update([] if found is None else [str(found[0])])
     kinds = (
         f"inputs of {count} linears are rounded to {kind} by static scales" for kind, count in counts.items()

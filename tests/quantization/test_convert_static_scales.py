@@ -354,7 +354,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "has a KV cache in NVFP4 for",
     ),
     "a pattern of many groups": (
-        {"section": FP8 | {"config_groups": {"a": {"targets": ["re:" + "(a|a)" * 20 + "b"]}}}},
+        {
+            "section": FP8
+            | {
+                "config_groups": {
+                    "a": {"targets": ["re:" + "(a|a)" * 20 + "b"], "input_activations": _arguments(8)}
+                }
+            }
+        },
         "at most 4 groups and repetitions, none of a group. Convert",
     ),
     "a pattern that may hang": (
@@ -417,7 +424,7 @@ def test_weights_alone_are_converted(case: str, tmp_path: Path) -> None:
         ({}, "inputs of 14 linears are rounded to fp8-e4m3 tensor by static scales", None),
         (
             REFUSED["missing"][0],
-            "inputs are rounded by static scales",
+            "inputs may be rounded by static scales",
             f"there is no tensor '{UP}.input_scale'",
         ),
         ({"section": _inputs(dynamic=True)}, "inputs are rounded by dynamic scales", None),
@@ -459,6 +466,37 @@ def test_each_group_of_the_config_has_its_own_inputs(tmp_path: Path) -> None:
     assert_close(
         logits(packed), logits(twin_of(source, "fp8-static", input_scales(source))), rtol=1e-4, atol=1e-4
     )
+
+
+def test_dynamic_scales_beside_static_ones_are_left_out_with_a_note(tmp_path: Path) -> None:
+    weights, static = _arguments(8, strategy="channel"), _arguments(8, strategy="tensor")
+    dynamic = _arguments(8, strategy="token") | {"dynamic": True}
+    groups = {
+        "a": {"targets": ["re:.*self_attn"], "weights": weights, "input_activations": static},
+        "b": {"targets": ["re:.*mlp"], "weights": weights, "input_activations": dynamic},
+    }
+
+    def drop(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".mlp." in name and name.endswith("input_scale")]:
+            del tensors[name]
+
+    source = source_of(tmp_path / "in", section=FP8 | {"config_groups": groups}, change=drop)
+    notes = quantkit.convert(source, tmp_path / "out").plan.notes
+    assert any("and 5 more linears by dynamic scales, and the result does not" in one for one in notes)
+
+
+@pytest.mark.parametrize("inputs", [None, _arguments(8, strategy="token") | {"dynamic": True}])
+def test_patterns_are_not_matched_for_scales_that_are_not_there(tmp_path: Path, inputs: Any) -> None:
+    weights = _arguments(8, strategy="channel")
+    group = {"targets": ["re:model.layers.*(_proj)*"], "weights": weights, "input_activations": inputs}
+
+    def drop(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("input_scale")]:
+            del tensors[name]
+
+    source = source_of(tmp_path / "in", section=FP8 | {"config_groups": {"a": group}}, change=drop)
+    quantkit.convert(source, tmp_path / "out")
+    assert describe(source).inputs == ("" if inputs is None else "inputs are rounded by dynamic scales")
 
 
 def test_zero_points_of_zero_and_dynamic_scales_are_left_out(tmp_path: Path) -> None:

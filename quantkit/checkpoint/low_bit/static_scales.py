@@ -158,6 +158,11 @@ class ActivationTensors:
             self.raise_missing(module + static.names[0], f"rounds the inputs of {module!r}")
         return scheme, StoredScale(tensor, inverse=True)
 
+    def is_dynamic(self, module: str, weights: NumberFormat) -> bool:
+        """Return True if the inputs of a linear with `weights` codes are rounded by dynamic scales."""
+        arguments = self._input_arguments(module, weights)
+        return arguments is not None and arguments.get("dynamic") is True
+
     def of_states(self, attention: str) -> tuple[StoredScale | None, StoredScale | None]:
         """Return the stored scales of the keys and the values of an attention layer; None if it has none."""
 
@@ -209,6 +214,10 @@ class ActivationTensors:
         """Return how the inputs of a linear are rounded, in the terms of compressed-tensors; None if not."""
         values = self.settings.values
         if groups := _groups(values):
+            rounding = [one for group in groups if isinstance(one := group.get("input_activations"), Mapping)]
+            if all(one.get("dynamic") is True for one in rounding):
+                # Whichever group it is in, no scale is stored.
+                return rounding[0] if rounding else None
             found = _group_of(module, groups)
             arguments = None if found is None else found.get("input_activations")
             return arguments if isinstance(arguments, Mapping) else None

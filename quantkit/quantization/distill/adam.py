@@ -4,7 +4,7 @@ Both means move by at least 2 % of a gradient that differs much from them, which
 arithmetic is float32. Tensors are updated many at a time, as each launch of a GPU costs some microseconds.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -63,13 +63,11 @@ class Adam:
             f"{name}.mean{at}": mean for name, pair in self._means.items() for at, mean in enumerate(pair)
         }
 
-    def restore(self, state: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
-        """Go on from the `state` of an earlier Adam of numbers with these names."""
+    def restore(self, read: Callable[[str], torch.Tensor], names: Iterable[str]) -> None:
+        """Go on from the state of an earlier Adam of the numbers `names`, whose tensors `read` reads."""
         here = self._residence
 
         def kept(name: str) -> torch.Tensor:
-            return here.keep(state[name].to(here.device, self._dtype))
+            return here.keep(read(name).to(here.device, self._dtype))
 
-        self._means = {
-            name: (kept(f"{name}.mean0"), kept(f"{name}.mean1")) for name in names if f"{name}.mean0" in state
-        }
+        self._means = {name: (kept(f"{name}.mean0"), kept(f"{name}.mean1")) for name in names}

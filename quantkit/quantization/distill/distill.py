@@ -165,7 +165,7 @@ def _resumed(training: Training, output: OutputDirectory) -> float | None:
     if not stored:
         return None
     files, detail = Checkpoint.of_files([output.path / stored[-1]]), output.details(stored[-1])
-    training.restore({key: files.read(key) for key in files.tensors}, Reached(**detail["at"]))
+    training.restore(files.read, files.tensors, Reached(**detail["at"]))
     before: float = detail["before"]
     return before
 

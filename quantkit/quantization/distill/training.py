@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -157,12 +157,12 @@ class Training:
         self.student.residence.wait()
         return {"loss": self._loss, **self._numbers, **self._adam.state()}
 
-    def restore(self, state: Mapping[str, torch.Tensor], at: Reached) -> None:
-        """Go on from a state that was stored at `at`."""
-        self.at, self._loss = at, state["loss"].to(self.student.device)
+    def restore(self, read: Callable[[str], torch.Tensor], names: Container[str], at: Reached) -> None:
+        """Go on from a state that was stored at `at`; `read` reads its tensors, one at a time, by `names`."""
+        self.at, self._loss = at, read("loss").to(self.student.device)
         for name, number in self._numbers.items():
-            number.copy_(state[name])
-        self._adam.restore(state, self._numbers)
+            number.copy_(read(name))
+        self._adam.restore(read, [name for name in self._numbers if f"{name}.mean0" in names])
         self.student.update()
 
 

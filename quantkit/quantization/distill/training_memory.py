@@ -58,6 +58,7 @@ class Sizes:
     student     bytes of the student's own weights
     gradients   bytes of the gradients of those that are trained
     numbers     bytes of latent numbers, scales and zero-points with Adam's means
+    pinned      their bytes in pinned host memory, which torch gives in powers of two
     weights     number of weights that are trained
     matrix      mean number of those of a matrix
     moved       latent numbers that a step moves at a time
@@ -74,6 +75,7 @@ class Sizes:
     student: int
     gradients: int
     numbers: int
+    pinned: int
     weights: int
     matrix: int
     moved: int
@@ -97,9 +99,13 @@ class Sizes:
         latents = [task.source.elements * task.scheme.planes for task in trained if task.scheme is not None]
         modules = {layer.linear.module for layer in planned.layers if layer.linear.kind == "experts"}
         experts = [task for task in packed if task.module in modules]
-        # If only experts are packed, all else is bounded by them.
-        others = [task for task in packed if task.module not in modules] or packed
-        widest = max(max(task.source.shape) for task in others)
+        # Dense linears of blocks keep activations too; the token embedding and the head are in no block.
+        linears: list[tuple[int, ...]] = [
+            task.source.shape
+            for task in tasks
+            if len(task.source.shape) == 2 and block_of(task.source.name) and task.module not in modules
+        ] or [task.source.shape for task in packed]
+        widest = max(map(max, linears))
         hidden = hidden_size(checkpoint, widest)
         values = KEPT[0] * hidden + KEPT[1] * widest
         if experts:
@@ -113,12 +119,15 @@ class Sizes:
             model=itemsize * sum(tensor.elements for tensor in checkpoint.tensors.values()),
             student=itemsize * sum(task.source.elements for task in packed),
             gradients=itemsize * weights,
-            numbers=sum(map(_number_bytes, trained)),
+            numbers=sum(sum(_number_bytes(task)) for task in trained),
+            pinned=sum(
+                1 << (nbytes - 1).bit_length() for task in trained for nbytes in _number_bytes(task) if nbytes
+            ),
             weights=weights,
             matrix=weights // len(trained),
             moved=min(sum(latents), max(CHUNK_WEIGHTS, *latents)),
             largest=max(latents),
-            blocks=len({block_of(task.source.name) for task in trained}),
+            blocks=max(1, len({block_of(task.source.name) for task in trained} - {""})),
             per_block=itemsize * values,
             per_input=itemsize * hidden,
             per_logits=itemsize * LOGIT_TENSORS * vocabulary,
@@ -205,28 +214,35 @@ def least(sizes: Sizes, batch: int) -> Way:
 
 def check_host(way: Way, sizes: Sizes, free: int, device: torch.device, on_device: int) -> None:
     """Raise `EnvironmentProblem` if numbers go to host memory and it has less than that, `free`."""
-    if way.on_host and sizes.numbers > free:
+    kept = sizes.pinned if sizes.kind == "cuda" else sizes.numbers
+    if way.on_host and kept > free:
         needed = replace(way, on_host=False).nbytes(sizes)
         raise EnvironmentProblem(
-            f"training would keep {size_text(sizes.numbers)} of latent numbers and Adam's means in host "
+            f"training would keep {size_text(kept)} of latent numbers and Adam's means in host "
             f"memory, where {size_text(free)} are free; {device} has {size_text(on_device)} free, and would "
             f"need {size_text(needed)} with them. {RUN_AGAIN}"
         )
 
 
+#: Names in config.json of the number of experts of a token.
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
+
+
 def _experts_per_token(checkpoint: Checkpoint, experts: list[Task]) -> int:
     """Return how many experts a token has by config.json, or if it does not say that, how many there are."""
     config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
-    stated = config.get("num_experts_per_tok")
-    return stated if isinstance(stated, int) else max(Counter(task.module for task in experts).values())
+    stated = next((config[name] for name in TOP_K if isinstance(config.get(name), int)), None)
+    # A module of gate and up has two matrices of an expert, that of down has one.
+    return stated or min(Counter(task.module for task in experts).values())
 
 
-def _number_bytes(task: Task) -> int:
-    """Return the bytes of the numbers of a matrix: float32, with two means of 2 bytes."""
+def _number_bytes(task: Task) -> tuple[int, ...]:
+    """Return the bytes of each tensor of the numbers of a matrix: float32, with two means of 2 bytes."""
     assert task.scheme is not None
     rows, columns = task.source.shape
     stored = task.scheme.storage_shapes((rows, columns))
-    scales = torch.Size(stored["scale"][1]).numel()
+    codes, scales = task.scheme.planes * rows * columns, torch.Size(stored["scale"][1]).numel()
     zeros = rows * task.scheme.groups(columns) if task.scheme.has_zero_point else 0
+    of_each = [size for count in (codes, scales, zeros) for size in (4 * count, 2 * count, 2 * count)]
     # The first values of scales are beside their ratios.
-    return 8 * task.scheme.planes * rows * columns + 12 * scales + 8 * zeros
+    return *of_each, 4 * scales

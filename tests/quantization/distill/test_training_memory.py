@@ -1,5 +1,6 @@
 """Memory of a training: what is stated is what it holds, and all ways to train give the same bits."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -136,7 +137,8 @@ def test_a_training_holds_what_the_plan_says(
 #: Llama-3 8B on a GPU, in sequences of 2048 tokens.
 EIGHT = Sizes(
     **{"kind": "cuda", "model": 16_060_522_496, "student": 13_958_643_712, "gradients": 13_958_643_712},
-    **{"numbers": 57_143_197_696, "weights": 6_979_321_856, "matrix": 31_157_686, "moved": 67_108_864},
+    **{"numbers": 57_143_197_696, "pinned": 63_000_000_000, "weights": 6_979_321_856},
+    **{"matrix": 31_157_686, "moved": 67_108_864},
     **{"largest": 58_720_256, "blocks": 32, "per_block": 192_512, "per_input": 8192, "per_logits": 1_026_048},
     length=2048,
 )
@@ -185,13 +187,48 @@ def test_ways_by_what_they_cost() -> None:
 
 def test_the_host_must_have_room_for_numbers() -> None:
     gpu = torch.device("cuda", 1)
-    for way, free in ((Way(1), 0), (Way(1, on_host=True), 58 * 10**9)):
+    for way, free in ((Way(1), 0), (Way(1, on_host=True), 64 * 10**9)):
         check_host(way, EIGHT, free, gpu, 80 * 10**9)
     with pytest.raises(EnvironmentProblem) as raised:
         check_host(Way(1, on_host=True), EIGHT, 30 * 10**9, gpu, 80 * 10**9)
     text = str(raised.value)
-    assert "would keep 57.14 GB of latent numbers and Adam's means in host memory, where 30.00 GB" in text
+    assert "would keep 63.00 GB of latent numbers and Adam's means in host memory, where 30.00 GB" in text
     assert "cuda:1 has 80.00 GB free, and would need 116" in text and "--resume" in text
+
+
+@pytest.mark.parametrize("prepared", [("llama", torch.float32), ("mixtral", torch.float32)], indirect=True)
+def test_pinned_memory_comes_in_powers_of_two(prepared: tuple[Distillation, Path]) -> None:
+    sizes = prepared[0].sizes
+    assert sizes.numbers <= sizes.pinned < 2 * sizes.numbers
+
+
+def test_the_vocabulary_is_no_width_of_a_block(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", "llama", vocab_size=3000)
+
+    def sizes_of(**recipe: Any) -> Sizes:
+        options = QuantizeOptions(RecipeOptions(format="int2", method="distill", group_size=16, **recipe))
+        found = Sizes.of(*plan(source, options), 64, CPU)
+        assert found is not None
+        return found
+
+    dense, head, embedding = sizes_of(), sizes_of(lm_head="int4:16"), sizes_of(embeddings="int4:16")
+    assert dense.per_block == head.per_block == embedding.per_block
+    assert dense.blocks == head.blocks == embedding.blocks
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_recipes_of_experts_alone(tmp_path: Path, named: bool) -> None:
+    source = write(tmp_path / "in", "mixtral", num_local_experts=4)
+    if not named:
+        config = json.loads((source / "config.json").read_text())
+        del config["num_experts_per_tok"]
+        (source / "config.json").write_text(json.dumps(config))
+    options = RecipeOptions(format="int2", method="distill", group_size=16, rules=("*self_attn*=keep",))
+    checkpoint, planned = plan(source, QuantizeOptions(options))
+    found = Sizes.of(checkpoint, planned, 64, CPU)
+    assert found is not None
+    experts = [task for shard in planned.shards for task in shard.tasks if task.scheme is not None]
+    assert training_memory._experts_per_token(checkpoint, experts) == (2 if named else 4)
 
 
 def test_what_is_said_of_a_way() -> None:

@@ -385,9 +385,10 @@ class DampedHessian:
 
 
 def correction_(hessian: Hessian, strength: float = CORRECTION) -> torch.Tensor | None:
-    """Return P float32 [K, K] such that W + W P corrects the input error; reuses the memory of D.
+    """Return P float32 [K, K] such that W + W P corrects a part `strength` of the input error.
 
-    None without an input error, or if H is singular with all of `DAMPINGS`.
+    P overwrites `hessian.input_error` [K, K]. None without an input error, or if H is singular with all of
+    `DAMPINGS`.
     """
     total = hessian.input_error
     if total is None:

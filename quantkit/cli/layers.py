@@ -35,7 +35,7 @@ def print_layers(layers: Layers, dense: Mapping[str, str], *, every_layer: bool)
 
 
 def _print_groups(groups: Collection[Sequence[tuple[str, "LayerRecord"]]]) -> None:
-    """Narrow enough for 80 columns: only names are folded, figures never."""
+    """Print a row for each group of linears that differ in name alone; names are folded for 80 columns."""
     measured = any(layer.relative_error is not None for members in groups for _, layer in members)
     headings = ("linear", "count", "NxK", "stored as", "method", "bits", *(["error"] if measured else []))
     table: list[tuple[str, ...]] = []

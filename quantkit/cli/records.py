@@ -72,7 +72,7 @@ def with_fields(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options(record: Any) -> list[Parameter]:
-    """A parameter for each field of a record, with its help."""
+    """Return a keyword-only parameter for each field of a dataclass, with its documentation as help."""
     shared = get_type_hints(record, include_extras=True)
     sources = (record, *getattr(record, "library", ()))
     return [

@@ -95,5 +95,5 @@ class Versions:
 
 
 def versions() -> Versions:
-    """Return the installed versions."""
+    """Return the installed versions of quantkit, torch and transformers."""
     return Versions(__version__, str(torch.__version__), version("transformers"))

@@ -245,10 +245,12 @@ def run_linear(
     gate: str = "",
     codes: QuantizedX | None = None,
 ) -> torch.Tensor:
-    """Compute the operator: `x` [..., K], `bias` [N] -> [..., N].
+    """Return y = x W^T + bias, [..., N], for `x` [..., K], by the kernel that `choose` selects.
 
-    With `normed`, it also computes a part of a norm. With a kind of `gate`, the result is [..., N / 2]. With
-    `codes`, x has a shape and a dtype but no numbers. See `Kernel`.
+    W [N, K] is `parts`, as stored, or `layout`, as repacked; `scheme` is a `Scheme.token`. With `normed`, a
+    part of a norm is computed too; with a kind of `gate`, y is [..., N / 2]. With `codes`, x was quantized
+    before, and only its shape and dtype are read. Raises `KernelError` for a scalar x, and if the kernel
+    cannot do one of these.
     """
     if x.dim() == 0:
         raise KernelError("x is a scalar; its last dimension must be the weight's input features.")

@@ -386,7 +386,7 @@ class Scheme:
 
 @lru_cache(maxsize=1024)
 def parse_token(token: str) -> Scheme:
-    """Return the scheme of a `Scheme.token`."""
+    """Return the scheme that `token`, JSON of `Scheme.token`, describes; `FormatError` if it is no scheme."""
     try:
         data = json.loads(token)
     except json.JSONDecodeError as error:

@@ -238,7 +238,10 @@ def _is_block(value: Any) -> bool:
 
 
 def _side(size: int, count: int, wanted: int | None) -> int | None:
-    """Return the block length: `size` rows or columns share `count` scales; None if no length fits."""
+    """Return how many of `size` rows or columns share each of `count` scales; None if no number fits.
+
+    `wanted`, the block size of the config, is taken if it gives `count` blocks.
+    """
     if wanted is not None and -(-size // wanted) == count:
         return wanted
     if count == 1:

@@ -157,7 +157,7 @@ def _machine() -> dict[str, str]:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's kernel driver, as it says itself; for others what torch was built for."""
+    """Return the version of NVIDIA's kernel driver, if there is one, and what torch is built for."""
     import torch
 
     try:

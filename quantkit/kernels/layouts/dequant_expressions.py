@@ -209,7 +209,10 @@ def _even(number_format: NumberFormat, spacing: float, lane: Lane) -> tuple[Plan
 
 
 def _float(number_format: FloatFormat, lane: Lane, bare: bool) -> tuple[Plane, ...] | None:
-    """Move the sign to the highest bit and the rest below it; multiply by the bias factor unless `bare`."""
+    """Return planes that move the sign to the highest bit of a lane and the rest below it.
+
+    Values are multiplied by the bias factor unless `bare`. None if the lane has too few bits for that.
+    """
     factor, sign = bias_factor(number_format, lane), number_format.bits - 1
     lift = lane.mantissa_bits - number_format.mantissa_bits
     if lane.bits(factor) is None or lift < 0 or lift + sign >= lane.width:

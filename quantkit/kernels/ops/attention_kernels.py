@@ -207,7 +207,11 @@ def _finish(
     sums, stats, out, head, block, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
-    """Write `out` [B * HEADS, GROUP, V] as `combine_splits`, from splits of this program's warps."""
+    """Combine the W splits of a head as `combine_splits` does, for G query heads from `block` * G on.
+
+    `sums` are [splits, GROUP, V], `stats` [splits, 2, GROUP] the largest scores and sums, and `out`
+    [B * HEADS, GROUP, V].
+    """
 
     # Only existing heads, not all rows of an `mma`.
     HEADS: tl.constexpr = G if GROUP > G else GROUP

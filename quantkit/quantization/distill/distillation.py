@@ -117,10 +117,9 @@ class Distillation:
 
     @property
     def work_bytes(self) -> int:
-        """Return about how many bytes the work files take; a state has three numbers per weight."""
-        weights = sum(task.source.elements for task in self.linears.values())
+        """Return about how many bytes the work files take: samples, two states, and the result."""
         samples = self.options.own_most * self.text.tokens.shape[1] * 4
-        return samples + 2 * 3 * 4 * weights + sum(spec.nbytes for spec in self.specs)
+        return samples + 2 * self.sizes.numbers + sum(spec.nbytes for spec in self.specs)
 
     def result(self, output: OutputDirectory) -> tuple[tuple[str, ...], dict[str, Any]]:
         """Return the files from which shards copy tensors, and what their details have beside."""

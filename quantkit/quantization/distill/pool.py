@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-#: Most sequences that are held out to measure the divergence; at most an eighth of all.
+#: Most sequences that are held out to measure the divergence; an eighth of all, and at least 1.
 HELD_OUT = 16
 
 
@@ -23,7 +23,10 @@ class Pool:
 
     @classmethod
     def of(cls, text: torch.Tensor, own: torch.Tensor, seed: int) -> "Pool":
-        """Hold out sequences of `own` if it has enough of them, else of `text`; a lone one is not."""
+        """Hold out an eighth, 1 to `HELD_OUT` sequences, of `own` if it has twice as many, else of `text`.
+
+        `text` is int64 [C, T], `own` [P, T]. A lone sequence is both held out and trained on.
+        """
         kept = own if len(own) >= 2 * HELD_OUT else text
         count = min(HELD_OUT, max(1, len(kept) // 8))
         rest = kept[count:] if len(kept) > 1 else kept

@@ -11,7 +11,10 @@ from quantkit.runtime.serving.stored_schemes import StoredSchemes
 
 
 class PackedConfig:
-    """Name, dtypes and GPUs of the quantization method `quantkit`."""
+    """Mixin of the config classes of vLLM and SGLang for the quantization method `quantkit`.
+
+    It gives the name, dtypes of activations, the least compute capability, and the method of each layer.
+    """
 
     schemes: StoredSchemes
     #: True if the head is tied to the embedding.

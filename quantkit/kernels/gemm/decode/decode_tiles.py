@@ -22,7 +22,7 @@ class DecodeTile:
     occupancy       programs per multiprocessor
     tiles_per_iter  row tiles that are multiplied with each B fragment that is loaded
     prefetch        k_steps that codes are loaded early, at most
-    int8_mma        multiply int8 codes with the int8 digits of x
+    int8_mma        multiply int8 codes with x as three digits of 8 bits (`gluon.stage_x_per_warp`)
     """
 
     warps: int = 8

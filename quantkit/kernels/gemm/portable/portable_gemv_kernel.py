@@ -219,9 +219,10 @@ def _activations(
     x, rows, step, M, K: tl.constexpr, EVEN_K: tl.constexpr, DOT: tl.constexpr, W: tl.constexpr,
     NG: tl.constexpr, BM: tl.constexpr, PREDICATE_X: tl.constexpr,
 ):  # fmt: skip
-    """Load x^T as operand B, [NG * W, DOT, BM]: zeros beyond K, and the last row again beyond M.
+    """Load x^T [K, M] of a `step` as operand B, [NG * W, DOT, BM], with zeros beyond K.
 
-    For experts, `rows` [8, BM // 8] are the rows of x.
+    Columns of each run of 32 are in the order (e1, t, p0, e0). Rows from M on are the last row again, or with
+    PREDICATE_X and EVEN_K undefined. For experts, `rows` [8, BM // 8] are the rows of x.
     """
     RUNS: tl.constexpr = DOT // 32
     MH: tl.constexpr = BM // 8

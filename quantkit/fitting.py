@@ -9,6 +9,7 @@ from quantkit.checkpoint.hub.repository import resolve
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
 from quantkit.memory import CONTEXT_BYTES, WORKSPACE_BYTES
+from quantkit.model.forward.kv_size import kv_bytes
 from quantkit.planning import open_structure
 from quantkit.quantization.plan import Plan, make_plan
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -16,7 +17,6 @@ from quantkit.recipes.candidates import candidates
 from quantkit.recipes.recipe import Choice
 from quantkit.recipes.recipe_options import RecipeOptions
 from quantkit.runtime.cache.kv_cache import kv_scheme
-from quantkit.runtime.cache.kv_size import kv_bytes
 
 #: What is tried by default: what engines read, and fewer bits that quantkit reads.
 FORMATS = ("engine", "int6", "int5", "int3:64", "int2:64")

@@ -1,7 +1,7 @@
 """Plan a quantization from headers, as `quantkit plan` does; `quantizing.py` begins with the same steps.
 
-What only some plans need, such as the measuring of a budget, is imported there: half of the time of a plan is
-spent on imports.
+What only some plans need, such as the measuring of a budget, is imported there: most of the
+time of a plan is imports (`benchmarks/plan_time.py`).
 """
 
 from dataclasses import replace

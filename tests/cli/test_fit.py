@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from quantkit.cli import console
 from quantkit.errors import UsageError
 from quantkit.fitting import Need
-from quantkit.runtime.cache.kv_size import cached_tokens, kv_bytes
+from quantkit.model.forward.kv_size import cached_tokens, kv_bytes
 from quantkit.runtime.load import load
 
 from .conftest import SOURCE, Run

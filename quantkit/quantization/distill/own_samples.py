@@ -4,13 +4,17 @@ Each sample begins with a few tokens of the calibration text, and goes on with t
 predictions. LLM-QAT (arXiv 2305.17888) was the first to train on such text.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from quantkit.model.forward.kv_size import kv_heads
 from quantkit.model.forward.sampling import continued
 
+#: Keys and values of a token of an 8B (Llama 3) in 16 bits.
+UNKNOWN_BYTES = 1 << 17
 #: Bytes of the keys and values of the samples that are written at a time, by device, and most samples: the
 #: host takes as long to launch a step for one as for all.
 CACHE_BYTES, MOST_SAMPLES = {"cpu": 1 << 28, "cuda": 1 << 34}, {"cpu": 64, "cuda": 2048}
@@ -47,9 +51,13 @@ def at_a_time(kind: str, length: int, row_bytes: int) -> int:
 
 
 def row_bytes(model: Any) -> int:
-    """Return the bytes of the keys and values of a token, if all layers keep all heads."""
+    """Return the bytes of the keys and values of a token, if all layers keep them.
+
+    `UNKNOWN_BYTES` for a model whose config does not tell.
+    """
     config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers: int = 2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size()
-    return numbers
+    found = kv_heads(config)
+    if found is None:
+        return UNKNOWN_BYTES
+    itemsize: int = next(model.parameters()).element_size()
+    return 2 * int(config.num_hidden_layers) * math.prod(found) * itemsize

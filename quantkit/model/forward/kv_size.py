@@ -30,6 +30,19 @@ def cached_tokens(config: Any, context: int) -> list[int]:
     return found
 
 
+def kv_heads(config: Any) -> tuple[int, int] | None:
+    """Return the number of heads with keys and values in a layer, and the numbers of a key or value of one.
+
+    None for a text config that does not tell, and for multi-head latent attention.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None)
+    if size is None and heads and getattr(config, "hidden_size", None):
+        size = config.hidden_size // config.num_attention_heads
+    compressed = getattr(config, "kv_lora_rank", None)
+    return (heads, size) if isinstance(heads, int) and isinstance(size, int) and not compressed else None
+
+
 def kv_bytes(
     config: Mapping[str, Any], directory: Path, context: int, batch: int, row_bytes: Callable[[int], int]
 ) -> int:
@@ -39,15 +52,12 @@ def kv_bytes(
     for a model without such a cache, or whose config does not tell its sizes.
     """
     text = model_config(config, directory).get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    size = getattr(text, "head_dim", None)
-    if size is None and heads and getattr(text, "hidden_size", None):
-        size = text.hidden_size // text.num_attention_heads
-    compressed = getattr(text, "kv_lora_rank", None)
-    if not isinstance(heads, int) or not isinstance(size, int) or compressed:
+    found = kv_heads(text)
+    if found is None:
         raise UsageError(
             f"{directory / 'config.json'}: it is not known how much a {text.model_type!r} caches for a token "
             "(multi-head latent attention, or heads and sizes under other names). Leave out --fit, and take "
             "the sizes of weights from `quantkit plan`."
         )
+    heads, size = found
     return sum(cached_tokens(text, context)) * batch * heads * 2 * row_bytes(size)

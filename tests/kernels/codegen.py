@@ -181,13 +181,15 @@ def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     launch = {
         "embed": lambda: embedding._embed_launch(1, 1, features),
         "norm": lambda: norm._norm_launch(
-            1, 1, case.m, 1e-5, True, "llama", False, None, torch.bfloat16, features
+            1, 1, case.m, True, (1e-5, "llama"), False, None, None, torch.bfloat16, features
         ),
         "rounded norm": lambda: norm._norm_launch(
-            1, 1, case.m, 1e-5, True, "llama", False, ROUNDED, torch.bfloat16, features
+            1, 1, case.m, True, (1e-5, "llama"), False, ROUNDED, None, torch.bfloat16, features
         ),
-        "norm codes": lambda: norm._norm_codes_launch(
-            1, 1, case.m, 1e-5, True, "llama", False, ROUNDED, CodeOrder(64, True), features
+        "norm codes": lambda: norm._norm_launch(
+            *(1, 1, case.m, True, (1e-5, "llama"), False, ROUNDED, CodeOrder(64, True)),
+            torch.bfloat16,
+            features,
         ),
         "gate codes": lambda: activation._gate_codes_launch(
             1, 1, case.m, case.m, "silu", ROUNDED, CodeOrder(64, True), features

@@ -690,7 +690,13 @@ def test_ops_compile_for_every_target(compiled: Compiled, targets: tuple[int, ..
     wide["small_linear"] = 2
     # And of what is added, and weights of the norm.
     wide["norm_linear"] = 4
-    cases: list[Case] = [("ops", name, capability, m) for name, m in sizes.items() for capability in targets]
+    cases: list[Case] = [
+        ("ops", name, capability, m)
+        for name, m in sizes.items()
+        for capability in targets
+        # Their codes are e4m3, which Triton has from 8.9 on, and their linears run on 9.0 alone.
+        if capability != 80 or not name.endswith("codes")
+    ]
     for (_, name, capability, _), found in compiled(cases).items():
         # The rest of large angles is computed in an array of its own.
         assert found["spills"] == 0 or name == "cos_sin", (name, capability)

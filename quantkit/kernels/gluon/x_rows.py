@@ -7,6 +7,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quantkit.kernels.ops.quantize_x_kernel import multiplied, rounded_quotient
+
 
 @gluon.constexpr_function
 def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
@@ -88,27 +90,12 @@ def round_rows(words, S: gl.constexpr):
     found = ()
     for number in gl.static_range(len(words)):
         low, high = unpack2(words[number], S.dtype)
-        low, high = _round(low, scale, inverse, S), _round(high, scale, inverse, S)
-        found = found + (pack2(low, high, S.dtype),)
+        found = found + (pack2(_round(low, scale, inverse, S), _round(high, scale, inverse, S), S.dtype),)
     return found
 
 
 @gluon.jit
 def _round(x, scale, inverse, S: gl.constexpr):
     """Return float32 `x` [W, 32, 4] rounded with `scale` and its `inverse`, [W, 32, 1]."""
-    if S.rounding.fma:
-        # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
-        code = x * inverse
-        code = gl.fma(gl.fma(-code, scale, x), inverse, code)
-    else:
-        code = gl.div_rn(x, scale)
-    # Adding 1.5 * 2^23 spacings of the values around a number rounds it to a multiple, ties to even.
-    if S.rounding.mantissa > 0:
-        power = (code.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        spacing = gl.maximum(power, S.rounding.smallest) * (12582912.0 / (1 << S.rounding.mantissa))
-        code = (code + spacing) - spacing
-    else:
-        code = (code + 12582912.0) - 12582912.0
-    # The largest numbers of float16 may round up to 65536.
-    value = gl.minimum(gl.maximum(code * scale, -S.rounding.most), S.rounding.most)
-    return gl.where(scale != scale, scale, value)
+    code = rounded_quotient(x, scale, inverse, S.rounding.mantissa, S.rounding.smallest, S.rounding.fma)
+    return multiplied(code, scale, S.rounding.most, gl.float32)

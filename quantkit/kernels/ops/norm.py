@@ -103,8 +103,8 @@ def norm_codes(
     columns = x.shape[-1]
     total = x if other is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     found = empty_codes(x.numel() // columns, columns, scheme, order, x.device)
-    how = (len(found.codes), rows, columns, eps, other is not None, kind, late)
-    launch = _norm_codes_launch(*how, scheme.unbound, order, launch_features(x.device))
+    how = (len(found.codes), rows, columns, other is not None, (eps, kind), late)
+    launch = _norm_launch(*how, scheme.unbound, order, x.dtype, launch_features(x.device))
     with launching_on(x.device):
         launch(
             x, added, weight, total, found.codes, found.scales, found.sums_or_scales, *strides,
@@ -150,9 +150,9 @@ def _launch_norm(
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if adds else y
     scheme = rounding_of(rounding) if rounding else None
     unbound, features = None if scheme is None else scheme.unbound, launch_features(x.device)
-    how = (x.numel() // columns, rows, columns, eps, adds, kind, late)
+    how = (x.numel() // columns, rows, columns, adds, (eps, kind), late)
     with launching_on(x.device):
-        launch = _norm_launch(*how, unbound, x.dtype, features)
+        launch = _norm_launch(*how, unbound, None, x.dtype, features)
         launch(x, added, weight, total, y, *strides, weight.stride(0), scale_bits(scheme))
     return total, y
 
@@ -209,21 +209,26 @@ def _norm_launch(
     programs: int,
     rows: int,
     columns: int,
-    eps: float,
     add: bool,
-    kind: str,
+    norm: tuple[float, str],
     late: bool,
     scheme: ActivationScheme | None,
+    order: CodeOrder | None,
     dtype: torch.dtype,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch of `programs` rows of N `columns`, `rows` per inner block.
+    """Build the launch of `programs` rows of N `columns`, `rows` per inner block; results have `dtype`.
 
-    With `scheme` it rounds results, which have `dtype`.
+    `norm` is (eps, kind). With `scheme` it rounds results. With an `order` too it writes their codes.
     """
-    from quantkit.kernels.ops.norm_kernel import rms_norm as kernel
+    from quantkit.kernels.ops.norm_kernel import rms_norm, rms_norm_codes
 
-    padded = power_of_two(columns if scheme is None else max(columns, BLOCK))
+    if order is None or scheme is None:
+        kernel, padded = rms_norm, power_of_two(columns if scheme is None else max(columns, BLOCK))
+        options = {**rounding_options(scheme, features), "MOST": torch.finfo(dtype).max}
+    else:
+        kernel, padded = rms_norm_codes, power_of_two(blocks_of(columns) * BLOCK)
+        options = code_options(scheme, columns, order, features)
     return Launch(
         kernel,
         (programs,),
@@ -232,41 +237,8 @@ def _norm_launch(
         NP=padded,
         ADD=add,
         LATE=late,
-        **norm_options((eps, kind)),
-        **rounding_options(scheme, features),
-        MOST=torch.finfo(dtype).max,
-        **overlap(features),
-        num_warps=_warps(programs, padded),
-    )
-
-
-@lru_cache(maxsize=256)
-def _norm_codes_launch(
-    programs: int,
-    rows: int,
-    columns: int,
-    eps: float,
-    add: bool,
-    kind: str,
-    late: bool,
-    scheme: ActivationScheme,
-    order: CodeOrder,
-    features: frozenset[str],
-) -> Launch:
-    """Build the launch of `norm_codes`, with arguments as for `_norm_launch`."""
-    from quantkit.kernels.ops.norm_kernel import rms_norm_codes as kernel
-
-    padded = power_of_two(blocks_of(columns) * BLOCK)
-    return Launch(
-        kernel,
-        (programs,),
-        ROWS=rows,
-        N=columns,
-        NP=padded,
-        ADD=add,
-        LATE=late,
-        **norm_options((eps, kind)),
-        **code_options(scheme, columns, order, features),
+        **norm_options(norm),
+        **options,
         **overlap(features),
         num_warps=_warps(programs, padded),
     )

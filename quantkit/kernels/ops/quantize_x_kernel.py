@@ -75,24 +75,35 @@ def quantized(
     if STATIC:
         scale = tl.zeros_like(scale) + scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
         values = tl.minimum(tl.maximum(values, -ABSMAX * scale), ABSMAX * scale)
+    code = rounded_quotient(values, scale, tl.div_rn(1.0, scale), MANTISSA, SMALLEST, FMA)
+    return code, tl.where(broken, float("nan"), scale)
+
+
+@triton.jit
+def rounded_quotient(
+    x, scale, inverse, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr, FMA: tl.constexpr
+):  # fmt: skip
+    """Return `x` / `scale` rounded to the values of a format, float32 [...], ties to even.
+
+    `inverse` is 1 / `scale`; both are broadcast. The constexprs are those of `quantized`.
+    """
     if FMA:
         # A product with the inverse, corrected by its remainder, is the quotient correctly rounded.
-        inverse = tl.div_rn(1.0, scale)
-        code = values * inverse
-        code = tl.fma(tl.fma(-code, scale, values), inverse, code)
+        code = x * inverse
+        code = tl.fma(tl.fma(-code, scale, x), inverse, code)
     else:
-        code = tl.div_rn(values, scale)
+        code = tl.div_rn(x, scale)
     # Adding 1.5 * 2^23 spacings of the values around a number rounds it to a multiple, ties to even.
     spacing = 12582912.0
     if MANTISSA > 0:
         power = (code.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         spacing = tl.maximum(power, SMALLEST) * (12582912.0 / (1 << MANTISSA))
-    return (code + spacing) - spacing, tl.where(broken, float("nan"), scale)
+    return (code + spacing) - spacing
 
 
 @triton.jit
 def multiplied(code, scale, MOST: tl.constexpr, dtype: tl.constexpr):
-    """Return `scale` * `code` [G, 128] in `dtype`, whose largest number is MOST; NaN where the scale is."""
+    """Return `code` [...] * `scale` (broadcast) in `dtype`, clamped to MOST; NaN where `scale` is."""
     # The largest numbers of float16 may round up to 65536.
     value = tl.minimum(tl.maximum(code * scale, -MOST), MOST)
     return tl.where(scale != scale, scale, value).to(dtype)

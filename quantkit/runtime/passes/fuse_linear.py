@@ -7,7 +7,7 @@ Each pass replaces a chain of nodes by calls of fused kernels:
     fuse_norms     norm -> linear                 linear_of_norm
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from quantkit.kernels.linear_fused import (
 from quantkit.kernels.moe.grouped_gemm import EXPERTS_OPERATOR, gates_experts, run_experts
 from quantkit.kernels.ops import activation
 from quantkit.kernels.ops.norm import add_rms_norm, rms_norm
-from quantkit.runtime.passes.trace import META, OFFSET, Memory, between, part
+from quantkit.runtime.passes.trace import META, OFFSET, Memory, part
 
 #: Targets of calls that multiply x with a weight.
 PRODUCTS = (OPERATOR, gated_linear)
@@ -120,7 +120,7 @@ def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, d
     return (
         all(one.meta[META].is_contiguous() for one in (operand, residual, weights))
         and (added.numel(), added.shape[-1]) == (y.numel(), y.shape[-1])
-        and not any(memory.written(one) & read for one in between(product, norm))
+        and not memory.writes_between(product, norm, read)
         and does_norm("begin", *problem_of(product, device))
     )
 
@@ -130,11 +130,12 @@ def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.dev
     if not multiplies(memory, product, normed):
         return False
     x, rows = _x(product), normed.meta[META]
-    return (
-        x.is_contiguous()
-        and (x.numel(), x.shape[-1]) == (rows.numel(), rows.shape[-1])
-        and does_norm("end", *problem_of(product, device))
-    )
+    return is_whole(x, rows) and does_norm("end", *problem_of(product, device))
+
+
+def is_whole(x: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Return True if `x` [..., K] has the memory of all `rows` [..., K], in their order."""
+    return x.is_contiguous() and (x.numel(), x.shape[-1]) == (rows.numel(), rows.shape[-1])
 
 
 def _split(
@@ -146,12 +147,7 @@ def _split(
     with graph.inserting_after(norm):
         call = graph.call_function(linear_then_norm, (x, residual, weight, norm.kwargs["kind"], *of))
     memory.enter(call)
-    parts: list[Node] = []
-    for number in range(3):
-        with graph.inserting_after(parts[-1] if parts else call):
-            parts.append(graph.call_function(part, (call, number)))
-        memory.enter(parts[-1])
-    total, begun, squares = parts
+    total, begun, squares = parts_of(graph, memory, call, range(3))
     for after in list(used(memory, results[-1])):
         rows, *of_after = after.args
         with graph.inserting_after(after):
@@ -164,6 +160,16 @@ def _split(
     for node in (*results, norm):
         graph.erase_node(node)
     erase(graph, product)
+
+
+def parts_of(graph: Graph, memory: Memory, call: Node, numbers: Iterable[int]) -> list[Node]:
+    """Insert nodes of the results `numbers` of `call` after it, in order, and return them."""
+    parts: list[Node] = []
+    for number in numbers:
+        with graph.inserting_after(parts[-1] if parts else call):
+            parts.append(graph.call_function(part, (call, number)))
+        memory.enter(parts[-1])
+    return parts
 
 
 def erase(graph: Graph, node: Node) -> None:
@@ -207,7 +213,7 @@ def _can_fuse_norm(
         and all(one.is_contiguous() for one in (x, *operands))
         # No earlier node reads the sum, and its operands are unchanged.
         and not any(user < product for one in results[:-1] for user in one.users)
-        and not any(memory.written(one) & read for one in between(norm, product))
+        and not memory.writes_between(norm, product, read)
         and all(len(one.users) == 1 for one in _views(cast(Node, product.args[0]), norm))
         and does_norm("whole", *problem_of(product, device))
     )

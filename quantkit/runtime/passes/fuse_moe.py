@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from quantkit.kernels.moe import router
 from quantkit.kernels.moe.grouped_gemm import SORT_OPERATOR
 from quantkit.kernels.ops.norm import add_rms_norm
-from quantkit.runtime.passes.trace import META, Memory, between, part
+from quantkit.runtime.passes.trace import META, Memory, part
 
 
 def fuse_router_norms(graph: Graph, memory: Memory) -> None:
@@ -43,7 +43,7 @@ def _can_take_norm(memory: Memory, norm: Node, product: Node) -> bool:
         and normed.meta[META].numel() == rows * columns
         and (weight.op == "get_attr" or weight < norm)
         and all(one.is_contiguous() for one in (*operands, x.meta[META]))
-        and not any(memory.written(one) & memory_read for one in between(norm, product))
+        and not memory.writes_between(norm, product, memory_read)
     )
 
 
@@ -86,7 +86,7 @@ def _router(memory: Memory, order: Node) -> Node | None:
         logits.shape[1] == experts
         and router.can_route_and_sort(logits, call.kwargs["top_k"])
         # No node changes the selected experts before they are sorted.
-        and not any(memory.written(one) & memory_of_index for one in between(call, order))
+        and not memory.writes_between(call, order, memory_of_index)
     )
     return cast(Node, call) if fits else None
 

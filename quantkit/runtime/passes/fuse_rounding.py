@@ -22,8 +22,17 @@ from quantkit.kernels.ops.activation import gate_codes
 from quantkit.kernels.ops.norm import add_rms_norm, norm_codes, rms_norm
 from quantkit.kernels.ops.quantize_x import CodeOrder, round_inputs, rounding_of, why_not_quantized
 from quantkit.packing.schemes import parse_token
-from quantkit.runtime.passes.fuse_linear import PRODUCTS, erase, multiplies, problem_of, results_of, used
-from quantkit.runtime.passes.trace import META, OFFSET, Memory, between, part
+from quantkit.runtime.passes.fuse_linear import (
+    PRODUCTS,
+    erase,
+    is_whole,
+    multiplies,
+    parts_of,
+    problem_of,
+    results_of,
+    used,
+)
+from quantkit.runtime.passes.trace import META, OFFSET, Memory
 
 #: Number of the scheme's token in the arguments of a linear.
 _TOKEN = 4
@@ -46,7 +55,7 @@ def show_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
             continue
         x, token = _x(product), _token(product)
         earlier = (one for one in x.users if one < product and _rounds(one, token))
-        node = next((one for one in earlier if not _is_written(memory, x, one, product)), None)
+        node = next((one for one in earlier if not memory.writes_between(one, product, memory.of(x))), None)
         if node is None:
             with graph.inserting_before(product):
                 node = graph.call_function(round_inputs, (x, token))
@@ -55,11 +64,6 @@ def show_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
             memory.enter(node)
         product.update_arg(0, node)
         product.update_arg(_TOKEN, parse_token(token).of_weights.token)
-
-
-def _is_written(memory: Memory, x: Node, first: Node, last: Node) -> bool:
-    """Return True if a node between `first` and `last` writes the memory of `x`."""
-    return any(memory.written(one) & memory.of(x) for one in between(first, last))
 
 
 def _rounds(node: Node, token: str) -> bool:
@@ -92,8 +96,8 @@ def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
             continue
         scheme = replace(parse_token(_token(product)), activations=rounding_of(str(node.args[1])))
         known = problem_of(product, device)
-        if rounds_within(*known[:4], scheme.token, *known[5:]) and not _is_written(
-            memory, _x(node), node, product
+        if rounds_within(*known[:4], scheme.token, *known[5:]) and not memory.writes_between(
+            node, product, memory.of(_x(node))
         ):
             product.update_arg(0, _x(node))
             product.update_arg(_TOKEN, scheme.token)
@@ -107,16 +111,11 @@ def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
     rows, token = result.meta[META], str(roundings[0].args[1])
     return (
         all(_rounds(one, token) for one in roundings)
-        and all(_is_whole(_x(one).meta[META], rows) for one in roundings)
-        and not any(_is_written(memory, result, result, one) for one in roundings)
+        and all(is_whole(_x(one).meta[META], rows) for one in roundings)
+        and not any(memory.writes_between(result, one, memory.of(result)) for one in roundings)
         and rows.dtype != torch.float32
         and why_not_quantized(rounding_of(token), rows.shape[-1]) is None
     )
-
-
-def _is_whole(x: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Return True if `x` [..., K] has the memory of `rows` [..., K], in its order."""
-    return x.is_contiguous() and x.shape[-1:] == rows.shape[-1:] and x.numel() == rows.numel()
 
 
 def fuse_codes(graph: Graph, memory: Memory, device: torch.device) -> None:
@@ -137,8 +136,8 @@ def _order_of(
     if not products or not all(
         one.target is OPERATOR
         and multiplies(memory, one, results[-1])
-        and _is_whole(_x(one).meta[META], results[-1].meta[META])
-        and not _is_written(memory, results[-1], results[-1], one)
+        and is_whole(_x(one).meta[META], results[-1].meta[META])
+        and not memory.writes_between(results[-1], one, memory.of(results[-1]))
         for one in products
     ):
         return None
@@ -168,11 +167,7 @@ def _fuse_codes(
     memory.enter(call)
     # The sum of an `add_rms_norm`, if it is read, then codes, scales and sums of codes.
     count = 3 if node.target is activation.gate else 4
-    parts: list[Node] = []
-    for number in range(count - 2 - len(results), count):
-        with graph.inserting_after(parts[-1] if parts else call):
-            parts.append(graph.call_function(part, (call, number)))
-        memory.enter(parts[-1])
+    parts = parts_of(graph, memory, call, range(count - 2 - len(results), count))
     for product in products:
         like: torch.Tensor = _x(product).meta[META]
         with graph.inserting_after(product):

@@ -177,6 +177,10 @@ class Memory:
         """Return the memory that `node` writes."""
         return self._written[node]
 
+    def writes_between(self, first: Node, last: Node, roots: frozenset[Any]) -> bool:
+        """Return True if a node after `first` and before `last` writes memory of `roots`."""
+        return any(self._written[node] & roots for node in between(first, last))
+
     def is_constant(self, node: Node) -> bool:
         """Return True if the result exists before the module runs and no node writes it."""
         roots = self._of[node]

@@ -223,10 +223,7 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
     if problem.m > COLUMNS:
         return f"norms are computed for up to {COLUMNS} rows of x, not for {problem.m}"
     # A thread also holds the same number of addends and of weights.
-    numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), thread_registers(tile) // 4
-    if numbers > most:
-        return f"each thread would have {numbers} numbers of x, and has registers for {most}"
-    return None
+    return _why_no_registers(problem, tile, thread_registers(tile) // 4)
 
 
 def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
@@ -243,7 +240,12 @@ def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
         return f"it finds one scale for each row of x, not as {scheme}"
     if problem.m > COLUMNS:
         return f"up to {COLUMNS} rows of x are rounded, not {problem.m}"
-    numbers, most = power_of_two(problem.m) * problem.k // (32 * tile.warps), thread_registers(tile) // 2
+    return _why_no_registers(problem, tile, thread_registers(tile) // 2)
+
+
+def _why_no_registers(problem: Problem, tile: DecodeTile, most: int) -> str | None:
+    """Return why threads, with registers for `most` numbers, cannot hold all of x; None if they can."""
+    numbers = power_of_two(problem.m) * problem.k // (32 * tile.warps)
     if numbers > most:
         return f"each thread would have {numbers} numbers of x, and has registers for {most}"
     return None

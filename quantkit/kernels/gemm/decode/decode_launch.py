@@ -112,6 +112,8 @@ def why_no_int8(problem: Problem) -> str | None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
         return "zero-points are taken from 16-bit floats"
+    if shape_of(problem).on_weights:
+        return f"scales of {problem.scheme.group_columns(problem.k)} columns multiply weights, not sums"
     if problem.m > MOST_DIGITS:
         return f"there are digits of up to {MOST_DIGITS} rows of x, not of {problem.m}"
     return None

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
@@ -181,9 +180,7 @@ def _write(one: Distillation, student: Student, output: OutputDirectory, facts: 
     trained: dict[str, torch.Tensor] = {}
     errors = dict.fromkeys((str(task.module) for task in one.linears.values()), 0.0)
     for name, task in one.linears.items():
-        linear = student.trained[name]
-        assert isinstance(linear, LatentLinear)
-        packed = student.residence.fetch_all(linear).packed()
+        packed = student.linear(name).packed()
         trained |= _parts(packed, task)
         of_weights = one.calibrated.decoder.read(task.source.name).float() - packed.dequantize()
         errors[str(task.module)] += float(of_weights.double().square().sum())

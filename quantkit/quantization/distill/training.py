@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +72,7 @@ class Training:
             if rate:
                 self._numbers[name], self._rates[name] = tensor, rate
         elements = {name: one.elements for name, one in student.trained.items()}
-        parameters = {name: place.parameter for name, place in student.places.items()}
+        parameters = {name: [place.parameter for place in places] for name, places in student.places.items()}
         self._chunks = list(_chunks(elements, parameters))
 
     def run(self, seconds_left: Callable[[], float], on_step: Callable[[Reached], None]) -> None:
@@ -172,7 +172,7 @@ def batch_of(options: DistillOptions, device: torch.device) -> int:
 
 
 def _chunks(
-    elements: Mapping[str, int], parameters: Mapping[str, str]
+    elements: Mapping[str, int], parameters: Mapping[str, Collection[str]]
 ) -> Iterator[tuple[list[str], list[str]]]:
     """Split names into lists of at most `CHUNK_WEIGHTS` numbers, or of one name; `elements` are of each.
 
@@ -185,7 +185,7 @@ def _chunks(
             count = 0
         chunks[-1].append(name)
         count += size
-    last = {parameters[name]: at for at, chunk in enumerate(chunks) for name in chunk}
+    last = {one: at for at, chunk in enumerate(chunks) for name in chunk for one in parameters[name]}
     for at, chunk in enumerate(chunks):
         yield chunk, [parameter for parameter, place in last.items() if place == at]
 

@@ -30,6 +30,8 @@ from quantkit.quantization.task import Task
 BATCH = {"cpu": 8, "cuda": 64}
 #: Latent numbers that a step moves at a time, unless one matrix has more.
 CHUNK_WEIGHTS = 1 << 26
+#: Most latent numbers of a stack of several linears: moving more takes longer than the launches do.
+STACK_WEIGHTS = 1 << 24
 #: Bytes of each of these meanwhile, more if they come from host memory, and more of those of one matrix.
 MOVED_BYTES, FETCHED_BYTES, WORK_BYTES = 16, 10, 12
 #: Values per token that a block keeps for gradients: in hidden sizes and in widths of the widest linear.
@@ -62,7 +64,7 @@ class Sizes:
     weights     number of weights that are trained
     matrix      mean number of those of a matrix
     moved       latent numbers that a step moves at a time
-    largest     most latent numbers of a matrix
+    largest     most latent numbers of a matrix or stack
     blocks      number of blocks
     per_block   bytes per token that a block keeps for gradients
     per_input   bytes per token of its input
@@ -126,7 +128,7 @@ class Sizes:
             weights=weights,
             matrix=weights // len(trained),
             moved=min(sum(latents), max(CHUNK_WEIGHTS, *latents)),
-            largest=max(latents),
+            largest=max(*latents, min(sum(latents), STACK_WEIGHTS)),
             blocks=max(1, len({block_of(task.source.name) for task in trained} - {""})),
             per_block=itemsize * values,
             per_input=itemsize * hidden,

@@ -27,7 +27,7 @@ def test_gradients_are_those_of_a_parameter(at_once: bool) -> None:
     original = module.down_proj
     (2 * module(x, at_once=at_once).square().sum()).backward()
     places = {
-        f"{expert}": Place("down_proj", ExpertPart("down_proj", expert, 0, ExpertsSpec()))
+        f"{expert}": (Place("down_proj", ExpertPart("down_proj", expert, 0, ExpertsSpec())),)
         for expert in range(4)
     }
     weights = TrainedWeights({"down_proj": original.detach().clone()}, places)
@@ -47,6 +47,21 @@ def test_gradients_are_those_of_a_parameter(at_once: bool) -> None:
     before = module(x, at_once=at_once)
     weights.write("2", torch.zeros(3, 5))
     assert not module.down_proj[2].any() and not torch.equal(module(x, at_once=at_once), before)
+
+
+def test_a_stack_joins_the_rows_of_its_places() -> None:
+    tensors = {name: torch.zeros(rows, 4) for name, rows in {"a": 2, "b": 1, "c": 3}.items()}
+    weights = TrainedWeights(tensors, {"a": tuple(map(Place, tensors))})
+    values = torch.arange(24.0).view(6, 4)
+    weights.write("a", values)
+    assert torch.equal(torch.cat(list(weights.leaves.values())), values)
+    assert weights.gradient("a") is None
+    (weights.leaves["a"].sum() + 2 * weights.leaves["c"].sum()).backward()
+    found = weights.gradient("a")
+    assert found is not None and found[:, 0].tolist() == [1, 1, 0, 2, 2, 2]
+    weights.let_go("c")
+    found = weights.gradient("a")
+    assert found is not None and found[:, 3].tolist() == [1, 1, 0, 0, 0, 0]
 
 
 def test_other_operations_see_all_experts() -> None:

@@ -125,8 +125,10 @@ def test_a_training_holds_what_the_plan_says(
     one, out = prepared
     for module in (training, training_memory):
         monkeypatch.setattr(module, "CHUNK_WEIGHTS", chunk)
+    monkeypatch.setattr(training_memory, "STACK_WEIGHTS", chunk)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 1 << 13)
-    sizes = replace(one.sizes, moved=min(chunk, one.sizes.weights))
+    most = min(chunk, one.sizes.weights)
+    sizes = replace(one.sizes, moved=most, largest=most)
     with LiveBytes() as live:
         trained(one, out, way, 2)
     # Host memory is that of the device here.

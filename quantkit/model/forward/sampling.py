@@ -1,15 +1,18 @@
-"""Draw tokens from the predictions of a model as they are: temperature 1, the whole vocabulary, no end."""
+"""Draw tokens from the predictions of a model: temperature 1, and no end."""
 
 from typing import Any
 
 import torch
 
 
-def continued(model: Any, beginnings: torch.Tensor, length: int, seed: int) -> torch.Tensor:
+def continued(
+    model: Any, beginnings: torch.Tensor, length: int, seed: int, top_p: float = 1.0
+) -> torch.Tensor:
     """Return sequences int64 [B, length] of a model of transformers that begin with `beginnings` [B, n].
 
-    Sequences continue after an end-of-text token, like joined documents. On one device the result depends on
-    `seed` and the arguments alone. Changes `model.generation_config`.
+    Draws from the likeliest tokens that have `top_p` of the probability together; 1 is all. Sequences
+    continue after an end-of-text token, like joined documents. On one device the result depends on `seed` and
+    the arguments alone. Changes `model.generation_config`.
     """
     from transformers import GenerationConfig
 
@@ -17,7 +20,7 @@ def continued(model: Any, beginnings: torch.Tensor, length: int, seed: int) -> t
         do_sample=True,
         temperature=1.0,
         top_k=0,
-        top_p=1.0,
+        top_p=top_p,
         max_length=length,
         min_length=length,
         pad_token_id=0,

@@ -79,7 +79,12 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
         "kl_after": training.measure(),
         "steps": training.at.step,
         "tokens": training.at.step * training.batch * tokens.shape[1],
-        "sequences": {"length": tokens.shape[1], "text": len(tokens), "own": len(own)},
+        "sequences": {
+            "length": tokens.shape[1],
+            "text": len(tokens),
+            "own": len(own),
+            "own_chats": 0 if one.turn is None else one.turn.count(own),
+        },
         "settings": {**asdict(one.options), "batch": training.batch, "micro_batch": way.micro},
     }
     _write(one, student, output, facts)
@@ -116,7 +121,7 @@ def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: 
         batch = batch_of(options, one.calibrated.decoder.device)
         most, limit = min(most, HELD_OUT + round(options.steps * batch * options.own)), float("inf")
     started, found, count = time.monotonic(), [], 0
-    for samples in own_samples(model, tokens, tokens.shape[1], one.calibrated.seed):
+    for samples in own_samples(model, tokens, tokens.shape[1], one.calibrated.seed, one.turn):
         found.append(samples)
         count = min(most, count + len(samples))
         report(count, most, f"the original writes samples, {count} of at most {most}")

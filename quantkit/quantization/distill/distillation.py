@@ -14,7 +14,9 @@ from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError
+from quantkit.model.chat_turn import ChatTurn, chat_turn
 from quantkit.model.distributed import Ranks
+from quantkit.model.tokenizer import tokenizer
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.distill.build_student import trained_name
@@ -34,7 +36,10 @@ MOST_TEXT = 8192
 
 @dataclass(frozen=True, eq=False)
 class Distillation:
-    """Linears, matrices of experts and norms to train, by name, their run, and text to train on."""
+    """Linears, matrices of experts and norms to train, by name, their run, and text to train on.
+
+    `turn` is the chat template of the model, None without one.
+    """
 
     linears: Mapping[str, Task]
     norms: Mapping[str, Task]
@@ -42,6 +47,7 @@ class Distillation:
     calibrated: Calibration
     planned: Plan
     text: Samples
+    turn: ChatTurn | None
     sizes: Sizes
 
     @classmethod
@@ -88,7 +94,8 @@ class Distillation:
         text = read_samples(checkpoint, more, decoder.embedding_rows)
         sizes = Sizes.of(checkpoint, planned, text.tokens.shape[1], decoder.device)
         assert sizes is not None
-        return cls(linears, norms, options, calibrated, planned, text, sizes)
+        turn = chat_turn(tokenizer(checkpoint.directory))
+        return cls(linears, norms, options, calibrated, planned, text, turn, sizes)
 
     def bound(self, calibrated: Calibration, planned: Plan) -> "Distillation":
         """Return the distillation of the same run, once the scales of inputs are measured."""

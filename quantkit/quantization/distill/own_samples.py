@@ -5,7 +5,7 @@ predictions. LLM-QAT (arXiv 2305.17888) was the first to train on such text.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,16 +22,17 @@ CACHE_BYTES, MOST_SAMPLES = {"cpu": 1 << 28, "cuda": 1 << 34}, {"cpu": 64, "cuda
 PREFIXES = (1, 4, 16, 64)
 
 
-def own_samples(model: Any, windows: torch.Tensor, length: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yield batches of samples, int64 [n, length] on the CPU, without end.
+def own_samples(
+    model: Any, windows: torch.Tensor, length: int, seed: int, numbers: Iterable[int]
+) -> Iterator[torch.Tensor]:
+    """Yield the batches of these `numbers`, int64 [n, length] on the CPU.
 
     `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i and the device alone.
     """
     device = next(model.parameters()).device
     at_once = at_a_time(device.type, length, row_bytes(model))
     prefixes = [size for size in PREFIXES if size < length]
-    number = 0
-    while True:
+    for number in numbers:
         of_batch = seed * 1_000_003 + number
         generator = torch.Generator().manual_seed(of_batch)
         size = prefixes[number % len(prefixes)]
@@ -39,7 +40,6 @@ def own_samples(model: Any, windows: torch.Tensor, length: int, seed: int) -> It
         starts = torch.randint(windows.shape[1] - size + 1, (at_once,), generator=generator)
         beginnings = windows[rows[:, None], starts[:, None] + torch.arange(size)]
         yield continued(model, beginnings.to(device), length, of_batch).cpu()
-        number += 1
 
 
 def at_a_time(kind: str, length: int, row_bytes: int) -> int:

@@ -98,11 +98,23 @@ class TrainedWeights:
         for name, stack in self._stacks.items():
             stack.collect(torch.zeros_like(self.leaves[name]))
 
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """Return the gradient of a trained matrix or norm; None if nothing that ran has it."""
+    def unreached(self) -> list[str]:
+        """Return the names of trained matrices and norms that nothing ran has, which have no gradient."""
+        return [name for name, place in self._places.items() if self.leaves[place.parameter].grad is None]
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return the gradient of a trained matrix or norm; zeros if nothing that ran has it."""
         place = self._places[name]
-        gradient = self.leaves[place.parameter].grad
-        return None if gradient is None else place.of(gradient)
+        leaf = self.leaves[place.parameter]
+        return place.of(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+
+    def checksum(self) -> int:
+        """Return the sum of the bits of all weights, read as integers."""
+        found = torch.zeros((), dtype=torch.int64)
+        for leaf in self.leaves.values():
+            bits = leaf.detach().view({2: torch.int16, 4: torch.int32}[leaf.itemsize])
+            found = found.to(leaf.device) + bits.sum(dtype=torch.int64)
+        return int(found)
 
     def let_go(self, parameter: str) -> None:
         """Free the gradient of a parameter."""

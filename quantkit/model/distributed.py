@@ -229,9 +229,8 @@ class _Joined(Ranks):
         for other in others:
             total += other
         summed = total.to(whole.dtype)
-        self._wait(
-            lambda: dist.all_gather_into_tensor(_as_bytes(whole), _as_bytes(summed), async_op=True), TIMEOUT
-        )
+        parts = list(_as_bytes(whole).chunk(self.size))
+        self._wait(lambda: dist.all_gather(parts, _as_bytes(summed), async_op=True), TIMEOUT)
         sums = torch.split(whole[: sum(sizes)], sizes)
         for one, found in zip(tensors, sums, strict=True):
             one.copy_(found.view(one.shape))

@@ -221,16 +221,15 @@ class _Joined(Ranks):
         received = torch.empty_like(whole)
         # A failure before the exchange is received here.
         self.all_gather(None)
-        self._wait(
-            lambda: dist.all_to_all_single(_as_bytes(received), _as_bytes(whole), async_op=True), TIMEOUT
-        )
+        # Without a limit the host does not wait for a GPU, and meets the others again meanwhile.
+        self._wait(lambda: dist.all_to_all_single(_as_bytes(received), _as_bytes(whole), async_op=True))
         first, *others = received.chunk(self.size)
         total = first.to(torch.float32, copy=True)
         for other in others:
             total += other
         summed = total.to(whole.dtype)
         parts = list(_as_bytes(whole).chunk(self.size))
-        self._wait(lambda: dist.all_gather(parts, _as_bytes(summed), async_op=True), TIMEOUT)
+        self._wait(lambda: dist.all_gather(parts, _as_bytes(summed), async_op=True))
         sums = torch.split(whole[: sum(sizes)], sizes)
         for one, found in zip(tensors, sums, strict=True):
             one.copy_(found.view(one.shape))
@@ -239,9 +238,9 @@ class _Joined(Ranks):
         flat = _as_bytes(tensor.contiguous())
         self._wait(lambda: dist.broadcast(flat, src=rank, async_op=True), TIMEOUT)
 
-    def _wait(self, start: Callable[[], Any], limit: timedelta) -> None:
+    def _wait(self, start: Callable[[], Any], limit: timedelta | None = None) -> None:
         try:
-            start().wait(limit)
+            start().wait(*([] if limit is None else [limit]))
         except RuntimeError as error:
             self._ended = True
             raise EnvironmentProblem(

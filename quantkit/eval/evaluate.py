@@ -266,7 +266,8 @@ def _evaluate(
             report = _report(run, sizes[run.model], settings, reference, floor, answers, reference_answers)
             if (written := settings.written) is not None:
                 own = continuations(run.subject.checkpoint, written, settings.dtype, settings.device)
-                pairs = text_pairs(run.subject.checkpoint.directory, written, own)
+                words = (reference or run).subject.checkpoint.directory
+                pairs = text_pairs(words, written, own)
                 report = replace(report, continuations=own.counts, text_pairs=pairs)
                 report = replace(report, reference_continuations=written.counts)
             reports.append(report)

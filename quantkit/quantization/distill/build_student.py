@@ -1,12 +1,12 @@
 """Build the student of a run: the original model, with the packed linears that calibration made."""
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantkit.calibrate.learned.latent_linear import LatentLinear
-from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.model.blocks import Decoder
 from quantkit.model.distributed import Ranks
@@ -36,13 +36,13 @@ def build_student(
     planned: Plan,
     linears: Mapping[str, Task],
     norms: Mapping[str, Task],
-    files: WorkFiles,
+    directory: Path,
     residence: Residence,
 ) -> Student:
     """Build a student of `model`, the original with all weights.
 
     `linears`, which may be matrices of experts, and `norms` are trained, by name. What else is packed has the
-    weights that it will have, and dense tensors that calibration changed are as it left them in `files`.
+    weights that it will have. Dense tensors that calibration changed are as work files in `directory` say.
     """
     stacks = Stacks(residence)
     fixed: dict[str, torch.Tensor] = {}
@@ -50,7 +50,7 @@ def build_student(
     originals = dict(model.named_parameters(remove_duplicate=False))
     calibrated = set()
     for block in blocks:
-        stored = Checkpoint.of_files([files.path / block.filename]) if block.tasks else None
+        stored = Checkpoint.of_files([directory / block.filename]) if block.tasks else None
         for name, task in block.tasks.items():
             assert stored is not None and task.scheme is not None
             calibrated.add(task.source.name)

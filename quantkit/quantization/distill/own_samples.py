@@ -5,9 +5,8 @@ predictions (LLM-QAT, arXiv 2305.17888). Of a model with a chat template, every 
 model writes what a user says, and the answer (Magpie, arXiv 2406.08464).
 """
 
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,9 +29,14 @@ CHAT_TOP_P = 0.9
 
 
 def own_samples(
-    model: Any, windows: torch.Tensor, length: int, seed: int, turn: ChatTurn | None
+    model: Any,
+    windows: torch.Tensor,
+    length: int,
+    seed: int,
+    turn: ChatTurn | None,
+    numbers: Iterable[int],
 ) -> Iterator[torch.Tensor]:
-    """Yield batches of samples, int64 [n, length] on the CPU, without end.
+    """Yield the batches of these `numbers`, int64 [n, length] on the CPU.
 
     `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i, `turn` and the device.
     """
@@ -40,7 +44,7 @@ def own_samples(
     at_once = at_a_time(device.type, length, row_bytes(model))
     texts = [size for size in PREFIXES if size < length]
     chats = [] if turn is None else [size for size in QUESTIONS if turn.length + size < length]
-    for number in itertools.count():
+    for number in numbers:
         of_batch = seed * 1_000_003 + number
         place, is_chat = divmod(number, 2) if chats else (number, 0)
         if is_chat:

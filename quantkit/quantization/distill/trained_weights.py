@@ -103,20 +103,29 @@ class TrainedWeights:
         for name, stack in self._stacks.items():
             stack.collect(torch.zeros_like(self.leaves[name]))
 
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """Return the gradient of a trained stack or norm; None if nothing that ran has it.
-
-        That of a part which did not run is 0.
-        """
-        places = self._places[name]
-        gradients = [self.leaves[place.parameter].grad for place in places]
-        if all(one is None for one in gradients):
-            return None
-        parts = [
-            torch.zeros_like(place.of(self.leaves[place.parameter])) if one is None else place.of(one)
-            for place, one in zip(places, gradients, strict=True)
+    def unreached(self) -> list[str]:
+        """Return the names of trained stacks and norms that nothing ran has, which have no gradient."""
+        return [
+            name
+            for name, places in self._places.items()
+            if all(self.leaves[place.parameter].grad is None for place in places)
         ]
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return the gradient of a trained stack or norm; zeros for what nothing that ran has."""
+        parts = []
+        for place in self._places[name]:
+            leaf = self.leaves[place.parameter]
+            parts.append(place.of(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def checksum(self) -> int:
+        """Return the sum of the bits of all weights, read as integers."""
+        found = torch.zeros((), dtype=torch.int64)
+        for leaf in self.leaves.values():
+            bits = leaf.detach().view({2: torch.int16, 4: torch.int32}[leaf.itemsize])
+            found = found.to(leaf.device) + bits.sum(dtype=torch.int64)
+        return int(found)
 
     def let_go(self, parameter: str) -> None:
         """Free the gradient of a parameter."""

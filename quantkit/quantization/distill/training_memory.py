@@ -214,15 +214,21 @@ def least(sizes: Sizes, batch: int) -> Way:
     return min((way for way in some if way.time(sizes, batch) < 1.1 * best), key=lambda one: one.micro)
 
 
-def check_host(way: Way, sizes: Sizes, free: int, device: torch.device, on_device: int) -> None:
-    """Raise `EnvironmentProblem` if numbers go to host memory and it has less than that, `free`."""
+def check_host(
+    way: Way, sizes: Sizes, free: int, processes: int, device: torch.device, on_device: int
+) -> None:
+    """Raise `EnvironmentProblem` if numbers go to host memory, and each of its `processes` has less, `free`.
+
+    `on_device` bytes are free on the device.
+    """
     kept = sizes.pinned if sizes.kind == "cuda" else sizes.numbers
     if way.on_host and kept > free:
         needed = replace(way, on_host=False).nbytes(sizes)
+        each = f" for each of {processes} processes" if processes > 1 else ""
         raise EnvironmentProblem(
             f"training would keep {size_text(kept)} of latent numbers and Adam's means in host "
-            f"memory, where {size_text(free)} are free; {device} has {size_text(on_device)} free, and would "
-            f"need {size_text(needed)} with them. {RUN_AGAIN}"
+            f"memory, where {size_text(free)} are free{each}; {device} has {size_text(on_device)} free, and "
+            f"would need {size_text(needed)} with them. {RUN_AGAIN}"
         )
 
 

@@ -1,5 +1,6 @@
 """Samples that the original writes: how many at a time, and models without keys and values."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ def test_every_other_batch_of_a_chat_model_has_chats(monkeypatch: pytest.MonkeyP
     )
     turn = ChatTurn(torch.tensor([1, 2, 3]), torch.tensor([4, 5]))
     windows = torch.arange(100, 400).view(2, 150)
-    batches = own_samples.own_samples(model, windows, 20, 0, turn)
+    batches = own_samples.own_samples(model, windows, 20, 0, turn, itertools.count())
     found = [next(batches) for _ in range(5)]
     assert all(one.shape[1] == 20 for one in found)
     # Of the sizes 8, 16 and 32 only the first leaves room in 20 tokens; of 1, 4, 16 and 64 all but the last.
@@ -65,7 +66,7 @@ def test_every_other_batch_of_a_chat_model_has_chats(monkeypatch: pytest.MonkeyP
         assert turn.count(found[number]) == 0 and found[number].min() >= 7
     # Too short for a chat: text alone.
     calls.clear()
-    batches = own_samples.own_samples(model, windows, 12, 0, turn)
+    batches = own_samples.own_samples(model, windows, 12, 0, turn, itertools.count())
     assert [turn.count(next(batches)) for _ in range(4)] == [0] * 4
 
 

@@ -46,8 +46,8 @@ def own_samples(
     chats = [] if turn is None else [size for size in QUESTIONS if turn.length + size < length]
     for number in numbers:
         of_batch = seed * 1_000_003 + number
-        place, is_chat = divmod(number, 2) if chats else (number, 0)
-        if is_chat:
+        place = number // 2 if chats else number
+        if chats and number % 2 == 0:
             assert turn is not None
             top_p, size = CHAT_TOP_P, chats[place % len(chats)]
             before, after = (part.expand(at_once, -1).to(device) for part in (turn.before, turn.after))

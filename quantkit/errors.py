@@ -119,6 +119,16 @@ class OtherRankFailed(QuantkitError):
         self.exit_code = exit_code
 
 
+def first_of(names: Iterable[str], most: int = 1, kind: str = "") -> str:
+    """Return the first `most` of `names`, and the number of the others: "a, b and 3 more tensors".
+
+    `kind` is the last word, for a text in which it is not clear what is named.
+    """
+    names = list(names)
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more {kind}".rstrip() if rest > 0 else "")
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield `error` and its causes and contexts, each once."""
     seen: list[BaseException] = []

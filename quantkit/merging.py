@@ -24,7 +24,7 @@ from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.devices import pick_device
-from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError
+from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError, first_of
 from quantkit.eval.adapted import compare, read_windows
 from quantkit.memory import enough_memory
 from quantkit.model.structure import Structure
@@ -252,9 +252,8 @@ def _find(
         notes.append(f"{view.directory} has no manifest, so the methods that rounded it are not known")
     for change, modules in replaced.items():
         before, _, after = change.rpartition(" to ")
-        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
         notes.append(
-            f"{modules[0]}{more} was rounded by {before} before, and is by {after} now, which takes no "
+            f"{first_of(modules)} was rounded by {before} before, and is by {after} now, which takes no "
             "calibration data"
         )
     return found, tuple(notes)

@@ -29,7 +29,7 @@ from quantkit.checkpoint.hub.deadline import SLOWEST_BYTES_PER_SECOND, BadAnswer
 from quantkit.checkpoint.output.atomic_write import is_inside
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import HEADERS_ONLY_NAME
-from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError, first_of
 from quantkit.files import open_regular, os_error_text, replace_file, shown
 
 _T = TypeVar("_T")
@@ -223,11 +223,7 @@ def _from_hub(name: str, revision: str | None, headers_only: bool) -> tuple[Path
     with answered(repository, found.commit):
         _download_weights(repository, found.commit, shards)
     if missing := [one for one in shards if not (folder / one).is_file()]:
-        fail(
-            repository.file_url(missing[0], found.commit),
-            "something else",
-            f"{missing[0]} and {len(missing) - 1} more" if missing[1:] else missing[0],
-        )
+        fail(repository.file_url(missing[0], found.commit), "something else", first_of(missing))
     return folder, found.commit
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from quantkit.cli import options
 from quantkit.cli.console import note, print_json, progress, say
 from quantkit.cli.records import with_fields
+from quantkit.errors import first_of
 from quantkit.files import size_text
 from quantkit.signals import advising
 
@@ -90,8 +91,7 @@ def quantize(
         if measured.note is not None:
             noted.setdefault(measured.note, []).append(name)
     for text, names in noted.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        note(f"{names[0]}{more}: {text}.")
+        note(f"{first_of(names)}: {text}.")
     lost = [name for name, error in result.relative_errors.items() if error > LOST]
     if lost:
         note(

@@ -19,7 +19,7 @@ from quantkit.calibrate.quantize_with_hessian import (
     quantize_calibrated_rows,
 )
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, first_of
 from quantkit.memory import in_pieces, trim_cache
 from quantkit.model.distributed import Ranks, Record
 from quantkit.packing.tensor import PackedTensor
@@ -381,7 +381,7 @@ def merged(
     for name, detail in matrices.items():
         if detail.get("note") is not None:
             own.setdefault(detail["note"], []).append(name)
-    texts = [text if len(matrices) == 1 else f"{_shown(names)}: {text}" for text, names in own.items()]
+    texts = [text if len(matrices) == 1 else f"{first_of(names)}: {text}" for text, names in own.items()]
     found["note"] = "; ".join([*texts, *notes]) or None
     if "output" not in details[0]:
         return found
@@ -393,7 +393,3 @@ def merged(
     if tokens is not None:
         found["expert_tokens"] = list(tokens)
     return found
-
-
-def _shown(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

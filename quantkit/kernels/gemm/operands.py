@@ -145,10 +145,14 @@ class Operands:
     @property
     def spec(self) -> GemmSpec:
         """Return the sizes and dtypes for which kernels are compiled."""
-        m, n = self.x.shape[0], self.n
-        if (grouping := self.grouping) is not None:
-            m, n = grouping.rows, n * grouping.matrices
-        return GemmSpec(m, n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
+        matrices = 1 if self.grouping is None else self.grouping.matrices
+        return self.matrix_spec._replace(n=self.n * matrices)
+
+    @property
+    def matrix_spec(self) -> GemmSpec:
+        """Return the same for kernels that are compiled for one matrix of an expert."""
+        m = self.x.shape[0] if self.grouping is None else self.grouping.rows
+        return GemmSpec(m, self.n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
 
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:

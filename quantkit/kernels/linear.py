@@ -20,7 +20,7 @@ from quantkit.kernels.autograd import (
     setup_nothing,
 )
 from quantkit.kernels.eager import KernelLayout, is_plain, plan_next, planned
-from quantkit.kernels.gemm.unpack import block_rows
+from quantkit.kernels.gemm.unpack import dequantized_blocks
 from quantkit.kernels.ops.quantize_x import QuantizedX, round_x
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
 from quantkit.kernels.registry import (
@@ -377,14 +377,10 @@ def _linear_grad_x(
     """Compute `grad [..., N] @ W [N, K]` in grad's dtype, dequantizing a block of rows at a time."""
     rows = grad.shape[-1]
     weight = _whole(parts, layout, layout_name, parse_token(scheme).of_weights, (rows, in_features))
-    zeros = weight.zero_points()
     flat = grad.reshape(-1, rows).float()
     out = torch.zeros(flat.shape[0], in_features, dtype=torch.float32, device=grad.device)
-    step = block_rows(in_features, grad.device)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        block = weight.without_column_scale(start, stop, None if zeros is None else zeros[start:stop])
-        out.addmm_(flat[:, start:stop], block)
+    for block, values in dequantized_blocks(weight):
+        out.addmm_(flat[:, block], values)
     column_scale = weight.part("column_scale")
     if column_scale is not None:
         out.mul_(column_scale.float())

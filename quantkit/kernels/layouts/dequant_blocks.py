@@ -211,6 +211,34 @@ def load_by_lane(
 
 
 @triton.jit
+def load_scales(
+    values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, INLINE: tl.constexpr,
+):  # fmt: skip
+    """Load the values of RT `row_tiles` for `step`, as `load_by_lane` does: [4, 8, RT, B, V, 2 or 1].
+
+    A step has COLUMNS columns, B blocks of 128.
+    """
+    block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
+    RT: tl.constexpr = row_tiles.shape[0]
+    rows = tl.reshape(tl.broadcast_to(row_tiles[:, None], (RT, B)), (RT * B,))
+    which = tl.reshape(tl.broadcast_to(block[None, :], (RT, B)), (1, RT * B))
+    v = load_by_lane(values, rows, which, BLOCKS, V, INLINE)
+    return tl.reshape(v, (4, 8, RT, B, V, v.shape[5]))
+
+
+@triton.jit
+def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Broadcast values by lane, [4, 8, RT, B, V, 2], to weights [16 * RT, COLUMNS]."""
+    G: tl.constexpr = v.shape[3] * v.shape[4]
+    v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
+    # Warp lane t has columns 2 t and 2 t + 1 of eight.
+    v = tl.reshape(v, (16 * RT, G, 1, 4, 1))
+    v = tl.broadcast_to(v, (16 * RT, G, COLUMNS // (8 * G), 4, 2))
+    return tl.reshape(v, (16 * RT, COLUMNS))
+
+
+@triton.jit
 def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
     """Convert scales of `load_by_lane` to DTYPE [4, 8, W, L, V, 2]."""
     SHAPE: tl.constexpr = stored.shape

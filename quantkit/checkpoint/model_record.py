@@ -112,14 +112,7 @@ class ModelRecord:
     def measured(self) -> dict[str, Measured]:
         """Return the measured errors, by linear."""
         return {
-            name: Measured(
-                layer.relative_error,
-                layer.output_error,
-                layer.damping,
-                layer.note,
-                layer.expert_tokens,
-                layer.block_error,
-            )
+            name: Measured(**{field.name: getattr(layer, field.name) for field in fields(Measured)})
             for name, layer in self.layers.items()
             if layer.relative_error is not None
         }

@@ -57,24 +57,6 @@ class NumberFormat(ABC):
         Ties go to the even neighbour for int and float formats, and upward for code books.
         """
 
-    def encode_reference(self, x: float) -> int:
-        """Encode one number by exact distances to every value: the reference of `encode`."""
-        exact = Fraction(x)
-
-        def rank(code: int) -> tuple[Fraction, tuple[float, ...]]:
-            return abs(self._exact[code] - exact), self._tie_break(code, x)
-
-        return min(self._exact, key=rank)
-
-    @cached_property
-    def _exact(self) -> dict[int, Fraction]:
-        """Return the exact value of every code whose value is a number."""
-        return {code: Fraction(value) for code, value in enumerate(self.values) if not math.isnan(value)}
-
-    @abstractmethod
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        """Return the sort key by which `encode` chooses among the codes nearest to `x`: the smallest."""
-
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the values (float32) of `codes` (uint8, each below `2**bits`)."""
         # index_select is several times faster than indexing with a tensor.
@@ -147,9 +129,6 @@ class IntFormat(NumberFormat):
                 f"int format {self.name!r} has 1 bit and so no positive value; use a code book "
                 "such as 'binary'."
             )
-
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        return ((code - self.offset) % 2,)
 
     @cached_property
     def values(self) -> tuple[float, ...]:
@@ -251,10 +230,6 @@ class FloatFormat(NumberFormat):
 
         return tuple(value(code) for code in range(2**self.bits))
 
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        # The sign comes first in the key: it distinguishes the two zeros.
-        return math.copysign(1.0, x) != math.copysign(1.0, self.values[code]), code % 2
-
     @property
     def _smallest_normal(self) -> float:
         return 2.0 ** (1 - self.bias)
@@ -311,9 +286,6 @@ class CodebookFormat(NumberFormat):
     def values(self) -> tuple[float, ...]:
         return (*self.book, *[math.nan] * (2**self.bits - len(self.book)))
 
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        return (-self.book[code],)
-
     @cached_property
     def edges(self) -> tuple[float, ...]:
         """Return for each pair of neighbouring values the smallest float32 that rounds to the upper one.
@@ -355,9 +327,6 @@ class FittedFormat(NumberFormat):
         raise self._unbound()
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        raise self._unbound()
-
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
         raise self._unbound()
 
     def _unbound(self) -> FormatError:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -63,9 +64,7 @@ def merge(
     from quantkit import merging
     from quantkit.cli.files import resume_advice
 
-    def advice() -> str | None:
-        return resume_advice(out_directory, overwrite=given.overwrite)
-
+    advice = partial(resume_advice, out_directory, overwrite=given.overwrite)
     with advising(advice), progress("merging") as report:
         result = merging.merge(
             packed,

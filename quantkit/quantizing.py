@@ -209,7 +209,7 @@ def quantize_checkpoint(
         if calibrated is not None:
             calibrated, planned = measure_scales(calibrated, planned, output, Path(out), ranks, report)
             distilled = None if distilled is None else distilled.bound(calibrated, planned)
-            calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
+            calibrate(planned, calibrated, output, Path(out), ranks, report)
         unchecked = None
         if output is not None:
             distill(distilled, output, progress)

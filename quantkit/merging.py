@@ -6,7 +6,7 @@ of an adapter: it is smaller than half a step of the grid, and the weight is on 
 `checkpoint/lora_adapter.py` reads the adapter, and `eval/adapted.py` measures what rounding cost.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.devices import pick_device
-from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError, first_of
+from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError, first_of, naming
 from quantkit.eval.adapted import compare, read_windows
 from quantkit.memory import enough_memory
 from quantkit.model.structure import Structure
@@ -316,22 +316,12 @@ def _write(
                             report(part.nbytes, one.module)
                 for tensor in tensors:
                     if tensor.location not in by_part:
-                        for data, offset in _chunks(files, tensor):
+                        for data, offset in files.pieces(tensor.name, COPIED_BYTES):
                             file.write(tensor.name, data, offset)
                         report(tensor.nbytes, tensor.name)
                 file.detail["layers"] = sums
         details |= output.details(path.name)["layers"]
     return {name: Measured.of(detail) for name, detail in details.items()}
-
-
-def _chunks(files: Checkpoint, tensor: StoredTensor) -> Iterator[tuple[torch.Tensor, int]]:
-    if not tensor.shape or not tensor.elements:
-        yield files.read(tensor.name), 0
-        return
-    rows = tensor.shape[0]
-    step = max(1, COPIED_BYTES * rows // tensor.nbytes)
-    for start in range(0, rows, step):
-        yield files.read(tensor.name, start, min(start + step, rows)), start * (tensor.elements // rows)
 
 
 @dataclass(frozen=True)
@@ -347,15 +337,13 @@ class _Weights:
     def merged(self, one: _Merged) -> tuple[list[tuple[StoredTensor, torch.Tensor]], dict[str, Any]]:
         """Return the tensors of a merged linear, and its errors in the form of `Measured.of`."""
         tensor, delta = one.tensor, self.lora.delta(one.module).to(self.device)
-        try:
+        with naming(repr(one.module)):
             if not isinstance(tensor, StoredMatrix):
                 return _dense(tensor, self.view.read(tensor.name).to(self.device, torch.float32) + delta)
             assert one.method is not None
             before = self._packed(tensor)
             weight = before.dequantize() if one.original is None else self._original(one.original)
             after, squared = requantize(before, weight + delta, one.method)
-        except FormatError as error:
-            raise FormatError(f"{one.module!r}: {error}") from error
         parts = {part: value.cpu() for part, value in after.parts()}
         shared = (one.part("global_scale") for one in (before, after))
         stays = torch.equal(*(torch.ones(1) if one is None else one.cpu() for one in shared))

@@ -152,6 +152,14 @@ class Checkpoint:
             raise IndexError(f"tensor {name!r} has {rows} rows, not [{start}, {stop})")
         return tensor.values(self.read_stored, start, stop)
 
+    def pieces(self, name: str, nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield a tensor in pieces of rows, of about `nbytes` bytes, and the first element of each."""
+        tensor = self._tensor(name)
+        rows = tensor.shape[0] if tensor.shape else 1
+        step = max(1, nbytes * rows // max(tensor.nbytes, 1))
+        for start in range(0, rows, step):
+            yield self.read(name, start, min(start + step, rows)), start * (tensor.elements // rows)
+
     def read_stored(
         self,
         tensor: StoredTensor,

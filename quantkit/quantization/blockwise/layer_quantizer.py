@@ -19,7 +19,7 @@ from quantkit.calibrate.quantize_with_hessian import (
     quantize_calibrated_rows,
 )
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import FormatError, first_of
+from quantkit.errors import first_of, naming
 from quantkit.memory import in_pieces, trim_cache
 from quantkit.model.distributed import Ranks, Record
 from quantkit.packing.tensor import PackedTensor
@@ -239,13 +239,11 @@ class Solver:
             for other in task.beside:
                 yield from target(self.weight(other.name))
 
-        try:
-            rows, columns = weight.shape
+        rows, columns = weight.shape
+        with naming(repr(task.source.name)):
             return fit_parameters(
                 lambda: target(weight), (rows, columns), task.scheme, search.fit, search.fit_tensor, beside
             )
-        except FormatError as error:
-            raise FormatError(f"{task.source.name!r}: {error}") from error
 
 
 def named_piece(
@@ -284,12 +282,10 @@ def _rows(
     stats: LinearStats | None,
 ) -> CalibratedRows:
     assert task.scheme is not None and task.method is not None
-    try:
+    with naming(repr(task.source.name)):
         if stats is None:
             return CalibratedRows(quantize_rows(rows, task.scheme, task.method, parameters), 0.0, 0.0)
         return quantize_calibrated_rows(rows, task.scheme, task.method, parameters, stats, target)
-    except FormatError as error:
-        raise FormatError(f"{task.source.name!r}: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)

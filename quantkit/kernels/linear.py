@@ -352,17 +352,12 @@ def _restore_words_fake(
     return layout[0].new_empty(out_features, words, dtype=torch.int32)
 
 
-def _linear_fake(
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    layout: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    scheme: str,
-    out_features: int,
-    layout_name: str,
-) -> torch.Tensor:
-    """Return an empty [..., N] in x's dtype, for tracing."""
-    return x.new_empty(*x.shape[:-1], out_features)
+def _product_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Return an empty y or gradient of x for `x` or the gradient of y [..., C], for tracing.
+
+    Both operators have the columns of their result as the argument before the last.
+    """
+    return x.new_empty(*x.shape[:-1], arguments[-2])
 
 
 @torch.library.impl("quantkit::linear_grad_x", "default")
@@ -387,20 +382,8 @@ def _linear_grad_x(
     return out.to(grad.dtype).view(*grad.shape[:-1], in_features)
 
 
-def _linear_grad_x_fake(
-    grad: torch.Tensor,
-    parts: list[torch.Tensor],
-    layout: list[torch.Tensor],
-    scheme: str,
-    in_features: int,
-    layout_name: str,
-) -> torch.Tensor:
-    """Return an empty [..., K] in grad's dtype, for tracing."""
-    return grad.new_empty(*grad.shape[:-1], in_features)
-
-
-torch.library.register_fake("quantkit::linear", _linear_fake)
-torch.library.register_fake("quantkit::linear_grad_x", _linear_grad_x_fake)
+torch.library.register_fake("quantkit::linear", _product_fake)
+torch.library.register_fake("quantkit::linear_grad_x", _product_fake)
 torch.library.register_fake("quantkit::restore_words", _restore_words_fake)
 torch.library.register_autograd("quantkit::linear", backward, setup_context=setup_context)
 torch.library.register_autograd("quantkit::linear_grad_x", refuse_second_order, setup_context=setup_nothing)

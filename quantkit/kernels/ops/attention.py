@@ -122,7 +122,7 @@ torch.library.define(
 
 
 def _decode_attention_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> torch.Tensor:
     """Return an empty [B, 1, H, V], for tracing."""
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])

@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.methods import CHUNK_WEIGHTS, GPU_CHUNK_WEIGHTS, QuantizedRows, quantize_rows
+from quantkit.calibrate.methods import (
+    CHUNK_WEIGHTS,
+    GPU_CHUNK_WEIGHTS,
+    QuantizedRows,
+    parts_of,
+    quantize_rows,
+)
 from quantkit.calibrate.parameters import SAMPLE_WEIGHTS, TensorParameters, fit_parameters
 from quantkit.checkpoint.model_record import Measured
 from quantkit.checkpoint.output.directory import OutputDirectory
@@ -25,7 +31,6 @@ from quantkit.checkpoint.tensors import StoredTensor, TransposedTensor
 from quantkit.errors import naming
 from quantkit.memory import STREAM_IDLE_BYTES, in_pieces, trim_cache
 from quantkit.packing.bitpack import BLOCK
-from quantkit.packing.tensor import store_zero_points
 from quantkit.progress import Advance
 from quantkit.quantization.nesting import kept_rows
 from quantkit.quantization.plan import Plan, Shard
@@ -266,7 +271,7 @@ def _quantize_rows(
             for rows in torch.split(weights, scheme.whole_blocks(_piece_rows(weights.shape[1], device)))
             for piece in in_pieces(quantized, [rows], repr(task.source.name), scheme.group_rows)
         ]
-    _write_parts(file, task, start, _parts(pieces, task), parameters.parts(task.scheme))
+    _write_parts(file, task, start, parts_of(pieces, scheme), parameters.parts(scheme))
     return sum(p.squared_error for p in pieces), sum(p.squared_norm for p in pieces)
 
 
@@ -306,15 +311,3 @@ def _write_parts(
         for part, spec in task.parts:
             if part in whole:
                 file.write(spec.name, whole[part])
-
-
-def _parts(pieces: list[QuantizedRows], task: Task) -> dict[str, torch.Tensor]:
-    assert task.scheme is not None
-    parts = {"packed": torch.cat([piece.words for piece in pieces])}
-    scales = [piece.scale for piece in pieces if piece.scale is not None]
-    if scales:
-        parts["scale"] = torch.cat(scales)
-    zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
-    if zeros:
-        parts["zero_point"] = store_zero_points(torch.cat(zeros), task.scheme)
-    return parts

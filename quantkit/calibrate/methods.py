@@ -339,7 +339,10 @@ def _quantize_groups(
 def _refitted(
     groups: torch.Tensor, importance: torch.Tensor, grid: ScaleZero, scheme: Scheme
 ) -> _QuantizedGroups:
-    """Quantize groups with `grid`, or with its scale refitted to weighted errors if that is better."""
+    """Quantize each group (float32 [R, g]) with `grid`, or with its scale refitted if that is better.
+
+    Errors are weighted by `importance`, float32 [R, g].
+    """
 
     def quantized(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         units = groups / torch.where(scale == 0, 1.0, scale)

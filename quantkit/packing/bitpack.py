@@ -184,7 +184,7 @@ def _unpack_part(words: torch.Tensor, p: int) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` as one dimension of stride 1, so that it can be viewed with another element size.
+    """Return `tensor` [...] as [n] of stride 1, so that it can be viewed with another element size.
 
     `flatten` alone keeps a stride of 3 on a single element and calls it contiguous.
     """

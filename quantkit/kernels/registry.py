@@ -243,9 +243,10 @@ def _is_rounded_within(problem: Problem) -> bool:
 
 
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return a table's entry for problem `key`, or for a larger M if faster; only of a `forced` kernel.
+    """Return a table's entry for problem `key`, or for a larger M if that is faster.
 
-    Returns None if the kernel of that entry does not support `problem`.
+    With `forced`, the name of a kernel, only its entries count. Returns None if the kernel of the entry does
+    not support `problem`.
     """
     own = table.entries[key]
 

@@ -156,7 +156,7 @@ class Operands:
 
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:
-        """Return the last arguments of a grouped GEMM kernel: order and expert blocks."""
+        """Return the last arguments of a grouped GEMM kernel: `order` and `expert_blocks` of `routed`."""
         return () if self.routed is None else (self.routed.order, self.routed.expert_blocks)
 
     @property
@@ -287,9 +287,9 @@ def bound(
     prepare: Callable[[torch.Tensor], torch.Tensor] = aligned,
     sums: tuple[int, ...] = (),
 ) -> Bound:
-    """Bind the product y [m, n] by `launches`, for operands like `op`.
+    """Return `launches` that together compute y [m, n], ready but for x, bias and y, for operands like `op`.
 
-    `sums` is the shape of float32 partial sums.
+    `prepare` makes the x that they read from x [m, k]. `sums` is the shape of their float32 partial sums.
     """
     return Bound(launches, output_size(op), op.x.dtype, op.x.device, prepare, sums)
 

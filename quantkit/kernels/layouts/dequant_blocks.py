@@ -50,7 +50,7 @@ def select_matrix(
 
 @triton.jit
 def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr):
-    """Load codes of `row_tile` [L] and spans `span` [W, L]: a tuple with an int16 [W, L, 256] per register.
+    """Load the codes of `row_tile` [L] and spans `span` [W, L]: a tuple of TILES words, int16 [W, L, 256].
 
     With EVEN all spans exist; otherwise codes of spans from SPANS on are 0.
     """

@@ -275,7 +275,7 @@ class _Sizes:
 
     @property
     def key_bytes(self) -> int:
-        """Return the bytes of a key or a value, the larger one, padded to a power of two."""
+        """Return the bytes of a key or value (of one head and token), the larger, as a power of two."""
         return power_of_two(max(self.size, self.width)) * self.itemsize
 
     @property

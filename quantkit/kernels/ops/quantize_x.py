@@ -61,7 +61,7 @@ class QuantizedX:
 
     @property
     def sums_or_scales(self) -> torch.Tensor:
-        """Return the sums, or memory in their place for a kernel that writes none."""
+        """Return `sums`, or `scales` as the argument of a kernel that writes no sums."""
         return self.sums if self.sums.numel() else self.scales
 
 
@@ -77,7 +77,7 @@ def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
 
 
 def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
-    """Quantize contiguous `x` [M, K] in one launch.
+    """Return contiguous `x` [M, K] quantized by `scheme`, its codes in `order`; one launch.
 
     `why_not_quantized` must be None, and K a multiple of the group size.
     """

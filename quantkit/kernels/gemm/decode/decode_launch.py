@@ -75,7 +75,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 def k_step_registers(problem: Problem) -> int:
-    """Return the number of registers of a thread for the codes, scales and zero-points of a k_step."""
+    """Return the 32-bit registers of a thread that hold the codes, scales and zero-points of a k_step."""
     shape = shape_of(problem)
     codes = shape.k_step // shape.span * shape.tiles * 4
     words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
@@ -83,7 +83,7 @@ def k_step_registers(problem: Problem) -> int:
 
 
 def thread_registers(tile: DecodeTile) -> int:
-    """Return the number of registers of a thread, a multiple of 8."""
+    """Return how many 32-bit registers a thread may use with this tile, a multiple of 8."""
     return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.occupancy) // 8 * 8)
 
 
@@ -356,7 +356,10 @@ def _launch(
 
 
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Bind the product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs from compute capability 8.0."""
+    """Return the launch of y [m, n] = x [m, k] W^T for m up to `MOST_ROWS`, ready but for x, bias and y.
+
+    It needs an NVIDIA GPU of compute capability 8.0 or higher.
+    """
     spec, norm = op.spec, None
     if (normed := op.normed) is not None:
         norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])

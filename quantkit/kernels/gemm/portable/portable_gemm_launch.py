@@ -251,7 +251,10 @@ def _launches(
     multiprocessors: int,
     grouping: Grouping | None,
 ) -> _Launches:
-    """Build the launches; with a grouping, `spec` is one of its matrices with the rows of x."""
+    """Build the launches of `portable_gemm` and, with split K, of `reduce_splits`.
+
+    With a grouping, `spec` is one of its matrices with the rows of x.
+    """
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm as kernel
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import reduce_splits
 
@@ -304,7 +307,10 @@ def _launches(
 
 
 def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Bind the product y [m, n] for any m; with experts y [P, matrices * n]."""
+    """Return the launches of y [m, n] = x [m, k] W^T for any m, ready but for x, bias and y.
+
+    With experts, y is [P, matrices * n].
+    """
     launches = _launches(op.matrix_spec, tile, features, op.multiprocessors, op.grouping)
     sizes = launches.m, op.n, launches.unsplit
     main = launches.kernel, (X, *op.layout, BIAS, Y, SUMS, *sizes, *op.grouped)

@@ -177,7 +177,10 @@ def _launch(
 
 
 def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Bind the product y [m, n] for m up to 32; with experts y [P, matrices * n], in blocks of up to 32."""
+    """Return the launch of y [m, n] = x [m, k] W^T for m up to 32, ready but for x, bias and y.
+
+    With experts, y is [P, matrices * n], computed in blocks of up to 32 rows.
+    """
     spec = op.matrix_spec
     launch = _launch(spec, tile, features, op.grouping)
     return bound(op, (launch, (X, *op.layout, BIAS, Y, spec.m, spec.n, *op.grouped)), prepare=as_it_is)

@@ -414,7 +414,10 @@ def _launches(
 
 
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Bind the product y [m, n] for m up to 32, on NVIDIA GPUs of compute capability 8.0 or higher."""
+    """Return the launches of y [m, n] = x [m, k] W^T for m up to 32, ready but for x, bias and y.
+
+    They need an NVIDIA GPU of compute capability 8.0 or higher.
+    """
     spec, grouping = op.spec, op.grouping
     m, n = spec.m, spec.n
     expert_blocks = 1 if grouping is None else grouping.expert_blocks

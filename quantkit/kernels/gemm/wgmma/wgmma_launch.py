@@ -192,7 +192,7 @@ class _Launches:
 
 @lru_cache(maxsize=4096)
 def _launches(spec: GemmSpec, tile: WgmmaTile, features: frozenset[str], multiprocessors: int) -> _Launches:
-    """Build the launch."""
+    """Build the launch of `wgmma_gemm`."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm as kernel

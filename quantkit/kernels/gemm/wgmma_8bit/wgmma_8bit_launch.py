@@ -117,7 +117,7 @@ def _launches(
     features: frozenset[str],
     multiprocessors: int,
 ) -> _Launches:
-    """Build the launch for x rounded by `activations`."""
+    """Build the launch of `wgmma_8bit_gemm` for x quantized by `activations`."""
     import triton.language as tl
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -172,7 +172,7 @@ def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
 
 
 def promotes(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if every 128 columns have a scale or an offset."""
+    """Return True if every 128 columns have a scale or an offset, so their sums are added in float32."""
     return shape.groups > 1 or activations.group_size is not None or needs_sums(scheme, activations)
 
 

@@ -131,7 +131,7 @@ class PackedExperts(PackedModule):
         }
 
     def _dense(self, parameter: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight of an expert in `parameter`, in the layout of the dense module."""
+        """Return the weight of an expert, dequantized, as it lies in `parameter` of the dense module."""
         matrices = [packed.dequantize(dtype) for packed in self.packed(parameter, expert)]
         return self.spec.joined(matrices)
 

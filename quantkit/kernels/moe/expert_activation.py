@@ -40,7 +40,7 @@ def _launch(
     dtypes: tuple[torch.dtype | None, ...],
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch for `rows` rows, compiled for `dtypes` of its tensors."""
+    """Build the launch of `activate_experts` for `rows` rows, compiled for `dtypes` of its tensors."""
     from quantkit.kernels.moe.expert_activation_kernel import activate_experts as kernel
 
     without = {"bias": None} if dtypes[-1] is None else {}

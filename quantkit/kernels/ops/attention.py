@@ -291,7 +291,7 @@ class _Sizes:
 
 @lru_cache(maxsize=1024)
 def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
-    """Return the plan for an attention problem with `length` keys, and the number of programs per head."""
+    """Return the split of keys (`Plan`) for `length` keys, and the number of programs per head."""
     heads = sizes.kv_heads * sizes.blocks
     plan = next(one for one in PLANS if heads <= one.most * multiprocessors)
     is_long = sizes.key_bytes > KEY_BYTES

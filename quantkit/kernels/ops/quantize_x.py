@@ -195,7 +195,7 @@ def _launch(
     rounded: torch.dtype | None,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch for x [m, k]; with a dtype `rounded` it writes rounded inputs, not codes."""
+    """Build the launch of `quantize_x` for x [m, k]; with a dtype `rounded` it writes rounded x, no codes."""
     from quantkit.kernels.ops.quantize_x_kernel import quantize_x as kernel
 
     padded = power_of_two(blocks_of(k) * BLOCK)

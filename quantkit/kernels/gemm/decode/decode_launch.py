@@ -335,7 +335,7 @@ def _launch(
     grouping: Grouping | None = None,
     rounding: Rounding | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
-    """Build the launch, and the division of row tiles among programs."""
+    """Build the launch of `decode_gemm`; return it, and how its programs share the row tiles."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)

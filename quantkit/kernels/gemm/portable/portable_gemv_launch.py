@@ -150,7 +150,10 @@ TILE_SPACE = TileSpace(
 def _launch(
     spec: GemmSpec, tile: PortableGemvTile, features: frozenset[str], grouping: Grouping | None
 ) -> Launch:
-    """Build the launch; with a grouping, `spec` is one of its matrices with the rows of a block."""
+    """Build the launch of `portable_gemv`.
+
+    With a grouping, `spec` is one of its matrices with the rows of a block.
+    """
     from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv as kernel
 
     shape, (m, n, k, scheme, dtype, bias) = spec.shape, spec

@@ -351,7 +351,10 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """Build the launches of the kernel and the split-K reduction; return them and a program's row tiles."""
+    """Build the launches of `small_m_gemm` and, with split K, of `split_k_reduce`.
+
+    Also returns the row tiles of a program.
+    """
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
 

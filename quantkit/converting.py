@@ -14,7 +14,7 @@ from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.open_source import exactly, open_source
-from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError, first_of
 from quantkit.memory import enough_memory
@@ -86,7 +86,7 @@ def convert(
             "without_activations": options.without_activations,
             "versions": versions(),
         }
-        mode = QuantizeOptions(resume=options.resume, overwrite=options.overwrite).mode
+        mode = Mode.of(options.resume, options.overwrite)
         with OutputDirectory.open(
             Path(out), checkpoint.directory, mode, run, expected, names=names
         ) as output:

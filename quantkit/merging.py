@@ -20,8 +20,8 @@ from quantkit.checkpoint.lora_adapter import LoraAdapter
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.output.atomic_write import hash_file
-from quantkit.checkpoint.output.directory import OutputDirectory
-from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory, late_names
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError, first_of, naming
@@ -32,7 +32,6 @@ from quantkit.packing.tensor import PackedTensor
 from quantkit.planning import open_structure
 from quantkit.progress import Advance, Progress, counting
 from quantkit.progress_bar import reporting
-from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.requantize import requantize
 from quantkit.quantization.run_record import versions
 from quantkit.quantization.side_files import check_side_files
@@ -124,14 +123,13 @@ def merge(
     an adapter of another model or kind, a directory that is not packed, and another original than it was made
     of; `QuantkitError` for every other refusal. Nothing was written then, or `resume=True` continues.
     """
-    mode = QuantizeOptions(resume=resume, overwrite=overwrite).mode
+    mode = Mode.of(resume, overwrite)
     target = pick_device(device)
     with enough_memory(str(packed)), reporting(progress, "merging") as shown:
         lora = LoraAdapter.open(Path(adapter))
         view, structure = open_packed(Path(packed))
         windows = None if text is None else read_windows(Path(packed), Path(text))
         files = _open(Path(packed))
-        side = files.side_files
         record = read_record(Path(packed))
         original = None if from_packed else _original(record, source, files.directory)
         found, notes = _find(lora, view, structure, record, original)
@@ -147,14 +145,11 @@ def merge(
             "device": target.type,
             "versions": versions(),
         }
-        names = [path.name for path in (*files.shards, *side)]
-        expected = files.nbytes + sum(files.stamps[path].size for path in side)
-        late = [INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
+        names = [*(path.name for path in files.shards), *late_names(files.side_files)]
+        expected = files.nbytes + files.side_bytes
         report = counting(files.nbytes, shown)
         weights.check(found)
-        with OutputDirectory.open(
-            Path(out), files.directory, mode, run, expected, names=names + late
-        ) as output:
+        with OutputDirectory.open(Path(out), files.directory, mode, run, expected, names=names) as output:
             measured = _write(files, weights, found, output, report)
             merged = _record(record, files, found, measured)
             measured = {one.module: measured[one.module] for one in found if one.module in measured}
@@ -163,7 +158,7 @@ def merge(
                 {name: tensor.file.name for name, tensor in files.tensors.items()},
                 files.nbytes,
                 files.config,
-                side,
+                files.side_files,
                 merged,
                 target if check else None,
                 files.check_unchanged,

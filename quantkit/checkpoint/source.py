@@ -210,6 +210,11 @@ class Checkpoint:
         )
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
+    @property
+    def side_bytes(self) -> int:
+        """Return the bytes of the side files."""
+        return sum(self.stamps[path].size for path in self.side_files)
+
     def check_unchanged(self) -> None:
         """Raise `CheckpointError` if config, index, a shard or a side file changed since it was opened."""
         for path, stamp in self.stamps.items():

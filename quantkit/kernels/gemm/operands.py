@@ -117,7 +117,7 @@ class Operands:
 
     @property
     def shared_memory(self) -> int:
-        """Return the bytes of shared memory that a program may use on that GPU."""
+        """Return the bytes of shared memory that a program may use on the GPU that kernels are for."""
         return shared_memory_of(self.x.device) if self.gpu is None else self.gpu.shared_memory
 
     @property

@@ -240,7 +240,10 @@ def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert scales of `load_by_lane` to DTYPE [4, 8, W, L, V, 2]."""
+    """Convert scales of `load_by_lane` to DTYPE [4, 8, W, L, V, 2]; KIND is their encoding.
+
+    The last dimension of `stored` has two scales, or one int16 with both as bytes.
+    """
     SHAPE: tl.constexpr = stored.shape
     IN_BYTES: tl.constexpr = DTYPE.is_bf16() and (KIND == "e5m3" or KIND == "e8m0")
     if SHAPE[5] == 2:
@@ -263,7 +266,7 @@ def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _bfloat16(byte, KIND: tl.constexpr):
-    """Return the bfloat16 of bytes, int16 [...], in an encoding KIND that carries a factor."""
+    """Return the bfloat16 [...] of scale bytes, int16 [...]; KIND, "e5m3" or "e8m0", is their encoding."""
     if KIND == "e5m3":
         bits = (byte << 4) + 0x7010
     else:
@@ -275,7 +278,7 @@ def _bfloat16(byte, KIND: tl.constexpr):
 def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
     """Return PTX from a register of scale bytes to two registers of two bfloat16 each.
 
-    KIND is an encoding that carries a factor. FIRST and SECOND are selectors of `prmt`: bytes 0 to 3, and 4
+    KIND is "e5m3" or "e8m0". FIRST and SECOND are selectors of `prmt`: bytes 0 to 3, and 4
     for zero. TWICE copies the lower bfloat16 to both halves by a multiplication by 2^20 + 2^4 (e5m3), which
     runs on other units than shifts and selections.
     """

@@ -118,7 +118,7 @@ def why_no_int8(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
-    """Return the tile by the rules, for problems without a measured one."""
+    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None
@@ -227,7 +227,7 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
 
 
 def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why x cannot be rounded as the problem's activations say; None if it can.
+    """Return why `decode_gemm` cannot round x as the activations of a problem say; None if it can.
 
     Each program rounds all of x itself.
     """
@@ -252,7 +252,7 @@ def _why_no_registers(problem: Problem, tile: DecodeTile, most: int) -> str | No
 
 
 def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why the kernel cannot divide by the RMS of x; None if it can."""
+    """Return why `decode_gemm` cannot divide by the RMS of x; None if it can."""
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
     # y may be gated as well.

@@ -259,7 +259,7 @@ class PackedExperts(PackedModule):
             yield from self._matrices(parameter, expert)
 
     def _indexed(self, parameter: str, expert: int) -> Iterator[tuple[int, Matrix]]:
-        """Enumerate the matrices of `expert` by their index among the matrices of all experts."""
+        """Yield the matrices of `expert`, each with its index among the matrices of all experts."""
         matrices = list(self._matrices(parameter, expert))
         return enumerate(matrices, start=len(matrices) * expert)
 

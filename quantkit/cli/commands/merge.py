@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import note, print_json, progress, say
+from quantkit.cli.console import note, note_unchecked, print_json, progress, say
 from quantkit.cli.records import with_fields
 from quantkit.signals import advising
 
@@ -81,8 +81,7 @@ def merge(
         )
     for line in result.notes:
         note(line)
-    if result.unchecked is not None:
-        note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
+    note_unchecked(result.unchecked)
     if given.json:
         print_json(
             {

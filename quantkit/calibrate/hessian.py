@@ -77,13 +77,6 @@ class Hessian:
         products = (rows @ self.matrix).double().mul_(rows).view(parts.shape)
         return torch.stack([part.sum() for part in products]).tolist()
 
-    def scaled(self, factors: torch.Tensor) -> "Hessian":
-        """Return the Hessian of inputs divided by `factors` (float32 [K])."""
-        outer = factors[:, None] * factors[None, :]
-        shift = None if self.input_error is None else self.input_error / outer
-        most = None if self.largest is None else self.largest / factors
-        return Hessian(self.matrix / outer, self.tokens, shift, most)
-
 
 def run_of(piece: int, count: int) -> int:
     """Return the run of piece number `piece`, counted from 0, out of `count` pieces."""

@@ -14,9 +14,9 @@ from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.open_source import exactly, open_source
-from quantkit.checkpoint.output.directory import OutputDirectory
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, first_of
 from quantkit.memory import enough_memory
 from quantkit.model.prefixes import read_names
 from quantkit.packing.packings import PACKINGS, PackingName
@@ -86,7 +86,7 @@ def convert(
             "without_activations": options.without_activations,
             "versions": versions(),
         }
-        mode = QuantizeOptions(resume=options.resume, overwrite=options.overwrite).mode
+        mode = Mode.of(options.resume, options.overwrite)
         with OutputDirectory.open(
             Path(out), checkpoint.directory, mode, run, expected, names=names
         ) as output:
@@ -127,9 +127,8 @@ def plan(directory: Path, options: ConvertOptions = ConvertOptions()) -> tuple[C
         is_table = name == structure.embedding and isinstance(table, str)
         reasons.setdefault(str(table) if is_table else "it is no linear that can be packed", []).append(name)
     notes = [*scales.notes(), *_without_rounding(checkpoint, scales)]
-    for reason, (name, *others) in reasons.items():
-        more = f" and {len(others)} more" if others else ""
-        notes.append(f"{name}{more}, {dense[name]} in the source, is stored as float32: {reason}.")
+    for reason, names in reasons.items():
+        notes.append(f"{first_of(names)}, {dense[names[0]]} in the source, is stored as float32: {reason}.")
     return checkpoint, replace(scales.bind(planned), notes=(*planned.notes, *notes))
 
 
@@ -139,9 +138,8 @@ def _without_rounding(checkpoint: Checkpoint, scales: KeptScales) -> Iterator[st
         where = checkpoint.activations.settings.where
         yield f"by {where} linears of the source round their inputs. Those of the result do not."
     elif scales.dynamic:
-        first, *others = scales.dynamic
-        more = f" and {len(others)} more linears" if others else ""
-        yield f"the source rounds the inputs of {first}{more} by dynamic scales, and the result does not."
+        linears = first_of(scales.dynamic, kind="linears")
+        yield f"the source rounds the inputs of {linears} by dynamic scales, and the result does not."
 
 
 def _packed(fates: Mapping[str, Fate], packing: PackingName) -> dict[str, Fate]:

@@ -5,6 +5,7 @@ Every message names the tensor, file or option, the value found, the value expec
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -117,6 +118,25 @@ class OtherRankFailed(QuantkitError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Context manager: begin the text of a `FormatError` with `what`, such as the name of a tensor."""
+    try:
+        yield
+    except FormatError as error:
+        raise FormatError(f"{what}: {error}") from error
+
+
+def first_of(names: Iterable[str], most: int = 1, kind: str = "") -> str:
+    """Return the first `most` of `names`, and the number of the others: "a, b and 3 more tensors".
+
+    `kind` is the last word, for a text in which it is not clear what is named.
+    """
+    names = list(names)
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more {kind}".rstrip() if rest > 0 else "")
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.manifest import MANIFEST_NAME
-from quantkit.checkpoint.output.directory import OutputDirectory
-from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory, late_names
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
 from quantkit.errors import CheckpointError, unknown_name
 from quantkit.memory import enough_memory
@@ -80,7 +79,6 @@ def export(
         planned = TARGETS[to].plan(checkpoint, structure, options.max_shard_bytes)
         specs = [spec for file in planned.files for spec in file.specs]
         size = sum(spec.nbytes for spec in specs)
-        side = sum(checkpoint.stamps[path].size for path in checkpoint.side_files)
         run = {
             "export": to,
             "source": checkpoint.fingerprint(),
@@ -88,11 +86,11 @@ def export(
             "versions": versions(),
         }
         names = [file.name for file in planned.files]
-        late = [*(path.name for path in checkpoint.side_files), INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
         report = counting(2 * checkpoint.nbytes, shown)
-        mode = QuantizeOptions(resume=options.resume, overwrite=options.overwrite).mode
+        mode = Mode.of(options.resume, options.overwrite)
+        late, expected = late_names(checkpoint.side_files), size + checkpoint.side_bytes
         with OutputDirectory.open(
-            Path(out), checkpoint.directory, mode, run, size + side, names=names + late
+            Path(out), checkpoint.directory, mode, run, expected, names=names + late
         ) as output:
             _write(checkpoint, planned, output, report)
             output.finish(

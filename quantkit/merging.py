@@ -6,7 +6,7 @@ of an adapter: it is smaller than half a step of the grid, and the weight is on 
 `checkpoint/lora_adapter.py` reads the adapter, and `eval/adapted.py` measures what rounding cost.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,11 @@ from quantkit.checkpoint.lora_adapter import LoraAdapter
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
 from quantkit.checkpoint.output.atomic_write import hash_file
-from quantkit.checkpoint.output.directory import OutputDirectory
-from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory, late_names
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TensorSpec
 from quantkit.devices import pick_device
-from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError
+from quantkit.errors import CheckpointError, FormatError, QuantkitError, UsageError, first_of, naming
 from quantkit.eval.adapted import compare, read_windows
 from quantkit.memory import enough_memory
 from quantkit.model.structure import Structure
@@ -32,7 +32,6 @@ from quantkit.packing.tensor import PackedTensor
 from quantkit.planning import open_structure
 from quantkit.progress import Advance, Progress, counting
 from quantkit.progress_bar import reporting
-from quantkit.quantization.quantize_options import QuantizeOptions
 from quantkit.quantization.requantize import requantize
 from quantkit.quantization.run_record import versions
 from quantkit.quantization.side_files import check_side_files
@@ -124,14 +123,13 @@ def merge(
     an adapter of another model or kind, a directory that is not packed, and another original than it was made
     of; `QuantkitError` for every other refusal. Nothing was written then, or `resume=True` continues.
     """
-    mode = QuantizeOptions(resume=resume, overwrite=overwrite).mode
+    mode = Mode.of(resume, overwrite)
     target = pick_device(device)
     with enough_memory(str(packed)), reporting(progress, "merging") as shown:
         lora = LoraAdapter.open(Path(adapter))
         view, structure = open_packed(Path(packed))
         windows = None if text is None else read_windows(Path(packed), Path(text))
         files = _open(Path(packed))
-        side = files.side_files
         record = read_record(Path(packed))
         original = None if from_packed else _original(record, source, files.directory)
         found, notes = _find(lora, view, structure, record, original)
@@ -147,14 +145,11 @@ def merge(
             "device": target.type,
             "versions": versions(),
         }
-        names = [path.name for path in (*files.shards, *side)]
-        expected = files.nbytes + sum(files.stamps[path].size for path in side)
-        late = [INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
+        names = [*(path.name for path in files.shards), *late_names(files.side_files)]
+        expected = files.nbytes + files.side_bytes
         report = counting(files.nbytes, shown)
         weights.check(found)
-        with OutputDirectory.open(
-            Path(out), files.directory, mode, run, expected, names=names + late
-        ) as output:
+        with OutputDirectory.open(Path(out), files.directory, mode, run, expected, names=names) as output:
             measured = _write(files, weights, found, output, report)
             merged = _record(record, files, found, measured)
             measured = {one.module: measured[one.module] for one in found if one.module in measured}
@@ -163,7 +158,7 @@ def merge(
                 {name: tensor.file.name for name, tensor in files.tensors.items()},
                 files.nbytes,
                 files.config,
-                side,
+                files.side_files,
                 merged,
                 target if check else None,
                 files.check_unchanged,
@@ -252,9 +247,8 @@ def _find(
         notes.append(f"{view.directory} has no manifest, so the methods that rounded it are not known")
     for change, modules in replaced.items():
         before, _, after = change.rpartition(" to ")
-        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
         notes.append(
-            f"{modules[0]}{more} was rounded by {before} before, and is by {after} now, which takes no "
+            f"{first_of(modules)} was rounded by {before} before, and is by {after} now, which takes no "
             "calibration data"
         )
     return found, tuple(notes)
@@ -317,22 +311,12 @@ def _write(
                             report(part.nbytes, one.module)
                 for tensor in tensors:
                     if tensor.location not in by_part:
-                        for data, offset in _chunks(files, tensor):
+                        for data, offset in files.pieces(tensor.name, COPIED_BYTES):
                             file.write(tensor.name, data, offset)
                         report(tensor.nbytes, tensor.name)
                 file.detail["layers"] = sums
         details |= output.details(path.name)["layers"]
     return {name: Measured.of(detail) for name, detail in details.items()}
-
-
-def _chunks(files: Checkpoint, tensor: StoredTensor) -> Iterator[tuple[torch.Tensor, int]]:
-    if not tensor.shape or not tensor.elements:
-        yield files.read(tensor.name), 0
-        return
-    rows = tensor.shape[0]
-    step = max(1, COPIED_BYTES * rows // tensor.nbytes)
-    for start in range(0, rows, step):
-        yield files.read(tensor.name, start, min(start + step, rows)), start * (tensor.elements // rows)
 
 
 @dataclass(frozen=True)
@@ -348,15 +332,13 @@ class _Weights:
     def merged(self, one: _Merged) -> tuple[list[tuple[StoredTensor, torch.Tensor]], dict[str, Any]]:
         """Return the tensors of a merged linear, and its errors in the form of `Measured.of`."""
         tensor, delta = one.tensor, self.lora.delta(one.module).to(self.device)
-        try:
+        with naming(repr(one.module)):
             if not isinstance(tensor, StoredMatrix):
                 return _dense(tensor, self.view.read(tensor.name).to(self.device, torch.float32) + delta)
             assert one.method is not None
             before = self._packed(tensor)
             weight = before.dequantize() if one.original is None else self._original(one.original)
             after, squared = requantize(before, weight + delta, one.method)
-        except FormatError as error:
-            raise FormatError(f"{one.module!r}: {error}") from error
         parts = {part: value.cpu() for part, value in after.parts()}
         shared = (one.part("global_scale") for one in (before, after))
         stays = torch.equal(*(torch.ones(1) if one is None else one.cpu() for one in shared))

@@ -23,9 +23,9 @@ from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.hub.repository import locate
 from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.checkpoint.model_record import Measured, ModelRecord
-from quantkit.checkpoint.output.directory import Mode, OutputDirectory
+from quantkit.checkpoint.output.directory import Mode, OutputDirectory, late_names
 from quantkit.checkpoint.output.journal import read_journal
-from quantkit.checkpoint.source import CONFIG_NAME, INDEX_NAME, Checkpoint
+from quantkit.checkpoint.source import Checkpoint
 from quantkit.devices import pick_device
 from quantkit.errors import QuantkitError
 from quantkit.memory import enough_memory, free_memory, say_if_short
@@ -87,7 +87,7 @@ def _kept(out: Path, checkpoint: Checkpoint, mode: Mode) -> Allocated | None:
 
     Raises `OutputError`, before any measurement, if a run may not write to `out`.
     """
-    OutputDirectory.check(out, checkpoint.directory, mode, _late_names(checkpoint))
+    OutputDirectory.check(out, checkpoint.directory, mode, late_names(checkpoint.side_files))
     if mode is not Mode.RESUME:
         return None
     journal = read_journal(out)
@@ -209,7 +209,7 @@ def quantize_checkpoint(
         if calibrated is not None:
             calibrated, planned = measure_scales(calibrated, planned, output, Path(out), ranks, report)
             distilled = None if distilled is None else distilled.bound(calibrated, planned)
-            calibrate(checkpoint, planned, calibrated, output, Path(out), ranks, report)
+            calibrate(planned, calibrated, output, Path(out), ranks, report)
         distill(distilled, output, Path(out), progress)
         unchecked = None
         if output is not None:
@@ -291,15 +291,9 @@ def files_to_write(
         [name for one in works for name in one.work_files],
         sum(one.work_bytes for one in works),
     )
-    side = sum(checkpoint.stamps[path].size for path in checkpoint.side_files)
-    names = [*work_names, *(shard.filename for shard in planned.shards), *_late_names(checkpoint)]
-    return names, planned.output_bytes + work + side + RECORD_BYTES * len(planned.weight_map)
-
-
-def _late_names(checkpoint: Checkpoint) -> list[str]:
-    """Return the files written after the shards; an index may be among them."""
-    side = [path.name for path in checkpoint.side_files]
-    return [*side, INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
+    shards = [shard.filename for shard in planned.shards]
+    expected = planned.output_bytes + work + checkpoint.side_bytes + RECORD_BYTES * len(planned.weight_map)
+    return [*work_names, *shards, *late_names(checkpoint.side_files)], expected
 
 
 def source_bytes(planned: Plan, calibrated: Calibration | None) -> int:

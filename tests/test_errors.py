@@ -2,7 +2,17 @@
 
 import pickle
 
-from quantkit.errors import MAX_MESSAGE, CheckpointError, OtherRankFailed, causes
+import pytest
+
+from quantkit.errors import (
+    MAX_MESSAGE,
+    CheckpointError,
+    FormatError,
+    OtherRankFailed,
+    causes,
+    first_of,
+    naming,
+)
 from quantkit.files import disk_error
 
 
@@ -37,3 +47,18 @@ def test_causes_end_in_a_circle_too() -> None:
     disk.__context__ = ours
     assert [*causes(ours)] == [ours, library, disk]
     assert disk_error(causes(None)) is None
+
+
+def test_the_first_of_names_and_how_many_more() -> None:
+    assert first_of(["a"]) == "a"
+    assert first_of(iter(["a", "b"])) == "a and 1 more"
+    assert first_of(["a", "b", "c"], 2) == "a, b and 1 more"
+    assert first_of(["a", "b"], 2, kind="tensors") == "a, b"
+    assert first_of(["a", "b", "c"], kind="tensors") == "a and 2 more tensors"
+
+
+def test_a_format_error_begins_with_the_name_of_its_tensor() -> None:
+    with pytest.raises(FormatError, match=r"^'a\.weight': one weight is NaN$"), naming("'a.weight'"):
+        raise FormatError("one weight is NaN")
+    with pytest.raises(CheckpointError, match=r"^no file$"), naming("'a.weight'"):
+        raise CheckpointError("no file")

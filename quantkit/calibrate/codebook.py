@@ -90,7 +90,10 @@ def normal_book(count: int) -> tuple[float, ...]:
 def _round(
     rows: torch.Tensor, scheme: Scheme, book: tuple[float, ...], absmax: float, fit: Fit
 ) -> tuple[float, list[float]]:
-    """Return the squared error with `book`, and the least-squares values for the scales and codes."""
+    """Round rows (float32 [n, K]) with the values `book`; return the squared error and better values.
+
+    The latter are those of least squared error if scales and codes stay. `absmax` is that of the rows.
+    """
     bound = bind(scheme, book)
     factor = global_scale(absmax, bound) if scheme.global_scale else 1.0
     sums = torch.zeros(2, len(book), dtype=torch.float64)

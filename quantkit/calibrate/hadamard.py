@@ -41,7 +41,7 @@ class Rotation:
         return len(self.signs)
 
     def apply(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Compute x Q for each slice of `size` features in the last dimension of `vectors` (float64)."""
+        """Return vectors (float64 [..., n * size]) with each slice x of `size` features replaced by x Q."""
         runs = vectors.reshape(-1, self.size) * (self.signs / math.sqrt(self.size))
         turned = runs.view(-1, *map(len, self.factors))
         for axis, factor in enumerate(self.factors, 1):
@@ -50,7 +50,10 @@ class Rotation:
 
 
 def _factors(size: int) -> tuple[torch.Tensor, ...] | None:
-    """Return Hadamard matrices whose Kronecker product has size `size`: Paley's first, then Sylvester's."""
+    """Return Hadamard matrices, float64 [n, n] each, whose sizes n multiply to `size`.
+
+    Paley's comes first, then Sylvester's. None if none are known.
+    """
     power = size & -size
     if size == power:
         return _sylvester(power)
@@ -62,16 +65,16 @@ def _factors(size: int) -> tuple[torch.Tensor, ...] | None:
 
 
 def _sylvester(power: int) -> tuple[torch.Tensor, ...]:
-    """Return Sylvester matrices of at most `FACTOR` whose product has size `power`, a power of two."""
+    """Return Sylvester's matrices, float64 [n, n], n <= `FACTOR`, whose sizes multiply to a power of two."""
     whole, left = divmod(power.bit_length() - 1, FACTOR.bit_length() - 1)
     counts = [FACTOR.bit_length() - 1] * whole + [left] * (left > 0)
     return tuple(reduce(torch.kron, [_PAIR] * count) for count in counts)
 
 
 def _paley(size: int) -> torch.Tensor | None:
-    """Return Paley's matrix, from squares modulo a prime q: size q + 1 or 2 (q + 1), a multiple of 4.
+    """Return Paley's Hadamard matrix, float64 [size, size]; None if there is none of that size.
 
-    None if there is no such q.
+    It is built from squares modulo a prime q. Its size is q + 1 or 2 (q + 1), a multiple of 4.
     """
     if size % 4:
         return None

@@ -77,13 +77,6 @@ class Hessian:
         products = (rows @ self.matrix).double().mul_(rows).view(parts.shape)
         return torch.stack([part.sum() for part in products]).tolist()
 
-    def scaled(self, factors: torch.Tensor) -> "Hessian":
-        """Return the Hessian of inputs divided by `factors` (float32 [K])."""
-        outer = factors[:, None] * factors[None, :]
-        shift = None if self.input_error is None else self.input_error / outer
-        most = None if self.largest is None else self.largest / factors
-        return Hessian(self.matrix / outer, self.tokens, shift, most)
-
 
 def run_of(piece: int, count: int) -> int:
     """Return the run of piece number `piece`, counted from 0, out of `count` pieces."""
@@ -246,7 +239,10 @@ def _mirrored(strips: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _widened(inputs: torch.Tensor) -> torch.Tensor:
-    """Convert inputs to the dtype of products: float32, but 16 bits on a GPU, which sums in float32."""
+    """Convert inputs [T, K] to the dtype in which products are taken: float32.
+
+    Inputs of 16 bits on a GPU stay, as it sums their products in float32.
+    """
     return inputs if inputs.is_cuda and inputs.itemsize == 2 else inputs.to(torch.float32)
 
 
@@ -307,7 +303,10 @@ def factorize(hessian: torch.Tensor) -> CholeskyFactor | None:
 
 
 def _panels(hessian: torch.Tensor, order: torch.Tensor, damping: float) -> list[torch.Tensor]:
-    """Return H with both dimensions in `order` and a damped diagonal, as panels for `cholesky_`."""
+    """Return H [K, K], both dimensions in `order` (int64 [K]), as float64 panels for `cholesky_`.
+
+    `damping` times the mean of the diagonal is added to the diagonal.
+    """
     diagonal = hessian.diagonal()[order].double()
     added = damping * diagonal.mean()
     panels = []
@@ -344,7 +343,7 @@ def cholesky_(panels: Sequence[torch.Tensor]) -> bool:
 
 
 def _coupling(panels: list[torch.Tensor]) -> torch.Tensor:
-    """Return `CholeskyFactor.coupling` from the factor of H in `panels`; consumes them."""
+    """Return `CholeskyFactor.coupling`, float32 [K, K], from the factor of H in `panels`; consumes them."""
     columns = panels[-1].shape[1]
     diagonal = torch.cat([panel.diagonal(panel.shape[1] - len(panel)) for panel in panels])
     units = []
@@ -368,7 +367,7 @@ class DampedHessian:
 
     @classmethod
     def of(cls, matrix: torch.Tensor, damping: float) -> "DampedHessian":
-        """Add `damping` times the mean of the diagonal to the diagonal of H."""
+        """Return H (`matrix`, float32 [K, K]) with `damping` times the mean of its diagonal added."""
         return cls(matrix, damping * matrix.diagonal().mean())
 
     def columns(self, span: slice) -> torch.Tensor:
@@ -426,7 +425,7 @@ def _divide_(columns: torch.Tensor, panels: Sequence[torch.Tensor]) -> None:
 
 
 def check_finite(inputs: torch.Tensor, name: str) -> None:
-    """Raise `FormatError` naming the linear if an input is NaN or infinite."""
+    """Raise `FormatError` if an input of the linear `name`, [..., K], is NaN or infinite."""
     # The sum takes a tenth of the time; only if it is not finite, check if it merely overflowed.
     if not bool(torch.isfinite(inputs.sum())) and not bool(torch.isfinite(inputs).all()):
         nan, infinite = int(inputs.isnan().sum()), int(inputs.isinf().sum())

@@ -70,7 +70,11 @@ def _lp(errors: torch.Tensor) -> torch.Tensor:
 def _alternate(
     groups: torch.Tensor, unit: torch.Tensor, start: torch.Tensor, residual: _Residual, update: _Update
 ) -> torch.Tensor:
-    """Return the scale or zero-point of least l_p error for each group, float32 [R, 1], from `start` on."""
+    """Return the scale or zero-point of least l_p error found for each group, float32 [R, 1].
+
+    The search begins at `start` [R, 1] and moves by `update`. Errors of the groups [R, g] are those of
+    `residual`, in units of the plain scale `unit` [R, 1].
+    """
     best, least = start.clone(), torch.full_like(start, torch.inf, dtype=torch.float64)
     # Only groups that still change: their indices, and their current values.
     rows, moving, beta = torch.arange(len(groups), device=groups.device), start, BETA

@@ -87,7 +87,7 @@ class LinearStats:
 
     @property
     def damped(self) -> DampedHessian:
-        """Return H with the damping of its factor."""
+        """Return H with the damping that its factor needed, or the least damping without a factor."""
         return DampedHessian.of(
             self.hessian.matrix, DAMPINGS[0] if self.factor is None else self.factor.damping
         )

@@ -339,7 +339,10 @@ def _quantize_groups(
 def _refitted(
     groups: torch.Tensor, importance: torch.Tensor, grid: ScaleZero, scheme: Scheme
 ) -> _QuantizedGroups:
-    """Quantize groups with `grid`, or with its scale refitted to weighted errors if that is better."""
+    """Quantize each group (float32 [R, g]) with `grid`, or with its scale refitted if that is better.
+
+    Errors are weighted by `importance`, float32 [R, g].
+    """
 
     def quantized(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         units = groups / torch.where(scale == 0, 1.0, scale)
@@ -427,13 +430,19 @@ def packed_rows(
     pieces: Sequence[QuantizedRows], parameters: TensorParameters, scheme: Scheme, shape: tuple[int, int]
 ) -> PackedTensor:
     """Assemble the packed tensor [N, K] from all its rows, in order, and their shared parameters."""
-    scales = [part.scale for part in pieces if part.scale is not None]
-    zeros = [part.zero_point for part in pieces if part.zero_point is not None]
-    words = torch.cat([part.words for part in pieces])
-    parts = {
-        "packed": words,
-        "scale": torch.cat(scales) if scales else None,
-        "zero_point": store_zero_points(torch.cat(zeros), scheme) if zeros else None,
-        **{part: tensor.to(words.device) for part, tensor in parameters.parts(scheme).items()},
-    }
+    parts = parts_of(pieces, scheme)
+    device = parts["packed"].device
+    parts |= {part: tensor.to(device) for part, tensor in parameters.parts(scheme).items()}
     return PackedTensor.from_parts(parts, scheme, shape)
+
+
+def parts_of(pieces: Sequence[QuantizedRows], scheme: Scheme) -> dict[str, torch.Tensor]:
+    """Return the stored parts of consecutive rows of a weight, without those that exist once for all rows."""
+    parts = {"packed": torch.cat([piece.words for piece in pieces])}
+    scales = [piece.scale for piece in pieces if piece.scale is not None]
+    if scales:
+        parts["scale"] = torch.cat(scales)
+    zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
+    if zeros:
+        parts["zero_point"] = store_zero_points(torch.cat(zeros), scheme)
+    return parts

@@ -51,12 +51,12 @@ class Noise:
 
 
 def gaussian(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Draw unit normal weights, float32."""
+    """Draw unit normal weights, float32 [N, K]."""
     return torch.randn(shape, generator=generator)
 
 
 def student_t(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Draw weights from Student's t distribution with `FREEDOM` degrees of freedom, float32."""
+    """Draw weights from Student's t distribution with `FREEDOM` degrees of freedom, float32 [N, K]."""
     normal = torch.randn(shape, generator=generator)
     return normal / torch.randn((FREEDOM, *shape), generator=generator).square_().mean(0).sqrt_()
 

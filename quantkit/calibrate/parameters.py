@@ -54,7 +54,7 @@ class TensorParameters:
         return weights if self.global_scale == 1.0 else weights * self.global_scale
 
     def parts(self, scheme: Scheme) -> dict[str, torch.Tensor]:
-        """Return the stored parts that exist once for all rows, by name, on the CPU."""
+        """Return the stored parts that exist once for the whole tensor, by part name, on the CPU."""
         parts = {
             "global_scale": torch.tensor([self.global_scale]),
             "column_scale": self.column_scale,

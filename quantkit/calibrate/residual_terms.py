@@ -143,7 +143,11 @@ class _Sorted:
 def _measure(
     groups: _Sorted, scales: torch.Tensor, unit: torch.Tensor, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each group's squared error with its best codes, float64 [R, 1], and the next scales."""
+    """Return the squared error of each group with its best codes for `scales`, and the next scales.
+
+    The error is float64 [R, 1], in units of `unit` squared. The next scales, float64 [R, planes], are those
+    of least squared error for these codes.
+    """
     _, values = _combinations(scheme.format, scheme.planes, scales.device)
     levels, order = _levels(scales, unit, values)
     cuts = torch.searchsorted(groups.weights, _midpoints(levels), right=True)

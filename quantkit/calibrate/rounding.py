@@ -229,7 +229,7 @@ class _Captured:
                 self._values = _one_by_one(self._columns, scheme)
 
     def __call__(self, columns: Columns, scheme: Scheme) -> torch.Tensor:
-        """Return the values of `columns`, valid until the next call."""
+        """Return the rounded values [c, n] of `columns`; they are valid until the next call."""
         if len(columns.targets) != len(self._values):
             return _one_by_one(columns, scheme)
         for target, source in zip(self._columns, columns, strict=True):

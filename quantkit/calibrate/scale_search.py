@@ -80,9 +80,10 @@ def whole_importance(importance: torch.Tensor) -> torch.Tensor:
 
 
 def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> ScaleZero:
-    """Round plainly: the scale maps the group's absmax (or range, or mean magnitude) to the format's.
+    """Return the scale and zero-point of plain rounding for groups, float32 [R, g].
 
-    Ignores `importance`.
+    The scale maps the absmax of a group (or its range, or its mean magnitude) to that of the format. Ignores
+    `importance`.
     """
     if scheme.has_zero_point:
         return _min_max(groups, scheme)
@@ -100,7 +101,7 @@ def rtn(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
 
 
 def _power_below(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of two not above `x` (float32, not negative); 0 for 0."""
+    """Return the largest power of two not above each `x` (float32 [...], not negative); 0 for 0."""
     return x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
@@ -112,7 +113,10 @@ def global_scale(absmax: float, scheme: Scheme) -> float:
 
 
 def mse(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> ScaleZero:
-    """Search the scale and zero-point of least squared error per group, weighted by `importance`."""
+    """Search the scale and zero-point of least squared error for each group, float32 [R, g].
+
+    Squares are weighted by `importance`: whole numbers, float32 [R, g], from `whole_importance`.
+    """
     if scheme.scale_type.digits == 1:
         return _search_exponent(groups, scheme, importance)
     most = 1 if importance is None else MOST_IMPORTANT
@@ -134,7 +138,7 @@ def mse(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = 
 
 
 def _search_exponent(groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None) -> ScaleZero:
-    """Search scales that are powers of two: only the plain one and its neighbours are candidates."""
+    """Do `mse` for scales that are powers of two: only the plain one and its neighbours are candidates."""
     plain = rtn(groups, scheme)
     rivals = [
         ScaleZero(rounded_scale(plain.scale * factor, scheme), plain.zero_point) for factor in (0.5, 2.0)
@@ -168,7 +172,10 @@ def _search(
 
 
 def unit_of(groups: torch.Tensor) -> torch.Tensor:
-    """Return each group's absmax, 1 for zeros, as a unit in which squares neither overflow nor underflow."""
+    """Return the absmax of each group, float32 [R, 1] of [R, g]; 1 for a group of zeros.
+
+    In this unit the squares of weights neither overflow nor underflow.
+    """
     absmax = groups.abs().amax(-1, keepdim=True)
     return torch.where(absmax == 0, 1.0, absmax)
 
@@ -181,7 +188,10 @@ def _best(
     scheme: Scheme,
     importance: torch.Tensor | None,
 ) -> ScaleZero:
-    """Return for each group the first grid of least squared error, measured exactly."""
+    """Return for each group the grid of least squared error: `best` or, if better, one of `rivals`.
+
+    The groups are `units` [R, g] times `unit` [R, 1], as of `unit_of`. Errors are measured exactly.
+    """
     best_error = squared_error(units, best, unit, scheme, importance)
     for rival in rivals:
         # NaN, from a rival's scale that overflows its dtype, compares as not better.
@@ -200,7 +210,7 @@ def _select(where: torch.Tensor, one: ScaleZero, other: ScaleZero) -> ScaleZero:
 
 
 def storable(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Round `scale` to the scheme's scale dtype; return float32.
+    """Round scales (any float dtype and shape) to the scheme's scale dtype; return them in float32.
 
     A scale that is or becomes zero belongs to a group of zeros, or of weights too small for the dtype. It
     becomes 1 if the format stores zero, and else stays 0: the group is exactly zero. Raises `FormatError` if
@@ -233,7 +243,10 @@ def squared_error(
     scheme: Scheme,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the squared error of groups `units * unit` on `grid`, in squared units: float64 [R, 1]."""
+    """Return the squared error of each group on `grid`, float64 [R, 1], in units of `unit` squared.
+
+    The groups are `units` [R, g] times `unit` [R, 1], as of `unit_of`.
+    """
     scale = grid.scale / unit
     rounded = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme)
     squares = rounded.mul_(scale).sub_(units).square_()
@@ -254,7 +267,10 @@ def _min_max(groups: torch.Tensor, scheme: Scheme) -> ScaleZero:
 def _refit(
     units: torch.Tensor, grid: ScaleZero, unit: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
 ) -> ScaleZero:
-    """Return the least-squares scale, and zero-point if continuous, for the codes that `grid` gives."""
+    """Return the scale of least squared error for the codes that `grid` gives to each group.
+
+    The groups are `units` [R, g] times `unit` [R, 1]. A zero-point that lies between codes is fitted too.
+    """
     scale = grid.scale / unit
     x = units.double()
     values = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme).double()
@@ -323,7 +339,10 @@ def _search_table(scheme: Scheme, count_of_group: int, device: torch.device) -> 
 
 
 def _integers(errors: torch.Tensor, count_of_group: int) -> torch.Tensor:
-    """Scale errors (float64) to proportional integers, in the fastest dtype whose sums stay exact."""
+    """Scale errors (float64 [candidates, bins]) to proportional integers.
+
+    Their dtype is the fastest in which sums over a group of `count_of_group` weights stay exact.
+    """
     worst, best = float(errors.max()), float(errors.mean(-1).min())
     # Powers of two, so that dividing by them rounds nothing.
     steps = {t: 2.0 ** math.ceil(math.log2(worst * count_of_group / limit)) for t, limit in EXACT_SUM.items()}

@@ -74,7 +74,10 @@ class InputScaling(Transform):
 
 
 def searched(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
-    """Return AWQ's scales for all exponents; the first is 1."""
+    """Return AWQ's candidates of scales, float32 [S] each, for all exponents; the first are 1.
+
+    `shared` (int64 [K]) is the scale, of S, that each input feature takes.
+    """
     count = int(shared.max()) + 1
     activations = _mean_of(hessian.importance, shared, count).sqrt().clamp_min(1e-6)
     magnitudes = torch.stack([_relative_magnitude(one) for one in consumers]).mean(0)
@@ -87,7 +90,10 @@ def searched(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tens
 
 
 def smoothed(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
-    """Return SmoothQuant's scales, without a common factor, which changes nothing."""
+    """Return SmoothQuant's scales, float32 [S], as the only candidate; `shared` as in `searched`.
+
+    They lack a common factor, which would change nothing.
+    """
     assert hessian.largest is not None
     count = int(shared.max()) + 1
     weights = torch.stack([one.weight.abs().amax(0) for one in consumers]).amax(0)

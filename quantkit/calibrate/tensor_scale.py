@@ -105,7 +105,7 @@ def search(tensor: ValueCounts, scheme: Scheme) -> float:
 
 
 def _stored(scales: torch.Tensor, scheme: Scheme) -> list[float]:
-    """Return the distinct stored values of `scales`, without those that overflow."""
+    """Return the distinct stored values of scales (float64 [n]), without those that overflow."""
     rounded = rounded_scale(scales.float(), scheme)
     return list(dict.fromkeys(rounded[rounded.isfinite()].tolist()))
 

@@ -2,11 +2,11 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from quantkit.checkpoint.hub.answers import COMMIT
 from quantkit.checkpoint.hub.repository import is_hub_id
 from quantkit.errors import CheckpointError
 from quantkit.files import shown
@@ -112,14 +112,7 @@ class ModelRecord:
     def measured(self) -> dict[str, Measured]:
         """Return the measured errors, by linear."""
         return {
-            name: Measured(
-                layer.relative_error,
-                layer.output_error,
-                layer.damping,
-                layer.note,
-                layer.expert_tokens,
-                layer.block_error,
-            )
+            name: Measured(**{field.name: getattr(layer, field.name) for field in fields(Measured)})
             for name, layer in self.layers.items()
             if layer.relative_error is not None
         }
@@ -160,7 +153,7 @@ def _check_source(source: str, kind: str | None, commit: str | None) -> None:
             f"quantkit_manifest.json: 'source' is {shown(source)} and 'source_kind' 'hub'; expected a hub id "
             f"such as org/name. {_AGAIN}"
         )
-    if commit is not None and not _COMMIT.fullmatch(commit):
+    if commit is not None and not COMMIT.fullmatch(commit):
         raise CheckpointError(
             f"quantkit_manifest.json: 'source_commit' is {shown(commit)}; expected 40 hex digits. {_AGAIN}"
         )
@@ -168,7 +161,6 @@ def _check_source(source: str, kind: str | None, commit: str | None) -> None:
 
 #: Keys that manifests of earlier versions lack.
 _LATER = frozenset({"source_kind", "source_commit", "distillation"})
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

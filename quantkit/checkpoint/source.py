@@ -152,6 +152,14 @@ class Checkpoint:
             raise IndexError(f"tensor {name!r} has {rows} rows, not [{start}, {stop})")
         return tensor.values(self.read_stored, start, stop)
 
+    def pieces(self, name: str, nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield a tensor in pieces of rows, of about `nbytes` bytes, and the first element of each."""
+        tensor = self._tensor(name)
+        rows = tensor.shape[0] if tensor.shape else 1
+        step = max(1, nbytes * rows // max(tensor.nbytes, 1))
+        for start in range(0, rows, step):
+            yield self.read(name, start, min(start + step, rows)), start * (tensor.elements // rows)
+
     def read_stored(
         self,
         tensor: StoredTensor,
@@ -201,6 +209,11 @@ class Checkpoint:
             if path not in self.side_files and path not in self.derived
         )
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    @property
+    def side_bytes(self) -> int:
+        """Return the bytes of the side files."""
+        return sum(self.stamps[path].size for path in self.side_files)
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointError` if config, index, a shard or a side file changed since it was opened."""

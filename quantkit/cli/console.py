@@ -89,6 +89,12 @@ def note(text: str) -> None:
     err.print(f"note: {printable(text)}", style="yellow")
 
 
+def note_unchecked(reason: str | None) -> None:
+    """Say that the result of a run was not tried on a prompt, and why; nothing without a reason."""
+    if reason is not None:
+        note(f"the result was not run: {reason}. 'verify' will have no logits to compare with.")
+
+
 def warn(text: str) -> None:
     """Something that makes the result less than the user expects."""
     err.print(f"warning: {printable(text)}", style="yellow")

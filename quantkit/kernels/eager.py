@@ -117,7 +117,7 @@ def is_plain(x: torch.Tensor) -> bool:
 def planned(
     layout: KernelLayout, x: torch.Tensor, bias: torch.Tensor | None, token: str
 ) -> torch.Tensor | None:
-    """Return y [..., N] for a plain `x` [..., K] by its plan; None without a plan.
+    """Return y [..., N] for a plain `x` [..., K] by the launch plan made for such x; None without one.
 
     `layout` belongs to a weight [N, K] with the scheme of `token`, for the dtype of x.
     """

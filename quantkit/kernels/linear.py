@@ -20,7 +20,7 @@ from quantkit.kernels.autograd import (
     setup_nothing,
 )
 from quantkit.kernels.eager import KernelLayout, is_plain, plan_next, planned
-from quantkit.kernels.gemm.unpack import block_rows
+from quantkit.kernels.gemm.unpack import dequantized_blocks
 from quantkit.kernels.ops.quantize_x import QuantizedX, round_x
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
 from quantkit.kernels.registry import (
@@ -352,17 +352,12 @@ def _restore_words_fake(
     return layout[0].new_empty(out_features, words, dtype=torch.int32)
 
 
-def _linear_fake(
-    x: torch.Tensor,
-    parts: list[torch.Tensor],
-    layout: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    scheme: str,
-    out_features: int,
-    layout_name: str,
-) -> torch.Tensor:
-    """Return an empty [..., N] in x's dtype, for tracing."""
-    return x.new_empty(*x.shape[:-1], out_features)
+def _product_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Return an empty y or gradient of x for `x` or the gradient of y [..., C], for tracing.
+
+    Both operators have the columns of their result as the argument before the last.
+    """
+    return x.new_empty(*x.shape[:-1], arguments[-2])
 
 
 @torch.library.impl("quantkit::linear_grad_x", "default")
@@ -377,34 +372,18 @@ def _linear_grad_x(
     """Compute `grad [..., N] @ W [N, K]` in grad's dtype, dequantizing a block of rows at a time."""
     rows = grad.shape[-1]
     weight = _whole(parts, layout, layout_name, parse_token(scheme).of_weights, (rows, in_features))
-    zeros = weight.zero_points()
     flat = grad.reshape(-1, rows).float()
     out = torch.zeros(flat.shape[0], in_features, dtype=torch.float32, device=grad.device)
-    step = block_rows(in_features, grad.device)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        block = weight.without_column_scale(start, stop, None if zeros is None else zeros[start:stop])
-        out.addmm_(flat[:, start:stop], block)
+    for block, values in dequantized_blocks(weight):
+        out.addmm_(flat[:, block], values)
     column_scale = weight.part("column_scale")
     if column_scale is not None:
         out.mul_(column_scale.float())
     return out.to(grad.dtype).view(*grad.shape[:-1], in_features)
 
 
-def _linear_grad_x_fake(
-    grad: torch.Tensor,
-    parts: list[torch.Tensor],
-    layout: list[torch.Tensor],
-    scheme: str,
-    in_features: int,
-    layout_name: str,
-) -> torch.Tensor:
-    """Return an empty [..., K] in grad's dtype, for tracing."""
-    return grad.new_empty(*grad.shape[:-1], in_features)
-
-
-torch.library.register_fake("quantkit::linear", _linear_fake)
-torch.library.register_fake("quantkit::linear_grad_x", _linear_grad_x_fake)
+torch.library.register_fake("quantkit::linear", _product_fake)
+torch.library.register_fake("quantkit::linear_grad_x", _product_fake)
 torch.library.register_fake("quantkit::restore_words", _restore_words_fake)
 torch.library.register_autograd("quantkit::linear", backward, setup_context=setup_context)
 torch.library.register_autograd("quantkit::linear_grad_x", refuse_second_order, setup_context=setup_nothing)

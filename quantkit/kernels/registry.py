@@ -189,12 +189,15 @@ def _explain(problem: Problem, measured: Measured | None) -> tuple[tuple[str, st
 
 
 def _why_not_rounding(kernel: Kernel, problem: Problem) -> str | None:
-    """Return why a kernel that rounds x does not run `problem`. Tile tables are measured without rounding."""
+    """Return why a kernel that rounds x does not run `problem`; None if it does.
+
+    Times in tile tables do not count, as they were measured without rounding.
+    """
     return _unable(kernel, problem) or kernel.why_slower(problem)
 
 
 def _slower(kernel: Kernel, problem: Problem, measured: Measured) -> str:
-    """Return why a kernel is slower than the measured one."""
+    """Return why `kernel` is slower than the kernel that a tile table found fastest, `measured`."""
     entry, where = measured.entry, measured.where
     us = entry.others.get(kernel.name)
     if us is not None:
@@ -243,9 +246,10 @@ def _is_rounded_within(problem: Problem) -> bool:
 
 
 def _fastest(table: TileTable, key: Key, problem: Problem, forced: str) -> Measured | None:
-    """Return a table's entry for problem `key`, or for a larger M if faster; only of a `forced` kernel.
+    """Return a table's entry for problem `key`, or for a larger M if that is faster.
 
-    Returns None if the kernel of that entry does not support `problem`.
+    With `forced`, the name of a kernel, only its entries count. Returns None if the kernel of the entry does
+    not support `problem`.
     """
     own = table.entries[key]
 
@@ -274,7 +278,7 @@ def _runs(entry: Entry, problem: Problem) -> bool:
 
 @lru_cache(maxsize=8192)
 def _choose(problem: Problem, forced: str) -> Chosen:
-    """Select a kernel, cached per problem."""
+    """Return the kernel that `choose` selects for `problem`; cached."""
     measured = _measured(problem, forced)
     if forced:
         kernel = kernel_named(forced)
@@ -299,7 +303,7 @@ def _first(problem: Problem, measured: Measured | None) -> Chosen:
 
 
 def _chosen(kernel: Kernel, problem: Problem, measured: Measured | None) -> Chosen:
-    """Return a kernel with its tile: the measured one, adapted, or the rules'."""
+    """Return `kernel` with its tile: the measured one, adapted to `problem`, or that of the rules."""
     if measured is not None and measured.entry.kernel != kernel.name:
         measured = None
     tile = None

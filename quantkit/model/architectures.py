@@ -1,4 +1,7 @@
-"""Modules that can be packed, and families whose blocks are Llama's."""
+"""Modules that can be packed, families whose blocks are Llama's, and sizes that config.json states."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -15,6 +18,23 @@ LLAMA_LIKE = frozenset(
         *("mixtral", "qwen2_moe", "qwen3_moe"),
     }
 )
+
+#: Names in config.json of the number of experts that a token is routed to.
+EXPERTS_PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    *("moe_top_k", "moe_topk", "moe_k"),
+)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of config.json, with those of its text config in place of its own."""
+    return {**config, **(config.get("text_config") or {})}
+
+
+def experts_per_token(config: Mapping[str, Any]) -> int | None:
+    """Return the number of experts that a token is routed to by config.json; None if it states none."""
+    text = text_config(config)
+    return next((text[name] for name in EXPERTS_PER_TOKEN if isinstance(text.get(name), int)), None)
 
 
 def why_not_packable(module: nn.Module) -> str | None:

@@ -184,46 +184,9 @@ def _unpack_part(words: torch.Tensor, p: int) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` as one dimension of stride 1, so that it can be viewed with another element size.
+    """Return `tensor` [...] as [n] of stride 1, so that it can be viewed with another element size.
 
     `flatten` alone keeps a stride of 3 on a single element and calls it contiguous.
     """
     flat = tensor.flatten()
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
-
-
-def pack_reference(codes: list[int], bits: int) -> list[int]:
-    """Pack one row in plain Python, one bit at a time, to unsigned words: the reference of `pack`."""
-    words: list[int] = []
-    for start in range(0, len(codes), BLOCK):
-        block = codes[start : start + BLOCK]
-        shift = 0
-        for p in parts(bits):
-            part = [0] * (-(-len(block) * p // BLOCK))
-            for i, code in enumerate(block):
-                for bit in range(p):
-                    if code >> (shift + bit) & 1:
-                        at = p * i + bit
-                        part[at // 32] |= 1 << (at % 32)
-            words += part
-            shift += p
-    return words
-
-
-def unpack_reference(words: list[int], bits: int, columns: int) -> list[int]:
-    """Unpack one row in plain Python: the reference of `unpack`."""
-    codes: list[int] = []
-    position = 0
-    while len(codes) < columns:
-        size = min(BLOCK, columns - len(codes))
-        block = [0] * size
-        shift = 0
-        for p in parts(bits):
-            for i in range(size):
-                for bit in range(p):
-                    at = p * i + bit
-                    block[i] |= (words[position + at // 32] >> (at % 32) & 1) << (shift + bit)
-            position += -(-size * p // BLOCK)
-            shift += p
-        codes += block
-    return codes

@@ -12,7 +12,7 @@ MAX_CELLS = 1 << 12
 
 
 def codes_between(x: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
-    """Return the codes (uint8) of values `x` (float32) in a code book with these `edges`.
+    """Return the codes (uint8 [...]) of values `x` (float32 [...]) in a code book with these `edges`.
 
     `edges` ascend; edge i is the smallest value whose code is i + 1.
     """
@@ -40,7 +40,7 @@ class _Cells:
     edge: torch.Tensor
 
     def codes(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the codes (uint8) of values `x` (float32), of any shape."""
+        """Return the codes (uint8 [...]) of values `x` (float32 [...])."""
         cell = (x * self.per_unit).floor_().clamp_(self.first, self.first + len(self.edge) - 1)
         # NaN may get any code, but its index must stay inside the table.
         index = cell.sub_(self.first).nan_to_num_(0.0).to(torch.int32).flatten()

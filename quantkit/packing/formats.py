@@ -52,36 +52,18 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the codes (uint8) of the values nearest to `x` (float32, finite); saturates.
+        """Return the codes (uint8 [...]) of the values nearest to `x` (float32 [...], finite); saturates.
 
         Ties go to the even neighbour for int and float formats, and upward for code books.
         """
 
-    def encode_reference(self, x: float) -> int:
-        """Encode one number by exact distances to every value: the reference of `encode`."""
-        exact = Fraction(x)
-
-        def rank(code: int) -> tuple[Fraction, tuple[float, ...]]:
-            return abs(self._exact[code] - exact), self._tie_break(code, x)
-
-        return min(self._exact, key=rank)
-
-    @cached_property
-    def _exact(self) -> dict[int, Fraction]:
-        """Return the exact value of every code whose value is a number."""
-        return {code: Fraction(value) for code, value in enumerate(self.values) if not math.isnan(value)}
-
-    @abstractmethod
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        """Return the sort key by which `encode` chooses among the codes nearest to `x`: the smallest."""
-
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the values (float32) of `codes` (uint8, each below `2**bits`)."""
+        """Return the values (float32 [...]) of `codes` (uint8 [...], each below `2**bits`)."""
         # index_select is several times faster than indexing with a tensor.
         return _table(self, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        """Round `x` to the nearest values (float32): `decode(encode(x))`."""
+        """Return the values nearest to `x`, float32 [...]: `decode(encode(x))`."""
         return self.decode(self.encode(x))
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,9 +130,6 @@ class IntFormat(NumberFormat):
                 "such as 'binary'."
             )
 
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        return ((code - self.offset) % 2,)
-
     @cached_property
     def values(self) -> tuple[float, ...]:
         return tuple(float(code - self.offset) for code in range(2**self.bits))
@@ -175,26 +154,23 @@ class IntFormat(NumberFormat):
         return values.to(torch.int8).view(torch.uint8).add_(self.offset), values
 
     def round_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-        """Round `x` (float32) to the nearest values, if code `zero_point` means zero.
+        """Return the values nearest to `x` (float32 [...]), if code `zero_point` means zero.
 
-        `zero_point` is float32 and broadcasts to `x`.
+        `zero_point` is float32, of a shape that broadcasts to that of `x`.
         """
         return torch.round(x).clamp_(-zero_point, (2 * self.offset - 1) - zero_point)
 
     def quantize_affine(self, x: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes (uint8) and values (float32) of `x`, if code `zero_point` (float32) means zero.
-
-        `zero_point` broadcasts to `x`.
-        """
+        """Return the codes (uint8 [...]) and the values (float32 [...]) of `round_affine`."""
         values = self.round_affine(x, zero_point)
         return (values + (zero_point - 128)).to(torch.int8).view(torch.uint8).add_(128), values
 
     def round_offset(self, x: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-        """Round `x` (float32) to the nearest values, if `zero_point`, a float between codes, means zero."""
+        """Do `round_affine` for a `zero_point` that lies between codes."""
         return torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1).sub_(zero_point)
 
     def quantize_offset(self, x: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes (uint8) and values (float32) of `x`, if `zero_point`, between codes, means zero."""
+        """Return the codes (uint8 [...]) and the values (float32 [...]) of `round_offset`."""
         codes = torch.round(x + zero_point).clamp_(0, 2 * self.offset - 1)
         return (codes - 128).to(torch.int8).view(torch.uint8).add_(128), codes - zero_point
 
@@ -250,10 +226,6 @@ class FloatFormat(NumberFormat):
             return sign * significand * 2.0 ** (max(exponent, 1) - self.bias - self.mantissa_bits)
 
         return tuple(value(code) for code in range(2**self.bits))
-
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        # The sign comes first in the key: it distinguishes the two zeros.
-        return math.copysign(1.0, x) != math.copysign(1.0, self.values[code]), code % 2
 
     @property
     def _smallest_normal(self) -> float:
@@ -311,9 +283,6 @@ class CodebookFormat(NumberFormat):
     def values(self) -> tuple[float, ...]:
         return (*self.book, *[math.nan] * (2**self.bits - len(self.book)))
 
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
-        return (-self.book[code],)
-
     @cached_property
     def edges(self) -> tuple[float, ...]:
         """Return for each pair of neighbouring values the smallest float32 that rounds to the upper one.
@@ -355,9 +324,6 @@ class FittedFormat(NumberFormat):
         raise self._unbound()
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        raise self._unbound()
-
-    def _tie_break(self, code: int, x: float) -> tuple[float, ...]:
         raise self._unbound()
 
     def _unbound(self) -> FormatError:

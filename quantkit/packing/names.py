@@ -58,11 +58,14 @@ class StoredFormat:
         return found
 
     def to_file(self, part: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a part as the file stores it; shares its memory."""
+        """Return the tensor of a part viewed in the dtype of a file; shares its memory."""
         return _view(tensor, self._dtype(part, tensor.dtype))
 
     def from_file(self, part: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a part of a file in its in-memory `dtype`; shares the file's memory if aligned."""
+        """Return the tensor of a part, read from a file, viewed in its `dtype` in memory.
+
+        It shares the file's memory if it is aligned to that dtype.
+        """
         return _view(tensor, dtype) if tensor.dtype == self._dtype(part, dtype) else tensor
 
     def _dtype(self, part: str, dtype: torch.dtype) -> torch.dtype:

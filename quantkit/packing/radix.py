@@ -71,24 +71,3 @@ def _digits_of(byte: int, base: int) -> list[int]:
     if byte >= base**digits:
         return [base] * digits
     return [byte // base**place % base for place in range(digits)]
-
-
-def pack_reference(codes: list[int], base: int) -> list[int]:
-    """Pack one row in plain Python, one code at a time, to unsigned words: the reference of `pack`."""
-    digits = digits_per_byte(base)
-    words = [0] * words_per_row(len(codes), base)
-    for column, code in enumerate(codes):
-        byte, place = divmod(column, digits)
-        words[byte // WORD_BYTES] += code * base**place << 8 * (byte % WORD_BYTES)
-    return words
-
-
-def unpack_reference(words: list[int], base: int, columns: int) -> list[int]:
-    """Unpack one row in plain Python: the reference of `unpack`."""
-    digits = digits_per_byte(base)
-    codes = []
-    for column in range(columns):
-        byte, place = divmod(column, digits)
-        value = words[byte // WORD_BYTES] >> 8 * (byte % WORD_BYTES) & 0xFF
-        codes.append(base if value >= base**digits else value // base**place % base)
-    return codes

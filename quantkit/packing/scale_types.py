@@ -27,7 +27,7 @@ class ScaleType:
     relative: bool = False
 
     def round(self, scale: torch.Tensor) -> torch.Tensor:
-        """Round to the nearest scales of this type, as float32; infinite on overflow."""
+        """Return the nearest scales of this type, float32 of the shape of `scale`; infinite on overflow."""
         # Casts to 8-bit dtypes saturate in some versions of torch and overflow in others.
         limit = self.max + 2.0 ** (math.floor(math.log2(self.max)) - self.digits)
         exact = scale.to(torch.float32)

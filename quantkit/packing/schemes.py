@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -329,24 +329,19 @@ class Scheme:
                 f"scheme field 'group_size' is {data['group_size']!r}; it is an integer, null or 'tensor', "
                 "or the rows and columns of a block."
             )
-        if not isinstance(data["zero_point"], str) or data["zero_point"] not in ZERO_POINTS:
-            raise FormatError(
-                f"scheme field 'zero_point' is {data['zero_point']!r}; it is one of {', '.join(ZERO_POINTS)}."
-            )
-        if not isinstance(data["scale_dtype"], str) or data["scale_dtype"] not in SCALE_DTYPES:
-            raise FormatError(
-                f"scheme field 'scale_dtype' is {data['scale_dtype']!r}; it is one of "
-                f"{', '.join(SCALE_DTYPES)}."
-            )
+        names: dict[str, Collection[str]] = {
+            "zero_point": ZERO_POINTS,
+            "scale_dtype": SCALE_DTYPES,
+            "packing": PACKINGS,
+        }
+        for key, known in names.items():
+            if not isinstance(data[key], str) or data[key] not in known:
+                raise FormatError(f"scheme field {key!r} is {data[key]!r}; it is one of {', '.join(known)}.")
         for key in ("global_scale", "column_scale"):
             if not isinstance(data[key], bool):
                 raise FormatError(f"scheme field {key!r} is {data[key]!r}; it is a boolean.")
         if type(data["planes"]) is not int:
             raise FormatError(f"scheme field 'planes' is {data['planes']!r}; it is an integer.")
-        if not isinstance(data["packing"], str) or data["packing"] not in PACKINGS:
-            raise FormatError(
-                f"scheme field 'packing' is {data['packing']!r}; it is one of {', '.join(PACKINGS)}."
-            )
         return cls(
             format_from_json(data["format"]),
             group_size,

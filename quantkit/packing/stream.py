@@ -76,15 +76,3 @@ _FOLDS = (1, 2, 4)
 def _mask(bits: int, codes: int) -> int:
     """Return a mask of the low `codes * bits` bits of every second run of `codes` bytes."""
     return sum(((1 << codes * bits) - 1) << at for at in range(0, 64, 16 * codes))
-
-
-def pack_reference(codes: list[int], bits: int) -> list[int]:
-    """Pack one row in plain Python to unsigned words: the reference of `pack`."""
-    stream = sum(code << (bits * i) for i, code in enumerate(codes))
-    return [stream >> (32 * i) & 0xFFFFFFFF for i in range(words_per_row(len(codes), bits))]
-
-
-def unpack_reference(words: list[int], bits: int, columns: int) -> list[int]:
-    """Unpack one row in plain Python: the reference of `unpack`."""
-    stream = sum(word << (32 * i) for i, word in enumerate(words))
-    return [stream >> (bits * i) & ((1 << bits) - 1) for i in range(columns)]

@@ -254,7 +254,7 @@ def dequantize_codes(
 
 
 def plane_codes(codes: torch.Tensor, scheme: Scheme) -> Iterator[torch.Tensor]:
-    """Yield the codes (uint8) of each plane in `codes` (uint8), plane 0 in the lowest bits."""
+    """Yield the codes of each plane, uint8 [...], from `codes` (uint8 [...]), plane 0 in the lowest bits."""
     bits = scheme.format.bits
     if scheme.planes == 1:
         yield codes
@@ -279,7 +279,10 @@ def spread(per_group: torch.Tensor, columns: int, scheme: Scheme) -> torch.Tenso
 def quantize_units(
     units: torch.Tensor, zero_point: torch.Tensor | None, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (uint8) and values (float32) nearest to `units`: weights / scale, float32."""
+    """Return the codes (uint8 [...]) and values (float32 [...]) nearest to `units` (float32 [...]).
+
+    Units and values are weights divided by their scale. `zero_point` broadcasts to `units`.
+    """
     zero = None if zero_point is None else zero_point.to(units.dtype)
     return scheme.zero_point_type.quantize(scheme.format, units, zero)
 

@@ -145,7 +145,7 @@ class ZeroPointType:
 
 
 def round_to_code(number_format: NumberFormat, z: torch.Tensor, _: torch.dtype) -> torch.Tensor:
-    """Round `z` to the nearest code, float32."""
+    """Return the code nearest to each zero-point `z` [...], float32 [...]."""
     return torch.round(z).clamp_(0, 2**number_format.bits - 1).float()
 
 

@@ -2,7 +2,7 @@
 
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, first_of
 from quantkit.model.structure import Structure
 from quantkit.packing.schemes import Scheme
 from quantkit.quantization.nesting import nested_scheme, why_not_nested
@@ -33,11 +33,9 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
         if name not in structure.kept and structure.linears[name].kind != "lm_head"
     }
     if refused:
-        name, reason = next(iter(refused.items()))
-        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise CheckpointError(
-            f"{name!r}{more} cannot be converted exactly: {reason}. `quantkit quantize` reads the same "
-            "source and rounds to a format of your choice."
+            f"{first_of(map(repr, refused))} cannot be converted exactly: {next(iter(refused.values()))}. "
+            "`quantkit quantize` reads the same source and rounds to a format of your choice."
         )
     if not any(fate.scheme for fate in fates.values()):
         raise CheckpointError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from quantkit.checkpoint.low_bit.static_scales import WEIGHTS_ALONE
 from quantkit.checkpoint.low_bit.weight import stored_module
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, first_of
 from quantkit.model.structure import Structure
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.names import KV_PARTS
@@ -95,11 +95,10 @@ def kept_scales(checkpoint: Checkpoint, structure: Structure, fates: Mapping[str
             used.append(scale.tensor.name)
     states, names = _states(checkpoint, structure, fates)
     if left := stored.unused([*used, *names], read):
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise CheckpointError(
-            f"{left[0].file}: tensor {left[0].name!r}{more} is a scale or zero-point of activations that the "
-            "packed linears cannot store; expected static scales of the inputs of linears, of keys and of "
-            f"values. {WEIGHTS_ALONE}."
+            f"{left[0].file}: tensor {first_of(repr(one.name) for one in left)} is a scale or zero-point of "
+            "activations that the packed linears cannot store; expected static scales of the inputs of "
+            f"linears, of keys and of values. {WEIGHTS_ALONE}."
         )
     return KeptScales(inputs, states, tuple(dict.fromkeys(dynamic)))
 

@@ -121,24 +121,19 @@ class Plan:
 
     def layer_records(self, measured: Mapping[str, Measured]) -> dict[str, LayerRecord]:
         """Return the record of each linear by module, with its entry in `measured`, if any."""
-        found = {layer.linear.module: measured.get(layer.linear.module) for layer in self.layers}
         return {
             layer.linear.module: LayerRecord(
-                layer.linear.kind,
-                layer.linear.shape,
-                len(layer.linear.stored),
-                None if layer.scheme is None else str(layer.scheme),
-                None if layer.fate.method is None else layer.fate.method.name,
-                None if layer.scheme is None else layer.bits_per_weight,
-                None if one is None else one.relative_error,
-                layer.fate.reason,
-                None if one is None else one.output_error,
-                None if one is None else one.damping,
-                None if one is None else one.note,
-                None if one is None else one.expert_tokens,
-                None if one is None else one.block_error,
+                kind=layer.linear.kind,
+                shape=layer.linear.shape,
+                matrices=len(layer.linear.stored),
+                scheme=None if layer.scheme is None else str(layer.scheme),
+                method=None if layer.fate.method is None else layer.fate.method.name,
+                bits_per_weight=None if layer.scheme is None else layer.bits_per_weight,
+                reason=layer.fate.reason,
+                **({"relative_error": None} if one is None else vars(one)),
             )
-            for layer, one in zip(self.layers, found.values(), strict=True)
+            for layer in self.layers
+            for one in (measured.get(layer.linear.module),)
         }
 
     @property

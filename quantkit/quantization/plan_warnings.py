@@ -10,6 +10,7 @@ from quantkit.checkpoint.engine_support import refusals
 from quantkit.checkpoint.engines import ENGINES, FUSED, SGLANG, TRANSFORMERS, VLLM, reordered
 from quantkit.checkpoint.quantization_config import Assignment
 from quantkit.checkpoint.tensors import TensorSpec
+from quantkit.errors import first_of
 from quantkit.model.model_class import named_classes
 from quantkit.model.structure import EMBEDDING, NOT_A_PARAMETER, TIED
 from quantkit.packing.schemes import Scheme
@@ -84,12 +85,11 @@ def plan_notes(
         )
     fitted = [name for name, scheme in schemes.items() if scheme is not None and scheme.is_fitted]
     if fitted:
-        more = f" and {len(fitted) - 1} more linears" if len(fitted) > 1 else ""
         notes.append(
             Note(
-                f"on a GPU, {fitted[0]}{more} will decode slower than dense: the values of fitted code books "
-                "are looked up. Where speed counts take other formats; --bits-per-weight chooses among "
-                "--formats."
+                f"on a GPU, {first_of(fitted, kind='linears')} will decode slower than dense: the values of "
+                "fitted code books are looked up. Where speed counts take other formats; --bits-per-weight "
+                "chooses among --formats."
             )
         )
     return tuple(notes)
@@ -130,9 +130,8 @@ def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list
             names.setdefault(reason, []).append(name)
     shares = []
     for reason, those in names.items():
-        more = f" and {len(those) - 1} more tensors" if len(those) > 1 else ""
         share = sum(tensors[name].elements for name in those) / max(1, weights)
-        shares.append((share, f"{those[0]}{more}: {reason}"))
+        shares.append((share, f"{first_of(those, kind='tensors')}: {reason}"))
     return shares
 
 
@@ -146,10 +145,9 @@ def reader_notes(config: Mapping[str, Any], assignments: Iterable[Assignment]) -
     packed = [(a, a.scheme) for a in assignments if a.scheme is not None]
     splits = split_fusions({a.module: a.scheme for a in assignments})
     if splits:
-        more = f" and {len(splits) - 1} more" if len(splits) > 1 else ""
         yield Note(
             "vLLM and SGLang cannot load this: they fuse these linears, which then need one scheme: "
-            f"{splits[0]}{more}. Match each such set with rules of one format.",
+            f"{first_of(splits)}. Match each such set with rules of one format.",
             (VLLM.name, SGLANG.name),
         )
     stored = []
@@ -209,14 +207,13 @@ def _notes_on_rows(config: Mapping[str, Any], assignments: Iterable[Assignment])
                 unfit = row.unfit(a.module, names, per_tensor=a.scheme.per_tensor)
                 found += [] if unfit is None else [(a.module, unfit)]
         if found:
-            more = f" and {len(found) - 1} more" if found[1:] else ""
             fused = next((one for one in _FUSED if set(row.linears) <= set(one)), row.linears)
             rules = " ".join(f"--rule '*.{name}=keep'" for name in fused)
             does = "cannot load" if row.stops else "would compute wrong numbers, without an error, of"
             yield Note(
-                f"{row.engine} {does} {found[0][0]}{more}: it reorders their rows as it loads, and "
-                f"{found[0][1]} {'has none' if row.stops else 'stays as it is'}. Keep these, and what is "
-                f"fused with them: {rules}.",
+                f"{row.engine} {does} {first_of(name for name, _ in found)}: it reorders their rows as it "
+                f"loads, and {found[0][1]} {'has none' if row.stops else 'stays as it is'}. Keep these, and "
+                f"what is fused with them: {rules}.",
                 (row.engine.name,),
             )
 
@@ -231,10 +228,9 @@ def _notes_on_experts(experts: Mapping[str, set[str]]) -> Iterator[Note]:
     """Yield notes on experts that are stored in several ways; `experts` lists the ways by module."""
     mixed = [name for name, stored in experts.items() if len(stored) > 1]
     if mixed:
-        more = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
         yield Note(
             "vLLM and SGLang cannot load this: they take gate, up and down of the experts of a layer to be "
-            f"stored in one way, and those of {mixed[0]}{more} are not. Give them one with a rule, such as "
+            f"stored in one way, and those of {first_of(mixed)} are not. Give them one with a rule, such as "
             "--rule '*.experts.*=int4'.",
             (VLLM.name, SGLANG.name),
         )

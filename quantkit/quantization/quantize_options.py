@@ -65,4 +65,4 @@ class QuantizeOptions:
         """Return the accepted states of the output directory."""
         from quantkit.checkpoint.output.directory import Mode
 
-        return Mode.RESUME if self.resume else Mode.OVERWRITE if self.overwrite else Mode.NEW
+        return Mode.of(self.resume, self.overwrite)

@@ -17,7 +17,7 @@ from quantkit.checkpoint.output.atomic_write import is_inside, is_plain_name
 from quantkit.checkpoint.safetensors_header import MAX_JSON_BYTES
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import CONFIG_NAME, HEADERS_ONLY_NAME, INDEX_NAME, Checkpoint, examining
-from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError
+from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, first_of
 from quantkit.files import open_regular, os_error_text, parse_json, replace_file, shown
 from quantkit.model.hf_files import GENERATION_CONFIG_NAME, explained, read_generation_config
 from quantkit.model.model_class import is_known_type
@@ -96,8 +96,7 @@ def _not_copied(checkpoint: Checkpoint) -> str | None:
     if any(path.name == _TEMPLATES and path.is_dir() for path in left):
         templates = f" {_TEMPLATES}/ has chat templates that transformers reads: copy it into the output."
     names = [f"{path.name}/" if path.is_dir() else path.name for path in left]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{directory}: not copied: {', '.join(names[:_NAMED])}{more}.{templates}"
+    return f"{directory}: not copied: {first_of(names, _NAMED)}.{templates}"
 
 
 def _check_left_out(directory: Path) -> None:

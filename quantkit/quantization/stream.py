@@ -15,17 +15,22 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.methods import CHUNK_WEIGHTS, GPU_CHUNK_WEIGHTS, QuantizedRows, quantize_rows
+from quantkit.calibrate.methods import (
+    CHUNK_WEIGHTS,
+    GPU_CHUNK_WEIGHTS,
+    QuantizedRows,
+    parts_of,
+    quantize_rows,
+)
 from quantkit.calibrate.parameters import SAMPLE_WEIGHTS, TensorParameters, fit_parameters
 from quantkit.checkpoint.model_record import Measured
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.output.shard_file import ShardFile
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import StoredTensor, TransposedTensor
-from quantkit.errors import FormatError
+from quantkit.errors import naming
 from quantkit.memory import STREAM_IDLE_BYTES, in_pieces, trim_cache
 from quantkit.packing.bitpack import BLOCK
-from quantkit.packing.tensor import store_zero_points
 from quantkit.progress import Advance
 from quantkit.quantization.nesting import kept_rows
 from quantkit.quantization.plan import Plan, Shard
@@ -169,7 +174,7 @@ def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) ->
             yield from torch.split(weights, _piece_rows(weights.shape[1], device))
 
     rows, columns = source.shape
-    try:
+    with naming(repr(source.name)):
         return fit_parameters(
             lambda: chunks(source),
             (rows, columns),
@@ -178,8 +183,6 @@ def _fit_parameters(checkpoint: Checkpoint, task: Task, device: torch.device) ->
             task.method.scale_search.fit_tensor,
             lambda: chain.from_iterable(map(chunks, task.beside)),
         )
-    except FormatError as error:
-        raise FormatError(f"{source.name!r}: {error}") from error
 
 
 def _is_in(prepared: Checkpoint | None, task: Task) -> bool:
@@ -188,11 +191,8 @@ def _is_in(prepared: Checkpoint | None, task: Task) -> bool:
 
 def _copy_prepared(prepared: Checkpoint, task: Task, file: ShardFile) -> None:
     for spec in task.outputs:
-        rows = spec.shape[0] if spec.shape else 1
-        step = max(1, CHUNK_BYTES["cpu"] * max(rows, 1) // max(spec.nbytes, 1))
-        for start in range(0, rows, step):
-            data = prepared.read(spec.name, start, min(start + step, rows))
-            file.write(spec.name, data, offset=start * (spec.elements // max(rows, 1)))
+        for data, offset in prepared.pieces(spec.name, CHUNK_BYTES["cpu"]):
+            file.write(spec.name, data, offset=offset)
 
 
 def _piece_rows(columns: int, device: torch.device) -> int:
@@ -265,15 +265,13 @@ def _quantize_rows(
     def quantized(rows: torch.Tensor) -> QuantizedRows:
         return quantize_rows(rows.to(device), scheme, method, parameters)
 
-    try:
+    with naming(f"{task.source.name!r}, rows {start} to {stop - 1}"):
         pieces = [
             piece
             for rows in torch.split(weights, scheme.whole_blocks(_piece_rows(weights.shape[1], device)))
             for piece in in_pieces(quantized, [rows], repr(task.source.name), scheme.group_rows)
         ]
-    except FormatError as error:
-        raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
-    _write_parts(file, task, start, _parts(pieces, task), parameters.parts(task.scheme))
+    _write_parts(file, task, start, parts_of(pieces, scheme), parameters.parts(scheme))
     return sum(p.squared_error for p in pieces), sum(p.squared_norm for p in pieces)
 
 
@@ -282,10 +280,8 @@ def _keep_rows(
 ) -> tuple[float, float]:
     """Write the codes and scales of the source, after comparing their values with the source."""
     assert task.scheme is not None
-    try:
+    with naming(f"{task.source.name!r}, rows {start} to {stop - 1}"):
         packed, norm = kept_rows(checkpoint, task.source, task.scheme, start, stop)
-    except FormatError as error:
-        raise FormatError(f"{task.source.name!r}, rows {start} to {stop - 1}: {error}") from error
     parts = dict(packed.parts())
     # These parts exist once for all rows.
     once = {part: parts.pop(part) for part in ("global_scale",) if part in parts}
@@ -315,15 +311,3 @@ def _write_parts(
         for part, spec in task.parts:
             if part in whole:
                 file.write(spec.name, whole[part])
-
-
-def _parts(pieces: list[QuantizedRows], task: Task) -> dict[str, torch.Tensor]:
-    assert task.scheme is not None
-    parts = {"packed": torch.cat([piece.words for piece in pieces])}
-    scales = [piece.scale for piece in pieces if piece.scale is not None]
-    if scales:
-        parts["scale"] = torch.cat(scales)
-    zeros = [piece.zero_point for piece in pieces if piece.zero_point is not None]
-    if zeros:
-        parts["zero_point"] = store_zero_points(torch.cat(zeros), task.scheme)
-    return parts

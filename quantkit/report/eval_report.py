@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantkit.checkpoint.output.atomic_write import hash_file
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, first_of
 from quantkit.escaping import Code, Prose
 from quantkit.eval.metrics import TextMetrics
 from quantkit.eval.own_text import alike_at_start
@@ -99,10 +99,9 @@ def document(reports: Sequence[EvalReport], command: str | None = None, made: Ma
 
 def _title(reports: Sequence[EvalReport]) -> str:
     """Return the names of the models, or of the first few, and of the original."""
-    names = [report.label for report in reports]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    names = first_of((report.label for report in reports), 3)
     against = reports[0].against
-    return f"Accuracy of {shown}" + ("" if against is None else f" beside {Path(against).name}")
+    return f"Accuracy of {names}" + ("" if against is None else f" beside {Path(against).name}")
 
 
 _EXPLANATION = (

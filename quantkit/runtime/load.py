@@ -9,7 +9,7 @@ import torch
 
 from quantkit.checkpoint.source import CONFIG_NAME, Checkpoint
 from quantkit.devices import pick_device
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, UsageError, first_of
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.memory import enough_memory
 from quantkit.model.completeness import lacks
@@ -152,8 +152,7 @@ def _refuse_incomplete(directory: Path, model: Any, info: Mapping[str, Any]) -> 
     parameters = dict(model.named_parameters())
     if checkpoint is not None and not checkpoint.is_quantized and missing[0] in parameters:
         raise lacks(model, [name for name in missing if name in parameters], checkpoint)
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise CheckpointError(
-        f"{directory}: the checkpoint has no tensor for {missing[0]!r}{more}. Download it again, or "
-        "quantize the model again."
+        f"{directory}: the checkpoint has no tensor for {first_of(map(repr, missing))}. Download it again, "
+        "or quantize the model again."
     )

@@ -131,7 +131,7 @@ class PackedExperts(PackedModule):
         }
 
     def _dense(self, parameter: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight of an expert in `parameter`, in the layout of the dense module."""
+        """Return the weight of an expert, dequantized, as it lies in `parameter` of the dense module."""
         matrices = [packed.dequantize(dtype) for packed in self.packed(parameter, expert)]
         return self.spec.joined(matrices)
 
@@ -259,7 +259,7 @@ class PackedExperts(PackedModule):
             yield from self._matrices(parameter, expert)
 
     def _indexed(self, parameter: str, expert: int) -> Iterator[tuple[int, Matrix]]:
-        """Enumerate the matrices of `expert` by their index among the matrices of all experts."""
+        """Yield the matrices of `expert`, each with its index among the matrices of all experts."""
         matrices = list(self._matrices(parameter, expert))
         return enumerate(matrices, start=len(matrices) * expert)
 

@@ -182,7 +182,7 @@ class PackedLinear(PackedMatrix):
         return {**super().__getstate__(), "_shared": None}
 
     def word_and_bias_parameters(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the parameters of words and bias; None for a missing parameter."""
+        """Return the parameters of the packed words [N, W] and of the bias [N]; None for a missing one."""
         return self._parameters[self._words_key], self._parameters["bias"]
 
     def token(self) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quantkit.checkpoint.quantization_config import QuantizationConfig
-from quantkit.errors import CheckpointError, FormatError, UsageError
+from quantkit.errors import CheckpointError, FormatError, UsageError, first_of
 from quantkit.model.experts import (
     DOWN,
     GATE_UP,
@@ -179,9 +179,8 @@ def swap_modules(
     )
     # Another class may be a part of the model.
     if unknown and names is None:
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise CheckpointError(
-            f"quantization_config packs {unknown[0]!r}{more}, which {type(model).__name__} "
+            f"quantization_config packs {first_of(map(repr, unknown))}, which {type(model).__name__} "
             "does not have. Quantize the model again, or use the transformers version it was made with."
         )
 

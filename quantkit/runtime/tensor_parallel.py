@@ -29,7 +29,7 @@ CAPTURED = "cuda:nccl"
 
 
 def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
-    """Return the plan of a packed checkpoint, from its config.json alone.
+    """Return how ranks divide the matrices of a packed checkpoint, from its config.json alone.
 
     Raises `CheckpointError` for a checkpoint that is not packed.
     """
@@ -43,9 +43,9 @@ def plan_of_checkpoint(checkpoint: "Checkpoint") -> TensorParallelPlan:
 
 
 def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
-    """Return the plan of a model with packed modules, from the plan of transformers for its class.
+    """Return how ranks divide the matrices of a model with packed modules, on any device.
 
-    Works on any device.
+    That follows from the tensor-parallel plan of transformers for the class of the model.
     """
     styles, modules = _styles_of(model), dict(model.named_modules())
     cuts = []

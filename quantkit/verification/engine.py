@@ -11,7 +11,7 @@ from quantkit.checkpoint.engine_support import support
 from quantkit.checkpoint.engines import Engine, Support, asked_engine, installed_beside
 from quantkit.checkpoint.quantization_config import Assignment, QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, first_of
 from quantkit.model.model_class import why_no_class
 from quantkit.packing.packings import PACKINGS
 from quantkit.quantization.plan import Plan
@@ -168,7 +168,7 @@ def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str
             )
             found.setdefault(text, []).append(a.module)
     for text, names in found.items():
-        yield f"{text}: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}."
+        yield f"{text}: {first_of(names)}."
 
 
 def _misread(engine: Engine, section: Mapping[str, Any], assignments: Sequence[Assignment]) -> Iterator[str]:
@@ -201,12 +201,11 @@ def _misread(engine: Engine, section: Mapping[str, Any], assignments: Sequence[A
                 (a.module, "dense" if found is None else found[0], "packed" if expected else "dense")
             )
     if wrong:
-        module, seen_as, stored_as = wrong[0]
-        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        _, seen_as, stored_as = wrong[0]
         yield (
-            f"{engine.name} would take {module}{more} to be {seen_as}, by config_groups and ignore of "
-            f"config.json, and the file has it {stored_as}, or in another scheme. Restore config.json, or "
-            "quantize the model again."
+            f"{engine.name} would take {first_of(module for module, _, _ in wrong)} to be {seen_as}, by "
+            f"config_groups and ignore of config.json, and the file has it {stored_as}, or in another "
+            "scheme. Restore config.json, or quantize the model again."
         )
 
 

@@ -11,7 +11,7 @@ from quantkit.checkpoint.manifest import read_manifest, unlisted_files, verify_f
 from quantkit.checkpoint.model_record import ModelRecord
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, first_of
 from quantkit.model.model_class import why_no_class
 from quantkit.packing.names import packed_parameters
 from quantkit.progress import Progress, counting
@@ -82,8 +82,7 @@ def verify(
     problems += verify_manifest(directory)
     detail = f"{len(manifest['files'])} in the manifest"
     if unlisted := unlisted_files(directory, manifest):
-        more = f" and {len(unlisted) - _NAMED} more" if len(unlisted) > _NAMED else ""
-        detail += f"; not in it, and not compared: {', '.join(unlisted[:_NAMED])}{more}"
+        detail += f"; not in it, and not compared: {first_of(unlisted, _NAMED)}"
     checks = [Check("files", detail, tuple(map(str, problems)))]
     try:
         checkpoint = Checkpoint.open(directory, strict=True)

@@ -233,18 +233,6 @@ def test_no_input_error_corrects_nothing() -> None:
     assert still is not None and not still.any()
 
 
-def test_moments_of_scaled_inputs() -> None:
-    x, factors = inputs(100, 8), torch.rand(8) + 0.5
-    hessian = Hessian(gram(x) / 100, 100, input_error(2 * x, x) / 100, largest(x)).scaled(factors)
-    assert hessian.input_error is not None and hessian.largest is not None
-    assert_close(hessian.largest, (x / factors).abs().amax(0), rtol=1e-5, atol=1e-8)
-    exact = (x.double() / factors).T @ (x.double() / factors) / 100
-    # An entry is a sum whose terms may cancel.
-    size = (x.double() / factors).abs().T @ (x.double() / factors).abs() / 100
-    for found in (hessian.matrix, hessian.input_error):
-        assert bool(((found - exact).abs() <= 1e-5 * size).all())
-
-
 def test_the_energy_is_the_mean_square_of_the_outputs() -> None:
     x, rows = inputs(300, 16), torch.randn(5, 16)
     found = Hessian(gram(x) / 300, 300).output_energy(rows)

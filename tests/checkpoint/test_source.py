@@ -411,6 +411,18 @@ def test_refuses_booleans_that_are_none(single: Path) -> None:
         Checkpoint.open(single).read("mask")
 
 
+def test_pieces_are_the_tensor_in_order(single: Path) -> None:
+    checkpoint = Checkpoint.open(single)
+    for name, tensor in (TENSORS_ONE | TENSORS_TWO).items():
+        for nbytes in (1, 24, 30, 1 << 20):
+            found = list(checkpoint.pieces(name, nbytes))
+            sizes = [data.numel() for data, _ in found]
+            assert [first for _, first in found] == [sum(sizes[:at]) for at in range(len(sizes))]
+            assert_equal(torch.cat([data.flatten() for data, _ in found]), tensor.flatten())
+            assert all(data.nbytes <= max(nbytes, tensor.nbytes // max(1, len(sizes))) for data, _ in found)
+    assert [data.shape[0] for data, _ in checkpoint.pieces("a", 30)] == [2, 2]
+
+
 def test_refuses_to_read_where_only_headers_are(single: Path) -> None:
     (single / HEADERS_ONLY_NAME).touch()
     checkpoint = Checkpoint.open(single)

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 
 import torch
 
-from quantkit.packing import bitpack, radix, stream
 from quantkit.packing.packings import base
 from quantkit.packing.schemes import Scheme
+
+from ..packing.references import unpack_bits, unpack_radix, unpack_stream
 
 
 def decode(
@@ -29,9 +30,9 @@ def decode(
     for n in range(rows):
         row = [word & 0xFFFFFFFF for word in parts["packed"][n].tolist()]
         codes = {
-            "bits": lambda row: bitpack.unpack_reference(row, bits * planes, columns),
-            "radix": lambda row: radix.unpack_reference(row, base(scheme.format), columns),
-            "stream": lambda row: stream.unpack_reference(row, bits, columns),
+            "bits": lambda row: unpack_bits(row, bits * planes, columns),
+            "radix": lambda row: unpack_radix(row, base(scheme.format), columns),
+            "stream": lambda row: unpack_stream(row, bits, columns),
         }[scheme.packing](row)
         for k, code in enumerate(codes):
             g, total, size = k // group, 0.0, 0.0
@@ -57,7 +58,7 @@ def _zero_points(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int) -
     if scheme.zero_point in ("float", "minimum"):
         return [list(map(float, row)) for row in stored.tolist()]
     columns = [
-        bitpack.unpack_reference([word & 0xFFFFFFFF for word in column], scheme.format.bits, rows)
+        unpack_bits([word & 0xFFFFFFFF for word in column], scheme.format.bits, rows)
         for column in stored.T.tolist()
     ]
     return [[float(column[n]) for column in columns] for n in range(rows)]

@@ -348,17 +348,9 @@ def build_bytes(case: Case, target: GPUTarget) -> tuple[Any, Source]:
     block_m, blocks, promote = map(int, case.kernel.split()[1:])
     tile = Wgmma8BitTile(block_m, blocks, promote=bool(promote))
     shape = geometry(N, K, row.of_weights, dtype)
+    spec = GemmSpec(case.m, N, K, row.of_weights, dtype, True)
     launches = wgmma_8bit_launch._launches(
-        case.m,
-        N,
-        K,
-        row.of_weights,
-        row.activations,
-        dtype,
-        True,
-        tile,
-        frozenset({"overlap"}),
-        H200_PROCESSORS,
+        spec, row.activations, tile, frozenset({"overlap"}), H200_PROCESSORS
     )
     kernel, options = launches.kernel._kernel, launches.kernel._options
     names = kernel.arg_names

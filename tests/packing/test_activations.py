@@ -20,6 +20,8 @@ from quantkit.packing.formats import FORMATS
 from quantkit.packing.presets import ACTIVATIONS, PRESETS, SCHEMES
 from quantkit.packing.schemes import Scheme, parse_token, scheme
 
+from .references import encode
+
 NAMES = tuple(ACTIVATIONS)
 STATIC = "static is {} with {} scales of inputs and group size {}; "
 RULE = "e4m3 scales of groups are static, e8m0 scales are not, and a static float32 scale has no groups."
@@ -45,7 +47,7 @@ def twin(x: torch.Tensor, rounds: ActivationScheme) -> torch.Tensor:
                 if rounds.scale == "e4m3":
                     e4m3 = FORMATS["fp8-e4m3"]
                     local = torch.tensor(largest) / form.absmax * torch.tensor(rounds.stored)
-                    code = e4m3.encode_reference(min(local.item(), e4m3.absmax))
+                    code = encode(e4m3, min(local.item(), e4m3.absmax))
                     scale = (torch.tensor(e4m3.values[code] or 0.125) / torch.tensor(rounds.stored)).item()
             elif rounds.scale == "float32":
                 scale = max(torch.tensor(largest) / form.absmax, torch.tensor(2.0**-126)).item()
@@ -55,7 +57,7 @@ def twin(x: torch.Tensor, rounds: ActivationScheme) -> torch.Tensor:
                 scale = 2.0 ** max(exponent - 1 + up - math.floor(math.log2(form.absmax)), -126)
             for value in group:
                 unit = (value / scale).item()
-                rounded = float(form.encode_reference(unit) if math.isfinite(unit) else 0)
+                rounded = float(encode(form, unit) if math.isfinite(unit) else 0)
                 out.append(float(torch.tensor(form.values[int(rounded)]) * scale))
         rows.append(out)
     return torch.tensor(rows).to(x.dtype)

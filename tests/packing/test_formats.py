@@ -27,6 +27,7 @@ from quantkit.packing.formats import (
 )
 
 from ..support.compare import assert_close, assert_equal
+from . import references
 
 # A new format is a new row of FORMATS, so the classes have to be right beyond the rows there are today.
 UNLISTED = (
@@ -97,25 +98,20 @@ def test_every_code_survives_decode_then_encode(fmt: NumberFormat) -> None:
 
 
 @each_format
-def test_encode_is_the_nearest_value_in_exact_arithmetic(
-    fmt: NumberFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encode_is_the_nearest_value_in_exact_arithmetic(fmt: NumberFormat) -> None:
     x = boundary_inputs(fmt)
     codes = fmt.encode(x)
     assert codes.dtype == torch.uint8
-    by_value: dict[float, dict[int, Fraction]] = {}
-    for code, value in fmt._exact.items():
-        by_value.setdefault(fmt.values[code], {})[code] = value
+    by_value: dict[float, list[int]] = {}
+    for code in references.exact_values(fmt):
+        by_value.setdefault(fmt.values[code], []).append(code)
     for turn, (number, code) in enumerate(zip(x.tolist(), codes.tolist(), strict=True)):
-        with monkeypatch.context() as patched:
-            # Of most numbers only the codes of values next to them are asked about: others are further away.
-            if turn % 8:
-                at = bisect(fmt.numbers, number)
-                near = [by_value[value] for value in fmt.numbers[max(at - 2, 0) : at + 2]]
-                patched.setitem(
-                    fmt.__dict__, "_exact", {c: exact for one in near for c, exact in one.items()}
-                )
-            assert code == fmt.encode_reference(number), f"{number!r} ({number.hex()})"
+        near = None
+        # Of most numbers only the codes of values next to them are asked about: others are further away.
+        if turn % 8:
+            at = bisect(fmt.numbers, number)
+            near = [code for value in fmt.numbers[max(at - 2, 0) : at + 2] for code in by_value[value]]
+        assert code == references.encode(fmt, number, near), f"{number!r} ({number.hex()})"
 
 
 @each_format

@@ -17,15 +17,14 @@ from quantkit.packing.packings import PACKINGS, PackingName, base
 from quantkit.packing.radix import (
     digits_per_byte,
     pack,
-    pack_reference,
     unpack,
-    unpack_reference,
     words_per_row,
 )
 from quantkit.packing.schemes import Scheme, scheme
 from quantkit.packing.tensor import PackedTensor
 
 from ..support.compare import assert_equal
+from . import references
 from .test_words import unsigned
 
 FIVE = CodebookFormat("five", 3, book=(-4.0, -1.0, 0.0, 1.0, 4.0))
@@ -49,8 +48,10 @@ def test_pack_and_unpack_equal_their_slow_twins(n: int, data: st.DataObject) -> 
     row = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=90))
     packed = pack(torch.tensor(row, dtype=torch.uint8), n)
     assert packed.dtype == torch.int32 and packed.shape == (words_per_row(len(row), n),)
-    assert unsigned(packed) == pack_reference(row, n)
-    assert unpack(packed, n, len(row)).tolist() == row == unpack_reference(unsigned(packed), n, len(row))
+    assert unsigned(packed) == references.pack_radix(row, n)
+    assert (
+        unpack(packed, n, len(row)).tolist() == row == references.unpack_radix(unsigned(packed), n, len(row))
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -59,7 +60,7 @@ def test_any_words_unpack_as_the_slow_twin_says(n: int, row: list[int], data: st
     most = len(row) * 4 * digits_per_byte(n)
     columns = data.draw(st.integers(most - 4 * digits_per_byte(n) + 1, most))
     signed = torch.tensor([word - (word >> 31 << 32) for word in row], dtype=torch.int32)
-    assert unpack(signed, n, columns).tolist() == unpack_reference(row, n, columns)
+    assert unpack(signed, n, columns).tolist() == references.unpack_radix(row, n, columns)
 
 
 @pytest.mark.parametrize("n", BASES)

@@ -14,14 +14,13 @@ from quantkit.packing.schemes import Scheme
 from quantkit.packing.stream import (
     codes_per_cut,
     pack,
-    pack_reference,
     straddles,
     unpack,
-    unpack_reference,
     words_per_row,
 )
 
 from ..support.compare import assert_equal
+from . import references
 from .test_words import unsigned
 
 WIDTHS = range(1, 9)
@@ -37,9 +36,11 @@ def test_pack_and_unpack_equal_their_slow_twins(bits: int, data: st.DataObject) 
     row = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=1, max_size=90))
     packed = pack(torch.tensor(row, dtype=torch.uint8), bits)
     assert packed.dtype == torch.int32 and packed.shape == (words_per_row(len(row), bits),)
-    assert unsigned(packed) == pack_reference(row, bits)
+    assert unsigned(packed) == references.pack_stream(row, bits)
     assert (
-        unpack(packed, bits, len(row)).tolist() == row == unpack_reference(unsigned(packed), bits, len(row))
+        unpack(packed, bits, len(row)).tolist()
+        == row
+        == references.unpack_stream(unsigned(packed), bits, len(row))
     )
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from quantkit.errors import FormatError
 from quantkit.packing import bitpack as words_module
-from quantkit.packing.bitpack import pack, pack_reference, parts, unpack, unpack_reference, words_per_row
+from quantkit.packing.bitpack import pack, parts, unpack, words_per_row
 
 from ..support.compare import assert_equal
+from . import references
 
 WIDTHS = range(1, 9)
 each_width = pytest.mark.parametrize("bits", WIDTHS)
@@ -46,14 +47,14 @@ def test_pack_and_unpack_equal_their_twins(case: tuple[list[int], int, int, int]
     assert_equal(unpack(words, bits, columns), codes)
     if columns:
         for row, packed in zip(codes.reshape(-1, columns), words.reshape(-1, words.shape[-1]), strict=True):
-            assert unsigned(packed) == pack_reference(row.tolist(), bits)
-            assert unpack_reference(unsigned(packed), bits, columns) == row.tolist()
+            assert unsigned(packed) == references.pack_bits(row.tolist(), bits)
+            assert references.unpack_bits(unsigned(packed), bits, columns) == row.tolist()
 
 
 @each_width
 def test_a_row_takes_the_fewest_whole_words_per_part(bits: int) -> None:
     for columns in range(300):
-        assert words_per_row(columns, bits) == len(pack_reference([0] * columns, bits))
+        assert words_per_row(columns, bits) == len(references.pack_bits([0] * columns, bits))
     assert words_per_row(4096, bits) * 32 == 4096 * bits
     assert sum(parts(bits)) == bits
 

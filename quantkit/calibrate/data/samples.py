@@ -41,7 +41,7 @@ class Samples:
 
 
 def token_digest(tokens: torch.Tensor) -> str:
-    """Return the hex SHA-256 of the shape and values of tokens (int64)."""
+    """Return the hex SHA-256 of the shape and values of tokens, int64 [samples, length]."""
     digest = hashlib.sha256(str(tuple(tokens.shape)).encode())
     digest.update(tokens.contiguous().numpy().tobytes())
     return digest.hexdigest()

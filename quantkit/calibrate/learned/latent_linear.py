@@ -132,7 +132,10 @@ class LatentLinear:
         return self._format.min, self._format.max
 
     def _first_latents(self, weight: torch.Tensor, packed: PackedTensor) -> torch.Tensor:
-        """Return the weight in units of its scale, or the value of its code where that is not the nearest."""
+        """Return the first latents, float32 [planes, N, K]: the weight [N, K] in units of its scale.
+
+        Where the packed code is not the nearest, the latent is the value of that code.
+        """
         scheme, columns = self.scheme, weight.shape[1]
         scale, found = packed.group_scale(), []
         factors = packed.part("column_scale")
@@ -170,7 +173,7 @@ class LatentLinear:
             self.numbers["column_scale"].clamp_(LEAST_RATIO, LARGEST_RATIO)
 
     def _stored_scale(self) -> torch.Tensor:
-        """Return the scales as they are stored, float32: rounded to the scale dtype."""
+        """Return the scales rounded to the scale dtype, as they are stored, but in float32."""
         most = self.scheme.scale_type.max
         return self.scheme.scale_type.round((self._base * self.numbers["scale"]).clamp_(-most, most))
 
@@ -188,7 +191,7 @@ class LatentLinear:
         ).float()
 
     def _columns(self) -> torch.Tensor | None:
-        """Return the column scales as they are stored, in their dtype."""
+        """Return the column scales as they are stored, [K]; None if the scheme has none."""
         first = self._parts.get("column_scale")
         return None if first is None else (first.float() * self.numbers["column_scale"]).to(first.dtype)
 

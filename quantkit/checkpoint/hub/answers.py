@@ -33,7 +33,8 @@ FILE_SECONDS = 20.0
 #: Seconds for one step of a connection.
 _STEP_SECONDS = 10.0
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+#: A commit, as the hub names it.
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _SIZE = re.compile(r"[0-9]{1,19}")
 _RANGE = re.compile(r"bytes\s+0-[0-9]{1,19}/([0-9]{1,19})", re.IGNORECASE)
 #: Invalid file names: absolute, with a drive, or with folder separators of other systems.
@@ -81,8 +82,7 @@ class Repository:
         """Return the URL of a file."""
         import huggingface_hub
 
-        kind = None if self.kind == "model" else self.kind
-        return huggingface_hub.hf_hub_url(self.name, name, repo_type=kind, revision=revision)
+        return huggingface_hub.hf_hub_url(self.name, name, repo_type=self.kind, revision=revision)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def read_listing(repository: Repository, revision: str | None, *, sizes: bool = 
             "the files of a repository as JSON",
         )
     commit, files = answer.get("sha"), answer.get("siblings")
-    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+    if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
         fail(url, f"the commit {shown(commit)}", "40 hex digits as sha")
     if not isinstance(files, list) or len(files) > _MAX_FILES:
         fail(url, f"the files {shown(files)}", f"a list of at most {_MAX_FILES} as siblings")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from quantkit.checkpoint.hub.answers import (
+    COMMIT,
     CONNECTION_PROBLEMS,
     FILE_SECONDS,
     MAX_FILE_BYTES,
@@ -29,7 +30,7 @@ from quantkit.checkpoint.hub.deadline import SLOWEST_BYTES_PER_SECOND, BadAnswer
 from quantkit.checkpoint.output.atomic_write import is_inside
 from quantkit.checkpoint.side_names import is_side_name
 from quantkit.checkpoint.source import HEADERS_ONLY_NAME
-from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError
+from quantkit.errors import CheckpointError, EnvironmentProblem, QuantkitError, UsageError, first_of
 from quantkit.files import open_regular, os_error_text, replace_file, shown
 
 _T = TypeVar("_T")
@@ -47,7 +48,6 @@ _WEIGHTS_SECONDS = 180.0
 _MAX_SMALL_FILES = 1000
 #: Characters shown of a server's error text.
 _DETAIL_CHARS = 500
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"(?!.*\.\.)[\w.\-]{1,200}", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w.\-]*(/\w[\w.\-]*)*", re.ASCII)
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.\-]*(/\w[\w.\-]*)?", re.ASCII)
@@ -209,7 +209,7 @@ def _from_hub(name: str, revision: str | None, headers_only: bool) -> tuple[Path
         lambda: cached_snapshot(repository, revision, _CACHED_PATTERNS, _IGNORE_PATTERNS),
     )
     if isinstance(found, Path):
-        return found, found.name if _COMMIT.fullmatch(found.name) else None
+        return found, found.name if COMMIT.fullmatch(found.name) else None
     shards = [one for one in found.files if _SHARD.fullmatch(one)]
     if not shards:
         raise CheckpointError(
@@ -223,11 +223,7 @@ def _from_hub(name: str, revision: str | None, headers_only: bool) -> tuple[Path
     with answered(repository, found.commit):
         _download_weights(repository, found.commit, shards)
     if missing := [one for one in shards if not (folder / one).is_file()]:
-        fail(
-            repository.file_url(missing[0], found.commit),
-            "something else",
-            f"{missing[0]} and {len(missing) - 1} more" if missing[1:] else missing[0],
-        )
+        fail(repository.file_url(missing[0], found.commit), "something else", first_of(missing))
     return folder, found.commit
 
 
@@ -287,20 +283,23 @@ def download_large(repository: Repository, name: str, revision: str | None) -> P
     with guarded(FILE_SECONDS):
         metadata = within(Deadline(FILE_SECONDS), lambda: huggingface_hub.get_hf_file_metadata(url))
     # Both become names in the cache, and huggingface_hub accepts any.
-    if metadata.commit_hash is None or not _COMMIT.fullmatch(metadata.commit_hash):
+    if metadata.commit_hash is None or not COMMIT.fullmatch(metadata.commit_hash):
         fail(url, f"the commit {shown(metadata.commit_hash)}", "40 hex digits as X-Repo-Commit")
     if metadata.etag is None or not _ETAG.fullmatch(metadata.etag):
         fail(url, f"the ETag {shown(metadata.etag)}", "letters and digits")
     # An empty file would stay in the cache.
     if metadata.size is not None and not 0 < metadata.size <= MAX_FILE_BYTES:
         fail(url, f"the size {metadata.size}", f"1 to {MAX_FILE_BYTES} bytes")
-    kind = None if repository.kind == "model" else repository.kind
     blob, path = (
         storage_of(repository) / "blobs" / metadata.etag,
         folder_of(repository, metadata.commit_hash) / name,
     )
     with checking(blob, url, path), guarded(FILE_SECONDS), streams_of(metadata.size):
-        return Path(huggingface_hub.hf_hub_download(repository.name, name, repo_type=kind, revision=revision))
+        return Path(
+            huggingface_hub.hf_hub_download(
+                repository.name, name, repo_type=repository.kind, revision=revision
+            )
+        )
 
 
 def _bytes_of(repository: Repository) -> int:
@@ -374,7 +373,7 @@ def _looks_whole(path: Path) -> bool:
 def _remember(repository: Repository, revision: str | None, commit: str) -> None:
     """Record in the cache the commit of a branch or tag, for use without a network."""
     name = revision or "main"
-    if _COMMIT.fullmatch(name) or not _REVISION.fullmatch(name):
+    if COMMIT.fullmatch(name) or not _REVISION.fullmatch(name):
         return
     path = storage_of(repository) / "refs" / name
     # A read-only cache is still useful.

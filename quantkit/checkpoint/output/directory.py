@@ -60,6 +60,16 @@ class Mode(Enum):
     RESUME = "resume"
     OVERWRITE = "overwrite"
 
+    @classmethod
+    def of(cls, resume: bool, overwrite: bool) -> "Mode":
+        """Return the mode of these options of a command."""
+        return cls.RESUME if resume else cls.OVERWRITE if overwrite else cls.NEW
+
+
+def late_names(side_files: Iterable[Path]) -> list[str]:
+    """Return the names of the files written after the shards; an index may be among them."""
+    return [*(path.name for path in side_files), INDEX_NAME, MANIFEST_NAME, CONFIG_NAME]
+
 
 class OutputDirectory:
     """The single writer of an output directory. Create it by `open` and use it in a `with` block.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantkit.checkpoint.output.journal import JOURNAL_NAME
 from quantkit.checkpoint.output.lock import LOCK_NAME
-from quantkit.errors import OutputError
+from quantkit.errors import OutputError, first_of
 from quantkit.files import TEMP_PREFIX, os_error_text
 
 # Room for file system overhead, and for quantkit's small files.
@@ -106,9 +106,7 @@ def check_space(out: Path, needed: int, reclaimed: int) -> None:
 
 def name_list(paths: Iterable[Path]) -> str:
     """Return the file names of `paths`; only the first ten are written out."""
-    names = [path.name for path in paths]
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
+    return first_of((path.name for path in paths), _SHOWN_NAMES)
 
 
 def _is_temp(path: Path) -> bool:

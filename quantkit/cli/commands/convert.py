@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli import options, parsing
-from quantkit.cli.console import note, print_json, progress, say
+from quantkit.cli.console import note, note_unchecked, print_json, progress, say
 from quantkit.cli.records import with_fields
 from quantkit.files import size_text
 from quantkit.signals import advising
@@ -80,8 +80,7 @@ def convert(source: options.Source, out_directory: options.OutDirectory, given: 
     )
     with advising(advice), progress("converting") as report:
         result = converting.convert(source, out_directory, asked, progress=report, on_plan=show)
-    if result.unchecked is not None:
-        note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
+    note_unchecked(result.unchecked)
     if given.json:
         print_json({"directory": str(result.directory), **plan_dict(result.plan, result.measured)})
         return

@@ -1,5 +1,6 @@
 """`quantkit export`: a packed directory in the layout of another tool."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -51,9 +52,7 @@ def export(
         max_shard_bytes=parsing.parse_size(max_shard_size), resume=resume, overwrite=overwrite
     )
 
-    def advice() -> str | None:
-        return resume_advice(out_directory, overwrite=overwrite)
-
+    advice = partial(resume_advice, out_directory, overwrite=overwrite)
     with advising(advice), progress("exporting") as report:
         result = exporting.export(packed, out_directory, to, asked, progress=report)
     for text in result.notes:

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from quantkit.cli import options
-from quantkit.cli.console import note, print_json, progress, say
+from quantkit.cli.console import note, note_unchecked, print_json, progress, say
 from quantkit.cli.records import with_fields
 from quantkit.signals import advising
 
@@ -63,9 +64,7 @@ def merge(
     from quantkit import merging
     from quantkit.cli.files import resume_advice
 
-    def advice() -> str | None:
-        return resume_advice(out_directory, overwrite=given.overwrite)
-
+    advice = partial(resume_advice, out_directory, overwrite=given.overwrite)
     with advising(advice), progress("merging") as report:
         result = merging.merge(
             packed,
@@ -82,8 +81,7 @@ def merge(
         )
     for line in result.notes:
         note(line)
-    if result.unchecked is not None:
-        note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
+    note_unchecked(result.unchecked)
     if given.json:
         print_json(
             {

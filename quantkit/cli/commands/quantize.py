@@ -5,8 +5,9 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from quantkit.cli import options
-from quantkit.cli.console import note, print_json, progress, say
+from quantkit.cli.console import note, note_unchecked, print_json, progress, say
 from quantkit.cli.records import with_fields
+from quantkit.errors import first_of
 from quantkit.files import size_text
 from quantkit.signals import advising
 
@@ -79,8 +80,7 @@ def quantize(
             )
     if not ranks.first:
         return
-    if result.unchecked is not None:
-        note(f"the result was not run: {result.unchecked}. 'verify' will have no logits to compare with.")
+    note_unchecked(result.unchecked)
     if given.json:
         planned = plan_dict(result.plan, result.measured)
         print_json({"directory": str(result.directory), **planned, **memory_dict(memory[0])})
@@ -90,8 +90,7 @@ def quantize(
         if measured.note is not None:
             noted.setdefault(measured.note, []).append(name)
     for text, names in noted.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        note(f"{names[0]}{more}: {text}.")
+        note(f"{first_of(names)}: {text}.")
     lost = [name for name, error in result.relative_errors.items() if error > LOST]
     if lost:
         note(

@@ -72,7 +72,7 @@ def segmentation(scheme: Scheme, columns: int) -> tuple[int, int]:
 
 
 def _why_unsupported(problem: Problem) -> str | None:
-    """Return why the kernel cannot run a problem; None if it can."""
+    """Return why `int-digits` cannot run a problem; None if it can."""
     scheme = problem.scheme
     if integer_values(scheme.format) is None:
         return f"the values of {scheme.format.name} are not int8 integers times a power of two"
@@ -93,7 +93,7 @@ def _why_unsupported(problem: Problem) -> str | None:
 
 
 def _why_slower(problem: Problem) -> str | None:
-    """Return why another kernel is faster; None if none is."""
+    """Return why another kernel is faster than `int-digits` for a problem; None if none is."""
     if "vnni" not in problem.features:
         return "this CPU has no VNNI instructions, without which int8 products are slow"
     segment, _ = segmentation(problem.scheme, problem.k)

@@ -85,7 +85,7 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
         tile: Any,
         **prepared: Any,
     ) -> Bound:
-        """Return the launch for x [m, k] and bias [n], bound to its operands."""
+        """Return the launches of y [m, n] for inputs like x [m, k] and bias [n]."""
         operands = Operands(x, layout, bias, weight.scheme, weight.shape[0], **prepared)
         return on_device(x.device, lambda features: bind(operands, tile, features))
 
@@ -93,7 +93,7 @@ def _bind(bind: Callable[[Operands, Any, frozenset[str]], Bound]) -> Callable[..
 
 
 def _started(run: _Run, operands: Operands, tile: Any) -> torch.Tensor:
-    """Run a kernel; raise `TileError` if its tile is too large for the GPU."""
+    """Return y [m, n] of a kernel; raise `TileError` if its tile is too large for the GPU."""
     device = operands.x.device
     try:
         return on_device(device, lambda features: run(operands, tile, features))

@@ -117,7 +117,7 @@ class Operands:
 
     @property
     def shared_memory(self) -> int:
-        """Return the bytes of shared memory that a program may use on that GPU."""
+        """Return the bytes of shared memory that a program may use on the GPU that kernels are for."""
         return shared_memory_of(self.x.device) if self.gpu is None else self.gpu.shared_memory
 
     @property
@@ -145,14 +145,18 @@ class Operands:
     @property
     def spec(self) -> GemmSpec:
         """Return the sizes and dtypes for which kernels are compiled."""
-        m, n = self.x.shape[0], self.n
-        if (grouping := self.grouping) is not None:
-            m, n = grouping.rows, n * grouping.matrices
-        return GemmSpec(m, n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
+        matrices = 1 if self.grouping is None else self.grouping.matrices
+        return self.matrix_spec._replace(n=self.n * matrices)
+
+    @property
+    def matrix_spec(self) -> GemmSpec:
+        """Return the same for kernels that are compiled for one matrix of an expert."""
+        m = self.x.shape[0] if self.grouping is None else self.grouping.rows
+        return GemmSpec(m, self.n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
 
     @property
     def grouped(self) -> tuple[torch.Tensor, ...]:
-        """Return the last arguments of a grouped GEMM kernel: order and expert blocks."""
+        """Return the last arguments of a grouped GEMM kernel: `order` and `expert_blocks` of `routed`."""
         return () if self.routed is None else (self.routed.order, self.routed.expert_blocks)
 
     @property
@@ -283,9 +287,9 @@ def bound(
     prepare: Callable[[torch.Tensor], torch.Tensor] = aligned,
     sums: tuple[int, ...] = (),
 ) -> Bound:
-    """Bind the product y [m, n] by `launches`, for operands like `op`.
+    """Return `launches` that together compute y [m, n], ready but for x, bias and y, for operands like `op`.
 
-    `sums` is the shape of float32 partial sums.
+    `prepare` makes the x that they read from x [m, k]. `sums` is the shape of their float32 partial sums.
     """
     return Bound(launches, output_size(op), op.x.dtype, op.x.device, prepare, sums)
 

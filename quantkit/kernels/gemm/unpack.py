@@ -4,6 +4,7 @@ The dense weight is never in memory as a whole.
 """
 
 import time
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -22,6 +23,19 @@ BLOCK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 def block_rows(columns: int, device: torch.device) -> int:
     """Return the number of rows of a weight with `columns` columns to dequantize at a time on `device`."""
     return max(1, BLOCK_WEIGHTS[device.type] // max(1, columns))
+
+
+def dequantized_blocks(weight: PackedTensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the rows of `weight` [N, K] in blocks: their slice, and weights float32 without column scale."""
+    rows, columns = weight.shape
+    zeros = weight.zero_points()
+    step = block_rows(columns, weight.device)
+    for start in range(0, rows, step):
+        block = slice(start, min(start + step, rows))
+        yield (
+            block,
+            weight.without_column_scale(block.start, block.stop, None if zeros is None else zeros[block]),
+        )
 
 
 #: A dtype counts as slower if float32 takes less than this part of its time. The margin makes the answer the
@@ -75,13 +89,8 @@ def _multiply(
     x: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
     """Write x W^T to `out` [M, N], of any dtype, block by block in the dtype of x."""
-    rows, columns = weight.shape
-    zeros = weight.zero_points()
-    step = block_rows(columns, x.device)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        block = weight.without_column_scale(start, stop, None if zeros is None else zeros[start:stop])
-        out[:, start:stop] = F.linear(x, block.to(x.dtype), None if bias is None else bias[start:stop])
+    for rows, block in dequantized_blocks(weight):
+        out[:, rows] = F.linear(x, block.to(x.dtype), None if bias is None else bias[rows])
     return out
 
 

@@ -108,7 +108,10 @@ def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
 
 @gluon.jit
 def load_b_fragment(x_smem, number, S: gl.constexpr):
-    """Load vec4s int32 [W, 32, 4] by number; with fewer than eight columns, lanes share them."""
+    """Return vec4s `number` of x from shared memory, int32 [W, 32, 4]: the operand B of an mma.
+
+    With fewer than eight columns, lanes share them.
+    """
     COLUMN_DIGITS: gl.constexpr = 8 // S.columns_per_digit
     WORDS: gl.constexpr = 1 if S.as_vec4 else 4
     LANES: gl.constexpr = gl.BlockedLayout(

@@ -50,7 +50,7 @@ def select_matrix(
 
 @triton.jit
 def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr):
-    """Load codes of `row_tile` [L] and spans `span` [W, L]: a tuple with an int16 [W, L, 256] per register.
+    """Load the codes of `row_tile` [L] and spans `span` [W, L]: a tuple of TILES words, int16 [W, L, 256].
 
     With EVEN all spans exist; otherwise codes of spans from SPANS on are 0.
     """
@@ -211,8 +211,39 @@ def load_by_lane(
 
 
 @triton.jit
+def load_scales(
+    values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, INLINE: tl.constexpr,
+):  # fmt: skip
+    """Load the values of RT `row_tiles` for `step`, as `load_by_lane` does: [4, 8, RT, B, V, 2 or 1].
+
+    A step has COLUMNS columns, B blocks of 128.
+    """
+    block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
+    RT: tl.constexpr = row_tiles.shape[0]
+    rows = tl.reshape(tl.broadcast_to(row_tiles[:, None], (RT, B)), (RT * B,))
+    which = tl.reshape(tl.broadcast_to(block[None, :], (RT, B)), (1, RT * B))
+    v = load_by_lane(values, rows, which, BLOCKS, V, INLINE)
+    return tl.reshape(v, (4, 8, RT, B, V, v.shape[5]))
+
+
+@triton.jit
+def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Broadcast values by lane, [4, 8, RT, B, V, 2], to weights [16 * RT, COLUMNS]."""
+    G: tl.constexpr = v.shape[3] * v.shape[4]
+    v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
+    # Warp lane t has columns 2 t and 2 t + 1 of eight.
+    v = tl.reshape(v, (16 * RT, G, 1, 4, 1))
+    v = tl.broadcast_to(v, (16 * RT, G, COLUMNS // (8 * G), 4, 2))
+    return tl.reshape(v, (16 * RT, COLUMNS))
+
+
+@triton.jit
 def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Convert scales of `load_by_lane` to DTYPE [4, 8, W, L, V, 2]."""
+    """Convert scales of `load_by_lane` to DTYPE [4, 8, W, L, V, 2]; KIND is their encoding.
+
+    The last dimension of `stored` has two scales, or one int16 with both as bytes.
+    """
     SHAPE: tl.constexpr = stored.shape
     IN_BYTES: tl.constexpr = DTYPE.is_bf16() and (KIND == "e5m3" or KIND == "e8m0")
     if SHAPE[5] == 2:
@@ -235,7 +266,7 @@ def scales_by_lane(stored, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _bfloat16(byte, KIND: tl.constexpr):
-    """Return the bfloat16 of bytes, int16 [...], in an encoding KIND that carries a factor."""
+    """Return the bfloat16 [...] of scale bytes, int16 [...]; KIND, "e5m3" or "e8m0", is their encoding."""
     if KIND == "e5m3":
         bits = (byte << 4) + 0x7010
     else:
@@ -247,7 +278,7 @@ def _bfloat16(byte, KIND: tl.constexpr):
 def bfloat16_of_bytes(KIND, FIRST, SECOND, TWICE=False):
     """Return PTX from a register of scale bytes to two registers of two bfloat16 each.
 
-    KIND is an encoding that carries a factor. FIRST and SECOND are selectors of `prmt`: bytes 0 to 3, and 4
+    KIND is "e5m3" or "e8m0". FIRST and SECOND are selectors of `prmt`: bytes 0 to 3, and 4
     for zero. TWICE copies the lower bfloat16 to both halves by a multiplication by 2^20 + 2^4 (e5m3), which
     runs on other units than shifts and selections.
     """

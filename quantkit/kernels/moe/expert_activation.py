@@ -3,15 +3,12 @@
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 
 from quantkit.kernels.gemm import fused_kernels
 from quantkit.kernels.jit.launcher import Launch, overlap
 
 #: Columns per program.
 ACTIVATED = 1024
-#: Kinds of activation: "swiglu" is (up + 1) * gate * sigmoid(alpha * gate), others are act(gate) * up.
-KINDS = ("swiglu", "silu", "gelu")
 
 
 def activate_experts(
@@ -25,38 +22,13 @@ def activate_experts(
 ) -> torch.Tensor:
     """Add bias and apply the activation to gate and up side by side, `y` [P, 2 N]; return [P, N].
 
-    The result has y's dtype. `bias` [E, 2 N] is per expert: gate and up alternate if `interleaved`, else gate
-    comes first; `index` [T, top_k] are the experts of rows. Rows without an expert are undefined. `limit`
-    bounds gate from above and up from both sides. Sums are float32.
+    `kind` "swiglu" is (up + 1) * gate * sigmoid(alpha * gate); "silu" and "gelu" (by tanh) are
+    act(gate) * up. `limit` bounds gate from above and up from both sides. Sums are float32, and the result
+    has y's dtype. `bias` [E, 2 N] is per expert: gate and up alternate if `interleaved`, else gate comes
+    first. `index` [T, top_k] are the experts of rows. Rows without an expert are undefined.
     """
     out: torch.Tensor = torch.ops.quantkit.activate_experts(y, index, bias, kind, limit, alpha, interleaved)
     return out
-
-
-def activate_experts_reference(
-    y: torch.Tensor,
-    index: torch.Tensor,
-    bias: torch.Tensor | None,
-    kind: str,
-    limit: float | None,
-    alpha: float = 1.0,
-    interleaved: bool = False,
-) -> torch.Tensor:
-    """Compute `activate_experts` by torch, row by row.
-
-    y is [P, 2 * N], `index` [P], `bias` [experts, 2 * N]; returns [P, N] in y's dtype.
-    """
-    rows = []
-    for row, expert in zip(y.float(), index.flatten().tolist(), strict=True):
-        gate, up = row.chunk(2)
-        if bias is not None and 0 <= expert < len(bias):
-            pairs = bias[expert].float().view(-1, 2).T if interleaved else bias[expert].float().chunk(2)
-            gate, up = gate + pairs[0], up + pairs[1]
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        act = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh")}.get(kind)
-        rows.append((up + 1) * gate * torch.sigmoid(alpha * gate) if act is None else act(gate) * up)
-    return torch.stack(rows).to(y.dtype) if rows else y.chunk(2, -1)[0]
 
 
 @lru_cache(maxsize=256)
@@ -68,7 +40,7 @@ def _launch(
     dtypes: tuple[torch.dtype | None, ...],
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch for `rows` rows, compiled for `dtypes` of its tensors."""
+    """Build the launch of `activate_experts` for `rows` rows, compiled for `dtypes` of its tensors."""
     from quantkit.kernels.moe.expert_activation_kernel import activate_experts as kernel
 
     without = {"bias": None} if dtypes[-1] is None else {}

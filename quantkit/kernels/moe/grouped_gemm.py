@@ -203,16 +203,14 @@ def _sort_tokens_by_expert(
     """Compute the operator: `index` [T, top_k] -> [P] and [P, 3] int32."""
     flat = index.reshape(-1).contiguous()
     if flat.shape[0] == 0:
-        return _sort_tokens_by_expert_fake(index, experts, single_row_ratio)
+        return _sort_tokens_by_expert_fake(index)
     size = expert_block_rows(flat.shape[0], experts, single_row_ratio)
     return fused_kernels.on_device(
         flat.device, lambda features: permute.sort_tokens_by_expert(flat, experts, size, features)
     )
 
 
-def _sort_tokens_by_expert_fake(
-    index: torch.Tensor, experts: int, single_row_ratio: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort_tokens_by_expert_fake(index: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty [P] and [P, 3] int32, for tracing."""
     routed = index.numel()
     return index.new_empty(routed, dtype=torch.int32), index.new_empty(routed, 3, dtype=torch.int32)
@@ -340,13 +338,7 @@ def _combine_experts(
     )
 
 
-def _combine_experts_fake(
-    y: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-    experts: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _combine_experts_fake(y: torch.Tensor, index: torch.Tensor, *_: object) -> torch.Tensor:
     """Return an empty [T, H], for tracing."""
     return y.new_empty(index.shape[0], y.shape[1])
 

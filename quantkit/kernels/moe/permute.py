@@ -52,7 +52,7 @@ class _Order:
 
 @lru_cache(maxsize=4096)
 def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: frozenset[str]) -> _Order:
-    """Build the launches for `routed` routed tokens; kernels are compiled for `dtype` of the index."""
+    """Build the launches that sort `routed` routed tokens by expert, from expert numbers of `dtype`."""
     from quantkit.kernels.moe.permute_kernels import count_tokens, sort_few_tokens
     from quantkit.kernels.moe.permute_kernels import sort_tokens_by_expert as kernel
 

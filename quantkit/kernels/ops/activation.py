@@ -77,7 +77,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _gate_launch(rows: int, parts: int, kind: str, features: frozenset[str]) -> Launch:
-    """Build the launch for `rows` rows and `parts` programs per row."""
+    """Build the launch of `gate` for `rows` rows and `parts` programs per row."""
     from quantkit.kernels.ops.activation_kernel import gate
 
     return Launch(gate, (rows, parts), KIND=kind, B=GATED, **overlap(features), num_warps=4)

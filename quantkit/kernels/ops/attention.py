@@ -122,7 +122,7 @@ torch.library.define(
 
 
 def _decode_attention_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> torch.Tensor:
     """Return an empty [B, 1, H, V], for tracing."""
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
@@ -275,7 +275,7 @@ class _Sizes:
 
     @property
     def key_bytes(self) -> int:
-        """Return the bytes of a key or a value, the larger one, padded to a power of two."""
+        """Return the bytes of a key or value (of one head and token), the larger, as a power of two."""
         return power_of_two(max(self.size, self.width)) * self.itemsize
 
     @property
@@ -291,7 +291,7 @@ class _Sizes:
 
 @lru_cache(maxsize=1024)
 def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
-    """Return the plan for an attention problem with `length` keys, and the number of programs per head."""
+    """Return the split of keys (`Plan`) for `length` keys, and the number of programs per head."""
     heads = sizes.kv_heads * sizes.blocks
     plan = next(one for one in PLANS if heads <= one.most * multiprocessors)
     is_long = sizes.key_bytes > KEY_BYTES

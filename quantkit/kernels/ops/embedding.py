@@ -36,7 +36,7 @@ def embed(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _embed_launch(rows: int, parts: int, features: frozenset[str]) -> Launch:
-    """Build the launch for `rows` ids and `parts` programs per row."""
+    """Build the launch of `embed` for `rows` ids and `parts` programs per row."""
     from quantkit.kernels.ops.embedding_kernel import embed
 
     return Launch(embed, (rows, parts), B=EMBEDDED, **overlap(features), num_warps=4)

@@ -66,20 +66,33 @@ def rms_norm(
     `rounding` is the `Scheme.token` of the linears after it, and the result what `quantize_x.round_inputs`
     makes of the norm.
     """
-    return _launch_norm(x, None, weight, eps, kind, late, rounding)[1]
+    return add_rms_norm(x, None, weight, eps, kind, late, rounding)[1]
 
 
 def add_rms_norm(
     x: torch.Tensor,
-    other: torch.Tensor,
+    other: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     kind: str,
     late: bool = False,
     rounding: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x + other and `rms_norm` of it: `x`, `other` [..., N] -> [..., N] twice."""
-    return _launch_norm(x, other, weight, eps, kind, late, rounding)
+    """Return x + other and `rms_norm` of it: `x`, `other` [..., N] -> [..., N] twice.
+
+    Without `other` both are the norm of x.
+    """
+    x, added, rows, strides = _operands(x, other)
+    columns, adds = x.shape[-1], other is not None
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if adds else y
+    scheme = rounding_of(rounding) if rounding else None
+    unbound, features = None if scheme is None else scheme.unbound, launch_features(x.device)
+    how = (x.numel() // columns, rows, columns, adds, (eps, kind), late)
+    with launching_on(x.device):
+        launch = _norm_launch(*how, unbound, None, x.dtype, features)
+        launch(x, added, weight, total, y, *strides, weight.stride(0), scale_bits(scheme))
+    return total, y
 
 
 def norm_codes(
@@ -132,29 +145,6 @@ def norm_options(how: tuple[float, str] | None) -> dict[str, Any]:
     eps, kind = how or (None, "llama")
     rounded, offset = NORMS[kind]
     return {"EPS": eps, "ROUND": rounded, "OFFSET": offset}
-
-
-def _launch_norm(
-    x: torch.Tensor,
-    other: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    kind: str,
-    late: bool,
-    rounding: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `add_rms_norm`, or without `other` [..., N] `rms_norm`: x + other and the norm."""
-    x, added, rows, strides = _operands(x, other)
-    columns, adds = x.shape[-1], other is not None
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if adds else y
-    scheme = rounding_of(rounding) if rounding else None
-    unbound, features = None if scheme is None else scheme.unbound, launch_features(x.device)
-    how = (x.numel() // columns, rows, columns, adds, (eps, kind), late)
-    with launching_on(x.device):
-        launch = _norm_launch(*how, unbound, None, x.dtype, features)
-        launch(x, added, weight, total, y, *strides, weight.stride(0), scale_bits(scheme))
-    return total, y
 
 
 def _operands(

@@ -70,7 +70,10 @@ def _norm_of_row(
     N: tl.constexpr, NP: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
     OFFSET: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return the norm of a row in `dtype`, [NP], and with ADD write `total`."""
+    """Return the RMS norm of row `row` of x in `dtype`: [NP], of which the first N count.
+
+    With ADD, normalize the row of x + other, and write that sum to `total` [rows, N].
+    """
     n = tl.arange(0, NP)
     inside = n < N
     # Before PDL's wait: no kernel that may still run writes weights.

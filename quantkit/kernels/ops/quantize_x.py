@@ -1,4 +1,4 @@
-"""Quantization of inputs of linears to 8 bits, in one launch, and its reference."""
+"""Quantization of inputs of linears to 8 bits, in one launch."""
 
 import struct
 from dataclasses import dataclass
@@ -61,26 +61,8 @@ class QuantizedX:
 
     @property
     def sums_or_scales(self) -> torch.Tensor:
-        """Return the sums, or memory in their place for a kernel that writes none."""
+        """Return `sums`, or `scales` as the argument of a kernel that writes no sums."""
         return self.sums if self.sums.numel() else self.scales
-
-
-def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
-    """Compute `quantize_x` of `x` [M, K] by torch."""
-    (m, k), span, sums = x.shape, order.span, order.sums
-    blocks, grouped = blocks_of(k), scheme.group_size is not None
-    wide = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - k))
-    groups = wide.view(m, blocks, BLOCK) if grouped else wide.view(m, 1, -1)
-    scale = scheme.scales(groups)
-    rounded = scheme.number_format.round((groups / scale).nan_to_num(0.0)).view(m, -1)
-    ordered = rounded.view(m, -1, 2, span // 2).transpose(2, 3).reshape(m, -1)
-    stride = -(-m // ROWS) * ROWS
-    scales = wide.new_full((blocks, stride) if grouped else (1, stride), torch.nan)
-    scales[:, :m] = scale.squeeze(-1).T
-    added = wide.new_full((blocks, stride) if sums else (0, stride), torch.nan)
-    if sums:
-        added[:, :m] = ordered.view(m, blocks, BLOCK).sum(-1).T
-    return QuantizedX(ordered.to(DTYPES[scheme.number_format]), scales if grouped else scales[0], added)
 
 
 def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
@@ -95,7 +77,7 @@ def why_not_quantized(x: ActivationScheme, columns: int) -> str | None:
 
 
 def quantize_x(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
-    """Quantize contiguous `x` [M, K] in one launch.
+    """Return contiguous `x` [M, K] quantized by `scheme`, its codes in `order`; one launch.
 
     `why_not_quantized` must be None, and K a multiple of the group size.
     """
@@ -213,7 +195,7 @@ def _launch(
     rounded: torch.dtype | None,
     features: frozenset[str],
 ) -> Launch:
-    """Build the launch for x [m, k]; with a dtype `rounded` it writes rounded inputs, not codes."""
+    """Build the launch of `quantize_x` for x [m, k]; with a dtype `rounded` it writes rounded x, no codes."""
     from quantkit.kernels.ops.quantize_x_kernel import quantize_x as kernel
 
     padded = power_of_two(blocks_of(k) * BLOCK)

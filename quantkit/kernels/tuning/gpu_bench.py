@@ -15,7 +15,7 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.gemm.fused_kernels import FRAGMENTS, compile_kernels
-from quantkit.kernels.gemm.unpack import block_rows
+from quantkit.kernels.gemm.unpack import dequantized_blocks
 from quantkit.kernels.problem import Problem, TileError
 from quantkit.kernels.registry import kernel_named
 from quantkit.kernels.tuning.search import Candidate, Unfit, Weight
@@ -74,16 +74,10 @@ class GpuBench:
             rows, columns = self.packed.shape
             generator = torch.Generator(self.packed.device).manual_seed(m)
             x = torch.randn(m, columns, generator=generator, device=self.packed.device).to(self.dtype)
-            zeros = self.packed.zero_points()
             y, size = (torch.empty(m, rows, device=x.device) for _ in range(2))
-            step = block_rows(columns, x.device)
-            for start in range(0, rows, step):
-                stop = min(start + step, rows)
-                block = self.packed.without_column_scale(
-                    start, stop, None if zeros is None else zeros[start:stop]
-                )
-                y[:, start:stop] = x.float() @ block.T
-                size[:, start:stop] = x.float().square() @ block.square().T
+            for block, weights in dequantized_blocks(self.packed):
+                y[:, block] = x.float() @ weights.T
+                size[:, block] = x.float().square() @ weights.square().T
             size.sqrt_().add_(y.abs()).clamp_min_(torch.finfo(torch.float32).tiny)
             self.expected[m] = x, y, size
         return self.expected[m]

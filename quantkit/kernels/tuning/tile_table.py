@@ -32,14 +32,6 @@ from quantkit.packing.schemes import Scheme
 
 #: Version of the format and of the kernels: tables of another version are not used.
 VERSION = 14
-#: Current kernel names by their names in tables of version 12.
-_KERNELS_OF_12 = {
-    "fused-stream": "fused-gemv",
-    "fused-narrow": "fused-small-m",
-    "fused-hopper": "fused-wgmma",
-    "fused-tiled": "fused-portable",
-    "fused-skinny": "fused-portable-gemv",
-}
 #: Largest M of a bucket.
 MAX_M = 1 << 16
 #: Largest N and K.
@@ -214,8 +206,6 @@ def from_json(data: bytes, gpu: Gpu, kernels: Iterable[Kernel]) -> TileTable:
 def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> TileTable:
     version = _get(data, "version", int, "the file")
     fields_of = {kernel.name: _fields(kernel) for kernel in kernels.values() if kernel.tile_space is not None}
-    if version in (12, 13):
-        data, version = _converted(_renamed(data) if version == 12 else data, fields_of), VERSION
     if version != VERSION:
         raise OtherTable(f"it has version {shown(version)}, these kernels have {VERSION}")
     _only(data, ("version", "gpu", "made_with", "tiles", "weights"), "the file")
@@ -242,34 +232,6 @@ def _table(data: Mapping[str, Any], gpu: Gpu, kernels: Mapping[str, Kernel]) -> 
                 raise ValueError(f"{problem} occurs twice; expected once")
             entries[key] = _entry(value, problem, kernels)
     return TileTable(gpu, made_with, entries)
-
-
-def _renamed(value: Any) -> Any:
-    """Return JSON of a table of version 12 with the kernel names of version 13."""
-    if isinstance(value, dict):
-        return {_KERNELS_OF_12.get(key, key): _renamed(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_renamed(one) for one in value]
-    return _KERNELS_OF_12.get(value, value) if isinstance(value, str) else value
-
-
-def _converted(data: Mapping[str, Any], tiles: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return JSON of a table of version 13 with the fields `tiles` of today; other JSON stays as it is."""
-    old, weights = data.get("tiles"), data.get("weights")
-    if isinstance(old, dict):
-        # Fields were renamed, but kept their order.
-        old = {
-            name: tiles[name] if isinstance(one, list) and len(one) == len(tiles.get(name, ())) else one
-            for name, one in old.items()
-        }
-    if isinstance(weights, list):
-        weights = [
-            {"fp16_accumulation" if key == "half_sums" else key: value for key, value in group.items()}
-            if isinstance(group, dict)
-            else group
-            for group in weights
-        ]
-    return {**data, "tiles": old, "weights": weights}
 
 
 def _problems(group: Any, gpu: Gpu) -> Iterator[tuple[Problem, Any]]:

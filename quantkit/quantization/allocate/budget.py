@@ -14,6 +14,7 @@ from quantkit.kernels.problem import gpu_of
 from quantkit.kernels.registry import KERNELS
 from quantkit.kernels.tuning.store import named_tables, table_name
 from quantkit.kernels.tuning.tile_table import time_of
+from quantkit.model.architectures import EXPERTS_PER_TOKEN, experts_per_token
 from quantkit.model.experts import GATE_UP
 from quantkit.model.structure import Linear
 from quantkit.packing.schemes import Scheme
@@ -177,11 +178,12 @@ def launches(checkpoint: Checkpoint, linear: Linear) -> int:
     """
     if linear.kind != "experts":
         return 1
-    chosen = checkpoint.config.get("num_experts_per_tok")
-    if not isinstance(chosen, int):
+    chosen = experts_per_token(checkpoint.config)
+    if chosen is None:
+        name = EXPERTS_PER_TOKEN[0]
         raise UsageError(
-            f"{checkpoint.directory / 'config.json'}: 'num_experts_per_tok' is {chosen!r}; how many experts "
-            f"a token chooses says what they take. Decide on them with a rule, such as --rule "
+            f"{checkpoint.directory / 'config.json'}: {name!r} is {checkpoint.config.get(name)!r}; how many "
+            f"experts a token chooses says what they take. Decide on them with a rule, such as --rule "
             f"'{linear.module.rpartition('.')[0]}.*=int4'."
         )
     return chosen * (2 if linear.module.endswith(f".{GATE_UP}") else 1)

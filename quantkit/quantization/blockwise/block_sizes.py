@@ -3,6 +3,7 @@
 import re
 
 from quantkit.checkpoint.source import Checkpoint
+from quantkit.model.architectures import text_config
 
 
 def block_of(name: str) -> str:
@@ -23,5 +24,5 @@ def stored_bytes(checkpoint: Checkpoint, itemsize: int) -> dict[str, int]:
 
 def hidden_size(checkpoint: Checkpoint, widest: int) -> int:
     """Return the hidden size in config.json, or `widest`, an upper bound, if it states none."""
-    config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+    config = text_config(checkpoint.config)
     return next((config[name] for name in ("hidden_size", "n_embd", "d_model") if name in config), widest)

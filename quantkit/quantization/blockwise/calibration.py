@@ -125,7 +125,6 @@ def _refuse_without_images(blocks: Sequence[BlockTasks], parts: Parts) -> None:
 
 
 def calibrate(
-    checkpoint: Checkpoint,
     planned: Plan,
     calibration: Calibration,
     output: OutputDirectory | None,

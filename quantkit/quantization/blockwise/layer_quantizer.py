@@ -19,7 +19,7 @@ from quantkit.calibrate.quantize_with_hessian import (
     quantize_calibrated_rows,
 )
 from quantkit.checkpoint.source import Checkpoint
-from quantkit.errors import FormatError
+from quantkit.errors import first_of, naming
 from quantkit.memory import in_pieces, trim_cache
 from quantkit.model.distributed import Ranks, Record
 from quantkit.packing.tensor import PackedTensor
@@ -239,13 +239,11 @@ class Solver:
             for other in task.beside:
                 yield from target(self.weight(other.name))
 
-        try:
-            rows, columns = weight.shape
+        rows, columns = weight.shape
+        with naming(repr(task.source.name)):
             return fit_parameters(
                 lambda: target(weight), (rows, columns), task.scheme, search.fit, search.fit_tensor, beside
             )
-        except FormatError as error:
-            raise FormatError(f"{task.source.name!r}: {error}") from error
 
 
 def named_piece(
@@ -284,12 +282,10 @@ def _rows(
     stats: LinearStats | None,
 ) -> CalibratedRows:
     assert task.scheme is not None and task.method is not None
-    try:
+    with naming(repr(task.source.name)):
         if stats is None:
             return CalibratedRows(quantize_rows(rows, task.scheme, task.method, parameters), 0.0, 0.0)
         return quantize_calibrated_rows(rows, task.scheme, task.method, parameters, stats, target)
-    except FormatError as error:
-        raise FormatError(f"{task.source.name!r}: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,7 +377,7 @@ def merged(
     for name, detail in matrices.items():
         if detail.get("note") is not None:
             own.setdefault(detail["note"], []).append(name)
-    texts = [text if len(matrices) == 1 else f"{_shown(names)}: {text}" for text, names in own.items()]
+    texts = [text if len(matrices) == 1 else f"{first_of(names)}: {text}" for text, names in own.items()]
     found["note"] = "; ".join([*texts, *notes]) or None
     if "output" not in details[0]:
         return found
@@ -393,7 +389,3 @@ def merged(
     if tokens is not None:
         found["expert_tokens"] = list(tokens)
     return found
-
-
-def _shown(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -19,7 +19,7 @@ from torch import nn
 
 from quantkit.calibrate.hessian import Hessian
 from quantkit.calibrate.methods import Method
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, first_of
 from quantkit.model.experts import DOWN, MATRICES, chosen_rows, spec_of
 from quantkit.quantization.blockwise.block_tasks import BlockTasks
 from quantkit.quantization.blockwise.layer_quantizer import Quantized, ReadInputs, Solver
@@ -225,10 +225,10 @@ def coverage(routed: Routed, numbers: Sequence[int], columns: int) -> tuple[list
     few = [expert for expert, count in zip(numbers, counts, strict=True) if count < columns]
     if not few:
         return counts, None
-    shown = ", ".join(map(str, few[:4])) + (f" and {len(few) - 4} more" if len(few) > 4 else "")
     none = counts.count(0)
     return counts, (
-        f"fewer calibration tokens chose experts {shown} of {len(numbers)} than the {columns} features of "
-        f"their inputs{f' ({none} of them no token)' if none else ''}, so the tokens of other experts count "
-        "for most of their Hessians; more calibration samples give them more of their own"
+        f"fewer calibration tokens chose experts {first_of(map(str, few), 4)} of {len(numbers)} than the "
+        f"{columns} features of their inputs{f' ({none} of them no token)' if none else ''}, so the tokens "
+        "of other experts count for most of their Hessians; more calibration samples give them more of their "
+        "own"
     )

@@ -20,6 +20,7 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem
 from quantkit.files import size_text
 from quantkit.memory import IDLE_BYTES, RUN_AGAIN, WORKSPACE_BYTES
+from quantkit.model.architectures import experts_per_token
 from quantkit.quantization.blockwise.block_sizes import block_of, hidden_size
 from quantkit.quantization.blockwise.pipeline import compute_dtype
 from quantkit.quantization.distill import loss
@@ -113,7 +114,9 @@ class Sizes:
         if experts:
             between = max(sum(task.source.shape) for task in experts) - hidden
             of_expert = KEPT_BY_EXPERT[0] * hidden + KEPT_BY_EXPERT[1] * between
-            values += _experts_per_token(checkpoint, experts) * of_expert
+            # A module of gate and up has two matrices of an expert, that of down has one.
+            count = min(Counter(task.module for task in experts).values())
+            values += (experts_per_token(checkpoint.config) or count) * of_expert
         # The token embedding has most rows.
         vocabulary = max(task.source.shape[0] for task in tasks if len(task.source.shape) == 2)
         return cls(
@@ -230,18 +233,6 @@ def check_host(
             f"memory, where {size_text(free)} are free{each}; {device} has {size_text(on_device)} free, and "
             f"would need {size_text(needed)} with them. {RUN_AGAIN}"
         )
-
-
-#: Names in config.json of the number of experts of a token.
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk", "moe_k")
-
-
-def _experts_per_token(checkpoint: Checkpoint, experts: list[Task]) -> int:
-    """Return how many experts a token has by config.json, or if it does not say that, how many there are."""
-    config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
-    stated = next((config[name] for name in TOP_K if isinstance(config.get(name), int)), None)
-    # A module of gate and up has two matrices of an expert, that of down has one.
-    return stated or min(Counter(task.module for task in experts).values())
 
 
 def _number_bytes(task: Task) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ class StoredScale:
 
 
 def stored_scales(model: Any) -> dict[int, tuple[StoredScale, StoredScale]]:
-    """Return (scale of keys, scale of values) by index of the attention layers of `model` that have both."""
+    """Return (scale of keys, of values) of each attention layer of `model` that has both, by its index."""
     found = {}
     for module in model.modules():
         scales = [module._buffers.get(part) for part in KV_PARTS.values()]

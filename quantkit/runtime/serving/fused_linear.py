@@ -85,7 +85,9 @@ class FusedLinear(nn.Module):
         return self.blocks[self._places[index][0]]
 
     def load(self, index: int, entry: str, loaded: torch.Tensor) -> None:
-        """Copy this rank's slice of `loaded`, the tensor `entry` of matrix `index`, to the packed module.
+        """Copy this rank's slice of a tensor of the checkpoint to the packed module.
+
+        `loaded` is the whole tensor, called `entry`, of matrix `index`.
 
         Raises `CheckpointError` for a tensor that the scheme does not have, or of another shape.
         """

@@ -80,7 +80,7 @@ class Share:
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def read(self, part: str, loaded: torch.Tensor, container: Container) -> torch.Tensor:
-        """Return this rank's slice of `loaded`, as `take` does, from the dtype that `container` stores."""
+        """Do `take` for a part in the dtype of a file, which `container` says."""
         assert self.scheme is not None
         stored = stored_format(self.scheme, self.shape[1], container)
         dtype = self.scheme.storage_shapes(self.shape)[part][0]

@@ -7,7 +7,7 @@ from typing import Any
 
 from quantkit.checkpoint.engines import FUSED, Engine, reordered
 from quantkit.checkpoint.quantization_config import QuantizationConfig
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, first_of
 from quantkit.packing.schemes import Scheme
 
 #: Modules of the checkpoint, and the scheme of each.
@@ -140,11 +140,10 @@ class StoredSchemes:
                 name for name in missing if _block(name) in blocks and absent.isdisjoint(_with_owners(name))
             ]
         if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UsageError(
-                f"{missing[0]!r}{more}: packed in the checkpoint, but {engine}'s class of this model asks no "
-                "plug-in for it on this rank. Quantize the model with that one dense, use fewer ranks, or "
-                "load it with quantkit.load."
+                f"{first_of(map(repr, missing))}: packed in the checkpoint, but {engine}'s class of this "
+                "model asks no plug-in for it on this rank. Quantize the model with that one dense, use "
+                "fewer ranks, or load it with quantkit.load."
             )
 
     def check_rows(self, engine: Engine) -> None:

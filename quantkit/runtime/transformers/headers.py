@@ -45,7 +45,7 @@ def check_tensors(model: Any, quantizer: Any, stored: Mapping[str, TensorSpec]) 
 
 
 def _check_elsewhere(model: Any, config: QuantizationConfig, stored: Mapping[str, TensorSpec]) -> None:
-    """Raise `CheckpointError` for packed modules that neither the model nor a file contains."""
+    """Raise `CheckpointError` if `config` packs a module that neither the model nor a file has."""
     modules = {name.rpartition(".")[0] for name in stored}
     absent = [
         name

@@ -14,7 +14,16 @@ from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_launch import Wgmma8BitTile
 from quantkit.kernels.layouts.fragment_layout import build
 from quantkit.kernels.ops import quantize_x as quantized
-from quantkit.kernels.ops.quantize_x import CodeOrder, quantize_x, quantize_x_reference, round_x
+from quantkit.kernels.ops.quantize_x import (
+    BLOCK,
+    DTYPES,
+    ROWS,
+    CodeOrder,
+    QuantizedX,
+    blocks_of,
+    quantize_x,
+    round_x,
+)
 from quantkit.kernels.problem import Problem, device_features
 from quantkit.kernels.registry import choose, explain
 from quantkit.packing.activations import ActivationScheme, activations_named
@@ -133,6 +142,24 @@ def inputs_named(name: str) -> ActivationScheme:
     found = activations_named(name)
     assert found is not None
     return found.fit(11.7) if found.static else found
+
+
+def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, order: CodeOrder) -> QuantizedX:
+    """`quantize_x` of `x` [M, K] by torch."""
+    (m, k), span, sums = x.shape, order.span, order.sums
+    blocks, grouped = blocks_of(k), scheme.group_size is not None
+    wide = torch.nn.functional.pad(x.float(), (0, blocks * BLOCK - k))
+    groups = wide.view(m, blocks, BLOCK) if grouped else wide.view(m, 1, -1)
+    scale = scheme.scales(groups)
+    rounded = scheme.number_format.round((groups / scale).nan_to_num(0.0)).view(m, -1)
+    ordered = rounded.view(m, -1, 2, span // 2).transpose(2, 3).reshape(m, -1)
+    stride = -(-m // ROWS) * ROWS
+    scales = wide.new_full((blocks, stride) if grouped else (1, stride), torch.nan)
+    scales[:, :m] = scale.squeeze(-1).T
+    added = wide.new_full((blocks, stride) if sums else (0, stride), torch.nan)
+    if sums:
+        added[:, :m] = ordered.view(m, blocks, BLOCK).sum(-1).T
+    return QuantizedX(ordered.to(DTYPES[scheme.number_format]), scales if grouped else scales[0], added)
 
 
 @pytest.mark.parametrize("activations", ["int8", "fp8", "fp8-g128", "fp8-static"])

@@ -470,50 +470,6 @@ def test_a_cache_that_is_no_directory(table: TileTable, gpu: Gpu, cache: Path) -
         save(table, KERNELS)
 
 
-#: Names of version 13 and of version 12, by those of today.
-FIELDS_OF_13 = {
-    "fused-gemv": ["warps", "programs", "together", "ahead", "integers"],
-    "fused-portable-gemv": ["warps", "columns", "row_tiles", "ahead", "unroll", "present", "together"],
-    "fused-small-m": ["warps", "parts", "ahead", "wgmma"],
-    "fused-wgmma": ["m", "rows", "ahead", "share", "columns"],
-    "fused-portable": ["row_tiles", "m", "split", "warps", "stages", "half_sums", "chains", "at_once"],
-}
-KERNELS_OF_12 = {
-    "fused-portable-gemv": "fused-skinny",
-    "fused-portable": "fused-tiled",
-    "fused-small-m": "fused-narrow",
-    "fused-wgmma": "fused-hopper",
-    "fused-gemv": "fused-stream",
-}
-
-
-@pytest.mark.parametrize("version", [12, 13])
-def test_an_older_table_is_read_with_the_names_of_today(gpu: Gpu, ask: Ask, version: int) -> None:
-    """Entries are those of the same table of today, also times of other kernels."""
-    entry = Entry(2.0, "fused-portable", PortableGemmTile(4, 16), {"fused-portable-gemv": 3.0})
-    data = to_json(TileTable(gpu, {}, {Key.of(ask(m=16)): entry}), KERNELS)
-    old = json.loads(data)
-    assert {name: len(fields) for name, fields in old["tiles"].items()} == {
-        name: len(fields) for name, fields in FIELDS_OF_13.items()
-    }
-    old |= {"version": version, "tiles": FIELDS_OF_13}
-    for weight in old["weights"]:
-        weight["half_sums"] = weight.pop("fp16_accumulation")
-    text = json.dumps(old)
-    for name, before in KERNELS_OF_12.items() if version == 12 else ():
-        text = text.replace(f'"{name}"', f'"{before}"')
-    assert from_json(text.encode(), gpu, KERNELS) == from_json(data, gpu, KERNELS)
-
-
-@pytest.mark.parametrize(
-    "change", [{"tiles": [1]}, {"tiles": {"fused-gemv": 3}}, {"weights": 3}, {"weights": [3]}], ids=str
-)
-def test_a_damaged_older_table_is_refused(gpu: Gpu, change: dict[str, Any]) -> None:
-    old = json.loads(to_json(TileTable(gpu, {}, {}), KERNELS)) | {"version": 13, "tiles": FIELDS_OF_13}
-    with pytest.raises(KernelError, match=r"'(tiles|weights)'"):
-        from_json(json.dumps(old | change).encode(), gpu, KERNELS)
-
-
 def test_a_table_from_before_a_kernel_was_added_is_read(table: TileTable, gpu: Gpu) -> None:
     """A new kernel is a row of `KERNELS`, and no edit of tables."""
     older = [kernel for kernel in KERNELS if kernel.name != "fused-wgmma"]

@@ -178,7 +178,9 @@ def test_experts_are_launched_one_by_one(tmp_path: Path) -> None:
         "mlp.experts.down_proj": 3,
         **{f"mlp.shared_expert.{leaf}_proj": 1 for leaf in ("gate", "up", "down")},
     }
-    del checkpoint.config["num_experts_per_tok"]
+    checkpoint.config["text_config"] = {"moe_topk": checkpoint.config.pop("num_experts_per_tok")}
+    assert launches(checkpoint, Linear("a.experts.down_proj", "experts", ("a", "b"), (8, 8))) == 3
+    del checkpoint.config["text_config"]
     with pytest.raises(UsageError, match=r"'num_experts_per_tok' is None; .* --rule 'a\.experts\.\*=int4'"):
         launches(checkpoint, Linear("a.experts.down_proj", "experts", ("a", "b"), (8, 8)))
 

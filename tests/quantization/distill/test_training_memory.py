@@ -220,19 +220,21 @@ def test_the_vocabulary_is_no_width_of_a_block(tmp_path: Path) -> None:
     assert dense.blocks == head.blocks == embedding.blocks
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_recipes_of_experts_alone(tmp_path: Path, named: bool) -> None:
+def test_recipes_of_experts_alone(tmp_path: Path) -> None:
     source = write(tmp_path / "in", "mixtral", num_local_experts=4)
-    if not named:
-        config = json.loads((source / "config.json").read_text())
-        del config["num_experts_per_tok"]
-        (source / "config.json").write_text(json.dumps(config))
     options = RecipeOptions(format="int2", method="distill", group_size=16, rules=("*self_attn*=keep",))
-    checkpoint, planned = plan(source, QuantizeOptions(options))
-    found = Sizes.of(checkpoint, planned, 64, CPU)
-    assert found is not None
-    experts = [task for shard in planned.shards for task in shard.tasks if task.scheme is not None]
-    assert training_memory._experts_per_token(checkpoint, experts) == (2 if named else 4)
+
+    def sizes() -> Sizes:
+        found = Sizes.of(*plan(source, QuantizeOptions(options)), 64, CPU)
+        assert found is not None
+        return found
+
+    config = json.loads((source / "config.json").read_text())
+    stated = sizes()
+    without = {name: value for name, value in config.items() if name != "num_experts_per_tok"}
+    (source / "config.json").write_text(json.dumps(without))
+    of_expert = 4 * config["hidden_size"] + 4 * config["intermediate_size"]
+    assert sizes().per_block - stated.per_block == 4 * (4 - 2) * of_expert
 
 
 def test_what_is_said_of_a_way() -> None:

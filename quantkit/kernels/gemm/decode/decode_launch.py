@@ -75,7 +75,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 
 
 def k_step_registers(problem: Problem) -> int:
-    """Return the number of registers of a thread for the codes, scales and zero-points of a k_step."""
+    """Return the 32-bit registers of a thread that hold the codes, scales and zero-points of a k_step."""
     shape = shape_of(problem)
     codes = shape.k_step // shape.span * shape.tiles * 4
     words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
@@ -83,7 +83,7 @@ def k_step_registers(problem: Problem) -> int:
 
 
 def thread_registers(tile: DecodeTile) -> int:
-    """Return the number of registers of a thread, a multiple of 8."""
+    """Return how many 32-bit registers a thread may use with this tile, a multiple of 8."""
     return min(MOST_REGISTERS, ALL_REGISTERS // (32 * tile.warps * tile.occupancy) // 8 * 8)
 
 
@@ -133,7 +133,7 @@ def _why_no_table(problem: Problem) -> str | None:
 
 
 def _rule(problem: Problem) -> DecodeTile:
-    """Return the tile by the rules, for problems without a measured one."""
+    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
     few, long = problem.m <= FEW_OF_X, problem.k > LONG_ROWS
     short = shape_of(problem).k_steps < RESIDENT_WARPS
     int8_mma = problem.m <= (1 if long else FEW_OF_X) and why_no_int8(problem) is None
@@ -242,7 +242,7 @@ def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
 
 
 def why_no_rounding(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why x cannot be rounded as the problem's activations say; None if it can.
+    """Return why `decode_gemm` cannot round x as the activations of a problem say; None if it can.
 
     Each program rounds all of x itself.
     """
@@ -267,7 +267,7 @@ def _why_no_registers(problem: Problem, tile: DecodeTile, most: int) -> str | No
 
 
 def _why_no_end(problem: Problem, tile: DecodeTile) -> str | None:
-    """Return why the kernel cannot divide by the RMS of x; None if it can."""
+    """Return why `decode_gemm` cannot divide by the RMS of x; None if it can."""
     if problem.m > MOST_ENDED:
         return f"a norm by itself is as fast from M={MOST_ENDED + 1} on"
     # y may be gated as well.
@@ -348,7 +348,7 @@ def _launch(
     grouping: Grouping | None = None,
     rounding: Rounding | None = None,
 ) -> tuple[Launch, RowTileSchedule]:
-    """Build the launch, and the division of row tiles among programs."""
+    """Build the launch of `decode_gemm`; return it, and how its programs share the row tiles."""
     from quantkit.kernels.gemm.decode.decode_kernel import decode_gemm as kernel
 
     options = overlap(features)
@@ -369,7 +369,10 @@ def _launch(
 
 
 def bind(op: Operands, tile: DecodeTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Bind the product y [m, n] for m up to `MOST_ROWS`, on NVIDIA GPUs from compute capability 8.0."""
+    """Return the launch of y [m, n] = x [m, k] W^T for m up to `MOST_ROWS`, ready but for x, bias and y.
+
+    It needs an NVIDIA GPU of compute capability 8.0 or higher.
+    """
     spec, norm = op.spec, None
     if (normed := op.normed) is not None:
         norm = Norm(normed.part, normed.other is not None, normed.eps, *NORMS[normed.kind])

@@ -4,7 +4,12 @@
 import triton
 import triton.language as tl
 
-from quantkit.kernels.layouts.dequant_blocks import dequant_codes, load_by_lane, scales_by_lane
+from quantkit.kernels.layouts.dequant_blocks import (
+    dequant_codes,
+    load_scales,
+    scales_by_lane,
+    values_per_weight,
+)
 
 
 @triton.jit
@@ -39,13 +44,12 @@ def dequantize(
     # W, span, r, t, e1, row // 8, e0, run, p0
     q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (W * 16, COLUMNS))
-    block = (tl.program_id(1) * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
-    rows = tl.reshape(tl.broadcast_to(rows_in[:, None], (W, B)), (W * B,))
-    which = tl.reshape(tl.broadcast_to(block[None, :], (W, B)), (1, W * B))
+    step = tl.program_id(1)
     if HAS_ZERO:
-        q -= _spread(load_by_lane(zero, rows, which, BLOCKS, V).to(tl.float32), W, B, COLUMNS)
-    s = scales_by_lane(load_by_lane(scale, rows, which, BLOCKS, V), SCALE, tl.float32)
-    q *= _spread(s, W, B, COLUMNS)
+        z = load_scales(zero, rows_in, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
+        q -= values_per_weight(z.to(tl.float32), W, COLUMNS)
+    s = load_scales(scale, rows_in, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
+    q *= values_per_weight(scales_by_lane(s, SCALE, tl.float32), W, COLUMNS)
     if HAS_FACTOR:
         q /= tl.load(factor)
     row = tl.reshape(row_tile[:, None] * 16 + tl.arange(0, 16)[None, :], (W * 16,))
@@ -56,14 +60,3 @@ def dequantize(
         q.to(out.dtype.element_ty),
         mask=mask,
     )
-
-
-@triton.jit
-def _spread(v, W: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr):
-    """Broadcast values by lane, [4, 8, 1, W * B, V, 2], to weights [16 * W, COLUMNS]."""
-    G: tl.constexpr = B * v.shape[4]
-    v = tl.permute(tl.reshape(v, (4, 8, W, G, 2)), (2, 4, 1, 3, 0))
-    # Warp lane t has columns 2 t and 2 t + 1 of eight.
-    v = tl.reshape(v, (16 * W, G, 1, 4, 1))
-    v = tl.broadcast_to(v, (16 * W, G, COLUMNS // (8 * G), 4, 2))
-    return tl.reshape(v, (16 * W, COLUMNS))

@@ -20,7 +20,7 @@ AT_ONCE = 1 << 27
 def _launch(
     rows: int, n: int, k: int, scheme: Scheme, dtype: torch.dtype, features: frozenset[str]
 ) -> Launch:
-    """Build the launch for `rows` rows of a weight [n, k]."""
+    """Build the launch of `dequantize` for `rows` rows of a weight [n, k]."""
     from quantkit.kernels.gemm.dequantize.dequantize_kernel import dequantize as kernel
 
     shape = geometry(n, k, scheme, dtype)

@@ -18,11 +18,12 @@ import triton.language as tl
 from quantkit.kernels.layouts.dequant_blocks import (
     apply_scale_and_bias,
     dequant_codes,
-    load_by_lane,
     load_expert_block,
+    load_scales,
     output_rows,
     scales_by_lane,
     select_matrix,
+    values_per_weight,
 )
 
 
@@ -130,7 +131,7 @@ def portable_gemm(
                 FIELDS, PLANES, DTYPE, WAIT_PTX,
             )  # fmt: skip
             if ON_SUMS:
-                s = _load_scales(scale, row_tiles[number], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS, False)
+                s = load_scales(scale, row_tiles[number], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS, False)
                 s = _per_sum(scales_by_lane(s, SCALE, tl.float32), RT, BM)
                 added = accs[number] + tl.dot(q, columns) * s
             elif FP16_SCALE is None:
@@ -193,12 +194,12 @@ def _dequant(
     q = tl.reshape(q, (RT, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * RT, COLUMNS))
     if HAS_ZERO:
-        z = _load_scales(zero, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
-        q -= _per_weight(z, RT, COLUMNS).to(DTYPE)
+        z = load_scales(zero, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, False)
+        q -= values_per_weight(z, RT, COLUMNS).to(DTYPE)
     if GROUPS > 1:
-        s = _load_scales(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, ASM is not None)
+        s = load_scales(scale, row_tiles, step, BLOCKS, V, B, PER_BLOCK, COLUMNS, ASM is not None)
         s = scales_by_lane(s, SCALE, DTYPE)
-        q *= _per_weight(s * _one(WAIT_PTX).to(DTYPE), RT, COLUMNS)
+        q *= values_per_weight(s * _one(WAIT_PTX).to(DTYPE), RT, COLUMNS)
     elif WAIT_PTX is not None:
         q *= _one(WAIT_PTX).to(DTYPE)
     return q
@@ -270,27 +271,3 @@ def reduce_splits(
     rows = pn * ROWS + tl.arange(0, ROWS)
     m = pm * BM + local
     store(total, y, rows, m, m, N, M, N, scale, factor, bias, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
-
-
-@triton.jit
-def _load_scales(
-    values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr, INLINE: tl.constexpr,
-):  # fmt: skip
-    """Load values of a step as `load_by_lane` does: [4, 8, RT, B, V, 2 or 1]."""
-    block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
-    RT: tl.constexpr = row_tiles.shape[0]
-    rows = tl.reshape(tl.broadcast_to(row_tiles[:, None], (RT, B)), (RT * B,))
-    which = tl.reshape(tl.broadcast_to(block[None, :], (RT, B)), (1, RT * B))
-    v = load_by_lane(values, rows, which, BLOCKS, V, INLINE)
-    return tl.reshape(v, (4, 8, RT, B, V, v.shape[5]))
-
-
-@triton.jit
-def _per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Broadcast values by lane to weights [16 * RT, COLUMNS]."""
-    G: tl.constexpr = v.shape[3] * v.shape[4]
-    v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
-    v = tl.reshape(v, (16 * RT, G, 1, 4, 1))
-    v = tl.broadcast_to(v, (16 * RT, G, COLUMNS // (8 * G), 4, 2))
-    return tl.reshape(v, (16 * RT, COLUMNS))

@@ -19,6 +19,7 @@ from quantkit.kernels.gemm.gpu_limits import (
 )
 from quantkit.kernels.gemm.operands import (
     GROUP_M,
+    GemmSpec,
     Grouping,
     Operands,
     bound,
@@ -196,7 +197,7 @@ def _why_pruned(problem: Problem, tile: PortableGemmTile) -> str | None:
 
 
 def _rule(problem: Problem) -> PortableGemmTile:
-    """Return the tile by the rules, for problems without a measured one."""
+    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
     tile = portable_gemm_tile(
         shape_of(problem), problem.m, program_memory(problem), processors(problem), problem.features
     )
@@ -244,22 +245,20 @@ def unsplit_tiles(tile: PortableGemmTile, tiles: int, multiprocessors: int) -> i
 
 @lru_cache(maxsize=4096)
 def _launches(
-    m: int,
-    n: int,
-    k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    bias: bool,
+    spec: GemmSpec,
     tile: PortableGemmTile,
     features: frozenset[str],
     multiprocessors: int,
     grouping: Grouping | None,
 ) -> _Launches:
-    """Build the launches for m rows of x and a weight [n, k]."""
+    """Build the launches of `portable_gemm` and, with split K, of `reduce_splits`.
+
+    With a grouping, `spec` is one of its matrices with the rows of x.
+    """
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import portable_gemm as kernel
     from quantkit.kernels.gemm.portable.portable_gemm_kernel import reduce_splits
 
-    shape = geometry(n, k, scheme, dtype)
+    shape, (m, n, k, scheme, dtype, bias) = spec.shape, spec
     assert shape.k_steps % tile.split_k == 0 and (grouping is None or tile.split_k == 1), (shape, tile)
     constexprs = constants(n, k, scheme, dtype, "ptx" in features) | {"K": whole_columns(k)}
     of_segment = 1 if grouping is None else -(-grouping.rows // tile.block_m)
@@ -308,20 +307,11 @@ def _launches(
 
 
 def bind(op: Operands, tile: PortableGemmTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Bind the product y [m, n] for any m; with experts y [P, matrices * n]."""
-    m, k = op.x.shape
-    launches = _launches(
-        m,
-        op.n,
-        k,
-        op.scheme,
-        op.x.dtype,
-        op.bias is not None,
-        tile,
-        features,
-        op.multiprocessors,
-        op.grouping,
-    )
+    """Return the launches of y [m, n] = x [m, k] W^T for any m, ready but for x, bias and y.
+
+    With experts, y is [P, matrices * n].
+    """
+    launches = _launches(op.matrix_spec, tile, features, op.multiprocessors, op.grouping)
     sizes = launches.m, op.n, launches.unsplit
     main = launches.kernel, (X, *op.layout, BIAS, Y, SUMS, *sizes, *op.grouped)
     if launches.reduce_splits is None:

@@ -15,6 +15,7 @@ from quantkit.kernels.gemm.gpu_limits import (
     processors,
 )
 from quantkit.kernels.gemm.operands import (
+    GemmSpec,
     Grouping,
     Operands,
     as_it_is,
@@ -25,9 +26,8 @@ from quantkit.kernels.gemm.operands import (
     unknown_value,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
+from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry
 from quantkit.kernels.problem import Problem, TileSpace
-from quantkit.packing.schemes import Scheme
 
 #: From more columns than this on, a row takes many steps, each of which waits for its loads.
 LONG_ROWS = 8192
@@ -148,20 +148,15 @@ TILE_SPACE = TileSpace(
 
 @lru_cache(maxsize=4096)
 def _launch(
-    m: int,
-    n: int,
-    k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    bias: bool,
-    tile: PortableGemvTile,
-    features: frozenset[str],
-    grouping: Grouping | None,
+    spec: GemmSpec, tile: PortableGemvTile, features: frozenset[str], grouping: Grouping | None
 ) -> Launch:
-    """Build the launch for m rows of x and a weight [n, k]."""
+    """Build the launch of `portable_gemv`.
+
+    With a grouping, `spec` is one of its matrices with the rows of a block.
+    """
     from quantkit.kernels.gemm.portable.portable_gemv_kernel import portable_gemv as kernel
 
-    shape = geometry(n, k, scheme, dtype)
+    shape, (m, n, k, scheme, dtype, bias) = spec.shape, spec
     programs = -(-shape.row_tiles // tile.row_tiles)
     return Launch(
         kernel,
@@ -185,11 +180,13 @@ def _launch(
 
 
 def bind(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Bind the product y [m, n] for m up to 32; with experts y [P, matrices * n], in blocks of up to 32."""
-    m, k = op.x.shape
-    m = m if op.grouping is None else op.grouping.rows
-    launch = _launch(m, op.n, k, op.scheme, op.x.dtype, op.bias is not None, tile, features, op.grouping)
-    return bound(op, (launch, (X, *op.layout, BIAS, Y, m, op.n, *op.grouped)), prepare=as_it_is)
+    """Return the launch of y [m, n] = x [m, k] W^T for m up to 32, ready but for x, bias and y.
+
+    With experts, y is [P, matrices * n], computed in blocks of up to 32 rows.
+    """
+    spec = op.matrix_spec
+    launch = _launch(spec, tile, features, op.grouping)
+    return bound(op, (launch, (X, *op.layout, BIAS, Y, spec.m, spec.n, *op.grouped)), prepare=as_it_is)
 
 
 def run(op: Operands, tile: PortableGemvTile, features: frozenset[str] = frozenset()) -> torch.Tensor:

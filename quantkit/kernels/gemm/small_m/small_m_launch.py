@@ -238,7 +238,7 @@ def _predicted_time(
 
 
 def _rule(problem: Problem) -> SmallMTile:
-    """Return the tile by the rules, for problems without a measured one."""
+    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
     shape, count = shape_of(problem), processors(problem)
     return min(
         _valid_tiles(problem) or _CANDIDATES[-1:], key=lambda tile: _predicted_time(tile, shape, count)
@@ -351,7 +351,10 @@ def _launches(
     norm_eps: float | None = None,
     grouping: Grouping | None = None,
 ) -> tuple[Launch, Launch | None, int]:
-    """Build the launches of the kernel and the split-K reduction; return them and a program's row tiles."""
+    """Build the launches of `small_m_gemm` and, with split K, of `split_k_reduce`.
+
+    Also returns the row tiles of a program.
+    """
     from quantkit.kernels.gemm.small_m.small_m_kernel import small_m_gemm as kernel
     from quantkit.kernels.gluon.split_k_reduce import split_k_reduce
 
@@ -414,7 +417,10 @@ def _launches(
 
 
 def bind(op: Operands, tile: SmallMTile, features: frozenset[str] = frozenset()) -> Bound:
-    """Bind the product y [m, n] for m up to 32, on NVIDIA GPUs of compute capability 8.0 or higher."""
+    """Return the launches of y [m, n] = x [m, k] W^T for m up to 32, ready but for x, bias and y.
+
+    They need an NVIDIA GPU of compute capability 8.0 or higher.
+    """
     spec, grouping = op.spec, op.grouping
     m, n = spec.m, spec.n
     expert_blocks = 1 if grouping is None else grouping.expert_blocks

@@ -15,6 +15,7 @@ from quantkit.kernels.gemm.gpu_limits import (
 )
 from quantkit.kernels.gemm.operands import (
     GROUP_M,
+    GemmSpec,
     Operands,
     constants,
     empty,
@@ -142,7 +143,7 @@ def _why_pruned(problem: Problem, tile: WgmmaTile) -> str | None:
 
 
 def _rule(problem: Problem) -> WgmmaTile:
-    """Return the tile by the rules, for problems without a measured one."""
+    """Return the tile that the rules of this module give a problem, for which no table has a tile."""
     return wgmma_tile(shape_of(problem), problem.m, processors(problem), zeros=_has_zeros(problem))
 
 
@@ -190,23 +191,13 @@ class _Launches:
 
 
 @lru_cache(maxsize=4096)
-def _launches(
-    m: int,
-    n: int,
-    k: int,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    bias: bool,
-    tile: WgmmaTile,
-    features: frozenset[str],
-    multiprocessors: int,
-) -> _Launches:
-    """Build the launch for x [m, k] and a weight [n, k]."""
+def _launches(spec: GemmSpec, tile: WgmmaTile, features: frozenset[str], multiprocessors: int) -> _Launches:
+    """Build the launch of `wgmma_gemm`."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from quantkit.kernels.gemm.wgmma.wgmma_kernel import wgmma_gemm as kernel
 
-    shape = geometry(n, k, scheme, dtype)
+    shape, (m, n, k, scheme, dtype, bias) = spec.shape, spec
     constexprs = constants_of(n, k, scheme, dtype, tile)
     resident = launch_bounds(tile)
     most = multiprocessors * resident.occupancy
@@ -270,9 +261,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
     """Return y [m, n] for any m, on GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    m, k = op.x.shape
-    has_bias, programs = op.bias is not None, op.multiprocessors
-    launches = _launches(m, op.n, k, op.scheme, op.x.dtype, has_bias, tile, features, programs)
+    launches = _launches(op.spec, tile, features, op.multiprocessors)
     # TMA requires x to have at least the columns of a block.
     y, x = empty(op, *output_size(op)), whole_rows(op.x, COLUMNS)
     blocks = TensorDescriptor(
@@ -284,7 +273,7 @@ def run(op: Operands, tile: WgmmaTile, features: frozenset[str] = frozenset()) -
         y if op.bias is None else op.bias,
         y,
         empty(op, launches.sums, dtype=torch.float32) if launches.sums else y,
-        m,
+        op.x.shape[0],
         op.n,
         *launches.stream_k_schedule,
         launches.spans,

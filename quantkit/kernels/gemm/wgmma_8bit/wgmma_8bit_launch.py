@@ -9,11 +9,11 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels.gemm.gpu_limits import HOPPER_SHARED
-from quantkit.kernels.gemm.operands import GROUP_M, Operands, constants, empty
+from quantkit.kernels.gemm.operands import GROUP_M, GemmSpec, Operands, constants, empty
 from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS, WARPS, launch_token
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, STAGES, stream_k_schedule
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
+from quantkit.kernels.layouts.fragment_layout import Geometry
 from quantkit.kernels.ops.quantize_x import CodeOrder, quantize_x
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import FloatFormat, IntFormat
@@ -111,24 +111,19 @@ class _Launches:
 
 @lru_cache(maxsize=4096)
 def _launches(
-    m: int,
-    n: int,
-    k: int,
-    scheme: Scheme,
+    spec: GemmSpec,
     activations: ActivationScheme,
-    dtype: torch.dtype,
-    bias: bool,
     tile: Wgmma8BitTile,
     features: frozenset[str],
     multiprocessors: int,
 ) -> _Launches:
-    """Build the launch for x [m, k] and a weight [n, k]."""
+    """Build the launch of `wgmma_8bit_gemm` for x quantized by `activations`."""
     import triton.language as tl
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_kernel import wgmma_8bit_gemm as kernel
 
-    shape = geometry(n, k, scheme, dtype)
+    shape, (m, n, k, scheme, dtype, bias) = spec.shape, spec
     constexprs, operand = constants(n, k, scheme, dtype, True), byte_operand(scheme, activations)
     assert operand is not None
     grouped, integer = activations.group_size is not None, isinstance(activations.number_format, IntFormat)
@@ -177,7 +172,7 @@ def stages(shape: Geometry, tile: Wgmma8BitTile) -> int:
 
 
 def promotes(shape: Geometry, scheme: Scheme, activations: ActivationScheme) -> bool:
-    """Return True if every 128 columns have a scale or an offset."""
+    """Return True if every 128 columns have a scale or an offset, so their sums are added in float32."""
     return shape.groups > 1 or activations.group_size is not None or needs_sums(scheme, activations)
 
 
@@ -187,16 +182,13 @@ def run(
     """Return y [m, n] for x [m, k], quantized first, on GPUs of compute capability 9."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    (m, k), scheme, activations, shape = op.x.shape, op.scheme, op.activations, op.shape
+    m, scheme, activations, shape = op.x.shape[0], op.scheme, op.activations, op.shape
     if activations is None:
         raise KernelError("fused-wgmma-8bit multiplies inputs that a scheme rounds; this has none.")
     if tile is None:
         tile = wgmma_8bit_tile(shape, m, promotes(shape, scheme, activations), op.multiprocessors)
     x = op.codes or quantize_x(op.x, activations, code_order(shape, scheme, activations))
-    launches = _launches(
-        m, op.n, k, scheme, activations.unbound, op.x.dtype, op.bias is not None, tile, features,
-        op.multiprocessors,
-    )  # fmt: skip
+    launches = _launches(op.spec, activations.unbound, tile, features, op.multiprocessors)
 
     def described(tensor: torch.Tensor, box: list[int], layout: Any) -> Any:
         """Return the TMA descriptor of `tensor` [...] with a box of that rank."""

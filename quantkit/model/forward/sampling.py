@@ -6,11 +6,11 @@ import torch
 
 
 def continued(
-    model: Any, beginnings: torch.Tensor, length: int, seed: int, top_p: float = 1.0
+    model: Any, beginnings: torch.Tensor, length: int, seed: int, min_p: float = 0.0
 ) -> torch.Tensor:
     """Return sequences int64 [B, length] of a model of transformers that begin with `beginnings` [B, n].
 
-    Draws from the likeliest tokens that have `top_p` of the probability together; 1 is all. Sequences
+    Draws from the tokens with at least `min_p` of the largest probability (arXiv 2407.01082). Sequences
     continue after an end-of-text token, like joined documents. On one device the result depends on `seed` and
     the arguments alone. Changes `model.generation_config`.
     """
@@ -20,7 +20,8 @@ def continued(
         do_sample=True,
         temperature=1.0,
         top_k=0,
-        top_p=top_p,
+        top_p=1.0,
+        min_p=min_p or None,
         max_length=length,
         min_length=length,
         pad_token_id=0,

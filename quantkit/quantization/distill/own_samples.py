@@ -24,8 +24,8 @@ CACHE_BYTES, MOST_SAMPLES = {"cpu": 1 << 28, "cuda": 1 << 34}, {"cpu": 64, "cuda
 PREFIXES = (1, 4, 16, 64)
 #: Tokens of what a user says; batches take turns. Models seldom end it by themselves.
 QUESTIONS = (8, 16, 32)
-#: Probability of the tokens that chats are drawn from: with all, small models lose the thread.
-CHAT_TOP_P = 0.9
+#: Least probability of tokens in chats, in parts of the largest: with all, small models lose the thread.
+CHAT_MIN_P = 0.05
 
 
 def own_samples(
@@ -49,14 +49,14 @@ def own_samples(
         place = number // 2 if chats else number
         if chats and number % 2 == 0:
             assert turn is not None
-            top_p, size = CHAT_TOP_P, chats[place % len(chats)]
+            min_p, size = CHAT_MIN_P, chats[place % len(chats)]
             before, after = (part.expand(at_once, -1).to(device) for part in (turn.before, turn.after))
-            asked = continued(model, before, before.shape[1] + size, of_batch, top_p)
+            asked = continued(model, before, before.shape[1] + size, of_batch, min_p)
             beginnings = torch.cat([asked, after], 1)
         else:
-            top_p, size = 1.0, texts[place % len(texts)]
+            min_p, size = 0.0, texts[place % len(texts)]
             beginnings = _pieces(windows, at_once, size, of_batch).to(device)
-        yield continued(model, beginnings, length, of_batch, top_p).cpu()
+        yield continued(model, beginnings, length, of_batch, min_p).cpu()
 
 
 def _pieces(windows: torch.Tensor, count: int, size: int, seed: int) -> torch.Tensor:

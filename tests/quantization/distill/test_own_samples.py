@@ -41,8 +41,8 @@ def test_configs_that_do_not_tell(name: str) -> None:
 def test_every_other_batch_of_a_chat_model_has_chats(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[torch.Tensor, int, float]] = []
 
-    def continued(_: Any, beginnings: torch.Tensor, length: int, seed: int, top_p: float) -> torch.Tensor:
-        calls.append((beginnings, length, top_p))
+    def continued(_: Any, beginnings: torch.Tensor, length: int, seed: int, min_p: float) -> torch.Tensor:
+        calls.append((beginnings, length, min_p))
         more = torch.full((len(beginnings), length - beginnings.shape[1]), 7)
         return torch.cat([beginnings, more], 1)
 
@@ -56,9 +56,9 @@ def test_every_other_batch_of_a_chat_model_has_chats(monkeypatch: pytest.MonkeyP
     found = [next(batches) for _ in range(5)]
     assert all(one.shape[1] == 20 for one in found)
     # Of the sizes 8, 16 and 32 only the first leaves room in 20 tokens; of 1, 4, 16 and 64 all but the last.
-    sizes = [(beginnings.shape[1], length, top_p) for beginnings, length, top_p in calls]
-    chat = [(3, 11, 0.9), (13, 20, 0.9)]
-    assert sizes == [*chat, (1, 20, 1.0), *chat, (4, 20, 1.0), *chat]
+    sizes = [(beginnings.shape[1], length, min_p) for beginnings, length, min_p in calls]
+    chat = [(3, 11, 0.05), (13, 20, 0.05)]
+    assert sizes == [*chat, (1, 20, 0.0), *chat, (4, 20, 0.0), *chat]
     for number in (0, 2, 4):
         assert turn.count(found[number]) == len(found[number]) > 0
         assert found[number][0].tolist() == [1, 2, 3, *[7] * 8, 4, 5, *[7] * 7]

@@ -52,7 +52,7 @@ from quantkit.kernels.moe.permute_kernels import (
     sort_few_tokens,
     sort_tokens_by_expert,
 )
-from quantkit.kernels.ops import activation, argmax, attention, embedding, kv_append, norm, rope
+from quantkit.kernels.ops import activation, argmax, attention, divergence, embedding, kv_append, norm, rope
 from quantkit.kernels.ops.quantize_x import CodeOrder
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.presets import SCHEMES
@@ -208,6 +208,7 @@ def build_ops(case: Case, target: GPUTarget) -> tuple[Any, Source]:
         "fill": lambda: kv_append._fill_launch(1, 2, 1, case.m * 2 // kv_append.WORD),
         "argmax partial": lambda: argmax._launches(1, 64, features)[0],
         "argmax combine": lambda: argmax._launches(1, 64, features)[1],
+        "divergence": lambda: divergence._launch(1, 128256),
         "small_linear": lambda: router._small_linear_launch(1, 128, case.m, None, features),
         "norm_linear": lambda: router._small_linear_launch(1, 128, case.m, (1e-6, "llama"), features),
         "route": lambda: router._route_launch(1, 4, case.m, router.Routing(8), False, None, features),

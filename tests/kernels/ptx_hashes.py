@@ -159,7 +159,7 @@ def cases() -> list[tuple[str, str, int, int]]:
     add({f"wgmma 64 128 1 by {even}": 0 for even in (1, 2, 4)}, ("int4",), 90)
     add({"wgmma": 64}, ("int7 16 integer", "int8 32 float", "int4 16 integer"), 90)
     add({"count": 1, "sort": 1, "sort few": 1, "weigh": 1}, ("int4",), 80, 90, 100)
-    ops = dict.fromkeys(("embed", "gate", "argmax partial", "argmax combine"), 1)
+    ops = dict.fromkeys(("embed", "gate", "argmax partial", "argmax combine", "divergence"), 1)
     ops |= {"rounded norm": 4096}
     # Of e4m3, for linears on 9.0.
     found.extend(("ops", f"{name} codes", 90, 4096) for name in ("norm", "gate"))

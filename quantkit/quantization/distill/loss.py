@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from quantkit.kernels.ops.divergence import kl_divergence, why_no_kl_divergence
+
 #: Logits at a time in float32: some 20 bytes each.
 CHUNK_LOGITS = 1 << 25
 
@@ -15,15 +17,11 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         vocabulary = logits.shape[-1]
         rows, targets = logits.reshape(-1, vocabulary), target.reshape(-1, vocabulary)
-        difference, total = torch.empty_like(rows), torch.zeros((), device=logits.device)
-        step = max(1, CHUNK_LOGITS // vocabulary)
-        for start in range(0, len(rows), step):
-            student = torch.log_softmax(rows[start : start + step].float(), -1)
-            original = torch.log_softmax(targets[start : start + step].float(), -1)
-            expected = original.exp()
-            # Where the original is sure that a token does not follow, both logarithms may be infinite.
-            total += (expected * original.sub_(student).masked_fill_(expected == 0, 0.0)).sum()
-            difference[start : start + step] = student.exp_().sub_(expected)
+        if why_no_kl_divergence(rows, targets) is None:
+            of_rows, difference = kl_divergence(rows, targets)
+            total = of_rows.sum()
+        else:
+            total, difference = _by_torch(rows, targets)
         ctx.save_for_backward(difference.view_as(logits))
         return total
 
@@ -31,6 +29,21 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (difference,) = ctx.saved_tensors
         return difference.mul_(gradients[0]), None
+
+
+def _by_torch(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of `kl_divergence`, float32 [], and its gradient, for logits [rows, V] by torch."""
+    vocabulary = logits.shape[-1]
+    difference, total = torch.empty_like(logits), torch.zeros((), device=logits.device)
+    step = max(1, CHUNK_LOGITS // vocabulary)
+    for start in range(0, len(logits), step):
+        student = torch.log_softmax(logits[start : start + step].float(), -1)
+        original = torch.log_softmax(target[start : start + step].float(), -1)
+        expected = original.exp()
+        # Where the original is sure that a token does not follow, both logarithms may be infinite.
+        total += (expected * original.sub_(student).masked_fill_(expected == 0, 0.0)).sum()
+        difference[start : start + step] = student.exp_().sub_(expected)
+    return total, difference
 
 
 def divergence(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

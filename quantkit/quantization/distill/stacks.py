@@ -23,7 +23,7 @@ class _Waiting:
 
 
 class Stacks:
-    """What is trained, as it comes: linears join stacks, which have the name of their first linear.
+    """Stacks of linears, as these come. A stack has the name of its first linear.
 
     trained  stacks and norms, by name, where they stay between steps
     places   where the parts of each are in the model, in order

@@ -8,9 +8,9 @@ import gzip
 import json
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Made:
 class Data:
     """Calibration data: texts, and how many sequences of `LENGTH` tokens a tool may take from them."""
 
-    texts: Sequence[str]
+    texts: tuple[str, ...]
     samples: int = SAMPLES
 
     @classmethod
@@ -48,7 +48,7 @@ class Data:
         data = path.read_bytes()
         lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
         found = [json.loads(line).get("text") for line in lines]
-        return cls([text for text in found if text], samples or SAMPLES)
+        return cls(tuple(text for text in found if text), samples or SAMPLES)
 
     def sequences(self, model: Path) -> list[list[int]]:
         """Sequences of `LENGTH` tokens of the joined texts, drawn at random."""
@@ -105,12 +105,18 @@ def rounded_by_gguf(name: str, bits: float) -> Make:
     return make
 
 
+@lru_cache(maxsize=1)
+def matrix(model: Path, data: Data) -> Mapping[str, torch.Tensor]:
+    """The importance matrix of a model, which all rows that take one share."""
+    return importance(model, data.sequences(model))
+
+
 def llama_cpp(kind: str, calibrated: bool, model: Path, out: Path, data: Data) -> Made:
     """Quantize by llama.cpp to a type of file, with the embedding and the head at 16 bits as ours have them.
 
     `calibrated` by an importance matrix.
     """
-    weights = importance(model, data.sequences(model)) if calibrated else {}
+    weights = matrix(model, data) if calibrated else {}
     with tempfile.TemporaryDirectory() as directory:
         dense, file = Path(directory) / "dense.gguf", Path(directory) / "quantized.gguf"
         write_dense(model, dense)

@@ -13,7 +13,7 @@ def test_data_is_the_texts_of_a_file_or_those_that_come_with_quantkit(
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("A cat sat. " * 300, "", "b")))
     data = benchmark.Data.of(str(file), 2)
-    assert data.texts == ["A cat sat. " * 300, "b"]
+    assert data.texts == ("A cat sat. " * 300, "b")
     rows = data.sequences(stories)
     assert [len(row) for row in rows] == [benchmark.LENGTH] * 2 and rows == data.sequences(stories)
     assert benchmark.Data.of(None, None).samples == benchmark.SAMPLES

@@ -18,6 +18,12 @@ from matmul_report import Run
 from performance_page import ENGINE_RUNS, RESULTS, ROOT, engine_cells, grid, paragraph, stored
 from written_pages import write_or_check
 
+from quantkit.checkpoint.gguf.block_types import BLOCK_TYPES
+from quantkit.packing.formats import FORMATS, FittedFormat
+from quantkit.packing.scale_types import SCALE_TYPES
+from quantkit.targets.gguf import SCHEMES
+from quantkit.targets.target import SupportedScheme
+
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
 SIZES = "guide/model-sizes"
 MARKED = re.compile(r"^(<!-- generated: ([\w-]+) -->\n)((?:.+\n)*)", re.MULTILINE)
@@ -246,6 +252,47 @@ def adapters_run() -> str:
     )
 
 
+def written_as(scheme: SupportedScheme) -> list[str]:
+    """Formats that `export` writes as a type of GGUF: no smaller type of such groups and scales has them."""
+    alike = [
+        one
+        for one in SCHEMES
+        if (one.groups, one.scale_dtypes, one.zero_points)
+        == (scheme.groups, scheme.scale_dtypes, scheme.zero_points)
+    ]
+    before = alike[: alike.index(scheme)]
+    return [
+        name
+        for name, form in FORMATS.items()
+        # The values of a fitted book are of one matrix.
+        if not isinstance(form, FittedFormat)
+        and scheme.code_table(form) is not None
+        and not any(one.code_table(form) is not None for one in before)
+    ]
+
+
+def gguf_types() -> str:
+    """Every type of GGUF that is read: what `convert` makes of it, and of what `export` writes it."""
+    numbers = [row.name for row in BLOCK_TYPES.values() if row.dtype is not None]
+    others = [row.name for row in BLOCK_TYPES.values() if row.dtype is None and row.grid is None]
+    cells = [["type", "bits", "`convert` keeps it as", "`export` writes it of"]]
+    cells.append([", ".join(numbers), "", "dense", "dense"])
+    for scheme, row in SCHEMES.items():
+        minimums = " with minimums" if "minimum" in scheme.zero_points else ""
+        scales = SCALE_TYPES[scheme.scale_dtypes[0]].name
+        known = FORMATS.get(scheme.format.name) == scheme.format
+        kept = scheme.format.name if known else f"the code book {scheme.format.name}"
+        cells.append(
+            [
+                row.name,
+                f"{8 * row.nbytes / row.elements:.3f}",
+                f"{kept}{minimums}, groups of {row.elements}, {scales} scales",
+                f"{', '.join(written_as(scheme)) or kept}{minimums}",
+            ]
+        )
+    return grid([*cells, [", ".join(others), "", "refused; `quantize` rounds it anew", "never"]])
+
+
 def perplexity(value: float) -> str:
     """Two digits, and of a model that knows nothing any more three in all."""
     return f"{value:.2f}" if value < 1000 else f"{value:.3g}"
@@ -313,6 +360,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "adapters": adapters,
     "merged": merged,
     "adapters-run": adapters_run,
+    "gguf-types": gguf_types,
     **{f"known-{name}": partial(known, name) for name in KNOWN},
     **{f"known-{name}-how": partial(known_how, name) for name in KNOWN},
     **{f"known-{name}-notes": partial(known_notes, name) for name in KNOWN},

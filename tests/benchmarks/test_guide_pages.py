@@ -45,6 +45,17 @@ def test_every_row_of_a_known_model_is_shown(benchmark: ModuleType) -> None:
         assert all(note.removesuffix(": not run") in notes for note in run["notes"])
 
 
+def test_every_type_of_gguf_is_in_one_table_and_in_no_other_list(benchmark: ModuleType) -> None:
+    rows = [line.strip("| ").split(" | ") for line in benchmark.gguf_types().splitlines()[2:]]
+    names = [name for row in rows for name in row[0].split(", ")]
+    assert sorted(names) == sorted(row.name for row in benchmark.BLOCK_TYPES.values())
+    kept = {row[0]: row[2:] for row in rows}
+    assert kept["Q4_1"][0] == "int4 with minimums, groups of 32, float16 scales"
+    assert kept["Q8_0"][1] == "int8, int7, int6" and kept["MXFP4"][0].endswith("e8m0 scales")
+    text = (benchmark.ROOT / "docs" / "cli.md").read_text()
+    assert not [name for name in names if "_" in name and re.search(rf"\b{name}\b", text)]
+
+
 def test_no_figure_is_typed_into_a_page(benchmark: ModuleType) -> None:
     for path in benchmark.PAGES:
         text = prose(path.read_text(), benchmark.MARKED)

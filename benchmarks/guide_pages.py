@@ -298,15 +298,22 @@ def perplexity(value: float) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.3g}"
 
 
+def runs_of(name: str) -> list[dict[str, Any]]:
+    """The stored runs of `known_models.py` of a model: `NAME.json`, and `NAME-*.json` of other rows."""
+    return [stored(f"known-models/{stem}") for stem in KNOWN[name]]
+
+
 def known(name: str) -> str:
-    """Every row of a page of `known_models.py`: the formats of a model from 8 bits to 1, and the original."""
-    run = stored(f"known-models/{name}")
-    texts = list(run["rows"][0]["texts"])
+    """Every row of the runs of a model, from 8 bits to 1, and the original."""
+    runs = runs_of(name)
+    texts = list(runs[0]["rows"][0]["texts"])
     of_texts = " / ".join(text.partition(".")[0] for text in texts)
-    original = run["original"]
+    original = runs[0]["original"]
     heads = ("format", "bits, linears", "size", f"perplexity, {of_texts}", "KL mean", "same top-1 token")
+    # What was run again counts as it was last.
+    rows = {row["label"]: row for run in runs for row in run["rows"]}
     cells = [list(heads)]
-    for row in run["rows"]:
+    for row in sorted(rows.values(), key=lambda row: -row["bits_per_weight"]):
         found = [row["texts"][text] for text in texts]
         size = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
         cells.append(
@@ -319,28 +326,48 @@ def known(name: str) -> str:
                 " / ".join(f"{100 * one['same_top1']:.1f}" for one in found) + " %",
             ]
         )
-    before = " / ".join(perplexity(run["rows"][0]["texts"][text]["reference_perplexity"]) for text in texts)
+    first = runs[0]["rows"][0]["texts"]
+    before = " / ".join(perplexity(first[text]["reference_perplexity"]) for text in texts)
     size = f"{original['bytes'] / 1e6:.1f} MB"
     return grid([*cells, ["original", f"{original['bits']:g}", size, before, "0", "100 %"]])
 
 
 def known_how(name: str) -> str:
-    """How the rows of a model were measured."""
-    run = stored(f"known-models/{name}")
-    return paragraph(run["about"], run["how"], f"By `{run['command']}` on {run['machine']}.")
+    """How the rows of a model were measured, a line for each run."""
+    first, *others = runs_of(name)
+    lines = [paragraph(first["about"], first["how"], f"By `{first['command']}` on {first['machine']}.")]
+    lines += [paragraph(run["about"], f"By `{run['command']}` on {run['machine']}.") for run in others]
+    return "\n".join(lines)
 
 
 def known_notes(name: str) -> str:
     """What of a model did not run, and the versions of peers."""
-    notes: list[str] = stored(f"known-models/{name}")["notes"]
-    mark = ": not run"
+    runs = runs_of(name)
+    rows = {row["label"] for run in runs for row in run["rows"]}
+    notes = dict.fromkeys(note for run in runs for note in run["notes"])
+    mark, absent = ": not run", " is not installed "
     left = [note.removesuffix(mark) for note in notes if note.endswith(mark)]
-    others = [note for note in notes if not note.endswith(mark)]
+    left = [label for label in left if label not in rows]
+    # A row that one run lacks may be in another.
+    others = [
+        note
+        for note in notes
+        if not note.endswith(mark) and not (absent in note and note.partition(": ")[0] in rows)
+    ]
     return "\n".join(f"- {note}" for note in ([f"rows not run: {', '.join(left)}"] if left else []) + others)
 
 
-#: Models whose page from 8 bits to 1 is stored.
-KNOWN = sorted(path.stem for path in (RESULTS / "known-models").glob("*.json"))
+def by_model() -> dict[str, list[str]]:
+    """The stored runs by model: the shortest name, and with it the others, in order."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((RESULTS / "known-models").glob("*.json"), key=lambda path: (len(path.stem), path)):
+        main = next((name for name in found if path.stem.startswith(f"{name}-")), path.stem)
+        found.setdefault(main, []).append(path.stem)
+    return found
+
+
+#: Models whose rows from 8 bits to 1 are stored, and the names of their runs.
+KNOWN = by_model()
 #: What pages ask for by name.
 PARTS: Mapping[str, Callable[[], str]] = {
     "readme": readme,

@@ -38,6 +38,7 @@ SIZE_COLUMNS = {
     "int4": "int4",
     "int4, embedding and head int8": "int4-embeddings-int8",
     "int3": "int3",
+    "int2": "int2",
 }
 #: A model, a machine and its memory in GB, the format to start with, its name in `model_sizes.py`, options.
 FITS: tuple[tuple[str, str, float, str, str, str], ...] = (
@@ -171,6 +172,16 @@ def seventy() -> str:
         f"{gigabytes(gpu['awq'])} GB for `awq`",
         f"and {gigabytes(gpu['best'])} GB for `best`.",
     )
+
+
+def two_bits() -> str:
+    """What 2 bits save of an 8B and of a 70B model, in words."""
+    formats = {"int2": "int2", "int3": "int3", "int4": "int4", "bf16": "16 bits"}
+    words = []
+    for name in ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"):
+        found = [f"{gigabytes(models()[name][key])} GB in {label}" for key, label in formats.items()]
+        words.append(f"{short(name)} has {', '.join(found)}.")
+    return paragraph(*words, "Embedding and head, at 16 bits, are the larger share of a smaller model.")
 
 
 def methods() -> str:
@@ -336,7 +347,9 @@ def known_how(name: str) -> str:
     """How the rows of a model were measured, a line for each run."""
     first, *others = runs_of(name)
     lines = [paragraph(first["about"], first["how"], f"By `{first['command']}` on {first['machine']}.")]
-    lines += [paragraph(run["about"], f"By `{run['command']}` on {run['machine']}.") for run in others]
+    for run in others:
+        how = "" if run["how"] == first["how"] else run["how"]
+        lines.append(paragraph(run["about"], how, f"By `{run['command']}` on {run['machine']}."))
     return "\n".join(lines)
 
 
@@ -377,6 +390,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "kv-cache": table("kv-cache"),
     "memory": memory,
     "seventy": seventy,
+    "two-bits": two_bits,
     "methods": methods,
     "texts": table("texts"),
     "distilled": table("distilled"),

@@ -191,7 +191,7 @@ def gptqmodel(model: Path, out: Path, data: Data) -> None:
     tool.save(str(out))
 
 
-#: Types of files of llama.cpp, and those with an importance matrix, which the last five take alone.
+#: Types of files of llama.cpp, and those with an importance matrix, without which it makes no IQ2 or IQ1.
 FILES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "Q2_K")
 WITH_MATRIX = ("Q4_K_M", "Q3_K_M", "Q2_K", "IQ3_XXS", "IQ2_M", "IQ2_XS", "IQ2_XXS", "IQ1_M")
 #: Block types of llama.cpp: codes, and a 16-bit scale, or a scale and a minimum, for 32 weights.

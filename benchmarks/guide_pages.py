@@ -18,6 +18,12 @@ from matmul_report import Run
 from performance_page import ENGINE_RUNS, RESULTS, ROOT, engine_cells, grid, paragraph, stored
 from written_pages import write_or_check
 
+from quantkit.checkpoint.gguf.block_types import BLOCK_TYPES
+from quantkit.packing.formats import FORMATS, FittedFormat
+from quantkit.packing.scale_types import SCALE_TYPES
+from quantkit.targets.gguf import SCHEMES
+from quantkit.targets.target import SupportedScheme
+
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
 SIZES = "guide/model-sizes"
 MARKED = re.compile(r"^(<!-- generated: ([\w-]+) -->\n)((?:.+\n)*)", re.MULTILINE)
@@ -32,6 +38,7 @@ SIZE_COLUMNS = {
     "int4": "int4",
     "int4, embedding and head int8": "int4-embeddings-int8",
     "int3": "int3",
+    "int2": "int2",
 }
 #: A model, a machine and its memory in GB, the format to start with, its name in `model_sizes.py`, options.
 FITS: tuple[tuple[str, str, float, str, str, str], ...] = (
@@ -167,6 +174,16 @@ def seventy() -> str:
     )
 
 
+def two_bits() -> str:
+    """What 2 bits save of an 8B and of a 70B model, in words."""
+    formats = {"int2": "int2", "int3": "int3", "int4": "int4", "bf16": "16 bits"}
+    words = []
+    for name in ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"):
+        found = [f"{gigabytes(models()[name][key])} GB in {label}" for key, label in formats.items()]
+        words.append(f"{short(name)} has {', '.join(found)}.")
+    return paragraph(*words, "Embedding and head, at 16 bits, are the larger share of a smaller model.")
+
+
 def methods() -> str:
     """KL of int4 by method, beside llm-compressor's."""
     cells = [["int4, groups of 128", "KL mean, books / docs"]]
@@ -246,20 +263,68 @@ def adapters_run() -> str:
     )
 
 
+def written_as(scheme: SupportedScheme) -> list[str]:
+    """Formats that `export` writes as a type of GGUF: no smaller type of such groups and scales has them."""
+    alike = [
+        one
+        for one in SCHEMES
+        if (one.groups, one.scale_dtypes, one.zero_points)
+        == (scheme.groups, scheme.scale_dtypes, scheme.zero_points)
+    ]
+    before = alike[: alike.index(scheme)]
+    return [
+        name
+        for name, form in FORMATS.items()
+        # The values of a fitted book are of one matrix.
+        if not isinstance(form, FittedFormat)
+        and scheme.code_table(form) is not None
+        and not any(one.code_table(form) is not None for one in before)
+    ]
+
+
+def gguf_types() -> str:
+    """Every type of GGUF that is read: what `convert` makes of it, and of what `export` writes it."""
+    numbers = [row.name for row in BLOCK_TYPES.values() if row.dtype is not None]
+    others = [row.name for row in BLOCK_TYPES.values() if row.dtype is None and row.grid is None]
+    cells = [["type", "bits", "`convert` keeps it as", "`export` writes it of"]]
+    cells.append([", ".join(numbers), "", "dense", "dense"])
+    for scheme, row in SCHEMES.items():
+        minimums = " with minimums" if "minimum" in scheme.zero_points else ""
+        scales = SCALE_TYPES[scheme.scale_dtypes[0]].name
+        known = FORMATS.get(scheme.format.name) == scheme.format
+        kept = scheme.format.name if known else f"the code book {scheme.format.name}"
+        cells.append(
+            [
+                row.name,
+                f"{8 * row.nbytes / row.elements:.3f}",
+                f"{kept}{minimums}, groups of {row.elements}, {scales} scales",
+                f"{', '.join(written_as(scheme)) or kept}{minimums}",
+            ]
+        )
+    return grid([*cells, [", ".join(others), "", "refused; `quantize` rounds it anew", "never"]])
+
+
 def perplexity(value: float) -> str:
     """Two digits, and of a model that knows nothing any more three in all."""
     return f"{value:.2f}" if value < 1000 else f"{value:.3g}"
 
 
+def runs_of(name: str) -> list[dict[str, Any]]:
+    """The stored runs of `known_models.py` of a model: `NAME.json`, and `NAME-*.json` of other rows."""
+    return [stored(f"known-models/{stem}") for stem in KNOWN[name]]
+
+
 def known(name: str) -> str:
-    """Every row of a page of `known_models.py`: the formats of a model from 8 bits to 1, and the original."""
-    run = stored(f"known-models/{name}")
-    texts = list(run["rows"][0]["texts"])
+    """Every row of the runs of a model, from 8 bits to 1, and the original."""
+    runs = runs_of(name)
+    texts = list(runs[0]["rows"][0]["texts"])
     of_texts = " / ".join(text.partition(".")[0] for text in texts)
-    original = run["original"]
+    original = runs[0]["original"]
     heads = ("format", "bits, linears", "size", f"perplexity, {of_texts}", "KL mean", "same top-1 token")
+    # What was run again counts as it was last.
+    rows = {row["label"]: row for run in runs for row in run["rows"]}
     cells = [list(heads)]
-    for row in run["rows"]:
+    for row in sorted(rows.values(), key=lambda row: -row["bits_per_weight"]):
         found = [row["texts"][text] for text in texts]
         size = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
         cells.append(
@@ -272,28 +337,50 @@ def known(name: str) -> str:
                 " / ".join(f"{100 * one['same_top1']:.1f}" for one in found) + " %",
             ]
         )
-    before = " / ".join(perplexity(run["rows"][0]["texts"][text]["reference_perplexity"]) for text in texts)
+    first = runs[0]["rows"][0]["texts"]
+    before = " / ".join(perplexity(first[text]["reference_perplexity"]) for text in texts)
     size = f"{original['bytes'] / 1e6:.1f} MB"
     return grid([*cells, ["original", f"{original['bits']:g}", size, before, "0", "100 %"]])
 
 
 def known_how(name: str) -> str:
-    """How the rows of a model were measured."""
-    run = stored(f"known-models/{name}")
-    return paragraph(run["about"], run["how"], f"By `{run['command']}` on {run['machine']}.")
+    """How the rows of a model were measured, a line for each run."""
+    first, *others = runs_of(name)
+    lines = [paragraph(first["about"], first["how"], f"By `{first['command']}` on {first['machine']}.")]
+    for run in others:
+        how = "" if run["how"] == first["how"] else run["how"]
+        lines.append(paragraph(run["about"], how, f"By `{run['command']}` on {run['machine']}."))
+    return "\n".join(lines)
 
 
 def known_notes(name: str) -> str:
     """What of a model did not run, and the versions of peers."""
-    notes: list[str] = stored(f"known-models/{name}")["notes"]
-    mark = ": not run"
+    runs = runs_of(name)
+    rows = {row["label"] for run in runs for row in run["rows"]}
+    notes = dict.fromkeys(note for run in runs for note in run["notes"])
+    mark, absent = ": not run", " is not installed "
     left = [note.removesuffix(mark) for note in notes if note.endswith(mark)]
-    others = [note for note in notes if not note.endswith(mark)]
+    left = [label for label in left if label not in rows]
+    # A row that one run lacks may be in another.
+    others = [
+        note
+        for note in notes
+        if not note.endswith(mark) and not (absent in note and note.partition(": ")[0] in rows)
+    ]
     return "\n".join(f"- {note}" for note in ([f"rows not run: {', '.join(left)}"] if left else []) + others)
 
 
-#: Models whose page from 8 bits to 1 is stored.
-KNOWN = sorted(path.stem for path in (RESULTS / "known-models").glob("*.json"))
+def by_model() -> dict[str, list[str]]:
+    """The stored runs by model: the shortest name, and with it the others, in order."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((RESULTS / "known-models").glob("*.json"), key=lambda path: (len(path.stem), path)):
+        main = next((name for name in found if path.stem.startswith(f"{name}-")), path.stem)
+        found.setdefault(main, []).append(path.stem)
+    return found
+
+
+#: Models whose rows from 8 bits to 1 are stored, and the names of their runs.
+KNOWN = by_model()
 #: What pages ask for by name.
 PARTS: Mapping[str, Callable[[], str]] = {
     "readme": readme,
@@ -303,6 +390,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "kv-cache": table("kv-cache"),
     "memory": memory,
     "seventy": seventy,
+    "two-bits": two_bits,
     "methods": methods,
     "texts": table("texts"),
     "distilled": table("distilled"),
@@ -313,6 +401,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "adapters": adapters,
     "merged": merged,
     "adapters-run": adapters_run,
+    "gguf-types": gguf_types,
     **{f"known-{name}": partial(known, name) for name in KNOWN},
     **{f"known-{name}-how": partial(known_how, name) for name in KNOWN},
     **{f"known-{name}-notes": partial(known_notes, name) for name in KNOWN},

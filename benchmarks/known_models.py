@@ -11,26 +11,23 @@ unless there is `--no-speed`. docs/guide/known-models.md shows what is in benchm
 """
 
 import argparse
-import gzip
 import json
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import cpu_machine, machine
+from peers import LENGTH, PEERS, SAMPLES, Data, Made, installed
 
 from quantkit.bench.bench_options import BenchOptions
 from quantkit.bench.worker import speed_of
-from quantkit.calibrate.data.calibration_options import DEFAULT_LENGTH, DEFAULT_SAMPLES
-from quantkit.calibrate.data.texts import BUNDLED
 from quantkit.calibrate.methods import METHODS
 from quantkit.calibrate.summaries import DEFAULT_METHOD
 from quantkit.checkpoint.hub.repository import resolve
@@ -73,147 +70,6 @@ _KEPT = (
     *("perplexity", "reference_perplexity", "excess", "excess_se", "kl_mean", "kl_mean_se", "kl_p99"),
     *("same_top1", "tokens", "windows"),
 )
-#: Sequences and tokens of a sequence that peers with data see, as many as quantkit's methods.
-SAMPLES, LENGTH = DEFAULT_SAMPLES, DEFAULT_LENGTH
-#: Writes a model to a directory that `quantkit eval` reads; bits per weight of its linears if that is dense.
-Make = Callable[[Path, Path], float | None]
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Row of another tool: its package on the index, the module that it imports, and how it is called."""
-
-    label: str
-    package: str
-    make: Make
-
-
-def rounded(model: Path, out: Path, round_weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Write a dense model whose linears, but for the head, have gone through `round_weight` in float32."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    dense = AutoModelForCausalLM.from_pretrained(model)
-    head = dense.get_output_embeddings()
-    for linear in dense.modules():
-        if isinstance(linear, torch.nn.Linear) and linear is not head:
-            linear.weight.data = round_weight(linear.weight.data.float()).to(linear.weight.dtype)
-    dense.save_pretrained(out)
-    AutoTokenizer.from_pretrained(model).save_pretrained(out)
-
-
-def llama_cpp(name: str, bits: float) -> Make:
-    """Round as llama.cpp's reference for a block type does, by the package gguf."""
-
-    def make(model: Path, out: Path) -> float:
-        import gguf
-
-        kind = gguf.GGMLQuantizationType[name]
-
-        def through(weight: torch.Tensor) -> torch.Tensor:
-            return torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind).copy())
-
-        rounded(model, out, through)
-        return bits
-
-    return make
-
-
-def hqq(model: Path, out: Path) -> float:
-    """4 bits in groups of 64, with a 16-bit scale and zero-point: HQQ's own default."""
-    from hqq.core.quantize import Quantizer
-
-    def through(weight: torch.Tensor) -> torch.Tensor:
-        codes, meta = Quantizer.quantize(weight, nbits=4, group_size=64, axis=1, device="cpu")
-        found: torch.Tensor = Quantizer.dequantize(codes, meta)
-        return found.reshape(weight.shape)
-
-    rounded(model, out, through)
-    return 4 + 32 / 64
-
-
-def texts() -> list[str]:
-    """The texts that come with quantkit, which its own methods calibrate on."""
-    lines = gzip.decompress(BUNDLED.read_bytes()).decode().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [row["text"] for row in rows if row.get("text")]
-
-
-def llm_compressor(model: Path, out: Path) -> None:
-    """W4A16 by GPTQ, as llm-compressor's own example has it."""
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import GPTQModifier
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = [token for text in texts() for token in tokenizer(text, add_special_tokens=False).input_ids]
-    rows = [ids[start : start + LENGTH] for start in range(0, len(ids) - LENGTH + 1, LENGTH)][:SAMPLES]
-    data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * LENGTH for _ in rows]})
-    dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    recipe = GPTQModifier(scheme="W4A16", targets="Linear", ignore=["lm_head"])
-    oneshot(
-        model=dense,
-        recipe=recipe,
-        dataset=data,
-        num_calibration_samples=len(rows),
-        max_seq_length=LENGTH,
-    )
-    dense.save_pretrained(out, save_compressed=True)
-    tokenizer.save_pretrained(out)
-
-
-def auto_round(model: Path, out: Path) -> float:
-    """W4A16 with 50 steps a block, as a dense model: 4 bits, and a 16-bit scale and a zero-point for 128."""
-    from auto_round import AutoRound
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "texts.json"
-        file.write_text(json.dumps([{"text": text} for text in texts()]), encoding="utf-8")
-        tool = AutoRound(
-            str(model),
-            scheme="W4A16",
-            iters=50,
-            nsamples=SAMPLES,
-            seqlen=LENGTH,
-            dataset=str(file),
-            device_map="cpu",
-        )
-        # Saved as "fake", some weights would be the original's again (auto-round 0.16.1).
-        found, _ = tool.quantize()
-        found.save_pretrained(out)
-    AutoTokenizer.from_pretrained(model).save_pretrained(out)
-    return 4 + 20 / 128
-
-
-def gptqmodel(model: Path, out: Path) -> None:
-    """4 bits in groups of 128, GPTQModel's defaults."""
-    from gptqmodel import GPTQModel, QuantizeConfig
-
-    tool = GPTQModel.load(str(model), QuantizeConfig(bits=4, group_size=128))
-    tool.quantize(texts(), batch_size=1)
-    tool.save(str(out))
-
-
-#: Bits of a block type of llama.cpp: codes, and a 16-bit scale, or a scale and a minimum, for 32 weights.
-PEERS = (
-    Peer("llama.cpp Q8_0", "gguf", llama_cpp("Q8_0", 8.5)),
-    Peer("llama.cpp Q5_1", "gguf", llama_cpp("Q5_1", 6.0)),
-    Peer("llama.cpp Q4_1", "gguf", llama_cpp("Q4_1", 5.0)),
-    Peer("llama.cpp Q4_0", "gguf", llama_cpp("Q4_0", 4.5)),
-    Peer("HQQ, 4 bits, groups of 64", "hqq", hqq),
-    Peer("llm-compressor, W4A16 by GPTQ", "llmcompressor", llm_compressor),
-    Peer("auto-round, W4A16", "auto-round", auto_round),
-    Peer("GPTQModel, 4 bits, groups of 128", "gptqmodel", gptqmodel),
-)
-
-
-def installed(package: str) -> str | None:
-    """The version of a package; None if it is not here."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def all_or_some(names: Sequence[str], label: str) -> bool:
@@ -223,11 +79,15 @@ def all_or_some(names: Sequence[str], label: str) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """A model in one format: its evaluation, seconds to make it, and tokens per second, if timed."""
+    """A model in one format: its evaluation, seconds to make it, bytes of its weights, and tokens per second.
+
+    A peer's rounded weights are stored in 16 bits, so bytes may be unknown; speed is if it was not timed.
+    """
 
     label: str
     report: EvalReport
     seconds: float
+    nbytes: int | None
     speed: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,8 +97,7 @@ class Row:
             "label": self.label,
             "stored_as": sizes.format,
             "bits_per_weight": sizes.linears,
-            # A peer's rounded weights are stored in 16 bits.
-            "bytes": None if sizes.format == self.label else sizes.file_bytes,
+            "bytes": self.nbytes,
             "texts": {
                 name: {key: getattr(found, key) for key in _KEPT} for name, found in self.report.texts.items()
             },
@@ -255,7 +114,7 @@ def of_weights(sizes: Sizes, bits: float, label: str) -> Sizes:
 def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[Row], list[str], float | None]:
     """Return the rows of a model, notes on peers that are not in it, and the speed of the original."""
     source = resolve(model)
-    made: dict[str, tuple[Path, float | None]] = {}
+    made: dict[str, tuple[Path, Made | None]] = {}
     notes: list[str] = []
     seconds: dict[str, float] = {}
     for name, given in WIDTHS.items():
@@ -284,16 +143,17 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
         place = work / "".join(letter if letter.isalnum() else "-" for letter in peer.label)
         begin = time.perf_counter()
         try:
-            bits = peer.make(source, place)
+            stands_for = peer.make(source, place, Data.of(options.calibration, options.samples))
             # Some write into a folder of their own.
             place = sorted(place.rglob("config.json"))[0].parent
             load(place, device="cpu")
         except Exception as error:  # whatever another tool raises is a line of the page
             notes.append(f"{peer.label} ({peer.package} {found}): {type(error).__name__}: {str(error)[:200]}")
             continue
-        made[peer.label] = (place, bits)
+        made[peer.label] = (place, stands_for)
         seconds[peer.label] = time.perf_counter() - begin
-        notes.append(f"{peer.label}: {peer.package} {found}")
+        remark = f"; {stands_for.remark}" if stands_for is not None and stands_for.remark else ""
+        notes.append(f"{peer.label}: {peer.package} {found}{remark}")
         print(f"quantized by {peer.label}", file=sys.stderr, flush=True)
     asked = EvalOptions(
         texts=tuple(options.text), against=source, window=options.window, max_windows=options.max_windows,
@@ -301,14 +161,16 @@ def measure(model: str, options: argparse.Namespace, work: Path) -> tuple[list[R
     )  # fmt: skip
     rows = []
     reports = evaluate_many([place for place, _ in made.values()], asked)
-    for (name, (_, bits)), report in zip(made.items(), reports, strict=True):
+    for (name, (_, stands_for)), report in zip(made.items(), reports, strict=True):
         if all(found.kl_mean == 0 for found in report.texts.values()):
             notes.append(f"{name}: left out, as its predictions are the original's: nothing was quantized")
             continue
         labelled = replace(report, label=name)
-        if bits is not None:
-            labelled = replace(labelled, sizes=of_weights(report.sizes, bits, name))
-        rows.append(Row(name, labelled, seconds[name]))
+        nbytes: int | None = report.sizes.file_bytes
+        if stands_for is not None:
+            labelled = replace(labelled, sizes=of_weights(report.sizes, stands_for.bits, name))
+            nbytes = stands_for.nbytes
+        rows.append(Row(name, labelled, seconds[name], nbytes))
     dense = None
     if options.no_speed:
         notes.append("decoding: not timed (`--no-speed`)")
@@ -345,9 +207,8 @@ def table(rows: Sequence[Row], name: str, dense: float | None) -> Table:
     assert original is not None
     for row in rows:
         sizes = row.report.sizes
-        is_rounded = sizes.format == row.label
-        size = ("-", "-") if is_rounded else (
-            size_text(sizes.file_bytes), ratio_text(sizes.file_bytes, original.file_bytes)
+        size = ("-", "-") if row.nbytes is None else (
+            size_text(row.nbytes), ratio_text(row.nbytes, original.file_bytes)
         )  # fmt: skip
         line = [row.label, "-" if sizes.linears is None else f"{sizes.linears:.3f}", *size]
         for found in row.report.texts.values():

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+STORIES = Path(__file__).parents[1] / "examples" / "stories260K"
 
 
 def imported_by(statement: str) -> set[str]:
@@ -33,3 +36,20 @@ def test_quantize_tensor_needs_no_transformers() -> None:
     modules = imported_by("import quantkit; quantkit.quantize_tensor")
     assert "torch" in modules
     assert not modules & {"transformers", "triton", "lm_eval", "huggingface_hub"}
+
+
+def test_a_plan_runs_without_what_only_other_commands_need() -> None:
+    modules = imported_by(f"import quantkit; quantkit.plan({str(STORIES)!r})")
+    parts = {
+        "quantkit.quantizing",
+        "quantkit.converting",
+        "quantkit.quantization.allocate.allocate",
+        "quantkit.quantization.distill.distill",
+        "quantkit.quantization.blockwise.calibration_data",
+        "quantkit.runtime.generate",
+        "quantkit.runtime.cuda_graphs.capture",
+        "quantkit.eval.evaluate",
+        "quantkit.bench.speed",
+    }
+    assert "quantkit.planning" in modules
+    assert not modules & {*parts, "matplotlib", "datasets", "lm_eval", "peft", "gguf", "pandas"}

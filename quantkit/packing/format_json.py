@@ -29,7 +29,8 @@ def format_to_json(number_format: NumberFormat) -> str | dict[str, Any]:
         return number_format.name
     kind = next(kind for kind, cls in _KINDS.items() if type(number_format) is cls)
     data = asdict(number_format)
-    return {"kind": kind, **{key: list(v) if isinstance(v, tuple) else v for key, v in data.items()}}
+    # Values of a book are read as floats, also where code wrote integers.
+    return {"kind": kind, **{k: list(map(float, v)) if isinstance(v, tuple) else v for k, v in data.items()}}
 
 
 def format_from_json(data: object) -> NumberFormat:

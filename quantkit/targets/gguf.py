@@ -46,7 +46,7 @@ from quantkit.targets.target import (
 )
 
 #: Schemes of block types with a grid, the smallest first.
-_SCHEMES: Mapping[SupportedScheme, BlockType] = {
+SCHEMES: Mapping[SupportedScheme, BlockType] = {
     SupportedScheme(
         row.name,
         row.grid.format,
@@ -59,8 +59,8 @@ _SCHEMES: Mapping[SupportedScheme, BlockType] = {
 }
 _SUPPORTED = SupportedSchemes(
     "gguf",
-    tuple(_SCHEMES),
-    ", ".join(f"{one.name} ({one.format.name}, groups of {one.groups[0]})" for one in _SCHEMES),
+    tuple(SCHEMES),
+    ", ".join(f"{one.name} ({one.format.name}, groups of {one.groups[0]})" for one in SCHEMES),
     "Quantize with --format int4 or int8, --group-size 32 and --scale-dtype float16, or --format mxfp4, "
     "without zero-points",
 )
@@ -199,7 +199,7 @@ def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
             if isinstance(supported, str):
                 refused[tensor.module] = supported
                 continue
-            parts.append(_Part(found, tensor, _SCHEMES[supported], supported))
+            parts.append(_Part(found, tensor, SCHEMES[supported], supported))
         else:
             # llama.cpp multiplies by vectors in float32 only, which has the same numbers.
             wanted = torch.float32 if len(tensor.shape) == 1 or found.is_row else tensor.torch_dtype
@@ -210,10 +210,10 @@ def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
 
 def _smallest(checkpoint: Checkpoint, matrix: StoredMatrix) -> SupportedScheme | str:
     """Return the smallest scheme that represents the weights of a matrix, or why none does."""
-    reasons = {supported: why_unsupported(matrix, supported) for supported in _SCHEMES}
+    reasons = {supported: why_unsupported(matrix, supported) for supported in SCHEMES}
     fitting = [supported for supported, reason in reasons.items() if reason is None]
     if not fitting:
-        of_format = [reasons[one] for one in _SCHEMES if one.code_table(matrix.scheme.format) is not None]
+        of_format = [reasons[one] for one in SCHEMES if one.code_table(matrix.scheme.format) is not None]
         why = (of_format or list(reasons.values()))[0]
         return f"it is {matrix.scheme}, and {why}"
     for supported in fitting:

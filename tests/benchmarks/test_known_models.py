@@ -1,5 +1,6 @@
 """The page of a model from 8 bits to 1."""
 
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,12 @@ TEXT = Path(__file__).parents[2] / "examples" / "stories.txt"
 SHORT = ("--max-windows", "1", "--window", "128", "--no-speed")
 
 
+@pytest.fixture
+def peers(benchmark: ModuleType) -> ModuleType:
+    """The module of other tools; the one that is measured with has put its folder on the path."""
+    return importlib.import_module("peers")
+
+
 def known(benchmark: ModuleType, model: Path, out: Path, *options: str) -> dict[str, object]:
     benchmark.main([str(model), "--text", str(TEXT), "--out", str(out), *SHORT, *options])
     found: dict[str, object] = json.loads((out / model.name / "known.json").read_text())
@@ -17,9 +24,9 @@ def known(benchmark: ModuleType, model: Path, out: Path, *options: str) -> dict[
 
 
 def test_a_row_is_measured_and_what_did_not_run_is_named(
-    benchmark: ModuleType, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    benchmark: ModuleType, peers: ModuleType, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmark, "PEERS", (benchmark.Peer("Other", "not-installed", lambda *_: None),))
+    monkeypatch.setattr(benchmark, "PEERS", (peers.Peer("Other", "not-installed", lambda *_: None),))
     options = ("--row", "int4", "--row", "int4 gptq", "--without", "gptq", "--peers", "--about", "Tiny.")
     found = known(benchmark, stories, tmp_path, *options)
     (row,) = found["rows"]
@@ -37,6 +44,23 @@ def test_a_row_is_measured_and_what_did_not_run_is_named(
     page = (tmp_path / stories.name / "known.md").read_text()
     assert f"| {row['label']} | {row['bits_per_weight']:.3f} |" in page
     assert f"{metrics['perplexity']:.5g}" in page and "Tiny." in page
+
+
+def test_a_peer_has_the_bits_and_bytes_that_its_weights_stand_for(
+    benchmark: ModuleType, peers: ModuleType, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(model: Path, out: Path, data: object) -> object:
+        peers.rounded(model, out, lambda weight: (weight * 8).round() / 8)
+        return peers.Made(3.5, 12_340_000, "its linears are coarse")
+
+    monkeypatch.setattr(benchmark, "PEERS", (peers.Peer("Coarse", "torch", make),))
+    found = known(benchmark, stories, tmp_path, "--row", "int8", "--peers")
+    ours, coarse = found["rows"]
+    assert (coarse["label"], coarse["bits_per_weight"], coarse["bytes"]) == ("Coarse", 3.5, 12_340_000)
+    kl = [row["texts"]["stories.txt"]["kl_mean"] for row in (ours, coarse)]
+    assert kl[1] > 10 * kl[0] and coarse["stored_as"] == "Coarse"
+    assert f"Coarse: torch {peers.installed('torch')}; its linears are coarse" in found["notes"]
+    assert "| Coarse | 3.500 | 12.34 MB |" in (tmp_path / stories.name / "known.md").read_text()
 
 
 def test_methods_with_data_take_the_calibration(

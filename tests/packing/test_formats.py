@@ -335,6 +335,11 @@ def test_every_format_survives_json(fmt: NumberFormat) -> None:
     assert format_from_json(json.loads(json.dumps(written))) == fmt
 
 
+def test_a_book_of_integers_survives_json() -> None:
+    fmt = CodebookFormat("whole", 2, (-8, 0, 1, 8))
+    assert format_from_json(json.loads(json.dumps(format_to_json(fmt)))) == fmt
+
+
 CUSTOM: dict[str, Any] = {"kind": "codebook", "name": "third", "bits": 2, "book": [-1.0, 0.0, 0.25, 1.0]}
 MINE: dict[str, Any] = {
     **{"kind": "float", "name": "mine", "bits": 4, "reserved": 0},

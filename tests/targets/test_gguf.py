@@ -43,7 +43,8 @@ REFUSED = {
     "its code book is fitted to it": {"format": "book4", "scale_dtype": None},
     r"its scale \S+ is no float8_e8m0fnu": {"format": "fp4"},
 }
-
+#: Types that `convert` keeps.
+GRIDS = sorted(row.name for row in BLOCK_TYPES.values() if row.grid)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -59,7 +60,7 @@ def tensors(path: Path) -> dict[str, Any]:
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
 
-@pytest.mark.parametrize("name", sorted(row.name for row in BLOCK_TYPES.values() if row.grid))
+@pytest.mark.parametrize("name", GRIDS)
 def test_blocks_are_joined_as_they_were(name: str) -> None:
     row = next(row for row in BLOCK_TYPES.values() if row.name == name)
     blocks = torch.randint(0, 256, (64, row.nbytes), dtype=torch.uint8)
@@ -229,6 +230,23 @@ def test_a_file_that_was_converted_is_written_again(tmp_path: Path, run: Run) ->
     manifest = read_manifest(tmp_path / "out")
     assert manifest["export"]["to"] == "gguf" and not verify_files(tmp_path / "out", manifest)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_type_that_convert_keeps_is_written_again(tmp_path: Path, name: str) -> None:
+    # Blocks of TQ2_0 have 256 weights.
+    model = tiny_model("llama", hidden_size=256, intermediate_size=256, head_dim=64)
+    source = write_gguf(
+        *(tmp_path / "tiny.gguf", "llama", model),
+        lambda tensor, shape: name if tensor.startswith("blk") and len(shape) == 2 else "F32",
+    )
+    quantkit.convert(source, tmp_path / "packed")
+    quantkit.export(tmp_path / "packed", tmp_path / "out", "gguf")
+    stored, written = tensors(source), tensors(tmp_path / "out/model.gguf")
+    assert stored["blk.1.attn_q.weight"].tensor_type.name == name
+    for tensor, found in stored.items():
+        assert found.tensor_type == written[tensor].tensor_type, tensor
+        assert np.array_equal(found.data, written[tensor].data), tensor
 
 
 def test_rotary_scaling_of_llama_3_is_a_tensor(pack: Pack, tmp_path: Path) -> None:

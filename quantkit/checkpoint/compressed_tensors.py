@@ -137,7 +137,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         "int",
         packing="bytes",
         columns=4,
-        activations=(None, "int8"),
+        activations=(None, "int8", "int8-static"),
     ),
     CompressedTensorsFormat(_PACKED, ("int2",), _MODEL_SCALES, "int"),
     CompressedTensorsFormat(

@@ -23,7 +23,7 @@ from quantkit.checkpoint.engines import (
 #: Rounded inputs, as `Stored.activations`.
 _INT8_X, _FP8_X, _FP8_GROUPS_X = ("int8 token",), ("fp8-e4m3 token",), ("fp8-e4m3 g128",)
 _MXFP8_X, _MXFP4_X = ("fp8-e4m3 g32 e8m0",), ("fp4-e2m1 g32 e8m0",)
-_STATIC_FP8_X, _NVFP4_X = ("fp8-e4m3 tensor",), ("fp4-e2m1 g16 e4m3",)
+_STATIC_INT8_X, _STATIC_FP8_X, _NVFP4_X = ("int8 tensor",), ("fp8-e4m3 tensor",), ("fp4-e2m1 g16 e4m3",)
 INT8 = "int-quantized"
 _GIVE_W8A8 = "Choose scales per channel: --scheme W8A8."
 _GIVE_FP8 = "Choose --scheme FP8_DYNAMIC or FP8_BLOCK."
@@ -139,7 +139,23 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
                 instead=_GIVE_FP8,
                 activations=(*_FP8_X, *_FP8_GROUPS_X),
             ),
-            Support(engine, INT8, WHOLE, LINEARS, ("CompressedTensorsW8A8Int8",), activations=_INT8_X),
+            Support(
+                engine,
+                INT8,
+                WHOLE,
+                LINEARS,
+                ("CompressedTensorsW8A8Int8",),
+                activations=(*_INT8_X, *_STATIC_INT8_X),
+            ),
+            Support(
+                engine,
+                INT8,
+                WHOLE,
+                EXPERTS,
+                what="int8 experts with static input scales",
+                instead="Give the experts fp8 with fp8 inputs.",
+                activations=_STATIC_INT8_X,
+            ),
         )
     ),
     *(
@@ -195,7 +211,7 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
             ALL_KINDS,
             what="int8 in groups with int8 inputs",
             instead=_GIVE_W8A8,
-            activations=_INT8_X,
+            activations=(*_INT8_X, *_STATIC_INT8_X),
         )
         for engine in (VLLM, SGLANG)
     ),
@@ -248,7 +264,7 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
         row
         for form, strategies, x in (
             (INT, GROUPS, (*_INT8_X, *_FP8_X)),
-            (INT8, (*WHOLE, "group"), _INT8_X),
+            (INT8, (*WHOLE, "group"), (*_INT8_X, *_STATIC_INT8_X)),
             (FP8, (*WHOLE, "group", BLOCK, OTHER_BLOCKS), (*_FP8_X, *_FP8_GROUPS_X, *_STATIC_FP8_X)),
             (NVFP4, ("tensor_group",), _NVFP4_X),
             (MXFP8, ("group",), _MXFP8_X),

@@ -33,7 +33,7 @@ TOKENS = torch.arange(3, 15).view(2, 6)
 
 
 def _arguments(bits: int, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False, **more}
+    return {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False} | more
 
 
 def _compressed(form: str, weights: Any, inputs: Any, **more: Any) -> dict[str, Any]:
@@ -48,6 +48,11 @@ def _compressed(form: str, weights: Any, inputs: Any, **more: Any) -> dict[str, 
     }
 
 
+INT8 = _compressed(
+    "int-quantized",
+    _arguments(8, type="int", strategy="channel"),
+    _arguments(8, type="int", strategy="tensor"),
+)
 FP8 = _compressed("float-quantized", _arguments(8, strategy="channel"), _arguments(8, strategy="tensor"))
 _NVFP4 = _arguments(4, strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
 NVFP4 = _compressed("nvfp4-pack-quantized", _NVFP4, _NVFP4 | {"dynamic": "local"})
@@ -65,6 +70,11 @@ def fp8(weight: torch.Tensor) -> Tensors:
 def fp8_tensor(weight: torch.Tensor) -> Tensors:
     scale = weight.abs().amax() / 448
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def int8(weight: torch.Tensor) -> Tensors:
+    scale = weight.abs().amax(1, keepdim=True) / 127.5
+    return {"weight": (weight / scale).round().clamp(-128, 127).to(torch.int8), "weight_scale": scale}
 
 
 def nvfp4(weight: torch.Tensor) -> Tensors:
@@ -167,6 +177,7 @@ def logits(model: Any) -> torch.Tensor:
 
 CASES: dict[str, tuple[Any, ...]] = {
     "llm-compressor": (fp8, FP8, "input_scale", "fp8-static", "input_scale"),
+    "llm-compressor int8": (int8, INT8, "input_scale", "int8-static", "input_scale"),
     "llm-compressor nvfp4": (nvfp4, NVFP4, "input_global_scale", "nvfp4", "input_global_scale"),
     "AutoFP8": (fp8_tensor, AUTO_FP8, "input_scale", "fp8-static", "input_scale"),
     "transformers": (fp8_tensor, AUTO_FP8, "activation_scale", "fp8-static", "input_scale"),
@@ -216,9 +227,9 @@ def test_modelopt_nvfp4_stores_inverse_factors(tmp_path: Path) -> None:
         assert_close(logits(packed), logits(twin_of(source, "nvfp4", inverse)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llm-compressor", "llm-compressor nvfp4"])
+@pytest.mark.parametrize("case", ["llm-compressor", "llm-compressor int8", "llm-compressor nvfp4"])
 def test_compressed_tensors_computes_the_same(case: str, tmp_path: Path) -> None:
-    """Every linear of its own run rounds its inputs to the same numbers; with FP8 also the logits agree."""
+    """Every linear of its own run rounds its inputs to the same numbers; in float32 also the logits agree."""
     quantized = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward").forward_quantize
     pack, section, part, activations, written = CASES[case]
 
@@ -318,12 +329,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         f"tensor '{UP}.input_scale' is F32 [2]: expected one float, the static scale of all values. Convert",
     ),
     "integer": ({"change": _set(f"{UP}.input_scale", [1])}, "is I64 [1]: expected one float"),
-    "int8 inputs": (
-        {"section": _inputs(type="int", strategy="tensor")},
-        "rounds the inputs of 'model.layers.0.mlp.down_proj' by static scales of num_bits 8, type int, "
-        "symmetric True, dynamic False, strategy tensor; expected FP8 with one scale, or NVFP4. Convert",
+    "int4 inputs": (
+        {"section": _inputs(type="int", num_bits=4, strategy="tensor")},
+        "rounds the inputs of 'model.layers.0.mlp.down_proj' by static scales of num_bits 4, type int, "
+        "symmetric True, dynamic False, strategy tensor; expected symmetric FP8 or int8 with one scale, or "
+        "NVFP4. Convert",
     ),
-    "per token": ({"section": _inputs(strategy="token")}, "strategy token; expected FP8 with one scale"),
+    "asymmetric": (
+        {"section": _inputs(type="int", symmetric=False)},
+        "type int, symmetric False, dynamic False; expected symmetric FP8 or int8 with one scale",
+    ),
+    "per token": ({"section": _inputs(strategy="token")}, "strategy token; expected symmetric FP8 or int8"),
     "zero-point": (
         {"change": _set(f"{UP}.input_zero_point", [3])},
         f"tensor '{UP}.input_zero_point' is a scale or zero-point of activations that the packed linears "
@@ -403,7 +419,7 @@ def test_odd_values_in_the_config_are_no_crash(odd: Any) -> None:
         assert stored.are_rounded in (True, False)
 
 
-@pytest.mark.parametrize("case", ["missing", "zero-point", "int8 inputs", "keys missing"])
+@pytest.mark.parametrize("case", ["missing", "zero-point", "int4 inputs", "keys missing"])
 def test_weights_alone_are_converted(case: str, tmp_path: Path) -> None:
     source = source_of(tmp_path / "in", **REFUSED[case][0])
     result = quantkit.convert(source, tmp_path / "out", ConvertOptions(without_activations=True))

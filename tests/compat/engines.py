@@ -84,7 +84,7 @@ FOLDERS = {
 READS = "compressed_tensors.compressed_tensors"
 REAL = re.compile(
     r"\.utils\.config_utils|\.compressed_tensors"
-    r"\.(utils|compressed_tensors|schemes(\.\w+)?|compressed_tensors_moe(\.compressed_tensors_moe)?)"
+    r"\.(utils|compressed_tensors|schemes(\.\w+)?|compressed_tensors_moe(\.compressed_tensors_moe(_w8a8_fp8)?)?)"
 )
 
 

@@ -94,9 +94,15 @@ class ActivationScheme:
         """Return the scheme without its stored number, as a recipe has it."""
         return self if self.stored is None else replace(self, stored=None)
 
-    def bind(self, stored: float) -> "ActivationScheme":
-        """Return the static scheme with the number that a linear stores; `FormatError` if it is no scale."""
-        return replace(self, stored=stored)
+    def bind(self, *stored: float) -> "ActivationScheme":
+        """Return the static scheme with the number that a linear stores; `FormatError` if it is no scale.
+
+        Of several numbers it takes the one for the largest inputs: experts of a layer store one each, and
+        round by one.
+        """
+        wrong = next((one for one in stored if not _is_scale(one)), None)
+        widest = max(stored) if self.scale == "float32" else min(stored)
+        return replace(self, stored=widest if wrong is None else wrong)
 
     def fit(self, largest: float) -> "ActivationScheme":
         """Return the static scheme for inputs whose largest magnitude is `largest`, as in compressed-tensors.

@@ -1,6 +1,7 @@
 """Converting sources with static scales: linears round their inputs by the numbers of the source."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -528,13 +529,46 @@ def test_zero_points_of_zero_and_dynamic_scales_are_left_out(tmp_path: Path) -> 
     assert any("round their inputs. Those of the result do not." in note for note in result.plan.notes)
 
 
-def test_experts_have_no_static_scales(tmp_path: Path) -> None:
+EXPERT = re.compile(r"\.experts\.\d+\.\w+\.input_scale$")
+
+
+def test_scales_of_experts_are_kept_and_a_layer_rounds_by_the_largest(tmp_path: Path) -> None:
     source = source_of(tmp_path / "in", fp8_tensor, AUTO_FP8, family="qwen3_moe")
-    with pytest.raises(
-        CheckpointError, match=r"static scale of the inputs of experts '.*--without-activations"
-    ):
+    result = quantkit.convert(source, tmp_path / "out")
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "out/model.safetensors")
+    scales = {name: float(one) for name, one in before.items() if EXPERT.search(name)}
+    assert len(scales) == 2 * 4 * 3 == len(set(scales.values()))
+    for name, number in scales.items():
+        assert_equal(after[name], torch.tensor([number]), name=name)
+    assert any("all experts of a layer by the largest, as vLLM does." in one for one in result.plan.notes)
+    packed = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float32)
+    for layer in range(2):
+        experts = packed.model.layers[layer].mlp.experts
+        for parameter, leaves in (("gate_up_proj", "gate up"), ("down_proj", "down")):
+            own = [
+                number
+                for name, number in scales.items()
+                if name.startswith(f"model.layers.{layer}.")
+                and any(f".{leaf}_proj." in name for leaf in leaves.split())
+            ]
+            assert experts.inputs_of(parameter).stored == max(own)
+    assert compare_with_source(tmp_path / "out", source).problems == ()
+    changed = next(iter(scales))
+    save_file(after | {changed: torch.tensor([0.25])}, tmp_path / "out/model.safetensors", {"format": "pt"})
+    (problem,) = compare_with_source(tmp_path / "out", source).problems
+    assert problem.startswith(f"{changed} is [0.25], and ")
+    quantkit.convert(source, tmp_path / "alone", ConvertOptions(without_activations=True))
+
+
+def test_experts_of_which_some_have_no_scale_are_refused(tmp_path: Path) -> None:
+    def drop(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts.2." in name and name.endswith("input_scale")]:
+            del tensors[name]
+
+    source = source_of(tmp_path / "in", fp8_tensor, None, family="qwen3_moe", change=drop)
+    with pytest.raises(CheckpointError, match=r"have static scales of inputs; expected one of each. Convert"):
         quantkit.convert(source, tmp_path / "out")
-    quantkit.convert(source, tmp_path / "out", ConvertOptions(without_activations=True))
 
 
 def test_a_resumed_conversion_asks_for_the_same_scales(tmp_path: Path) -> None:
@@ -544,10 +578,13 @@ def test_a_resumed_conversion_asks_for_the_same_scales(tmp_path: Path) -> None:
         quantkit.convert(source, tmp_path / "out", ConvertOptions(resume=True))
 
 
-def test_what_quantkit_wrote_for_llm_compressors_scheme_comes_back(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("family", "rules"), [("llama", ()), ("qwen3_moe", ("*.experts.*=fp8:tensor",))])
+def test_what_quantkit_wrote_for_llm_compressors_scheme_comes_back(
+    tmp_path: Path, text: str, family: str, rules: tuple[str, ...]
+) -> None:
     """Without quantkit's section the directory is one of compressed-tensors."""
-    source, out = write(tmp_path / "in", "llama", num_hidden_layers=2, intermediate_size=96), tmp_path / "out"
-    quantize(source, out, scheme="FP8", method="rtn", kv_scales="fp8", calibration=data(text))
+    source, out = write(tmp_path / "in", family, num_hidden_layers=2, intermediate_size=96), tmp_path / "out"
+    quantize(source, out, scheme="FP8", method="rtn", rules=rules, kv_scales="fp8", calibration=data(text))
     config = json.loads((out / "config.json").read_text())
     del config["quantization_config"]["quantkit"]
     (out / "config.json").write_text(json.dumps(config))

@@ -1,7 +1,7 @@
 """Names of formats, activations and schemes on the command line. Imports no torch, as `--help` shows them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,11 @@ class SchemePreset:
     zero_point: Literal["integer"] | None = None
     activations: str | None = None
     packing: Literal["bits", "stream"] = "bits"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as a `Choice` of a recipe has them."""
+        return {name: value for name, value in vars(self).items() if value not in (None, "bits")}
 
 
 #: Names of llm-compressor and compressed-tensors 0.20, whose INT8 is W8A8, and W8A8_STATIC, for which they

@@ -129,7 +129,7 @@ def measure(
     are measured after the rotary embedding, as a cache stores them. Raises `UsageError` for a module that
     does not run on the samples, and for magnitudes that are zero or not finite.
     """
-    inputs, states = _Largest[str | Expert](), _Largest[str]()
+    inputs, states = Largest[str | Expert](), Largest[str]()
     widest = _WIDEST * decoder.hidden_size
     rows = batch_size(samples.tokens.shape, False, widest, decoder.device.type)
     batches = torch.split(samples.tokens, 1 if samples.beside else rows)
@@ -145,7 +145,7 @@ def measure(
             block, in_block = decoder.block(name), wanted.within(name)
             report(0, f"{name}, its inputs")
             cache = _cache(in_block.keys_and_values, states)
-            with _seeing(block, in_block, inputs), decoder.loaded(block):
+            with seeing(block, in_block, inputs), decoder.loaded(block):
                 list(workers.map(partial(_run, block, cache), passes))
         if name is not None and name in wanted.linears:
             for one in passes:
@@ -191,7 +191,7 @@ def _by_parameter(wanted: Mapping[str, Expert]) -> dict[str, list[int]]:
     return {parameter: sorted(of_one) for parameter, of_one in sorted(numbers.items())}
 
 
-class _Largest(Generic[Key]):
+class Largest(Generic[Key]):
     """Thread-safe collector of the largest magnitude of each module, or other key."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class _Largest(Generic[Key]):
             self.found[module] = before if math.isnan(before) or largest <= before else largest
 
 
-def _cache(modules: frozenset[str], largest: _Largest[str]) -> Any:
+def _cache(modules: frozenset[str], largest: Largest[str]) -> Any:
     """Return a KV cache that records the magnitudes of keys and values and stores nothing.
 
     Returns None without `modules`.
@@ -240,7 +240,7 @@ def _run(block: Block, cache: Any, one: ModelPass) -> None:
 
 
 @contextmanager
-def _seeing(block: Block, wanted: Wanted, largest: _Largest[str | Expert]) -> Iterator[None]:
+def seeing(block: Block, wanted: Wanted, largest: Largest[str | Expert]) -> Iterator[None]:
     """Context manager: record the inputs of the linears and experts `wanted` of `block` in `largest`."""
 
     def of_linear(_: nn.Module, inputs: tuple[torch.Tensor, ...], *, name: str) -> None:

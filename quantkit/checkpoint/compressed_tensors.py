@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.engine_support import readers
+from quantkit.checkpoint.engine_support import readers, support
 from quantkit.checkpoint.engines import ENGINES, VLLM, LayerKind, Stored
 from quantkit.errors import FormatError
 from quantkit.packing.activations import ActivationScheme, ScaleKind, activations_named
@@ -137,7 +137,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
         "int",
         packing="bytes",
         columns=4,
-        activations=(None, "int8"),
+        activations=(None, "int8", "int8-static"),
     ),
     CompressedTensorsFormat(_PACKED, ("int2",), _MODEL_SCALES, "int"),
     CompressedTensorsFormat(
@@ -206,6 +206,10 @@ class _Case:
     def granularity(self) -> str:
         grouped = isinstance(self.scheme.group_size, int) and self.scheme.group_rows == 1
         return f"g{self.group}" if grouped else self.scheme.granularity
+
+    def of_experts(self, row: CompressedTensorsFormat) -> Stored:
+        """Return the storage of such experts in the format `row`."""
+        return row.stored_as("", "experts", self.scheme, (self.scheme.group_rows, self.columns))
 
 
 Row = CompressedTensorsFormat
@@ -296,15 +300,11 @@ _CHECKS: tuple[tuple[Callable[[Row, _Case], bool], Callable[[Rows, _Case], str]]
         ),
     ),
     (
-        lambda row, case: (
-            not case.experts
-            or bool(
-                readers(row.stored_as("", "experts", case.scheme, (case.scheme.group_rows, case.columns)))
-            )
-        ),
+        lambda row, case: not case.experts or bool(readers(case.of_experts(row))),
         lambda rows, case: (
-            f"has {case.scheme.format.name} {case.granularity} with {case.scheme.scale_type.name} scales for "
-            f"experts, which none of {', '.join(engine.name for engine in ENGINES)} reads"
+            f"has {case.scheme.format.name} {case.granularity} with {case.scheme.scale_type.name} scales"
+            f"{_inputs_beside(case)} for experts, which none of "
+            f"{', '.join(engine.name for engine in ENGINES)} reads{_instead(rows, case)}"
         ),
     ),
 )
@@ -316,6 +316,17 @@ def _remedy(rows: Rows, case: _Case) -> str:
         return ""
     sizes = (size for size in _SIZES if size < case.group and case.columns % size == 0)
     return f"; --group-size {next(sizes, 'channel')} does"
+
+
+def _inputs_beside(case: _Case) -> str:
+    """Return text on the rounded inputs of `case`; "" if inputs are as they are."""
+    return "" if case.scheme.activations is None else f" and {case.scheme.activations} inputs"
+
+
+def _instead(rows: Rows, case: _Case) -> str:
+    """Return what the first engine reads in place of such experts, as the end of a sentence."""
+    instead = support(ENGINES[0], case.of_experts(rows[0])).instead.removesuffix(".")
+    return f"; {instead[:1].lower()}{instead[1:]}"
 
 
 def why_not_compressed_tensors(scheme: Scheme, columns: int, *, experts: bool = False) -> str | None:

@@ -23,29 +23,22 @@ from quantkit.checkpoint.engines import (
 #: Rounded inputs, as `Stored.activations`.
 _INT8_X, _FP8_X, _FP8_GROUPS_X = ("int8 token",), ("fp8-e4m3 token",), ("fp8-e4m3 g128",)
 _MXFP8_X, _MXFP4_X = ("fp8-e4m3 g32 e8m0",), ("fp4-e2m1 g32 e8m0",)
-_STATIC_FP8_X, _NVFP4_X = ("fp8-e4m3 tensor",), ("fp4-e2m1 g16 e4m3",)
+_STATIC_INT8_X, _STATIC_FP8_X, _NVFP4_X = ("int8 tensor",), ("fp8-e4m3 tensor",), ("fp4-e2m1 g16 e4m3",)
 INT8 = "int-quantized"
 _GIVE_W8A8 = "Choose scales per channel: --scheme W8A8."
 _GIVE_FP8 = "Choose --scheme FP8_DYNAMIC or FP8_BLOCK."
 _ELSEWHERE = "on other than Blackwell GPUs leaves x as it is, so accuracy is not what quantkit measures"
 _ROUNDS_OTHERWISE = "fp8 with inputs rounded per token and weights in blocks, or the other way round"
-#: (engine, experts that read fp8 with one scale per channel, per tensor, in blocks)
-_FP8_EXPERTS_OF = (
-    (VLLM, ("CompressedTensorsW8A8Fp8MoEMethod",), ("CompressedTensorsW8A8Fp8MoEMethod",)),
-    (SGLANG, ("CompressedTensorsW8A8Fp8MoE",), ()),
-)
-#: (engine, scales of weights of experts with static inputs, their class, class of NVFP4 linears, of experts)
-_STATIC_OF: tuple[tuple[Engine, tuple[str, ...], str, str, str], ...] = (
+#: (engine, class of fp8 experts, of NVFP4 linears, of NVFP4 experts)
+_CLASSES_OF: tuple[tuple[Engine, str, str, str], ...] = (
     (
         VLLM,
-        WHOLE,
         "CompressedTensorsW8A8Fp8MoEMethod",
         "CompressedTensorsW4A4Fp4",
         "CompressedTensorsW4A4Nvfp4MoEMethod",
     ),
     (
         SGLANG,
-        ("tensor",),
         "CompressedTensorsW8A8Fp8MoE",
         "CompressedTensorsW4A16Fp4",
         "CompressedTensorsW4A16Nvfp4MoE",
@@ -84,24 +77,23 @@ _VLLM_GROUPS = (
 ACTIVATION_SUPPORT: tuple[Support, ...] = (
     *(
         row
-        for engine, of_channels, of_tensor in _FP8_EXPERTS_OF
+        for engine, of_experts, _, _ in _CLASSES_OF
         for row in (
             Support(engine, FP8, WHOLE, LINEARS, ("CompressedTensorsW8A8Fp8",), activations=_FP8_X),
-            Support(engine, FP8, ("channel",), EXPERTS, of_channels, activations=_FP8_X),
+            Support(engine, FP8, ("channel",), EXPERTS, (of_experts,), activations=_FP8_X),
             Support(
                 engine,
                 FP8,
                 ("tensor",),
                 EXPERTS,
-                of_tensor,
-                what="" if of_tensor else "fp8 experts with one scale per tensor",
-                instead=_GIVE_FP8,
+                what="fp8 experts with one scale per tensor and inputs rounded per token",
+                instead="Choose --scheme FP8_DYNAMIC, or --activations fp8-static.",
                 activations=_FP8_X,
             ),
             Support(
                 engine, FP8, (BLOCK,), ("linear",), ("CompressedTensorsW8A8Fp8",), activations=_FP8_GROUPS_X
             ),
-            Support(engine, FP8, (BLOCK,), EXPERTS, of_channels, activations=_FP8_GROUPS_X),
+            Support(engine, FP8, (BLOCK,), EXPERTS, (of_experts,), activations=_FP8_GROUPS_X),
             Support(
                 engine,
                 FP8,
@@ -139,21 +131,46 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
                 instead=_GIVE_FP8,
                 activations=(*_FP8_X, *_FP8_GROUPS_X),
             ),
-            Support(engine, INT8, WHOLE, LINEARS, ("CompressedTensorsW8A8Int8",), activations=_INT8_X),
+            Support(
+                engine,
+                INT8,
+                WHOLE,
+                LINEARS,
+                ("CompressedTensorsW8A8Int8",),
+                activations=(*_INT8_X, *_STATIC_INT8_X),
+            ),
+            Support(
+                engine,
+                INT8,
+                WHOLE,
+                EXPERTS,
+                what="int8 experts with static input scales",
+                instead="Give the experts fp8 with fp8 inputs.",
+                activations=_STATIC_INT8_X,
+            ),
         )
     ),
     *(
         row
-        for engine, strategies, of_experts, of_nvfp4, of_nvfp4_experts in _STATIC_OF
+        for engine, of_experts, of_nvfp4, of_nvfp4_experts in _CLASSES_OF
         for row in (
             Support(engine, FP8, WHOLE, LINEARS, ("CompressedTensorsW8A8Fp8",), activations=_STATIC_FP8_X),
-            Support(engine, FP8, strategies, EXPERTS, (of_experts,), activations=_STATIC_FP8_X),
+            Support(engine, FP8, ("tensor",), EXPERTS, (of_experts,), activations=_STATIC_FP8_X),
             Support(
                 engine,
                 FP8,
-                (*WHOLE, "group", BLOCK, OTHER_BLOCKS),
+                ("channel",),
+                EXPERTS,
+                what="fp8 experts with static input scales and a scale per channel",
+                instead="Give the experts one scale per tensor: --rule '*.experts.*=fp8:tensor'.",
+                activations=_STATIC_FP8_X,
+            ),
+            Support(
+                engine,
+                FP8,
+                ("group", BLOCK, OTHER_BLOCKS),
                 ALL_KINDS,
-                what="fp8 in groups or blocks with static input scales, or such experts",
+                what="fp8 in groups or blocks with static input scales",
                 instead=_GIVE_FP8,
                 activations=_STATIC_FP8_X,
             ),
@@ -195,7 +212,7 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
             ALL_KINDS,
             what="int8 in groups with int8 inputs",
             instead=_GIVE_W8A8,
-            activations=_INT8_X,
+            activations=(*_INT8_X, *_STATIC_INT8_X),
         )
         for engine in (VLLM, SGLANG)
     ),
@@ -248,7 +265,7 @@ ACTIVATION_SUPPORT: tuple[Support, ...] = (
         row
         for form, strategies, x in (
             (INT, GROUPS, (*_INT8_X, *_FP8_X)),
-            (INT8, (*WHOLE, "group"), _INT8_X),
+            (INT8, (*WHOLE, "group"), (*_INT8_X, *_STATIC_INT8_X)),
             (FP8, (*WHOLE, "group", BLOCK, OTHER_BLOCKS), (*_FP8_X, *_FP8_GROUPS_X, *_STATIC_FP8_X)),
             (NVFP4, ("tensor_group",), _NVFP4_X),
             (MXFP8, ("group",), _MXFP8_X),

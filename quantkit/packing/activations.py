@@ -94,18 +94,25 @@ class ActivationScheme:
         """Return the scheme without its stored number, as a recipe has it."""
         return self if self.stored is None else replace(self, stored=None)
 
-    def bind(self, stored: float) -> "ActivationScheme":
-        """Return the static scheme with the number that a linear stores; `FormatError` if it is no scale."""
-        return replace(self, stored=stored)
+    def bind(self, *stored: float) -> "ActivationScheme":
+        """Return the static scheme with the number that a linear stores; `FormatError` if it is no scale.
+
+        Of several numbers it takes the one for the largest inputs: experts of a layer store one each, and
+        round by one.
+        """
+        wrong = next((one for one in stored if not _is_scale(one)), None)
+        widest = max(stored) if self.scale == "float32" else min(stored)
+        return replace(self, stored=widest if wrong is None else wrong)
 
     def fit(self, largest: float) -> "ActivationScheme":
         """Return the static scheme for inputs whose largest magnitude is `largest`, as in compressed-tensors.
 
-        A float32 scale makes `largest` the largest number of the format. The factor of e4m3 scales makes it
-        the largest number with the largest scale.
+        A float32 scale makes `largest` half the range of the format: its largest number, and 127.5 for int8.
+        The factor of e4m3 scales makes it the largest number with the largest scale.
         """
         # compressed-tensors divides a number by a tensor, which torch rounds twice, and two tensors.
-        most, seen = self.number_format.absmax, torch.tensor(largest, dtype=torch.float32)
+        form, seen = self.number_format, torch.tensor(largest, dtype=torch.float32)
+        most = (form.max - form.min) / 2
         found = seen / torch.tensor(most) if self.scale == "float32" else _E4M3_MAX * most / seen
         return self.bind(float(found))
 

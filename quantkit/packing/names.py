@@ -19,6 +19,9 @@ CONTAINERS: tuple[Container, ...] = ("compressed-tensors", "quantkit")
 #: Scale of the keys or values of an attention layer, a part beside the linear that makes them.
 KV_PARTS = {"k_proj": "k_scale", "v_proj": "v_scale"}
 
+#: Begins the names of parts that hold numbers of the scales of inputs.
+_OF_INPUTS = "input_"
+
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -43,9 +46,18 @@ class StoredFormat:
 
         Parts of inputs belong to the linear: "input_scale" for the parameter "weight".
         """
-        if part.startswith("input_"):
+        if part.startswith(_OF_INPUTS) and parameter.endswith("weight"):
             return parameter.removesuffix("weight") + part
-        return parameter + (self.words_suffix if part == "packed" else f"_{part}")
+        return parameter + self._suffix(part)
+
+    def parameter_name(self, name: str, part: str) -> str:
+        """Return the name of the parameter whose `part` has `name`, the inverse of `part_name`."""
+        if part.startswith(_OF_INPUTS) and not name.endswith(f"_{part}"):
+            return name.removesuffix(part) + "weight"
+        return name.removesuffix(self._suffix(part))
+
+    def _suffix(self, part: str) -> str:
+        return self.words_suffix if part == "packed" else f"_{part}"
 
     def shapes(self, storage: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each part in a file, from those of `Scheme.storage_shapes`."""

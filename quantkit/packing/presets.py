@@ -1,7 +1,7 @@
 """Names of formats, activations and schemes on the command line. Imports no torch, as `--help` shows them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ KV_SCALES = ("fp8",)
 #: v1.0, or as NVIDIA's NVFP4.
 ACTIVATIONS: dict[str, ActivationPreset] = {
     "int8": ActivationPreset("int8"),
+    "int8-static": ActivationPreset("int8", static=True),
     "fp8": ActivationPreset("fp8-e4m3"),
     "fp8-g128": ActivationPreset("fp8-e4m3", 128),
     "fp8-static": ActivationPreset("fp8-e4m3", static=True),
@@ -93,14 +94,22 @@ class SchemePreset:
     activations: str | None = None
     packing: Literal["bits", "stream"] = "bits"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as a `Choice` of a recipe has them."""
+        return {name: value for name, value in vars(self).items() if value not in (None, "bits")}
 
-#: Names of llm-compressor and compressed-tensors 0.20. Their FP8 has one scale per tensor of weights. Here it
-#: is one per channel, as for FP8_DYNAMIC, which every method can choose.
+
+#: Names of llm-compressor and compressed-tensors 0.20, whose INT8 is W8A8, and W8A8_STATIC, for which they
+#: have none. Their FP8 has one scale per tensor of weights. Here it is one per channel, as for FP8_DYNAMIC,
+#: which every method can choose.
 SCHEMES: dict[str, SchemePreset] = {
     "FP8": SchemePreset("fp8", activations="fp8-static"),
     "FP8_DYNAMIC": SchemePreset("fp8", activations="fp8"),
     "FP8_BLOCK": SchemePreset("fp8", "128x128", activations="fp8-g128"),
     "W8A8": SchemePreset("int8", "channel", activations="int8"),
+    "INT8": SchemePreset("int8", "channel", activations="int8"),
+    "W8A8_STATIC": SchemePreset("int8", "channel", activations="int8-static"),
     "W4A8": SchemePreset("int4", 128, activations="int8"),
     "W4AFP8": SchemePreset("int4", 128, activations="fp8"),
     "W4A4": SchemePreset("int4", 128, activations="int4"),

@@ -1,7 +1,7 @@
 """Keep the static scales that a converted source stores: of the inputs of linears, of keys and of values."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from quantkit.checkpoint.low_bit.static_scales import WEIGHTS_ALONE
 from quantkit.checkpoint.low_bit.weight import stored_module
@@ -20,13 +20,15 @@ from quantkit.recipes.recipe import Fate
 class KeptScales:
     """Static scales of a source, by module of the model.
 
-    inputs    activation scheme of a linear, with the stored number
+    inputs    activation scheme of a linear, with the stored number; of experts, with the widest of theirs
     states    scale of the keys or values that k_proj or v_proj computes
+    experts   stored number of the inputs of each matrix of experts, by the name of its weight
     dynamic   packed linears whose inputs the source rounds by dynamic scales, which are not kept
     """
 
     inputs: Mapping[str, ActivationScheme]
     states: Mapping[str, float]
+    experts: Mapping[str, float] = field(default_factory=dict)
     dynamic: tuple[str, ...] = ()
 
     def with_activations(self, fates: Mapping[str, Fate]) -> dict[str, Fate]:
@@ -53,17 +55,23 @@ class KeptScales:
         if module is None or scheme is None:
             return task
         if module in self.inputs:
-            task = replace(task, scheme=replace(scheme, activations=self.inputs[module]))
+            own = self.experts.get(task.source.name)
+            task = replace(task, scheme=replace(scheme, activations=self.inputs[module]), own_inputs=own)
         return task if task.kv_part is None else replace(task, kv_scale=self.states[module])
 
     def notes(self) -> Iterator[str]:
-        """Yield a note on linears that engines fuse and that have different scales of inputs."""
+        """Yield notes on linears that engines fuse, and on experts, with different scales of inputs."""
         apart = [members for members in fused_sets(self.inputs) if len(set(members.values())) > 1]
         if apart:
             more = f" and of {len(apart) - 1} more sets" if len(apart) > 1 else ""
             yield (
                 f"the static input scales of {', '.join(apart[0])}{more} differ. quantkit keeps each; "
                 "engines fuse these linears and take one scale for all."
+            )
+        if len(set(self.experts.values())) > 1:
+            yield (
+                "quantkit keeps the static input scales of each expert. It rounds the inputs of all experts "
+                "of a layer by the largest, as vLLM does."
             )
 
 
@@ -74,9 +82,10 @@ def kept_scales(checkpoint: Checkpoint, structure: Structure, fates: Mapping[str
     result cannot hold.
     """
     stored, read = checkpoint.activations, checkpoint.read_stored
-    inputs: dict[str, ActivationScheme] = {}
+    inputs, experts = dict[str, ActivationScheme](), dict[str, float]()
     used, dynamic = list[str](), list[str]()
     for name, linear in structure.linears.items():
+        numbers: list[float] = []
         for tensor in (checkpoint.tensors.get(f"{one}.weight") for one in linear.stored):
             spec = None if tensor is None else tensor.grid_spec
             if fates[name].scheme is None or tensor is None or spec is None:
@@ -86,13 +95,15 @@ def kept_scales(checkpoint: Checkpoint, structure: Structure, fates: Mapping[str
                     dynamic.append(name)
                 continue
             scheme, scale = found
-            if linear.kind not in ("linear", "lm_head"):
-                raise CheckpointError(
-                    f"tensor {scale.tensor.name!r} is a static scale of the inputs of {linear.kind} "
-                    f"{name!r}; expected static scales of linears only. {WEIGHTS_ALONE}."
-                )
-            inputs[name] = scheme.bind(scale.value(read))
+            numbers.append(scale.value(read))
+            inputs[name] = scheme.bind(*numbers)
+            experts |= {tensor.name: numbers[-1]} if linear.kind == "experts" else {}
             used.append(scale.tensor.name)
+        if 0 < len(numbers) < len(linear.stored):
+            raise CheckpointError(
+                f"{len(numbers)} of the {len(linear.stored)} matrices of {name!r} have static scales of "
+                f"inputs; expected one of each. {WEIGHTS_ALONE}."
+            )
     states, names = _states(checkpoint, structure, fates)
     if left := stored.unused([*used, *names], read):
         raise CheckpointError(
@@ -100,7 +111,7 @@ def kept_scales(checkpoint: Checkpoint, structure: Structure, fates: Mapping[str
             "activations that the packed linears cannot store; expected static scales of the inputs of "
             f"linears, of keys and of values. {WEIGHTS_ALONE}."
         )
-    return KeptScales(inputs, states, tuple(dict.fromkeys(dynamic)))
+    return KeptScales(inputs, states, experts, tuple(dict.fromkeys(dynamic)))
 
 
 def _states(

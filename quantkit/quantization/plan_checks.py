@@ -10,8 +10,8 @@ from quantkit.recipes.recipe import Fate
 
 
 def _why_not_static(linear: Linear, fate: Fate) -> str | None:
-    if linear.kind in ("experts", "embedding"):
-        return f"quantkit measures inputs of linears, and this is {linear.kind}"
+    if linear.kind == "embedding":
+        return "quantkit measures inputs of linears, and this is an embedding"
     if fate.method is not None and fate.method.input_scaling:
         return f"they are measured before {fate.method.name!r} divides the inputs"
     return None

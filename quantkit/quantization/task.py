@@ -23,6 +23,8 @@ class Task:
     beside   other sources that share the global or single scale
     kv_part  "k_scale" or "v_scale" for a matrix stored with a scale of keys or values, else None
     kv_scale value of that scale; None until it is measured
+    own_inputs  number that is stored for the static scales of an expert's inputs; None for that of `scheme`,
+             which rounds the inputs of all experts of the layer
     """
 
     source: StoredTensor
@@ -34,6 +36,7 @@ class Task:
     beside: tuple[StoredTensor, ...] = ()
     kv_part: str | None = None
     kv_scale: float | None = None
+    own_inputs: float | None = None
 
     @property
     def is_static(self) -> bool:
@@ -54,7 +57,8 @@ class Task:
         parts = {"shape": torch.tensor(self.source.shape)}
         if inputs is not None and inputs.part is not None:
             assert inputs.stored is not None, f"the inputs of {self.module} were not measured"
-            parts[inputs.part] = torch.tensor([inputs.stored])
+            own = inputs.stored if self.own_inputs is None else self.own_inputs
+            parts[inputs.part] = torch.tensor([own])
         if self.kv_part is not None:
             assert self.kv_scale is not None, f"the keys or values of {self.module} were not measured"
             parts[self.kv_part] = torch.tensor([self.kv_scale])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from quantkit.errors import FormatError, UsageError
 from quantkit.packing.formats import FORMATS, FittedFormat
-from quantkit.packing.presets import MENU_NAMES, PRESETS
+from quantkit.packing.presets import MENU_NAMES, PRESETS, SCHEMES
 from quantkit.recipes.recipe import Choice, parse_group_size
 
 MENU: tuple[Choice, ...] = (
@@ -77,8 +77,8 @@ def candidates(
 
     `formats` are names such as `int4`, for all rows of that format in `menu` and `named`, or the format's
     preset if it has no row. `FORMAT:GROUP` is one granularity, in the packing of those rows. A name of
-    `MENUS` stands for the rows of that menu that `method` supports. Raises `UsageError` for unknown or
-    unsupported formats.
+    `SCHEMES`, such as `W8A8`, is that scheme, with the rounding of its inputs. A name of `MENUS` stands for
+    the rows of that menu that `method` supports. Raises `UsageError` for unknown or unsupported formats.
     """
     if formats is None:
         rows = tuple(replace(row, method=method) for row in menu)
@@ -99,6 +99,8 @@ def candidates(
 
 
 def _named(text: str, menu: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    if text in SCHEMES:
+        return (Choice(**SCHEMES[text].options),)
     name, separator, group = text.partition(":")
     rows = tuple(row for row in menu if row.format == name) or (Choice(name),)
     return (Choice(name, parse_group_size(group), packing=rows[0].packing),) if separator else rows

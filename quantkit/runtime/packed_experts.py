@@ -104,7 +104,7 @@ class PackedExperts(PackedModule):
             fused = (count, halves * size[0], *size[1:])
             specs[stored.part_name(parameter, part)] = PartSpec(
                 part,
-                stored.part_name("", part),
+                stored,
                 dtype,
                 fused,
                 {halves * count: size, 1: fused},

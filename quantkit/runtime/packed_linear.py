@@ -50,7 +50,7 @@ class PackedMatrix(PackedModule):
         return {
             stored.part_name("weight", part): PartSpec(
                 part,
-                stored.part_name("", part),
+                stored,
                 dtype,
                 size,
                 {1: size},

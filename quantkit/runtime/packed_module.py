@@ -16,7 +16,7 @@ from quantkit.kernels.linear import linear_parts, restore_words
 from quantkit.kernels.problem import ACTIVATION_DTYPES
 from quantkit.kernels.weight_layouts import build_layout, can_restore
 from quantkit.packing.activations import ActivationScheme
-from quantkit.packing.names import Container, is_aligned
+from quantkit.packing.names import Container, StoredFormat, is_aligned
 from quantkit.packing.scheme_casts import prepare, with_inputs, with_scales
 from quantkit.packing.schemes import Scheme
 from quantkit.packing.tensor import PackedTensor
@@ -31,13 +31,13 @@ _Layout = TypeVar("_Layout")
 class PartSpec:
     """Requirements on one state-dict entry of a packed module.
 
-    An entry is named as the parameter plus `suffix` and has `dtype` and `shape`. `stored` maps a number of
-    stored tensors to the shape of each: fused experts load from one tensor per expert and projection, or from
-    a single fused one.
+    An entry is `part` of a parameter, named by `format`, and has `dtype` and `shape`. `stored` maps a number
+    of stored tensors to the shape of each: fused experts load from one tensor per expert and projection, or
+    from a single fused one.
     """
 
     part: str
-    suffix: str
+    format: StoredFormat
     dtype: torch.dtype
     shape: tuple[int, ...]
     stored: Mapping[int, tuple[int, ...]]
@@ -45,6 +45,10 @@ class PartSpec:
     is_cast: bool
     #: Logical [N, K] of one stored matrix, by number of stored tensors.
     logical: Mapping[int, tuple[int, int]]
+
+    def parameter(self, name: str) -> str:
+        """Return the parameter, or stored matrix of it, of which entry `name` is this part."""
+        return self.format.parameter_name(name, self.part)
 
 
 @dataclass(frozen=True)
@@ -350,7 +354,7 @@ class PackedModule(nn.Module):
         stored = self._local(self._stored[parameter].part_name(parameter, scheme.part))
         if stored.is_meta:
             return scheme
-        bound = self._bound[parameter] = scheme.bind(float(stored))
+        bound = self._bound[parameter] = scheme.bind(*stored.flatten().tolist())
         prepare(self._schemes[parameter], bound)
         return bound
 

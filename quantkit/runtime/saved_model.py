@@ -114,7 +114,7 @@ def record_of(checkpoint: Checkpoint) -> ModelRecord:
             specs = {
                 entry: spec
                 for entry, spec in module.part_specs().items()
-                if entry.removesuffix(spec.suffix) == parameter
+                if spec.parameter(entry) == parameter
             }
             # A head tied to a packed embedding has no tensors of its own.
             own = specs if module.table is None else {}

@@ -93,27 +93,30 @@ def _scale_differences(
     source: Checkpoint, structure: Structure, packed: Checkpoint, config: QuantizationConfig
 ) -> Iterator[str]:
     """Yield the static scales of inputs, keys and values that are not those of the source, if it has any."""
-    for module, linear in structure.linears.items():
-        scheme, tensor = config.scheme_of(module), source.tensors.get(f"{linear.stored[0]}.weight")
+    stored = [
+        (config.scheme_of(name), one) for name, linear in structure.linears.items() for one in linear.stored
+    ]
+    for scheme, name in stored:
+        tensor = source.tensors.get(f"{name}.weight")
         spec = None if tensor is None else tensor.grid_spec
         if scheme is None or tensor is None or spec is None:
             continue
-        own, (parent, _, leaf) = stored_module(tensor), linear.stored[0].rpartition(".")
+        own, (parent, _, leaf) = stored_module(tensor), name.rpartition(".")
         expected: dict[str, StoredScale | None] = {}
         if scheme.activations is not None and scheme.activations.part is not None:
             found = source.activations.of_inputs(own, spec.format)
-            expected[f"{linear.stored[0]}.{scheme.activations.part}"] = None if found is None else found[1]
+            expected[f"{name}.{scheme.activations.part}"] = None if found is None else found[1]
         if config.kv_scales and leaf in KV_PARTS:
             states = source.activations.of_states(own.rpartition(".")[0])
             expected[f"{parent}.{KV_PARTS[leaf]}"] = dict(zip(KV_PARTS, states, strict=True))[leaf]
-        for name, scale in expected.items():
+        for entry, scale in expected.items():
             if scale is None:
                 continue
             right = scale.value(source.read_stored)
-            if name not in packed.tensors:
-                yield f"{name}, a static scale of the source, is not there"
-            elif (value := packed.read(name).flatten().tolist()) != [right]:
-                yield f"{name} is {value}, and {right} in the source"
+            if entry not in packed.tensors:
+                yield f"{entry}, a static scale of the source, is not there"
+            elif (value := packed.read(entry).flatten().tolist()) != [right]:
+                yield f"{entry} is {value}, and {right} in the source"
 
 
 def _differences(

@@ -150,7 +150,7 @@ def test_zero_points_and_scales_of_every_kind(run: Run, arguments: tuple[str, ..
         (("--packing", "radix"), 4, "packing 'radix' is not for 'int4': its 16 values fill 4 bits"),
         (("--packing", "trits"), 2, "unknown packing 'trits'; known are bits, radix"),
         (("--scale-dtype", "e5m2"), 2, "unknown scale dtype 'e5m2'; known are float32, float16"),
-        (("--activations", "fp16"), 2, "unknown activations 'fp16'; known are none, int8, fp8"),
+        (("--activations", "fp16"), 2, "unknown activations 'fp16'; known are none, int8, int8-static, fp8"),
         (("--activations", "fp8-g128"), 2, "groups of 128 inputs do not divide 172 features. Choose one sca"),
         (("--scheme", "w8a8"), 2, "unknown scheme 'w8a8'; known are FP8, FP8_DYNAMIC"),
         (("--scheme", "w8a8"), 2, "Did you mean W8A8?"),

@@ -66,6 +66,7 @@ SCHEMES: tuple[tuple[Any, ...], ...] = (
     ("mxfp8", None, "none", "mxfp8"),
     ("mxfp4", None, "none", "mxfp4"),
     *(("fp8", size, "none", "fp8-static") for size in ("channel", "tensor", "128x128", 128)),
+    *(("int8", size, "none", "int8-static") for size in ("channel", "tensor", 128)),
     ("nvfp4", None, "none", "nvfp4"),
 )
 KINDS = ("linear", "experts", "lm_head")
@@ -83,7 +84,7 @@ FOLDERS = {
 READS = "compressed_tensors.compressed_tensors"
 REAL = re.compile(
     r"\.utils\.config_utils|\.compressed_tensors"
-    r"\.(utils|compressed_tensors|schemes(\.\w+)?|compressed_tensors_moe(\.compressed_tensors_moe)?)"
+    r"\.(utils|compressed_tensors|schemes(\.\w+)?|compressed_tensors_moe(\.compressed_tensors_moe(_w8a8_fp8)?)?)"
 )
 
 

@@ -49,7 +49,8 @@ MIXES: dict[str, dict[str, Any]] = {
         "rules": ["*q_proj=int8", "*k_proj=keep", "*down_proj=fp6"],
     },
     "embedding": {"format": "fp6", "embeddings": "int5"},
-    **{name: {"scheme": name} for name, preset in SCHEMES.items() if preset.activations},
+    # W8A8 has two names.
+    **{name: {"scheme": name} for name, preset in SCHEMES.items() if preset.activations and name != "INT8"},
 }
 
 

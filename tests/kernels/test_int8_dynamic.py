@@ -11,7 +11,7 @@ from quantkit.kernels.linear import linear_parts
 from quantkit.kernels.problem import Problem
 from quantkit.kernels.registry import choose, explain
 from quantkit.kernels.weight_layouts import build_layout
-from quantkit.packing.activations import activations_named
+from quantkit.packing.activations import ActivationScheme, activations_named
 from quantkit.packing.schemes import scheme
 from quantkit.packing.tensor import PackedTensor
 
@@ -22,11 +22,13 @@ assert INT8 is not None
 CASES = (("int8", "channel"), ("int4", 128), ("int4", 96), ("fp6", 64), ("binary", "channel"))
 
 
-def product(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(
+    x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None = None, inputs: ActivationScheme = INT8
+) -> torch.Tensor:
     """y [M, N], by the kernel whatever is faster."""
     layout = DYNAMIC_ROW.layout
     assert layout is not None
-    return DYNAMIC_ROW.launch(x, packed, layout.build(packed, x.dtype), bias, activations=INT8)
+    return DYNAMIC_ROW.launch(x, packed, layout.build(packed, x.dtype), bias, activations=inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -58,6 +60,18 @@ def test_sums_of_integers_are_exact(
     # The largest code: the scale is 1.
     x[:, 3] = 127
     assert_equal(product(x, packed).double(), x.double() @ packed.dequantize(torch.float32).double().T)
+
+
+def test_static_scales_saturate(make_packed: Callable[..., PackedTensor]) -> None:
+    packed = make_packed("int8", (40, 256), group_size="channel")
+    static = ActivationScheme("int8", static=True).fit(1.5)
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(0)) * 2
+    x[0, :4] = torch.tensor([1.5, -1.5, 1e30, -1e30])
+    rounded = static.round(x)
+    # Half the range is 127.5 of a scale: its ends are the largest codes.
+    assert_equal(rounded[0, :4], torch.tensor([127.0, -128.0, 127.0, -128.0]) * torch.tensor(1.5 / 127.5))
+    expected = rounded.double() @ packed.dequantize(torch.float32).double().T
+    assert_close(product(x, packed, None, static).double(), expected, norm=1e-6)
 
 
 def test_a_row_that_is_not_finite_is_nan_alone(make_packed: Callable[..., PackedTensor]) -> None:
@@ -104,8 +118,8 @@ def test_it_is_chosen_where_it_is_faster() -> None:
 @pytest.mark.parametrize(
     ("name", "activations", "reason"),
     [
-        ("fp8", "int8", "with inputs in int8, one scale per token"),
-        ("int4", "fp8", "with inputs in int8, one scale per token"),
+        ("fp8", "int8", "with inputs in int8, one scale per token or tensor"),
+        ("int4", "fp8", "with inputs in int8, one scale per token or tensor"),
     ],
 )
 def test_it_says_what_it_does_not_multiply(name: str, activations: str, reason: str) -> None:

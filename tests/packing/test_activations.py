@@ -136,9 +136,9 @@ def test_gradients_pass():
     assert (y - x).abs().max() > 0
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("int")])
-def test_floats_are_those_of_compressed_tensors(name):
-    """Integers are not: compressed-tensors divides by 127.5, and the kernels of vLLM by 127, as this."""
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("int8", "int4")])
+def test_floats_and_static_scales_are_those_of_compressed_tensors(name):
+    """Dynamic integers are not: compressed-tensors divides by 127.5, the kernels of vLLM and this by 127."""
     args = QuantizationArgs(**input_arguments(named(name)))
     x = torch.randn(1, 5, 256, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 1, 256)
     if not named(name).static:
@@ -196,6 +196,14 @@ def test_int8_scales_are_the_largest_magnitude_over_127():
     x = torch.tensor([[254.0, 1.0, -3.0, 127.0]])
     assert named("int8").round(x).tolist() == [[254.0, 0.0, -4.0, 128.0]]
     assert Fraction(254, 127) == 2
+
+
+def test_a_static_int8_scale_is_the_largest_magnitude_over_127_and_a_half():
+    rounds = named("int8-static", 255.0)
+    assert rounds.stored == 2.0
+    # Two's complement has one more negative value, so a scale of its range saturates the positive side first.
+    x = torch.tensor([[255.0, 254.0, 3.0, 1.0, -1.0, -255.0, -256.0, -1e9]])
+    assert rounds.round(x).tolist() == [[254.0, 254.0, 4.0, 0.0, 0.0, -256.0, -256.0, -256.0]]
 
 
 def test_a_scheme_and_its_token_keep_the_activations():

@@ -1,6 +1,7 @@
 """Converting sources with static scales: linears round their inputs by the numbers of the source."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ TOKENS = torch.arange(3, 15).view(2, 6)
 
 
 def _arguments(bits: int, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False, **more}
+    return {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False} | more
 
 
 def _compressed(form: str, weights: Any, inputs: Any, **more: Any) -> dict[str, Any]:
@@ -48,6 +49,11 @@ def _compressed(form: str, weights: Any, inputs: Any, **more: Any) -> dict[str, 
     }
 
 
+INT8 = _compressed(
+    "int-quantized",
+    _arguments(8, type="int", strategy="channel"),
+    _arguments(8, type="int", strategy="tensor"),
+)
 FP8 = _compressed("float-quantized", _arguments(8, strategy="channel"), _arguments(8, strategy="tensor"))
 _NVFP4 = _arguments(4, strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
 NVFP4 = _compressed("nvfp4-pack-quantized", _NVFP4, _NVFP4 | {"dynamic": "local"})
@@ -65,6 +71,11 @@ def fp8(weight: torch.Tensor) -> Tensors:
 def fp8_tensor(weight: torch.Tensor) -> Tensors:
     scale = weight.abs().amax() / 448
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def int8(weight: torch.Tensor) -> Tensors:
+    scale = weight.abs().amax(1, keepdim=True) / 127.5
+    return {"weight": (weight / scale).round().clamp(-128, 127).to(torch.int8), "weight_scale": scale}
 
 
 def nvfp4(weight: torch.Tensor) -> Tensors:
@@ -167,6 +178,7 @@ def logits(model: Any) -> torch.Tensor:
 
 CASES: dict[str, tuple[Any, ...]] = {
     "llm-compressor": (fp8, FP8, "input_scale", "fp8-static", "input_scale"),
+    "llm-compressor int8": (int8, INT8, "input_scale", "int8-static", "input_scale"),
     "llm-compressor nvfp4": (nvfp4, NVFP4, "input_global_scale", "nvfp4", "input_global_scale"),
     "AutoFP8": (fp8_tensor, AUTO_FP8, "input_scale", "fp8-static", "input_scale"),
     "transformers": (fp8_tensor, AUTO_FP8, "activation_scale", "fp8-static", "input_scale"),
@@ -216,9 +228,9 @@ def test_modelopt_nvfp4_stores_inverse_factors(tmp_path: Path) -> None:
         assert_close(logits(packed), logits(twin_of(source, "nvfp4", inverse)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llm-compressor", "llm-compressor nvfp4"])
+@pytest.mark.parametrize("case", ["llm-compressor", "llm-compressor int8", "llm-compressor nvfp4"])
 def test_compressed_tensors_computes_the_same(case: str, tmp_path: Path) -> None:
-    """Every linear of its own run rounds its inputs to the same numbers; with FP8 also the logits agree."""
+    """Every linear of its own run rounds its inputs to the same numbers; in float32 also the logits agree."""
     quantized = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward").forward_quantize
     pack, section, part, activations, written = CASES[case]
 
@@ -318,12 +330,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         f"tensor '{UP}.input_scale' is F32 [2]: expected one float, the static scale of all values. Convert",
     ),
     "integer": ({"change": _set(f"{UP}.input_scale", [1])}, "is I64 [1]: expected one float"),
-    "int8 inputs": (
-        {"section": _inputs(type="int", strategy="tensor")},
-        "rounds the inputs of 'model.layers.0.mlp.down_proj' by static scales of num_bits 8, type int, "
-        "symmetric True, dynamic False, strategy tensor; expected FP8 with one scale, or NVFP4. Convert",
+    "int4 inputs": (
+        {"section": _inputs(type="int", num_bits=4, strategy="tensor")},
+        "rounds the inputs of 'model.layers.0.mlp.down_proj' by static scales of num_bits 4, type int, "
+        "symmetric True, dynamic False, strategy tensor; expected symmetric FP8 or int8 with one scale, or "
+        "NVFP4. Convert",
     ),
-    "per token": ({"section": _inputs(strategy="token")}, "strategy token; expected FP8 with one scale"),
+    "asymmetric": (
+        {"section": _inputs(type="int", symmetric=False)},
+        "type int, symmetric False, dynamic False; expected symmetric FP8 or int8 with one scale",
+    ),
+    "per token": ({"section": _inputs(strategy="token")}, "strategy token; expected symmetric FP8 or int8"),
     "zero-point": (
         {"change": _set(f"{UP}.input_zero_point", [3])},
         f"tensor '{UP}.input_zero_point' is a scale or zero-point of activations that the packed linears "
@@ -403,7 +420,7 @@ def test_odd_values_in_the_config_are_no_crash(odd: Any) -> None:
         assert stored.are_rounded in (True, False)
 
 
-@pytest.mark.parametrize("case", ["missing", "zero-point", "int8 inputs", "keys missing"])
+@pytest.mark.parametrize("case", ["missing", "zero-point", "int4 inputs", "keys missing"])
 def test_weights_alone_are_converted(case: str, tmp_path: Path) -> None:
     source = source_of(tmp_path / "in", **REFUSED[case][0])
     result = quantkit.convert(source, tmp_path / "out", ConvertOptions(without_activations=True))
@@ -512,13 +529,46 @@ def test_zero_points_of_zero_and_dynamic_scales_are_left_out(tmp_path: Path) -> 
     assert any("round their inputs. Those of the result do not." in note for note in result.plan.notes)
 
 
-def test_experts_have_no_static_scales(tmp_path: Path) -> None:
+EXPERT = re.compile(r"\.experts\.\d+\.\w+\.input_scale$")
+
+
+def test_scales_of_experts_are_kept_and_a_layer_rounds_by_the_largest(tmp_path: Path) -> None:
     source = source_of(tmp_path / "in", fp8_tensor, AUTO_FP8, family="qwen3_moe")
-    with pytest.raises(
-        CheckpointError, match=r"static scale of the inputs of experts '.*--without-activations"
-    ):
+    result = quantkit.convert(source, tmp_path / "out")
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "out/model.safetensors")
+    scales = {name: float(one) for name, one in before.items() if EXPERT.search(name)}
+    assert len(scales) == 2 * 4 * 3 == len(set(scales.values()))
+    for name, number in scales.items():
+        assert_equal(after[name], torch.tensor([number]), name=name)
+    assert any("all experts of a layer by the largest, as vLLM does." in one for one in result.plan.notes)
+    packed = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float32)
+    for layer in range(2):
+        experts = packed.model.layers[layer].mlp.experts
+        for parameter, leaves in (("gate_up_proj", "gate up"), ("down_proj", "down")):
+            own = [
+                number
+                for name, number in scales.items()
+                if name.startswith(f"model.layers.{layer}.")
+                and any(f".{leaf}_proj." in name for leaf in leaves.split())
+            ]
+            assert experts.inputs_of(parameter).stored == max(own)
+    assert compare_with_source(tmp_path / "out", source).problems == ()
+    changed = next(iter(scales))
+    save_file(after | {changed: torch.tensor([0.25])}, tmp_path / "out/model.safetensors", {"format": "pt"})
+    (problem,) = compare_with_source(tmp_path / "out", source).problems
+    assert problem.startswith(f"{changed} is [0.25], and ")
+    quantkit.convert(source, tmp_path / "alone", ConvertOptions(without_activations=True))
+
+
+def test_experts_of_which_some_have_no_scale_are_refused(tmp_path: Path) -> None:
+    def drop(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts.2." in name and name.endswith("input_scale")]:
+            del tensors[name]
+
+    source = source_of(tmp_path / "in", fp8_tensor, None, family="qwen3_moe", change=drop)
+    with pytest.raises(CheckpointError, match=r"have static scales of inputs; expected one of each. Convert"):
         quantkit.convert(source, tmp_path / "out")
-    quantkit.convert(source, tmp_path / "out", ConvertOptions(without_activations=True))
 
 
 def test_a_resumed_conversion_asks_for_the_same_scales(tmp_path: Path) -> None:
@@ -528,10 +578,13 @@ def test_a_resumed_conversion_asks_for_the_same_scales(tmp_path: Path) -> None:
         quantkit.convert(source, tmp_path / "out", ConvertOptions(resume=True))
 
 
-def test_what_quantkit_wrote_for_llm_compressors_scheme_comes_back(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("family", "rules"), [("llama", ()), ("qwen3_moe", ("*.experts.*=fp8:tensor",))])
+def test_what_quantkit_wrote_for_llm_compressors_scheme_comes_back(
+    tmp_path: Path, text: str, family: str, rules: tuple[str, ...]
+) -> None:
     """Without quantkit's section the directory is one of compressed-tensors."""
-    source, out = write(tmp_path / "in", "llama", num_hidden_layers=2, intermediate_size=96), tmp_path / "out"
-    quantize(source, out, scheme="FP8", method="rtn", kv_scales="fp8", calibration=data(text))
+    source, out = write(tmp_path / "in", family, num_hidden_layers=2, intermediate_size=96), tmp_path / "out"
+    quantize(source, out, scheme="FP8", method="rtn", rules=rules, kv_scales="fp8", calibration=data(text))
     config = json.loads((out / "config.json").read_text())
     del config["quantization_config"]["quantkit"]
     (out / "config.json").write_text(json.dumps(config))

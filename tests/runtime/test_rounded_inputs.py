@@ -89,7 +89,7 @@ def test_linears_that_share_their_input_round_it_too():
             torch.testing.assert_close(member(x), F.linear(rounds.round(x), dense.weight))
 
 
-@pytest.mark.parametrize("name", ["fp8-g128", "fp8-static", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8-g128", "fp8-static", "int8-static", "nvfp4"])
 def test_compiled_code_rounds_too(name):
     layer, _ = linear(name)
     x = torch.randn(4, K)
@@ -119,8 +119,8 @@ def test_loading_says_that_products_are_not_those_of_low_bits(caplog):
     assert record.getMessage() == (
         "inputs of linears are rounded to fp8-e4m3 g32 e8m0, and multiplied in float32, as no 8-bit kernel "
         "runs them (it multiplies single integers, not columns' scales, with inputs in int8, one scale per "
-        "token): this shows the accuracy of low-bit products, not their speed. Serve the model with an "
-        "engine that reads it (quantkit formats --schemes) for that."
+        "token or tensor): this shows the accuracy of low-bit products, not their speed. Serve the model "
+        "with an engine that reads it (quantkit formats --schemes) for that."
     )
 
 

@@ -74,6 +74,7 @@ _STATIC: Mapping[tuple[str, int, int | None], _Static] = {
     ("float", 8, None): _Static(
         "fp8-static", "fp8-e4m3", (".input_scale", ".activation_scale", ".qscale_act")
     ),
+    ("int", 8, None): _Static("int8-static", "int8", (".input_scale",)),
     ("float", 4, 16): _Static("nvfp4", "fp4-e2m1", (".input_global_scale",), ".input_scale"),
 }
 #: Input arguments by `quant_algo` of ModelOpt.
@@ -146,7 +147,7 @@ class ActivationTensors:
             text = ", ".join(f"{name} {value}" for name, value in arguments.items() if value is not None)
             raise CheckpointError(
                 f"{self.settings.where} rounds the inputs of {module!r} by static scales of {text}; expected "
-                f"FP8 with one scale, or NVFP4. {WEIGHTS_ALONE}."
+                f"symmetric FP8 or int8 with one scale, or NVFP4. {WEIGHTS_ALONE}."
             )
         scheme = activations_named(static.activations)
         assert scheme is not None

@@ -2,7 +2,8 @@
 
 The values of most low-bit formats are small integers times one power of two: int4 is -8..7, fp6-e2m3 is
 (-60..60)/8, binary is -1 and 1. `int8-dynamic` multiplies them with inputs that a scheme rounds to int8, with
-one scale per token. For other inputs, `int-digits` writes an activation in fixed point as three int8 digits,
+one scale per token or tensor. For other inputs, `int-digits` writes an activation in fixed point as three
+int8 digits,
 
     x = unit * (65536*d2 + 256*d1 + d0)        unit a power of two, |x| <= unit * 2**22
 
@@ -188,7 +189,7 @@ def _launch(
 
 
 def is_int8_product(scheme: Scheme) -> bool:
-    """Return True if a weight of integers has inputs that are rounded to int8, with one scale per token."""
+    """Return True if a weight of integers has inputs rounded to int8, with a scale per token or tensor."""
     inputs = scheme.activations
     return (
         inputs is not None
@@ -203,7 +204,10 @@ def is_int8_product(scheme: Scheme) -> bool:
 def _why_not_dynamic(problem: Problem) -> str | None:
     """Return why `int8-dynamic` cannot run a problem; None if it can."""
     if not is_int8_product(replace(problem.scheme, activations=problem.activations)):
-        return "it multiplies single integers, not columns' scales, with inputs in int8, one scale per token"
+        return (
+            "it multiplies single integers, not columns' scales, with inputs in int8, one scale per token or "
+            "tensor"
+        )
     if _whole_groups(problem.scheme, problem.k)[0] > _MAX_SEGMENT:
         return f"an int32 overflows in rows of {problem.k}; use a group size up to {_MAX_SEGMENT}"
     return _why_unsupported(problem)
@@ -222,7 +226,7 @@ def _quantized(x: torch.Tensor, inputs: ActivationScheme) -> tuple[torch.Tensor,
     """Return `x` [M, K] as int8 [M, K] and scales float32 [M, 1]; NaN for a row with NaN or infinity."""
     rows = x.float()
     scale = inputs.scales(rows)
-    return torch.div(rows, scale).round_().to(torch.int8), scale
+    return inputs.number_format.round(rows.div(scale)).to(torch.int8), scale
 
 
 def _launch_dynamic(

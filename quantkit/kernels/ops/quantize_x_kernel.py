@@ -62,7 +62,8 @@ def quantized(
     The row has one scale [1, 1], or with GROUPED one for each 128 numbers, [G, 1]. A row, or group, with NaN
     or infinity has the scale NaN and codes 0. ABSMAX is the largest code. MANTISSA and SMALLEST are the
     mantissa bits, 0 for integers, and the smallest normal of codes. With STATIC, the scale is the float32
-    whose bits are `scale_bits`, and values are clamped to its range. With FMA, a * b + c rounds once.
+    whose bits are `scale_bits`, and values are clamped to its range: integers go down to -ABSMAX - 1. With
+    FMA, a * b + c rounds once.
     """
     # Bits of magnitudes are ordered as magnitudes, with infinity and NaN last.
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
@@ -74,7 +75,8 @@ def quantized(
     scale = tl.maximum(tl.div_rn(largest, ABSMAX), 1.1754943508222875e-38)
     if STATIC:
         scale = tl.zeros_like(scale) + scale_bits.to(tl.int32).to(tl.float32, bitcast=True)
-        values = tl.minimum(tl.maximum(values, -ABSMAX * scale), ABSMAX * scale)
+        LOWEST: tl.constexpr = -ABSMAX if MANTISSA > 0 else -ABSMAX - 1.0
+        values = tl.minimum(tl.maximum(values, LOWEST * scale), ABSMAX * scale)
     code = rounded_quotient(values, scale, tl.div_rn(1.0, scale), MANTISSA, SMALLEST, FMA)
     return code, tl.where(broken, float("nan"), scale)
 

@@ -203,6 +203,12 @@ def _schemes(checkpoint: Checkpoint, linear: Linear, choices: Sequence[Choice]) 
     for choice in choices:
         scheme = choice.scheme(source.torch_dtype)
         assert scheme is not None
+        reason = None if scheme.activations is None else scheme.activations.why_not(linear.shape[1])
+        if reason is not None:
+            raise UsageError(
+                f"{linear.module!r} cannot be packed as {scheme}: {reason}. Leave that scheme out of "
+                f"--formats, or decide on the linear with a rule, such as --rule '{linear.module}=int8'."
+            )
         found.append(scheme.for_columns(linear.shape[1]))
     return tuple(found)
 

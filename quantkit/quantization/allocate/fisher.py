@@ -4,7 +4,7 @@ The gradients are of the log probability of tokens drawn from the model, so thei
 information (`quantization/allocate/sensitivity.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,7 +14,33 @@ from torch import nn
 from quantkit.calibrate.hessian import Hessian, check_finite, gram
 from quantkit.errors import CheckpointError
 from quantkit.model.experts import DOWN, spec_of
+from quantkit.packing.activations import ActivationScheme
+from quantkit.packing.schemes import Scheme
 from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed
+
+
+def roundings(schemes: Iterable[Scheme], largest: float) -> dict[ActivationScheme, ActivationScheme]:
+    """Return the activation schemes in `schemes`, static ones fitted to inputs up to `largest`, by scheme."""
+    named = (scheme.activations for scheme in schemes)
+    # Zeros are rounded to zeros by any scale.
+    return {one: one.fit(largest or 1.0) if one.static else one for one in named if one is not None}
+
+
+def _rounding_losses(
+    x: torch.Tensor,
+    slope: torch.Tensor,
+    weight: torch.Tensor,
+    rounds: Mapping[ActivationScheme, ActivationScheme],
+) -> dict[ActivationScheme, float]:
+    """Return by scheme the sum over tokens of (g W d)^2 for inputs [T, K], gradients [T, N], W [N, K].
+
+    d is the error of the rounded inputs x - d.
+    """
+    back = slope @ weight if rounds else x
+    return {
+        scheme: float((back * (x - fitted.round(x))).double().sum(-1).square().sum())
+        for scheme, fitted in rounds.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,31 +51,44 @@ class Seen:
     weight    sum of |g|^2
     inputs    [K, K] sum of x x^T, None unless the method needs it
     squares   by linear, [N] sum of g_n^2
+    rounded   by linear and activation scheme, the sum of (g W d)^2 with x - d the rounded inputs
     """
 
     weighted: torch.Tensor
     weight: float
     inputs: torch.Tensor | None
     squares: Mapping[str, torch.Tensor]
+    rounded: Mapping[str, Mapping[ActivationScheme, float]]
 
     @classmethod
     def of(
-        cls, name: str, inputs: torch.Tensor, slopes: Mapping[str, torch.Tensor], *, unweighted: bool
+        cls,
+        name: str,
+        inputs: torch.Tensor,
+        slopes: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+        rounds: Mapping[ActivationScheme, ActivationScheme],
+        *,
+        unweighted: bool,
     ) -> Self:
         """Sum over inputs [..., K] and over the gradients [..., N] at the output of each linear.
 
-        With `unweighted`, the field `inputs` is computed too. Raises `FormatError` with the `name` of a
-        linear whose input is not finite.
+        `weights` [N, K] are those of the linears, `rounds` their `roundings`. With `unweighted`, the field
+        `inputs` is computed too. Raises `FormatError` with the `name` of a linear whose input is not finite.
         """
         flat = inputs.reshape(-1, inputs.shape[-1])
         check_finite(flat, name)
         squares = {one: slope.reshape(len(flat), -1).square() for one, slope in slopes.items()}
-        weights = torch.stack([square.sum(-1) for square in squares.values()]).sum(0)
+        sizes = torch.stack([square.sum(-1) for square in squares.values()]).sum(0)
         return cls(
-            gram(flat * weights.sqrt()[:, None]),
-            float(weights.double().sum()),
+            gram(flat * sizes.sqrt()[:, None]),
+            float(sizes.double().sum()),
             gram(flat) if unweighted else None,
             {one: square.sum(0) for one, square in squares.items()},
+            {
+                one: _rounding_losses(flat, slope.reshape(len(flat), -1), weights[one], rounds)
+                for one, slope in slopes.items()
+            },
         )
 
     def plus(self, other: Self) -> Self:
@@ -58,7 +97,12 @@ class Seen:
         if self.inputs is not None and other.inputs is not None:
             inputs = self.inputs.add_(other.inputs)
         squares = {name: one.add_(other.squares[name]) for name, one in self.squares.items()}
-        return type(self)(self.weighted.add_(other.weighted), self.weight + other.weight, inputs, squares)
+        rounded = {
+            name: {scheme: value + other.rounded[name][scheme] for scheme, value in of_one.items()}
+            for name, of_one in self.rounded.items()
+        }
+        weight = self.weight + other.weight
+        return type(self)(self.weighted.add_(other.weighted), weight, inputs, squares, rounded)
 
     def weighted_hessian(self) -> torch.Tensor:
         """Return the Hessian float32 [K, K] of tokens weighted by |g|^2; reuses `weighted`'s memory."""
@@ -122,8 +166,11 @@ class RoutedGradients:
         """Return the number of tokens that chose each expert."""
         return tuple(len(self.routed.tokens(expert)) for expert in range(len(self.experts.down_proj)))
 
-    def seen(self, expert: int) -> dict[str, Seen]:
-        """Return the sums for both fused parameters of an expert, by parameter name; rows as in `weight`."""
+    def seen(self, expert: int, schemes: Mapping[str, Sequence[Scheme]]) -> dict[str, Seen]:
+        """Return the sums for both fused parameters of an expert, by parameter name; rows as in `weight`.
+
+        `schemes` of each parameter say how inputs are rounded.
+        """
         tokens, slots = (self.routed.chosen == expert).nonzero(as_tuple=True)
         if len(tokens):
             weights = self.weights[tokens, slots]
@@ -138,9 +185,19 @@ class RoutedGradients:
             middle = spec.activated(self.experts, products)
         (back,) = torch.autograd.grad(middle, products, slopes @ down)
         name = f"{self.name}.{expert}"
+        given = {spec.first: (inputs, back), DOWN: (middle.detach(), slopes)}
+        # Static scales are of all tokens of the layer.
+        largest = {spec.first: self.routed.inputs, DOWN: middle.detach()}
         return {
-            spec.first: Seen.of(name, inputs, {spec.first: back}, unweighted=False),
-            DOWN: Seen.of(name, middle.detach(), {DOWN: slopes}, unweighted=False),
+            leaf: Seen.of(
+                name,
+                x,
+                {leaf: slope},
+                {leaf: self.weight(expert, leaf)},
+                roundings(schemes.get(leaf, ()), float(largest[leaf].abs().amax())),
+                unweighted=False,
+            )
+            for leaf, (x, slope) in given.items()
         }
 
     def weight(self, expert: int, leaf: str) -> torch.Tensor:

@@ -9,9 +9,10 @@ the divergence is, in nats per token,
 
     1/2 sum_n f_n (E H E^T)_nn,    f_n = mean of g_n^2,    H = mean of |g|^2 x x^T over the mean of |g|^2.
 
-So one forward and one backward pass serve every scheme of every linear. E is the error of the method on a
-sample of rows of each weight. Divergences of several linears are added up; docs/accuracy.md shows how well
-that predicts.
+Inputs that a scheme rounds to x - d change all outputs by W d, with d in common. So half the mean of
+(g W d)^2 is added, of every token as it is. One forward and one backward pass serve every scheme of every
+linear. E is the error of the method on a sample of rows of each weight. Divergences of several linears are
+added up; docs/accuracy.md shows how well that predicts.
 
 An expert is a linear for the tokens that chose it; the gradients include the router's weights. Tokens that
 would choose it only after rounding of earlier layers are not counted.
@@ -39,15 +40,19 @@ from quantkit.calibrate.quantize_with_hessian import quantize_calibrated_rows
 from quantkit.errors import FormatError, UsageError
 from quantkit.memory import trim_cache
 from quantkit.model.blocks import Block, Decoder, Logits
-from quantkit.model.experts import chosen_rows, is_fused_experts
+from quantkit.model.experts import chosen_rows
 from quantkit.model.forward.model_pass import ModelPass
 from quantkit.model.forward.trees import mapped
 from quantkit.model.hidden_states import Home
+from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.schemes import Scheme
 from quantkit.progress import Progress, counting
-from quantkit.quantization.allocate.fisher import ExpertCall, RoutedGradients, Seen
+from quantkit.quantization.allocate.block_schemes import BlockSchemes
+from quantkit.quantization.allocate.fisher import ExpertCall, RoutedGradients, Seen, roundings
 from quantkit.quantization.allocate.gradients import Step
+from quantkit.quantization.blockwise.block_tasks import weight_of
 from quantkit.quantization.blockwise.input_groups import stages_of
+from quantkit.quantization.blockwise.input_ranges import Largest, seeing
 from quantkit.workers import working
 
 #: Tokens to measure on, rounded to whole samples. Their hidden states before every block are in memory.
@@ -110,14 +115,14 @@ class _Measurement:
         report: Progress | None,
     ) -> None:
         self._decoder, self._method, self._workers, self._lanes = decoder, method, workers, lanes
-        self._report = report
+        self._report, self._largest = report, Largest[Any]()
 
     def run(self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor) -> Sensitivities:
         batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
         # Units of progress: a backward pass takes about as long as two forward, and the head as long as a
         # block.
         blocks = [self._decoder.block(name) for name in self._decoder.block_names]
-        block_schemes = {block.name: _Wanted.of(block, schemes) for block in blocks}
+        block_schemes = {block.name: BlockSchemes.within(block, schemes) for block in blocks}
         steps = len(batches) * (3 * len(blocks) + 3) + sum(one.trials for one in block_schemes.values())
         self._step = counting(steps, self._report)
         self._decoder.check_runs(tokens[:1])
@@ -127,7 +132,7 @@ class _Measurement:
             waiting: list[tuple[str, list[Step]]] = []
             while (name := passes[0].block) is not None and name != self._decoder.head_name:
                 block = self._decoder.block(name)
-                with self._decoder.loaded(block):
+                with self._decoder.loaded(block), seeing(block, block_schemes[name].static, self._largest):
                     taken = self._workers.map(lambda one, block=block: self._forward(block, one), passes)
                     waiting.append((name, list(taken)))
             self._predict(waiting, batches)
@@ -201,7 +206,7 @@ class _Measurement:
         block: Block,
         steps: Sequence[Step],
         earlier: Sequence[Sequence[torch.Tensor]],
-        schemes: "_Wanted",
+        schemes: BlockSchemes,
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, list[ExpertCall]]]:
         """Backpropagate all micro-batches through a block; return sums by group of linears, and expert calls.
 
@@ -231,7 +236,7 @@ class _Measurement:
         return sums, routed
 
     def _linears(
-        self, block: Block, stage: tuple[str, ...], sums: Seen, schemes: "_Wanted", tokens: int
+        self, block: Block, stage: tuple[str, ...], sums: Seen, schemes: BlockSchemes, tokens: int
     ) -> dict[str, tuple[float, ...]]:
         """Return the losses of linears that share an input, by name, one per scheme."""
         stats = None
@@ -246,11 +251,12 @@ class _Measurement:
             importance = sums.squares[name] / tokens
             trials = self._trials(full, weight, hessian, importance, schemes.linears[name], stats, self._rows)
             tried = [self._workers.submit(trial) for trial in trials]
-            losses[full] = tuple(one.result() for one in tried)
+            inputs = _of_inputs(sums.rounded[name], schemes.linears[name], tokens)
+            losses[full] = tuple(one.result() + more for one, more in zip(tried, inputs, strict=True))
         return losses
 
     def _experts(
-        self, module: str, routed: RoutedGradients, block_schemes: "_Wanted", tokens: int
+        self, module: str, routed: RoutedGradients, block_schemes: BlockSchemes, tokens: int
     ) -> dict[str, tuple[float, ...]]:
         """Return the losses of the fused parameters of experts, summed over experts.
 
@@ -263,7 +269,7 @@ class _Measurement:
 
         def one(expert: int) -> dict[str, list[float]]:
             losses = {}
-            for leaf, sums in routed.seen(expert).items():
+            for leaf, sums in routed.seen(expert, schemes).items():
                 if leaf not in schemes:
                     continue
                 stats = None
@@ -272,10 +278,12 @@ class _Measurement:
                 weight = routed.weight(expert, leaf)
                 name = f"{routed.name}.{expert}.{leaf}"
                 importance = sums.squares[leaf] / tokens
-                trials = self._trials(
-                    name, weight, sums.weighted_hessian(), importance, schemes[leaf], stats, rows
+                hessian, inputs = (
+                    sums.weighted_hessian(),
+                    _of_inputs(sums.rounded[leaf], schemes[leaf], tokens),
                 )
-                losses[leaf] = [trial() for trial in trials]
+                trials = self._trials(name, weight, hessian, importance, schemes[leaf], stats, rows)
+                losses[leaf] = [trial() + more for trial, more in zip(trials, inputs, strict=True)]
             return losses
 
         found = list(self._workers.map(one, range(count)))
@@ -317,7 +325,7 @@ class _Measurement:
         step: Step,
         earlier: Sequence[torch.Tensor],
         stages: Sequence[tuple[str, ...]],
-        schemes: "_Wanted",
+        schemes: BlockSchemes,
     ) -> tuple[dict[tuple[str, ...], Seen], dict[str, ExpertCall]]:
         """Run one micro-batch forward and backward through a block.
 
@@ -346,6 +354,8 @@ class _Measurement:
                 block.full(stage[0]),
                 inputs[stage[0]][0].detach(),
                 {name: slopes[name] for name in stage},
+                {name: block.module.get_parameter(weight_of(name)).detach() for name in stage},
+                roundings(schemes.of(stage), self._largest.found.get(block.full(stage[0]), 0.0)),
                 unweighted=self._method.needs_data,
             )
             for stage in stages
@@ -377,36 +387,11 @@ class _Measurement:
         return max(0.0, 0.5 * float((found * importance).sum()))
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """Schemes to measure in a block, by linear and by fused parameter of experts.
-
-    Names are relative to the block. `trials` is the number of matrices to quantize.
-    """
-
-    linears: Mapping[str, Sequence[Scheme]]
-    experts: Mapping[str, Mapping[str, Sequence[Scheme]]]
-    trials: int
-
-    @classmethod
-    def of(cls, block: Block, schemes: Mapping[str, Sequence[Scheme]]) -> "_Wanted":
-        linears: dict[str, Sequence[Scheme]] = {}
-        experts: dict[str, dict[str, Sequence[Scheme]]] = {}
-        trials = 0
-        for full, row in schemes.items():
-            if not f"{full}.".startswith(f"{block.name}."):
-                continue
-            # "" for a linear that is a block of its own.
-            name = full.removeprefix(block.name).removeprefix(".")
-            owner, _, leaf = name.rpartition(".")
-            module: Any = block.module.get_submodule(owner)
-            if is_fused_experts(module):
-                experts.setdefault(owner, {})[leaf] = row
-                trials += len(row) * len(module.down_proj)
-            else:
-                linears[name] = row
-                trials += len(row)
-        return cls(linears, experts, trials)
+def _of_inputs(
+    rounded: Mapping[ActivationScheme, float], schemes: Sequence[Scheme], tokens: int
+) -> list[float]:
+    """Return the loss of the rounded inputs of each scheme, from sums over `tokens`; 0 where they are not."""
+    return [0.0 if one.activations is None else 0.5 * rounded[one.activations] / tokens for one in schemes]
 
 
 def _add(losses: dict[str, tuple[float, ...]], more: Losses) -> None:

@@ -164,7 +164,7 @@ def measure_scales(
 
     Only the first rank has an `output`; its measurement is sent to all ranks.
     """
-    wanted = Wanted.of(planned)
+    wanted = Wanted.of(planned, calibration.decoder.expert_part)
 
     def measured() -> dict[str, Any] | None:
         assert output is not None
@@ -188,7 +188,8 @@ def measure_scales(
         for shard in planned.shards
     )
     blocks = tuple(map(bound, calibration.blocks))
-    return replace(calibration, blocks=blocks), replace(planned, shards=shards)
+    warnings = (*planned.warnings, *found.warnings)
+    return replace(calibration, blocks=blocks), replace(planned, shards=shards, warnings=warnings)
 
 
 def discard_work(output: OutputDirectory, names: Sequence[str]) -> None:

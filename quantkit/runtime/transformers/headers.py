@@ -94,16 +94,17 @@ def _check_complete(specs: Mapping[str, PartSpec], by_target: Mapping[str, Seque
     """Raise `CheckpointError` if a part of a matrix is missing, or the number of matrices is wrong."""
     by_parameter: dict[str, list[tuple[str, PartSpec]]] = {}
     for target, spec in specs.items():
-        by_parameter.setdefault(target.removesuffix(spec.suffix), []).append((target, spec))
+        by_parameter.setdefault(spec.parameter(target), []).append((target, spec))
     for parameter, entries in by_parameter.items():
         parts: dict[str, set[str]] = {}
         for target, spec in entries:
             for tensor in by_target.get(target, ()):
-                parts.setdefault(tensor.name.removesuffix(spec.suffix), set()).add(spec.part)
+                parts.setdefault(spec.parameter(tensor.name), set()).add(spec.part)
         for matrix in parts or {parameter: set()}:
             for _, spec in entries:
                 if spec.part not in parts.get(matrix, set()):
-                    raise CheckpointError(f"tensor {matrix + spec.suffix!r} is missing. {_AGAIN}")
+                    name = spec.format.part_name(matrix, spec.part)
+                    raise CheckpointError(f"tensor {name!r} is missing. {_AGAIN}")
         counts = entries[0][1].stored
         if len(parts) not in counts:
             raise CheckpointError(

@@ -75,6 +75,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._routes_on_host = False
         self._dtypes: dict[str, torch.dtype] = {}
         self._experts: dict[str, tuple[str, ...]] = {}
+        self._input_parts: frozenset[str] = frozenset()
         self._own_names: OwnNames | None = None
         self._quantizes: QuantizesWhileLoading | None = None
         self._packed_file: Path | None = None
@@ -158,6 +159,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
     def note_experts(self, model: nn.Module) -> None:
         """Record the packed experts of `model`, before transformers asks how tensors are merged."""
         self._experts = loading.parameters_of_experts(model)
+        self._input_parts = loading.input_parts_of_experts(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
         """Put quantkit's conversions before those of transformers.
@@ -166,6 +168,7 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         5.17 does not pass the model, but 5.24 does.
         """
         own = loading.merge_experts(self._experts, weight_conversions)
+        own += loading.merge_input_scales([*own, *weight_conversions], sorted(self._input_parts))
         if self._own_names is not None and self._own_names.prefix is not None:
             own.append(loading.RenamedBase.of(*self._own_names.prefix))
         return super().update_weight_conversions([*own, *weight_conversions], *model)

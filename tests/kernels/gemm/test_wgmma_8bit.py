@@ -162,7 +162,7 @@ def quantize_x_reference(x: torch.Tensor, scheme: ActivationScheme, order: CodeO
     return QuantizedX(ordered.to(DTYPES[scheme.number_format]), scales if grouped else scales[0], added)
 
 
-@pytest.mark.parametrize("activations", ["int8", "fp8", "fp8-g128", "fp8-static"])
+@pytest.mark.parametrize("activations", ["int8", "fp8", "fp8-g128", "fp8-static", "int8-static"])
 def test_inputs_are_quantized_as_by_torch(activations: str) -> None:
     found = inputs_named(activations)
     generator = torch.Generator().manual_seed(0)
@@ -200,7 +200,7 @@ def test_every_int8_and_e4m3_code_is_reached() -> None:
 def test_rounding_in_one_launch_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU `round_x` is torch's: there the kernel is asked for as on a GPU.
     monkeypatch.setattr(quantized, "is_on_gpu", lambda x: True)
-    for activations in ("int8", "fp8", "fp8-g128", "fp8-static"):
+    for activations in ("int8", "fp8", "fp8-g128", "fp8-static", "int8-static"):
         found = inputs_named(activations)
         for dtype in (torch.float16,) if DEVICE == "cpu" else (torch.bfloat16, torch.float16):
             x = torch.randn(9, 1408, device=DEVICE).to(dtype) * 40

@@ -266,6 +266,53 @@ def test_menus_are_read_from_names() -> None:
             candidates("gptq", formats)
 
 
+def test_names_of_schemes_round_inputs() -> None:
+    found = candidates("mse", ("W8A8", "W4A16_ASYM", "W3A16", "fp8"))
+    assert found == (
+        Choice("int8", "channel", activations="int8"),
+        Choice("int4", 128, "integer"),
+        Choice("int3", 128, packing="stream"),
+        Choice("fp8"),
+    )
+
+
+def test_rounded_inputs_cost_accuracy(tmp_path: Path) -> None:
+    def chosen(bits: float, *formats: str) -> dict[str, str]:
+        options = QuantizeOptions(RecipeOptions(), Budget(BitsPerWeight(bits), formats), DATA)
+        layers = plan(STORIES, options)[1].layers
+        return {one.linear.module: str(one.scheme) for one in layers if one.scheme is not None}
+
+    # Of two schemes with equal weights, that with inputs as they are.
+    assert set(chosen(6.5, "W4A4", "W4A16", "W8A8", "W8A16").values()) == {
+        *("int4 channel bfloat16", "int4 g128 bfloat16", "int8 channel bfloat16", "int8 g128 bfloat16"),
+    }
+    # Inputs of 4 bits lose more than weights of 4 bits gain over 2.
+    mixed = chosen(3.5, "W4A4", "W2A16")
+    assert {text.partition(", ")[2] for text in mixed.values()} == {"x int4 token", ""}
+    source, out = STORIES, tmp_path / "out"
+    budget = Budget(BitsPerWeight(6.5), ("FP8", "W4A16"))
+    result = quantize(source, out, budget=budget, calibration=DATA)
+    static = {one.linear.module for one in result.plan.layers if one.scheme and one.scheme.activations}
+    stored = {
+        name.removesuffix(".input_scale")
+        for name in Checkpoint.open(out).tensors
+        if name.endswith(".input_scale")
+    }
+    assert stored == static and 0 < len(static) < len(mixed)
+
+
+def test_groups_of_inputs_that_do_not_divide_a_linear_are_refused() -> None:
+    budget = Budget(BitsPerWeight(6.5), ("FP8_BLOCK", "W4A16"))
+    with pytest.raises(UsageError) as error:
+        plan(STORIES, QuantizeOptions(RecipeOptions(), budget, DATA))
+    assert re.fullmatch(
+        r"'model\.layers\.0\..*' cannot be packed as fp8-e4m3 128x128 bfloat16, x fp8-e4m3 g128: groups of "
+        r"128 inputs do not divide \d+ features\. Leave that scheme out of --formats, or decide on the "
+        r"linear with a rule, such as --rule '.*=int8'\.",
+        str(error.value),
+    )
+
+
 def test_a_model_without_a_head_has_no_sensitivities(tmp_path: Path) -> None:
     source = write(tmp_path, "embedding")
     with pytest.raises(UsageError, match=r"has no head that predicts tokens.*--format and --rule"):

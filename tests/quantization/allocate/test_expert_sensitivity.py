@@ -86,15 +86,22 @@ def looped(model: Any) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [("mixtral", "mse"), ("qwen2_moe", "gptq"), ("qwen3_moe", "rtn")]
+    ("family", "method", "rounded"),
+    [
+        ("mixtral", "mse", None),
+        ("qwen2_moe", "gptq", None),
+        ("qwen3_moe", "rtn", None),
+        ("mixtral", "rtn", "int4"),
+        ("qwen3_moe", "rtn", "int8-static"),
+    ],
 )
 def test_measured_is_what_a_loop_over_the_experts_of_the_whole_model_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str, rounded: str | None
 ) -> None:
     monkeypatch.setattr(sensitivity, "EXPERT_ROWS", 256)
     source = write(tmp_path, family, num_hidden_layers=2)
     tokens = torch.randint(0, 96, (8, 12))
-    row = (scheme("int3", group_size=32), scheme("fp4"))
+    row = (scheme("int3", group_size=32, activations=rounded), scheme("fp4"))
     found = measured(source, row, tokens, method=method)
     model = model_of(source)
     seen = looped(model)
@@ -134,6 +141,12 @@ def test_measured_is_what_a_loop_over_the_experts_of_the_whole_model_finds(
                     stored = quantize_tensor(weight, one, method=method).dequantize(torch.float32)
                 else:
                     stored = sensitivity._stored(weight, one, METHODS[method], given)
+                if (inputs_as := one.activations) is not None:
+                    # A static scale is that of gate and up of all experts of the layer, or of down.
+                    largest = float((every if leaf == "gate_up_proj" else x).abs().max())
+                    bound = inputs_as.fit(largest) if inputs_as.static else inputs_as
+                    off = (x - bound.round(x.float())) @ weight.double().T
+                    expected[at] += float(0.5 * (g * off).sum(-1).square().sum() / tokens.numel())
                 error = (weight - stored).double()
                 expected[at] += float(0.5 * ((error @ second) * error).sum(-1) @ importance)
         assert found.losses[name] == pytest.approx(expected, rel=3e-2 if METHODS[method].needs_data else 1e-4)

@@ -85,21 +85,26 @@ def drawn(model: Any, batch: torch.Tensor, at: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "method"),
+    ("family", "method", "rounded"),
     [
-        *(("llama", "mse"), ("tied", "gptq"), ("gemma2", "rtn")),
+        *(("llama", "mse", None), ("tied", "gptq", None), ("gemma2", "rtn", None)),
         # What blocks leave for others, take from others and return beside hidden states has gradients too.
-        *(("gemma4", "rtn"), ("falcon_h1", "rtn"), ("gpt2", "rtn"), ("t5", "rtn")),
+        *((family, "rtn", None) for family in ("gemma4", "falcon_h1", "gpt2", "t5")),
+        *(("llama", "mse", rounded) for rounded in ("int4", "fp8-static", "int8-static")),
     ],
 )
 def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str, rounded: str | None
 ) -> None:
     monkeypatch.setattr(sensitivity, "CALIBRATED_ROWS", 256)
     source = write(tmp_path, family)
     decoder, model = decoder_of(source), model_of(source)
     tokens = torch.randint(0, 96, (8, 12))
-    row = (scheme("int3", group_size=32), scheme("fp4"))
+    row = (
+        scheme("int3", group_size=32),
+        scheme("fp4"),
+        *(scheme(name, activations=rounded) for name in ("int3", "int8") if rounded),
+    )
     _, structure = read_names(Checkpoint.open(source))
     names = [name for name, linear in structure.linears.items() if linear.kind == "linear"]
     found = measure(decoder, dict.fromkeys(names, row), METHODS[method], tokens, 2).losses
@@ -145,6 +150,10 @@ def test_measured_is_what_a_twin_with_the_whole_model_in_memory_finds(
                 stored = sensitivity._stored(weight, one, METHODS[method], given)
             error = (weight - stored).double()
             expected = sum(0.5 * f * (e @ second @ e) for f, e in zip(importance, error, strict=True))
+            if (inputs_as := one.activations) is not None:
+                bound = inputs_as.fit(float(x.abs().max())) if inputs_as.static else inputs_as
+                off = (x - bound.round(x.float())) @ weight.double().T
+                expected += 0.5 * (g * off).sum(-1).square().mean()
             assert loss == pytest.approx(float(expected), rel=2e-2 if given else 1e-4)
 
 
@@ -168,21 +177,25 @@ def test_workers_change_nothing() -> None:
     assert found[0] == found[1]
 
 
-def test_it_tells_what_a_model_loses() -> None:
+@pytest.mark.parametrize("made", [scheme("int4"), scheme("int8", activations="int4")], ids=str)
+def test_it_tells_what_a_model_loses(made: Scheme) -> None:
     """The divergence of a real model with one linear rounded, for linears that differ ten times."""
     decoder, model = decoder_of(STORIES), model_of(STORIES)
     options = CalibrationOptions(str(STORIES.parent / "stories.txt"), samples=16, length=32)
     tokens = read_samples(Checkpoint.open(STORIES), options, 512).tokens
-    wanted = schemes_of(decoder, (scheme("int4"),))
+    wanted = schemes_of(decoder, (made,))
     found = measure(decoder, wanted, METHODS["mse"], tokens, 2).losses
+    rounds = made.activations
     ratios = []
     with torch.no_grad():
         exact = model(tokens).logits.double().log_softmax(-1)
         for name in wanted:
             module = model.get_submodule(name)
             kept = module.weight.data
-            module.weight.data = quantize_tensor(kept, scheme("int4")).dequantize(torch.float32)
+            module.weight.data = quantize_tensor(kept, made).dequantize(torch.float32)
+            hook = module.register_forward_pre_hook(lambda _, x: x if rounds is None else rounds.round(x[0]))
             moved = model(tokens).logits.double().log_softmax(-1)
+            hook.remove()
             module.weight.data = kept
             ratios.append(math.log(found[name][0] / float((exact.exp() * (exact - moved)).sum(-1).mean())))
     assert abs(sum(ratios) / len(ratios)) < 0.2

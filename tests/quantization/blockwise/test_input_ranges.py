@@ -50,7 +50,9 @@ def largest_inputs(source, text, modules):
     [
         ("FP8", "input_scale", "fp8-static", "mse"),
         ("NVFP4", "input_global_scale", "nvfp4", "mse"),
+        ("W8A8_STATIC", "input_scale", "int8-static", "mse"),
         ("FP8", "input_scale", "fp8-static", "gptq"),
+        ("W8A8_STATIC", "input_scale", "int8-static", "gptq"),
         ("FP8", "input_scale", "fp8-static", "distill"),
     ],
 )

@@ -63,7 +63,8 @@ def of_kind(module: Any, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stored"), [("fp8", None), ("int8", None), ("fp8-g128", None), ("fp8-static", 0.02)]
+    ("name", "stored"),
+    [("fp8", None), ("int8", None), ("fp8-g128", None), ("fp8-static", 0.02), ("int8-static", 0.02)],
 )
 def test_norms_round_for_linears_and_gates_do_not(name: str, stored: float | None) -> None:
     of = rounding(name, stored)

@@ -134,6 +134,42 @@ def test_experts_of_all_ranks_add_up_to_the_dense_ones(ranks, of_first):
     assert_close(total, dense_experts(x, ids, weights, *dense), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_round_their_inputs_by_the_largest_scale(ranks):
+    count, hidden, between = 3, 64, 128
+    static = scheme("fp8", activations="fp8-static")
+    shapes = {"w1": (between, hidden), "w3": (between, hidden), "w2": (hidden, between)}
+    packed = {
+        name: [absmax_pack(torch.randn(shape) * 0.1, static.of_weights) for _ in range(count)]
+        for name, shape in shapes.items()
+    }
+    numbers = {"w1": [0.001, 0.004, 0.002], "w3": [0.001, 0.004, 0.003], "w2": [0.0005, 0.0004, 0.0002]}
+    x, ids = torch.randn(4, hidden), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]])
+    weights, total = torch.rand(4, 2), torch.zeros_like(x)
+    names = [(f"experts.{name}", static) for name in ("w1", "w3", "w2")]
+    for rank in range(ranks):
+        sizes = (count, hidden, between // ranks)
+        experts = LoadedExperts(names, sizes, "silu", (rank, ranks), "compressed-tensors")
+        assert {"w13_input_scale", "w2_input_scale"} <= experts.entries().keys()
+        for name, of_experts in packed.items():
+            for expert, one in enumerate(of_experts):
+                scale = {"input_scale": torch.tensor([numbers[name][expert]])}
+                for entry, tensor in (file_entries(one, "compressed-tensors") | scale).items():
+                    experts.load(name, expert, entry, tensor)
+        experts.finish(torch.float32)
+        with torch.no_grad():
+            total += experts.experts(x, ids, weights)
+    first, down = (static.activations.bind(number) for number in (0.004, 0.0005))
+    gates, ups, downs = ([one.dequantize() for one in packed[name]] for name in ("w1", "w3", "w2"))
+    expected = torch.zeros_like(x)
+    for token, chosen in enumerate(ids.tolist()):
+        rows = first.round(x[token])
+        for expert, scale in zip(chosen, weights[token], strict=True):
+            middle = down.round(F.silu(gates[expert] @ rows) * (ups[expert] @ rows))
+            expected[token] += scale * (downs[expert] @ middle)
+    assert_close(total, expected, rtol=1e-3, atol=1e-4)
+
+
 def test_experts_of_unequal_gate_and_up_are_refused():
     names = [("e.gate_up_proj", INT4), ("e.gate_up_proj", INT8), ("e.down_proj", INT8)]
     with pytest.raises(UsageError, match=r"'e\.gate_up_proj' and 'e\.down_proj': the plug-in runs experts"):

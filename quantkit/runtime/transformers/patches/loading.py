@@ -23,6 +23,8 @@ from quantkit.runtime.replace import packed_modules
 
 #: Key in an entry of accelerate's index for its original dtype.
 _DTYPE_BEFORE = "quantkit_dtype_before"
+#: Attributes of a conversion that say in which part of the model it applies.
+_SCOPES = ("scope_prefix", "base_model_prefix")
 #: Attribute that marks modules whose flag was set by quantkit.
 _MARKED = "_quantkit_marked_initialized"
 
@@ -65,6 +67,17 @@ def skips_initializing(model: nn.Module) -> bool:
     return any(_MARKED in vars(module) for module in model.modules())
 
 
+def input_parts_of_experts(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parts that packed experts store for the scales of their inputs."""
+    return frozenset(
+        scheme.part
+        for _, module in packed_modules(model)
+        if isinstance(module, PackedExperts)
+        for scheme in module.activations
+        if scheme.part is not None
+    )
+
+
 def parameters_of_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the fused parameters of each module of packed experts, by its name."""
     return {
@@ -99,6 +112,31 @@ def merge_experts(experts: Mapping[str, Sequence[str]], conversions: Iterable[An
             # In 5.17 a pattern also matches longer names that begin with it.
             found[f"{owner}.{parameter}"] = WeightConverter(sources, f"{owner}.{parameter}(?!_bias)", stack)
     return list(found.values())
+
+
+def merge_input_scales(conversions: Iterable[Any], parts: Iterable[str]) -> list[Any]:
+    """Return conversions that merge `parts` of experts' inputs as `conversions` merge their weights.
+
+    transformers makes those of names that begin with "weight".
+    """
+    found = []
+    for one in conversions:
+        merges = any(isinstance(operation, MergeModulelist) for operation in getattr(one, "operations", ()))
+        sources = one._original_source_patterns if merges else ()
+        if not sources or not all(source.endswith(".weight") for source in sources):
+            continue
+        for part in parts:
+            own = WeightConverter(
+                [source.removesuffix("weight") + part for source in sources],
+                [f"{target}_{part}" for target in one._original_target_patterns],
+                list(one.operations),
+            )
+            # Where a part of the model has conversions of its own.
+            for name in _SCOPES:
+                if hasattr(one, name):
+                    setattr(own, name, getattr(one, name))
+            found.append(own)
+    return found
 
 
 class RenamedBase(WeightRenaming):  # type: ignore[misc]

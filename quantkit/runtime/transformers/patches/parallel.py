@@ -62,7 +62,7 @@ def divide_packed(model: Any) -> None:
                 continue
             key = wildcard(f"{name}.{entry}")
             # Experts have one style per parameter, linears one per module.
-            parameter = wildcard(f"{name}.{entry.removesuffix(spec.suffix)}")
+            parameter = wildcard(f"{name}.{spec.parameter(entry)}")
             candidates = (model._tp_plan.get(one) for one in (key, parameter, wildcard(name)))
             style = next((one for one in candidates if one is not None), None)
             # Words of 8-bit floats are called `weight`: the style of their scale is quantkit's already.
@@ -154,7 +154,7 @@ class PackedStyle:
                 "the embedding is packed, and its table is not divided among ranks. Load the model with "
                 "device_map='auto', or quantize it with dense embeddings."
             )
-        ranks, parameter = mesh.size(), param.removesuffix(spec.suffix)
+        ranks, parameter = mesh.size(), spec.parameter(param)
         module.tensor_parallel.check(ranks)
         axis, pieces = division(self)
         scheme, (rows, columns), halves = module.logical()[parameter]

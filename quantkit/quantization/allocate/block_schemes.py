@@ -1,0 +1,53 @@
+"""Which schemes are measured for the linears and experts of a block."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.model.blocks import Block
+from quantkit.model.experts import is_fused_experts
+from quantkit.packing.schemes import Scheme
+from quantkit.quantization.blockwise.input_ranges import Wanted
+
+
+@dataclass(frozen=True)
+class BlockSchemes:
+    """Schemes to measure in a block, by linear and by fused parameter of experts.
+
+    Names are relative to the block. `static` are linears whose largest input is needed. `trials` is the
+    number of matrices to quantize.
+    """
+
+    linears: Mapping[str, Sequence[Scheme]]
+    experts: Mapping[str, Mapping[str, Sequence[Scheme]]]
+    static: Wanted
+    trials: int
+
+    def of(self, linears: Sequence[str]) -> list[Scheme]:
+        """Return the schemes of `linears`."""
+        return [scheme for name in linears for scheme in self.linears[name]]
+
+    @classmethod
+    def within(cls, block: Block, schemes: Mapping[str, Sequence[Scheme]]) -> "BlockSchemes":
+        linears: dict[str, Sequence[Scheme]] = {}
+        experts: dict[str, dict[str, Sequence[Scheme]]] = {}
+        trials = 0
+        for full, row in schemes.items():
+            if not f"{full}.".startswith(f"{block.name}."):
+                continue
+            # "" for a linear that is a block of its own.
+            name = full.removeprefix(block.name).removeprefix(".")
+            owner, _, leaf = name.rpartition(".")
+            module: Any = block.module.get_submodule(owner)
+            if is_fused_experts(module):
+                experts.setdefault(owner, {})[leaf] = row
+                trials += len(row) * len(module.down_proj)
+            else:
+                linears[name] = row
+                trials += len(row)
+        static = (block.full(name) for name, row in linears.items() if any(map(_is_static, row)))
+        return cls(linears, experts, Wanted(frozenset(static), frozenset(), {}), trials)
+
+
+def _is_static(scheme: Scheme) -> bool:
+    return scheme.activations is not None and scheme.activations.static

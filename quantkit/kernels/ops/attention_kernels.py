@@ -411,7 +411,10 @@ def _as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def _numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
-    """Return the keys of each lane from `first` on: [4, 8, W, KEYS / 8, 1] and [4, 8, W, KEYS / 4, 1]."""
+    """Return the numbers of the keys that each lane has, from key `first` on, in two layouts.
+
+    They are those of `_load_rows`, [4, 8, W, KEYS / 8, 1], and `_load_columns`, [4, 8, W, KEYS / 4, 1].
+    """
     t = tl.arange(0, 4)[:, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None]
     w = tl.arange(0, W)[:, None, None]

@@ -321,10 +321,7 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """Return the RMS norms of G rows `x` per warp, [4, 8, W, G / 8 * runs, 8] as of `_load_rows`.
-
-    `root` is from `_roots`; `weight` is that of 8 equal rows, [4, 8, W, runs, 8].
-    """
+    """Return the RMS norms of G rows [4, 8, W, G / 8 * runs, 8], by their `_roots` and 8 rows of weights."""
     return normed(x.to(tl.float32), root, _repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 

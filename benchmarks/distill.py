@@ -4,7 +4,8 @@
 
 Runs rows `--at-once`, each in a process of its own, and prints the bits per weight of the packed linears and
 KL mean per text (float32 on the CPU, windows of 1024 tokens). `--time` are the seconds of each training. With
-`--row NAME`, once or more, only those rows; `--list` prints their names.
+`--row NAME`, once or more, only those rows; `--list` prints their names. With `--processes N` so many of
+torchrun train a row together, each on a GPU: take `--at-once 1` then.
 """
 
 import argparse
@@ -84,6 +85,8 @@ def work(asked: argparse.Namespace, row: str, out: Path) -> None:
         progress=progress,
     )
     seconds = time.monotonic() - started
+    if os.environ.get("RANK", "0") != "0":
+        return
     facts = read_manifest(out).get("distillation")
     print(json.dumps(facts), flush=True)
     if torch.cuda.is_available():
@@ -119,6 +122,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--samples", type=int)
     parser.add_argument("--at-once", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="auto")
@@ -136,12 +140,15 @@ def main() -> None:
         return
     out = asked.out or Path(tempfile.mkdtemp(prefix="distill-"))
     out.mkdir(parents=True, exist_ok=True)
-    threads = str(max(1, usable_cores() // min(asked.at_once, len(rows))))
+    at_once = min(asked.at_once, len(rows)) * asked.processes
+    threads = str(max(1, usable_cores() // at_once))
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
 
     def run(row: str) -> None:
         place = out / row.replace(" ", "-")
-        command = [sys.executable, __file__, *sys.argv[1:], "--work", row, "--out", str(place)]
+        ranks = ["-m", "torch.distributed.run", f"--nproc-per-node={asked.processes}"]
+        python = [sys.executable, *(ranks if asked.processes > 1 else [])]
+        command = [*python, __file__, *sys.argv[1:], "--work", row, "--out", str(place)]
         with place.with_suffix(".log").open("w") as log:
             ended = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
         if ended.returncode:

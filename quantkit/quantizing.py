@@ -210,9 +210,9 @@ def quantize_checkpoint(
             calibrated, planned = measure_scales(calibrated, planned, output, Path(out), ranks, report)
             distilled = None if distilled is None else distilled.bound(calibrated, planned)
             calibrate(planned, calibrated, output, Path(out), ranks, report)
+        distill(distilled, output, Path(out), progress)
         unchecked = None
         if output is not None:
-            distill(distilled, output, progress)
             record = partial(model_record, located, planned, recipe, calibrated=calibrated)
             unchecked = write_output(
                 checkpoint, planned, output, target, report, calibrated, record, options.check, distilled

@@ -1,6 +1,8 @@
 """The tables of an evaluation on a terminal: the figures that fit 80 columns, and a sentence per model."""
 
+import math
 from collections.abc import Sequence
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 from quantkit.cli.console import note, print_table, say
@@ -25,7 +27,8 @@ def print_reports(reports: Sequence["EvalReport"]) -> None:
         if report.texts:
             say(verdict_line(report))
         if report.continuations is not None and report.reference_continuations is not None:
-            say(_continued(report.label, report.continuations, report.reference_continuations))
+            differ = _differing([pair.alike for pair in report.text_pairs])
+            say(_continued(report.label, report.continuations, report.reference_continuations) + differ)
     for line in dict.fromkeys(line for report in reports for line in report.notes):
         note(line)
 
@@ -38,6 +41,16 @@ def _continued(label: str, model: "Continuations", original: "Continuations") ->
     )
     mine, theirs = map(", ".join, pairs)
     return f"{label} goes on for {mine}; the original for {theirs}"
+
+
+def _differing(alike: Sequence[int | None]) -> str:
+    """After how many tokens of a text they first differ; None for texts that are the same."""
+    if not alike:
+        return ""
+    middle = median_low(math.inf if one is None else one for one in alike)
+    if middle == math.inf:
+        return f"; most of {len(alike)} texts are the same"
+    return f"; half of {len(alike)} texts differ within {middle + 1:.0f} tokens"
 
 
 def _print_text(reports: Sequence["EvalReport"], text: str) -> None:

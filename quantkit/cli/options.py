@@ -297,7 +297,8 @@ Time = Annotated[
     typer.Option(
         "--time",
         metavar="TIME",
-        help="Of --method distill: how long the training takes, such as 30m or 2h.",
+        help="Of --method distill: how long the training takes, such as 30m or 2h. Several GPUs, one for "
+        "each process of torchrun, make more steps in it.",
         show_default="10m, and more for a model of more than 100 M weights",
     ),
 ]

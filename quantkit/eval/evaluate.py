@@ -15,6 +15,7 @@ from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.failures import Guard, OnFailure
 from quantkit.eval.metrics import TextMetrics, TokenScores, merge, score, summarize
 from quantkit.eval.models import dtype_for, dtype_named, release, versions
+from quantkit.eval.own_text import text_pairs
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
 from quantkit.eval.reference import Reference, plan_blocks
 from quantkit.eval.reference_text import continuations, reference_text
@@ -259,7 +260,10 @@ def _evaluate(
             report = _report(run, sizes[run.model], settings, reference, floor, answers, reference_answers)
             if (written := settings.written) is not None:
                 own = continuations(run.subject.checkpoint, written, settings.dtype, settings.device)
-                report = replace(report, continuations=own, reference_continuations=written.counts)
+                words = (reference or run).subject.checkpoint.directory
+                pairs = text_pairs(words, written, own)
+                report = replace(report, continuations=own.counts, text_pairs=pairs)
+                report = replace(report, reference_continuations=written.counts)
             reports.append(report)
     return tuple(reports)
 

@@ -4,7 +4,7 @@ The original continues the beginnings of documents, and both models then predict
 continues the same beginnings too. Lengths of texts and repetitions are compared.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from quantkit.model.tokenizer import tokenize, tokenizer
 BEGINNING, MOST = 32, 256
 #: Continuations at a time.
 AT_ONCE = 32
+#: Texts that are kept to be read.
+KEPT = 10
 #: Length of a run of tokens that counts as repeated.
 RUN = 4
 NAME = "own text"
@@ -59,17 +61,41 @@ class Continuations:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class TextPair:
+    """Beginning of a text, and how the original and a model go on, up to the end of a text.
+
+    alike   number of tokens after which they first differ; None if they never do
+    """
+
+    beginning: str
+    original: str
+    model: str
+    alike: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
 @dataclass(frozen=True, eq=False)
 class OwnText:
-    """Text of a model: windows in which all after the beginnings is scored, and counts."""
+    """Text of a model: windows scored after the beginnings, counts, and the tokens that end a text."""
 
     windows: TextWindows
     counts: Continuations
+    ends: frozenset[int]
 
     @property
     def starts(self) -> torch.Tensor:
         """Return the beginnings, int64 [B, n]."""
         return self.windows.tokens[:, : -self.windows.scored]
+
+    def continuations(self, count: int) -> list[list[int]]:
+        """Return tokens of the first `count` continuations, up to the end of a text."""
+        return [
+            _until(row, self.ends) for row in self.windows.tokens[:count, -self.windows.scored :].tolist()
+        ]
 
 
 def _until(row: list[int], ends: Collection[int]) -> list[int]:
@@ -83,6 +109,34 @@ def beginnings(directory: Path, count: int) -> torch.Tensor:
     return draw(documents, count, BEGINNING, 0, None, NAME).tokens
 
 
+def alike_at_start(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items both begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def text_pairs(directory: Path, original: OwnText, model: OwnText) -> tuple[TextPair, ...]:
+    """Return what both wrote from the first `KEPT` beginnings, by the tokenizer of `directory`."""
+    words = open_tokenizer(directory)
+
+    def after(start: list[int], tokens: list[int]) -> str:
+        # Some tokenizers drop a space at the start of what they decode.
+        before, whole = (
+            words.decode(one, clean_up_tokenization_spaces=False) for one in (start, start + tokens)
+        )
+        text: str = whole[len(before) :] if whole.startswith(before) else words.decode(tokens)
+        return text
+
+    found = []
+    starts = original.starts[:KEPT].tolist()
+    continuations = zip(starts, original.continuations(KEPT), model.continuations(KEPT), strict=True)
+    for start, theirs, mine in continuations:
+        beginning = words.decode(start, clean_up_tokenization_spaces=False)
+        alike = None if theirs == mine else alike_at_start(theirs, mine)
+        found.append(TextPair(beginning, after(start, theirs), after(start, mine), alike))
+    return tuple(found)
+
+
 def write_own_text(model: Any, starts: torch.Tensor, limit: int | None) -> OwnText:
     """Let a loaded model of transformers, which has `limit` positions, go on from `starts`, int64 [B, n].
 
@@ -90,7 +144,8 @@ def write_own_text(model: Any, starts: torch.Tensor, limit: int | None) -> OwnTe
     """
     if not model.can_generate():
         raise UsageError(f"{type(model).__name__} writes no text of its own. Give --text files.")
-    ends = model.generation_config.eos_token_id
+    end = model.generation_config.eos_token_id
+    ends = frozenset([end] if isinstance(end, int) else end or ())
     length = min(BEGINNING + MOST, limit or BEGINNING + MOST)
     written = torch.cat(
         [
@@ -99,7 +154,5 @@ def write_own_text(model: Any, starts: torch.Tensor, limit: int | None) -> OwnTe
         ]
     )
     scored = length - starts.shape[1]
-    counts = Continuations.of(
-        written[:, starts.shape[1] :], {ends} if isinstance(ends, int) else set(ends or ())
-    )
-    return OwnText(TextWindows(NAME, written, scored), counts)
+    counts = Continuations.of(written[:, starts.shape[1] :], ends)
+    return OwnText(TextWindows(NAME, written, scored), counts, ends)

@@ -8,7 +8,7 @@ from quantkit.devices import pick_device
 from quantkit.errors import UsageError
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.models import dtype_named, language_limits
-from quantkit.eval.own_text import Continuations, OwnText, beginnings
+from quantkit.eval.own_text import OwnText, beginnings
 from quantkit.eval.reference import Reference
 from quantkit.eval.runner import open_passes
 
@@ -32,9 +32,9 @@ def reference_text(options: EvalOptions, reference: Reference | None) -> OwnText
     return _written(checkpoint, starts, limit, options.dtype, options.device)
 
 
-def continuations(checkpoint: Checkpoint, text: OwnText, dtype: str, device: str) -> Continuations:
-    """Let a model go on from the beginnings of `text`, as far, and count."""
-    return _written(checkpoint, text.starts, text.windows.tokens.shape[1], dtype, device).counts
+def continuations(checkpoint: Checkpoint, text: OwnText, dtype: str, device: str) -> OwnText:
+    """Let a model go on from the beginnings of `text`, as far."""
+    return _written(checkpoint, text.starts, text.windows.tokens.shape[1], dtype, device)
 
 
 def _written(

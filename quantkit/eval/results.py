@@ -11,7 +11,7 @@ from typing import Any
 
 from quantkit.eval.metrics import TextMetrics
 from quantkit.eval.models import Versions
-from quantkit.eval.own_text import Continuations
+from quantkit.eval.own_text import Continuations, TextPair
 from quantkit.eval.per_block import BlockLosses
 from quantkit.eval.sizes import Sizes
 from quantkit.eval.tasks import TaskMetrics
@@ -50,6 +50,10 @@ def _tasks(data: Iterable[Any]) -> tuple[TaskMetrics, ...]:
     return tuple(from_json(TaskMetrics, metrics) for metrics in data)
 
 
+def _continuations(data: Mapping[str, Any] | None) -> Continuations | None:
+    return None if data is None else from_json(Continuations, data)
+
+
 @dataclass(frozen=True)
 class EvalReport:
     """Results of an evaluation; `to_json` is the content of eval.json.
@@ -60,6 +64,7 @@ class EvalReport:
     reference_logits    largest number of bytes of reference logits on disk
     notes               texts for the user: deviations from the options
     continuations       statistics of texts that model and reference generate from the same beginnings
+    text_pairs          some of these texts
     """
 
     model: str
@@ -86,6 +91,7 @@ class EvalReport:
     kv_cache: str | None = None
     continuations: Continuations | None = None
     reference_continuations: Continuations | None = None
+    text_pairs: tuple[TextPair, ...] = ()
 
     def __repr__(self) -> str:
         texts = (
@@ -119,6 +125,7 @@ class EvalReport:
             "reference_continuations": (
                 None if self.reference_continuations is None else self.reference_continuations.to_dict()
             ),
+            "text_pairs": [pair.to_dict() for pair in self.text_pairs],
             "tasks": [metrics.to_dict() for metrics in self.tasks],
             "task_results": dict(self.task_results),
             "dtype": self.dtype,
@@ -144,7 +151,7 @@ class EvalReport:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "EvalReport":
-        """Parse the output of `to_dict`, without notes and the answers to tasks.
+        """Parse the output of `to_dict`, or that of older versions, without notes and the answers to tasks.
 
         Raises `KeyError`, `TypeError` or `ValueError` for anything else.
         """
@@ -171,4 +178,7 @@ class EvalReport:
             per_block=None if blocks is None else BlockLosses(dict(blocks["kl_mean"]), blocks["tokens"]),
             tasks=_tasks(data["tasks"]),
             kv_cache=data.get("kv_cache"),
+            continuations=_continuations(data.get("continuations")),
+            reference_continuations=_continuations(data.get("reference_continuations")),
+            text_pairs=tuple(from_json(TextPair, pair) for pair in data.get("text_pairs", ())),
         )

@@ -1,4 +1,4 @@
-"""Coordinate the ranks of a calibration: processes started by torchrun, one per GPU.
+"""Coordinate the ranks of a calibration or training: processes started by torchrun, one per GPU.
 
 Ranks share samples and linears. All run the same code and make the same collective calls in the same
 order. They exchange records of tensors and JSON; nothing is pickled. A single process is a `Ranks` of size 1,
@@ -87,6 +87,12 @@ class Ranks:
                     self._broadcast_tensor(tensor, rank)
                 yield record
 
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace the values of tensors on one device by their sums over ranks, the same bits on all.
+
+        Sums are in rank order and in float32.
+        """
+
     def _broadcast_tensor(self, tensor: torch.Tensor, rank: int) -> None:
         """Overwrite `tensor` with the tensor of `rank`."""
 
@@ -106,6 +112,11 @@ def _blank(header: Sequence[Any], device: torch.device) -> Record:
         for name, (dtype, shape) in shapes.items()
     }
     return Record(tensors, facts)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor, uint8 [n], because not every backend supports every dtype."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 @contextmanager
@@ -197,14 +208,39 @@ class _Joined(Ranks):
                 raise OtherRankFailed(f"rank {failed} has failed: {one['error']}", one["exit_code"])
         return [one.get("facts") for one in messages]
 
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        if not tensors:
+            return
+        # Each rank adds up a part, so the order of the sum does not depend on the backend:
+        #
+        #     rank 0   a0 b0   a0 a1   a = a0 + a1   a b
+        #     rank 1   a1 b1   b0 b1   b = b0 + b1   a b
+        sizes = [one.numel() for one in tensors]
+        padding = tensors[0].new_zeros(-sum(sizes) % self.size)
+        whole = torch.cat([*(one.reshape(-1) for one in tensors), padding])
+        received = torch.empty_like(whole)
+        # A failure before the exchange is received here.
+        self.all_gather(None)
+        # Without a limit the host does not wait for a GPU, and meets the others again meanwhile.
+        self._wait(lambda: dist.all_to_all_single(_as_bytes(received), _as_bytes(whole), async_op=True))
+        first, *others = received.chunk(self.size)
+        total = first.to(torch.float32, copy=True)
+        for other in others:
+            total += other
+        summed = total.to(whole.dtype)
+        parts = list(_as_bytes(whole).chunk(self.size))
+        self._wait(lambda: dist.all_gather(parts, _as_bytes(summed), async_op=True))
+        sums = torch.split(whole[: sum(sizes)], sizes)
+        for one, found in zip(tensors, sums, strict=True):
+            one.copy_(found.view(one.shape))
+
     def _broadcast_tensor(self, tensor: torch.Tensor, rank: int) -> None:
-        # As bytes, because not every backend supports every dtype.
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        flat = _as_bytes(tensor.contiguous())
         self._wait(lambda: dist.broadcast(flat, src=rank, async_op=True), TIMEOUT)
 
-    def _wait(self, start: Callable[[], Any], limit: timedelta) -> None:
+    def _wait(self, start: Callable[[], Any], limit: timedelta | None = None) -> None:
         try:
-            start().wait(limit)
+            start().wait(*([] if limit is None else [limit]))
         except RuntimeError as error:
             self._ended = True
             raise EnvironmentProblem(

@@ -84,6 +84,37 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Passages:
+    """Rows of long texts under headings, below each other on a narrow page.
+
+    The last two texts of row i begin with `alike[i]` characters that are the same, and faint.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    alike: Sequence[int]
+
+    def markdown(self) -> str:
+        return Table(self.headings, self.rows, frozenset(self.headings)).markdown()
+
+    def html(self) -> str:
+        head = "".join(f"<th>{escaping.html(cell)}</th>" for cell in self.headings)
+        body = "".join(
+            f"<tr>{self._cells(row, count)}</tr>" for row, count in zip(self.rows, self.alike, strict=True)
+        )
+        return f'<table class="texts"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+    def _cells(self, row: Sequence[str], alike: int) -> str:
+        shared = [0] * (len(row) - 2) + [alike] * 2
+        return "".join(
+            f'<td data-of="{escaping.html(heading)}">'
+            + (f'<span class="alike">{escaping.html_lines(text[:count])}</span>' if count else "")
+            + f"{escaping.html_lines(text[count:])}</td>"
+            for heading, text, count in zip(self.headings, row, shared, strict=True)
+        )
+
+
+@dataclass(frozen=True)
 class Figure:
     """Plot: `name`.png beside the Markdown, `svg` in the HTML (see `plots.render`)."""
 
@@ -107,7 +138,7 @@ class Figure:
         return f"<figure>{drawing}<figcaption>{label}</figcaption></figure>"
 
 
-Block = Text | Bullets | Command | Table | Figure
+Block = Text | Bullets | Command | Table | Passages | Figure
 
 
 @dataclass(frozen=True)
@@ -215,6 +246,10 @@ th, td { padding: 0.3rem 0.6rem; text-align: right; white-space: nowrap;
 th { vertical-align: bottom; border-bottom-width: 2px; white-space: normal; }
 .word { text-align: left; white-space: normal; min-width: 5.5rem; }
 tbody tr:nth-child(even) { background: var(--shade); }
+.texts { width: 100%; table-layout: fixed; margin-bottom: 1.2rem; }
+.texts th, .texts td { text-align: left; vertical-align: top; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
+.alike { color: var(--faint); }
 .figures { display: grid; gap: 0 2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 figure { margin: 1rem 0; color: var(--ink); }
@@ -223,6 +258,11 @@ figcaption { color: var(--faint); font-size: 0.9em; max-width: 34rem; }
 code, pre { font: 0.92em ui-monospace, monospace; background: var(--shade); border-radius: 3px; }
 code { padding: 0 0.25em; overflow-wrap: anywhere; }
 pre { padding: 0.7rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+@media (max-width: 40rem) {
+  .texts thead { display: none; } .texts tbody, .texts tr, .texts td { display: block; }
+  .texts td { border-bottom: 0; } .texts tr { border-bottom: 1px solid var(--line); padding: 0.4rem 0; }
+  .texts td::before { content: attr(data-of); display: block; font-size: 0.85em; font-weight: 600; }
+}
 @media (max-width: 30rem) {
   body { margin: 1rem auto; padding: 0 0.7rem; font-size: 15px; } h1 { font-size: 1.35rem; }
   th, td { padding: 0.25rem 0.4rem; }

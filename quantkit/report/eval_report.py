@@ -11,10 +11,11 @@ from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError, first_of
 from quantkit.escaping import Code, Prose
 from quantkit.eval.metrics import TextMetrics
+from quantkit.eval.own_text import alike_at_start
 from quantkit.eval.rating import VERDICTS, verdict, verdict_line
 from quantkit.eval.results import EvalReport
 from quantkit.files import size_text
-from quantkit.report.document import Bullets, Command, Document, Section, Table, Text, write
+from quantkit.report.document import Bullets, Command, Document, Passages, Section, Table, Text, write
 from quantkit.report.eval_plots import figures, labelled
 from quantkit.report.made import Made, made_here
 from quantkit.report.tables import (
@@ -87,6 +88,8 @@ def document(reports: Sequence[EvalReport], command: str | None = None, made: Ma
                 ],
             )
         )
+    if any(report.text_pairs for report in reports):
+        sections.append(Section("Texts that they write", _written(reports)))
     sections.append(Section("Plots", [*drawn, *([] if missing is None else [Text(missing)])]))
     if texts:
         sections.append(Section("What the figures are", [Text(_EXPLANATION), _verdict_table()]))
@@ -185,6 +188,45 @@ def _text_table(reports: Sequence[EvalReport], text: str) -> Table:
     if reference is not None:
         rows.append((Path(first.against or "").name, f"{reference:.6g}", *["-"] * (len(columns) - 1)))
     return Table(("model", *(column.heading for column in columns)), rows, frozenset({"model"}))
+
+
+#: Most characters of a text in the report.
+_LONGEST = 400
+
+
+def _written(reports: Sequence[EvalReport]) -> list[Table | Text | Passages]:
+    """Return the counts of what models write, and some of it beside the original's."""
+    original = Path(reports[0].against or "").name
+    counts = [(report.label, report.continuations) for report in reports]
+    counts.append((original, reports[0].reference_continuations))
+    rows = [
+        (label, f"{one.tokens:.0f}", percent_text(one.ended), percent_text(one.repeated))
+        for label, one in counts
+        if one is not None
+    ]
+    headings = ("model", "tokens", "ended", "repeated")
+    found: list[Table | Text | Passages] = [Table(headings, rows, frozenset({"model"})), Text(_WRITTEN)]
+    for report in reports:
+        texts = [
+            (f"{at}. {_shortened(one.beginning)}", _shortened(one.original), _shortened(one.model))
+            for at, one in enumerate(report.text_pairs, 1)
+        ]
+        if texts:
+            alike = [alike_at_start(*row[1:]) for row in texts]
+            found.append(Passages(("beginning", original, report.label), texts, alike))
+    return found
+
+
+_WRITTEN = (
+    "Each model goes on from the same beginnings with the same random numbers. Tokens are the mean up to "
+    "the end of a text, ended are texts that end, and repeated are runs of four tokens that their text had "
+    f"before. Of each text the first {_LONGEST} characters are shown. On the page, what both write alike is "
+    "paler. report.json has all."
+)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _verdict_table() -> Table:

@@ -30,6 +30,10 @@ SCHEMES: list[dict[str, Any]] = [
 ]
 
 
+def by_name(options: dict[str, Any]) -> str:
+    return " ".join(map(str, options.values()))
+
+
 def problem(options: dict[str, Any]) -> tuple[torch.Tensor, PackedTensor]:
     weight = torch.randn(20, 40, generator=torch.Generator().manual_seed(1))
     # A group of zeros has the scale 0.
@@ -50,15 +54,41 @@ def test_a_copy_elsewhere_is_the_same_and_shares_nothing() -> None:
     assert linear.mapped(lambda one: one.to("meta")).numbers["codes"].device.type == "meta"
 
 
+@pytest.mark.parametrize("options", SCHEMES, ids=by_name)
+def test_joined_rows_are_those_of_each_linear(options: dict[str, Any]) -> None:
+    generator, alone = torch.Generator().manual_seed(3), []
+    for rows in (20, 7, 1):
+        weight = torch.randn(rows, 40, generator=generator) * rows
+        alone.append(LatentLinear(weight, quantize_tensor(weight, method="mse", **options)))
+    keys = {one.row_key for one in alone}
+    if None in keys:
+        assert keys == {None}
+        return
+    assert len(keys) == 1
+    joined, start = LatentLinear.joined(alone), 0
+    gradient = torch.randn(28, 40, generator=generator)
+    of_all = joined.gradients(gradient)
+    moved(joined)
+    assert joined.shape == (28, 40) and joined.elements == sum(one.elements for one in alone)
+    for one in alone:
+        stop = start + one.shape[0]
+        for name, found in one.gradients(gradient[start:stop]).items():
+            assert_equal(of_all[name][:, start:stop] if name == "codes" else of_all[name][start:stop], found)
+        rows_of = joined.rows(start, stop)
+        for name, numbers in rows_of.numbers.items():
+            one.numbers[name].copy_(numbers)
+        assert_equal(joined.values()[start:stop], one.values())
+        assert dict(rows_of.packed().parts()).keys() == dict(one.packed().parts()).keys()
+        for name, tensor in one.packed().parts():
+            assert torch.equal(rows_of.packed().part(name), tensor)
+        start = stop
+
+
 def moved(linear: LatentLinear) -> None:
     generator = torch.Generator().manual_seed(2)
     for name, numbers in linear.numbers.items():
         numbers.add_(torch.randn(numbers.shape, generator=generator), alpha=0.3 * linear.steps[name])
     linear.clamp()
-
-
-def by_name(options: dict[str, Any]) -> str:
-    return " ".join(map(str, options.values()))
 
 
 @pytest.mark.parametrize("options", SCHEMES, ids=by_name)

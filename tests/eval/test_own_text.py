@@ -5,10 +5,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.cli.figures import _differing
 from quantkit.errors import UsageError
+from quantkit.eval import own_text
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.evaluate import evaluate, evaluate_many
-from quantkit.eval.own_text import BEGINNING, NAME, Continuations, beginnings
+from quantkit.eval.own_text import (
+    BEGINNING,
+    NAME,
+    Continuations,
+    OwnText,
+    alike_at_start,
+    beginnings,
+    text_pairs,
+)
+from quantkit.eval.results import EvalReport
+from quantkit.eval.text import TextWindows
+from quantkit.model.tokenizer import tokenizer
 from quantkit.quantizing import quantize
 
 STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
@@ -25,6 +38,7 @@ def test_the_original_and_a_worse_model_go_on_from_the_same_beginnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantkit.eval.own_text.MOST", 48)
+    monkeypatch.setattr(own_text, "KEPT", 4)
     quantize(STORIES, tmp_path / "int2", format="int2", group_size=32, device="cpu")
     options = EvalOptions(against=STORIES, own_text=6, device="cpu")
     same, worse = evaluate_many([STORIES, tmp_path / "int2"], options)
@@ -35,6 +49,57 @@ def test_the_original_and_a_worse_model_go_on_from_the_same_beginnings(
     assert worse.continuations is not None
     figures = worse.to_dict()["continuations"]
     assert figures.keys() == {"tokens", "ended", "repeated"} and 0 < figures["tokens"] <= 48
+    assert len(same.text_pairs) == len(worse.text_pairs) == 4
+    assert {(pair.alike, pair.original == pair.model) for pair in same.text_pairs} == {(None, True)}
+    words = tokenizer(STORIES)
+    for pair, start in zip(worse.text_pairs, beginnings(STORIES, 4).tolist(), strict=True):
+        assert pair.beginning == words.decode(start) and pair.original
+        assert pair.original != pair.model and pair.alike is not None and pair.alike < 48
+    assert [pair.original for pair in worse.text_pairs] == [pair.original for pair in same.text_pairs]
+    assert EvalReport.from_dict(worse.to_dict()).text_pairs == worse.text_pairs
+
+
+def text_of(rows: list[list[int]], scored: int) -> OwnText:
+    tokens = torch.tensor(rows)
+    return OwnText(TextWindows(NAME, tokens, scored), Continuations(0.0, 0.0, 0.0), frozenset({2}))
+
+
+def test_pairs_begin_where_the_beginning_ends_and_end_with_the_text() -> None:
+    words = tokenizer(STORIES)
+    start = words.encode("Once upon a", add_special_tokens=False)
+    time, dog = (words.encode(text, add_special_tokens=False) for text in ("time there", "dog ran"))
+    size = max(len(time), len(dog)) + 2
+    # 2 ends a text; what comes after it is none of it.
+    original, model = (
+        text_of([start + [*tokens, 2, *time, *dog][:size] for tokens in rows], size)
+        for rows in ((time, time, []), (dog, time, time))
+    )
+    first, second, third = text_pairs(STORIES, original, model)
+    assert (first.beginning, first.original, first.model) == ("Once upon a", " time there", " dog ran")
+    assert first.alike == alike_at_start(time, dog) < len(time)
+    assert second.original == second.model == " time there" and second.alike is None
+    assert (third.original, third.model, third.alike) == ("", " time there", 0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [("", "", 0), ("abc", "abd", 2), ("abc", "ab", 2), ("a", "a", 1), ("a", "b", 0)],
+)
+def test_alike_at_the_start(one: str, other: str, expected: int) -> None:
+    assert alike_at_start(one, other) == alike_at_start(list(other), list(one)) == expected
+
+
+@pytest.mark.parametrize(
+    ("alike", "said"),
+    [
+        ([], ""),
+        ([0, 9, 4], "; half of 3 texts differ within 5 tokens"),
+        ([None, 3], "; half of 2 texts differ within 4 tokens"),
+        ([None, None, 3], "; most of 3 texts are the same"),
+    ],
+)
+def test_where_texts_differ_is_said_in_short(alike: list[int | None], said: str) -> None:
+    assert _differing(alike) == said
 
 
 def test_beginnings_are_of_the_text_that_comes_with_quantkit() -> None:

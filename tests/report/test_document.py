@@ -9,7 +9,17 @@ import pytest
 from quantkit.errors import OutputError
 from quantkit.escaping import Code
 from quantkit.report import plots
-from quantkit.report.document import Bullets, Command, Document, Figure, Section, Table, Text, write
+from quantkit.report.document import (
+    Bullets,
+    Command,
+    Document,
+    Figure,
+    Passages,
+    Section,
+    Table,
+    Text,
+    write,
+)
 
 #: Elements without content, which are not closed.
 VOID = {"meta", "br", "hr", "img", "link"}
@@ -105,6 +115,28 @@ def test_markdown_has_the_same_content() -> None:
     assert "![A (plot) of f & more](f.png)" in lines
     fence = lines.index("````")
     assert lines[fence + 1 : fence + 3] == ["quantkit eval ```x``` <y>", "````"]
+
+
+def test_long_texts_are_text_and_what_is_alike_is_faint() -> None:
+    block = Passages(
+        ("start", 'a "<b>"', "c"),
+        [("<i>On</i>", "ce\nupon|a", "ce\nhe\u202e said"), ("x", "<p>", "&amp;")],
+        alike=(3, 0),
+    )
+    page = Document("Title", [Section("Texts", [block])]).html()
+    outline = Outline(page)
+    cells = [attributes["data-of"] for tag, attributes in outline.elements if tag == "td"]
+    assert cells == ["start", 'a "<b>"', "c"] * 2
+    assert page.count('<span class="alike">ce\n</span>') == 2 and page.count("<span") == 2
+    for text in ("<i>On</i>", "ce\nupon|a", "ce\nhe\\u202e said", "<p>", "&amp;"):
+        assert text in outline.text
+    assert not {tag for tag, _ in outline.elements} & {"i", "b"}
+    assert block.markdown().splitlines() == [
+        '| start | a "&lt;b>" | c |',
+        "| :-- | :-- | :-- |",
+        r"| &lt;i>On&lt;/i> | ce upon\|a | ce `he\u202e` said |",
+        "| x | &lt;p> | &amp;amp; |",
+    ]
 
 
 def test_drawings_take_the_ink_of_the_page_and_are_the_same_each_time() -> None:

@@ -10,7 +10,7 @@ need many steps to come back, and its code would not change meanwhile.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Self
 
@@ -77,6 +77,44 @@ class LatentLinear:
         found.numbers = {name: function(one) for name, one in self.numbers.items()}
         found._parts = {part: function(one) for part, one in self._parts.items()}
         found._base = function(self._base)
+        return found
+
+    @property
+    def row_key(self) -> Hashable:
+        """Return what linears have in common whose rows can be joined; None if rows share more than that."""
+        scheme = self.scheme
+        by_row = self._parts.keys() <= {"global_scale"} and not scheme.per_tensor and scheme.group_rows == 1
+        return (scheme, self.shape[1]) if by_row else None
+
+    @classmethod
+    def joined(cls, linears: Sequence[Self]) -> Self:
+        """Return one linear with the rows of all `linears`, which have one `row_key`.
+
+        Its global scale is one per row, [N, 1].
+        """
+        found = copy.copy(linears[0])
+        found.numbers = {
+            name: torch.cat([one.numbers[name] for one in linears], 1 if name == "codes" else 0)
+            for name in found.numbers
+        }
+        found._parts = {
+            part: torch.cat([one._parts[part].view(1, 1).expand(one.shape[0], 1) for one in linears])
+            for part in found._parts
+        }
+        found._base = torch.cat([one._base for one in linears])
+        found.shape = (sum(one.shape[0] for one in linears), found.shape[1])
+        return found
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Return the rows of one of the linears that were joined, as views."""
+        found = copy.copy(self)
+        found.numbers = {
+            name: one[:, start:stop] if name == "codes" else one[start:stop]
+            for name, one in self.numbers.items()
+        }
+        found._parts = {part: one[start : start + 1].view(1) for part, one in self._parts.items()}
+        found._base = self._base[start:stop]
+        found.shape = (stop - start, self.shape[1])
         return found
 
     @property

@@ -203,7 +203,8 @@ def print_memory(memory: "GpuMemory | None") -> None:
         work = f"at most {quantizing} to quantize"
         if memory.fastest is not None:
             most = size_text(max(memory.quantizing, memory.fastest))
-            work = f"{quantizing} to quantize and train, up to {most} where that is free, for shorter steps"
+            free = f"up to {most} where that is free, for shorter steps"
+            work = f"{quantizing} to quantize and train, {free}, on each GPU if several train"
         say(
             f"GPU memory, as nvidia-smi counts it: {work}, {checking} to run the "
             "result once, which is left out where less is free and with --no-check"

@@ -49,9 +49,14 @@ def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
         word = gl.split(words)[NUMBER]
     elif COUNT == 4:
         word = gl.split(gl.split(gl.reshape(words, (W, 32, 2, 2)))[NUMBER % 2])[NUMBER // 2]
-    else:
+    elif COUNT == 8:
         halves = gl.split(gl.reshape(words, (W, 32, 2, 2, 2)))
         word = gl.split(gl.split(halves[NUMBER % 2])[NUMBER // 2 % 2])[NUMBER // 4]
+    else:
+        # 32-bit values of 8 groups of 16 columns.
+        halves = gl.split(gl.reshape(words, (W, 32, 2, 2, 2, 2)))
+        halves = gl.split(gl.split(halves[NUMBER % 2])[NUMBER // 2 % 2])
+        word = gl.split(halves[NUMBER // 4 % 2])[NUMBER // 8]
     return word
 
 

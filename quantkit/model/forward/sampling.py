@@ -1,15 +1,18 @@
-"""Draw tokens from the predictions of a model as they are: temperature 1, the whole vocabulary, no end."""
+"""Draw tokens from the predictions of a model: temperature 1, and no end."""
 
 from typing import Any
 
 import torch
 
 
-def continued(model: Any, beginnings: torch.Tensor, length: int, seed: int) -> torch.Tensor:
+def continued(
+    model: Any, beginnings: torch.Tensor, length: int, seed: int, min_p: float = 0.0
+) -> torch.Tensor:
     """Return sequences int64 [B, length] of a model of transformers that begin with `beginnings` [B, n].
 
-    Sequences continue after an end-of-text token, like joined documents. On one device the result depends on
-    `seed` and the arguments alone. Changes `model.generation_config`.
+    Draws from the tokens with at least `min_p` of the largest probability (arXiv 2407.01082). Sequences
+    continue after an end-of-text token, like joined documents. On one device the result depends on `seed` and
+    the arguments alone. Changes `model.generation_config`.
     """
     from transformers import GenerationConfig
 
@@ -18,6 +21,7 @@ def continued(model: Any, beginnings: torch.Tensor, length: int, seed: int) -> t
         temperature=1.0,
         top_k=0,
         top_p=1.0,
+        min_p=min_p or None,
         max_length=length,
         min_length=length,
         pad_token_id=0,

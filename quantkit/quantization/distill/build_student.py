@@ -1,12 +1,12 @@
 """Build the student of a run: the original model, with the packed linears that calibration made."""
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantkit.calibrate.learned.latent_linear import LatentLinear
-from quantkit.checkpoint.output.work_files import WorkFiles
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.model.blocks import Decoder
 from quantkit.model.distributed import Ranks
@@ -15,7 +15,8 @@ from quantkit.packing.activations import ActivationScheme
 from quantkit.quantization.blockwise.block_tasks import BlockTasks, weight_of
 from quantkit.quantization.blockwise.layer_quantizer import Solver, packed_of
 from quantkit.quantization.distill.residence import Residence
-from quantkit.quantization.distill.student import Norm, Student, Trained
+from quantkit.quantization.distill.stacks import Stacks
+from quantkit.quantization.distill.student import Norm, Student
 from quantkit.quantization.distill.trained_weights import Place
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.task import Task
@@ -35,22 +36,21 @@ def build_student(
     planned: Plan,
     linears: Mapping[str, Task],
     norms: Mapping[str, Task],
-    files: WorkFiles,
+    directory: Path,
     residence: Residence,
 ) -> Student:
     """Build a student of `model`, the original with all weights.
 
     `linears`, which may be matrices of experts, and `norms` are trained, by name. What else is packed has the
-    weights that it will have, and dense tensors that calibration changed are as it left them in `files`.
+    weights that it will have. Dense tensors that calibration changed are as work files in `directory` say.
     """
-    trained: dict[str, Trained] = {}
-    places: dict[str, Place] = {}
+    stacks = Stacks(residence)
     fixed: dict[str, torch.Tensor] = {}
     activations: dict[str, ActivationScheme] = {}
     originals = dict(model.named_parameters(remove_duplicate=False))
     calibrated = set()
     for block in blocks:
-        stored = Checkpoint.of_files([files.path / block.filename]) if block.tasks else None
+        stored = Checkpoint.of_files([directory / block.filename]) if block.tasks else None
         for name, task in block.tasks.items():
             assert stored is not None and task.scheme is not None
             calibrated.add(task.source.name)
@@ -62,9 +62,7 @@ def build_student(
                 fixed[place.parameter] = originals[place.parameter].detach().clone()
             known = trained_name(block, name)
             if known in linears:
-                linear = LatentLinear(decoder.read(task.source.name), packed)
-                trained[known] = residence.keep_all(linear)
-                places[known] = place
+                stacks.add(known, LatentLinear(decoder.read(task.source.name), packed), place)
             elif place.part is None:
                 fixed[place.parameter] = packed.dequantize(decoder.dtype)
             else:
@@ -73,14 +71,14 @@ def build_student(
             assert stored is not None
             tensor = stored.read(task.outputs[0].name)
             fixed[f"{block.name}.{parameter}"] = tensor.to(decoder.device, decoder.dtype)
-    fixed |= _with_tied(_packed_later(planned, calibrated, decoder), originals, {*fixed, *trained})
+    stacks.close()
+    fixed |= _with_tied(_packed_later(planned, calibrated, decoder), originals, {*fixed, *stacks.rows})
     for parameter, task in norms.items():
         weight = fixed.pop(parameter, None)
         if weight is None:
             weight = decoder.read(task.source.name)
-        trained[parameter] = residence.keep_all(Norm(weight, task.outputs[0].torch_dtype))
-        places[parameter] = Place(parameter)
-    return Student(model, trained, places, fixed, activations, residence)
+        stacks.add_norm(parameter, Norm(weight, task.outputs[0].torch_dtype))
+    return Student(model, stacks.trained, stacks.places, stacks.rows, fixed, activations, residence)
 
 
 def _place(block: BlockTasks, name: str) -> Place:

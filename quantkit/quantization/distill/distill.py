@@ -1,17 +1,22 @@
-"""Run a distillation: write samples, train, and leave the result in a work file."""
+"""Run a distillation: write samples, train, and leave the result in a work file.
 
+All ranks write samples and train; the first one alone writes files.
+"""
+
+import itertools
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from quantkit.calibrate.learned.latent_linear import LatentLinear
 from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
-from quantkit.memory import free_memory, trim_cache
+from quantkit.memory import free_share, trim_cache
+from quantkit.model.distributed import Record
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress
 from quantkit.quantization.distill.build_student import build_student
@@ -33,34 +38,57 @@ STATE_SECONDS = 120.0
 SAMPLING = 0.2
 
 
-def distill(one: Distillation | None, output: OutputDirectory, progress: Progress | None) -> None:
+@dataclass(frozen=True)
+class Stored:
+    """Progress that an earlier process of the run stored, as JSON values.
+
+    samples   seconds that it took to write the samples; None without them
+    state     name of the file with the newest state; None without one
+    detail    of that state: the point reached, the divergence before, and the micro-batch
+    """
+
+    samples: float | None = None
+    state: str | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+def distill(
+    one: Distillation | None, output: OutputDirectory | None, out: Path, progress: Progress | None
+) -> None:
     """Write the work file with the trained linears and norms, unless it or all shards are done.
 
-    None trains nothing.
+    None trains nothing. Only the first rank has an `output`, whose directory all see as `out`.
 
-    `progress` is called with the steps done, all steps, and a text with the loss and the time left.
+    `progress` is called on it with the steps done, all steps, and a text with the loss and the time left.
     """
-    if one is None or output.complete or output.is_done(RESULT):
+    if one is None:
         return
-    if all(output.is_done(shard.filename) for shard in one.planned.shards):
+    found = one.ranks.broadcast(lambda: _stored(one, output))
+    if found is None:
         return
-    report: Progress = progress or (lambda done, total, label: None)
+    stored = Stored(**found)
+    report: Progress = progress if progress and one.ranks.first else lambda done, total, label: None
     started, calibrated = time.monotonic(), one.calibrated
     decoder, tokens = calibrated.decoder, one.text.tokens
-    way = _way(one, output)
+    way = _way(one, stored)
     model = decoder.whole()
-    own = _samples_of(one, model, output, report)
-    started = min(started, time.monotonic() - _seconds_of_samples(output))
+    if stored.samples is None:
+        own = _write_samples(one, model, output, report)
+    else:
+        own = Checkpoint.of_files([out / SAMPLES]).read("tokens").long()
+        started -= stored.samples
     residence = Residence(decoder.device, way.on_host)
     student = build_student(
-        model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, output, residence
+        model, decoder, calibrated.blocks, one.planned, one.linears, one.norms, out, residence
     )
     if way.compute_again:
         student.compute_again(name for name in decoder.block_names if not decoder.block(name).is_linear)
-    training = Training(student, Pool.of(tokens, own, calibrated.seed), one.options, way.micro)
-    before = _resumed(training, output)
-    if before is None:
-        before = training.measure()
+    pool = Pool.of(tokens, own, calibrated.seed)
+    training = Training(student, pool, one.options, way.micro, one.ranks)
+    if stored.state is not None:
+        files = Checkpoint.of_files([out / stored.state])
+        training.restore(files.read, files.tensors, Reached(**stored.detail["at"]))
+    before: float = stored.detail["before"] if stored.detail else training.measure()
     saved = time.monotonic()
 
     def on_step(at: Reached) -> None:
@@ -70,7 +98,7 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
         minutes, seconds = divmod(round(at.seconds_left), 60)
         left = f"{minutes}:{seconds:02} left"
         report(at.step, at.total, f"step {at.step} of {at.total}, KL {at.loss:.4f}, {left}")
-        if at.step < at.total and time.monotonic() - saved >= STATE_SECONDS:
+        if output is not None and at.step < at.total and time.monotonic() - saved >= STATE_SECONDS:
             _store(training, output, before)
             saved = time.monotonic()
 
@@ -80,66 +108,89 @@ def distill(one: Distillation | None, output: OutputDirectory, progress: Progres
         "kl_after": training.measure(),
         "steps": training.at.step,
         "tokens": training.at.step * training.batch * tokens.shape[1],
-        "sequences": {"length": tokens.shape[1], "text": len(tokens), "own": len(own)},
-        "settings": {**asdict(one.options), "batch": training.batch, "micro_batch": way.micro},
+        "sequences": {
+            "length": tokens.shape[1],
+            "text": len(tokens),
+            "own": len(own),
+            "own_chats": 0 if one.turn is None else one.turn.count(own),
+        },
+        "settings": {
+            **asdict(one.options),
+            **{"batch": training.batch, "micro_batch": way.micro, "processes": one.ranks.size},
+        },
     }
-    _write(one, student, output, facts)
+    if output is not None:
+        _write(one, student, output, facts)
 
 
-def _way(one: Distillation, output: OutputDirectory) -> Way:
-    """Return the way to train that fits the free memory, and say which it is.
+def _stored(one: Distillation, output: OutputDirectory | None) -> dict[str, Any] | None:
+    """Return the fields of `Stored` on the first rank, whose `output` it is; None if all is done."""
+    assert output is not None
+    if output.complete or output.is_done(RESULT):
+        return None
+    if all(output.is_done(shard.filename) for shard in one.planned.shards):
+        return None
+    samples = output.details(SAMPLES)["seconds"] if output.is_done(SAMPLES) else None
+    states = _states(output)
+    return asdict(Stored(samples, states[-1], output.details(states[-1])) if states else Stored(samples))
+
+
+def _way(one: Distillation, stored: Stored) -> Way:
+    """Return the way to train that fits the free memory of all ranks, and say which it is.
 
     A resumed run keeps the micro-batch of its state.
     """
-    device, sizes = one.calibrated.decoder.device, one.sizes
+    device, sizes, ranks = one.calibrated.decoder.device, one.sizes, one.ranks
     # What the calibration cached fits few of the tensors of a training.
     trim_cache(device)
-    stored = _stored(output)
-    micro = output.details(stored[-1])["micro"] if stored else None
-    free, on_host = free_memory(device), free_memory(torch.device("cpu"))
-    way = choose(sizes, batch_of(one.options, device), free, micro)
-    check_host(way, sizes, on_host, device, free)
+    shares = [free_share(of, ranks.on_host) for of in (device, torch.device("cpu"))]
+    free, on_host = map(min, zip(*ranks.all_gather(shares), strict=True))
+    share = -(-batch_of(one.options, device) // ranks.size)
+    way = choose(sizes, share, free, stored.detail.get("micro"))
+    check_host(way, sizes, on_host, ranks.on_host, device, free)
     logger.log(
         logging.WARNING if way.on_host or way.compute_again else logging.INFO, way.text(sizes, free, device)
     )
     return way
 
 
-def _samples_of(one: Distillation, model: Any, output: OutputDirectory, report: Progress) -> torch.Tensor:
-    """Return what the original writes, int64 [P, T]; from the work file if an earlier process wrote it."""
-    tokens, options = one.text.tokens, one.options
-    if output.is_done(SAMPLES):
-        return Checkpoint.of_files([output.path / SAMPLES]).read("tokens").long()
+def _write_samples(
+    one: Distillation, model: Any, output: OutputDirectory | None, report: Progress
+) -> torch.Tensor:
+    """Return what the original writes, int64 [P, T], and store it.
+
+    Ranks take turns with the batches. Each of them gets all.
+    """
+    tokens, options, ranks = one.text.tokens, one.options, one.ranks
     if not options.own or not model.can_generate():
         return tokens[:0]
     most, limit = options.own_most, SAMPLING * one.seconds
     if options.steps is not None:
         batch = batch_of(options, one.calibrated.decoder.device)
         most, limit = min(most, HELD_OUT + round(options.steps * batch * options.own)), float("inf")
-    started, found, count = time.monotonic(), [], 0
-    for samples in own_samples(model, tokens, tokens.shape[1], one.calibrated.seed):
-        found.append(samples)
-        count = min(most, count + len(samples))
+    started, found, count = time.monotonic(), list[torch.Tensor](), 0
+    numbers = itertools.count(ranks.number, ranks.size)
+    batches = own_samples(model, tokens, tokens.shape[1], one.calibrated.seed, one.turn, numbers)
+    for turn, samples in enumerate(batches, 1):
+        records = ranks.gather_records([Record({"tokens": samples})], samples.device)
+        found += [record.tensors["tokens"] for record in records]
+        count = min(most, sum(map(len, found)))
         report(count, most, f"the original writes samples, {count} of at most {most}")
         took = time.monotonic() - started
-        if count == most or took + took / len(found) > limit:
+        # The time of the first rank counts for all.
+        if count == most or ranks.all_gather(took + took / turn > limit)[0]:
             break
     own = torch.cat(found)[:most]
-    with output.shard(SAMPLES, [TensorSpec("tokens", "I32", tuple(own.shape))], FORMAT) as file:
-        file.detail["seconds"] = time.monotonic() - started
-        file.write("tokens", own.int())
+    if output is not None:
+        with output.shard(SAMPLES, [TensorSpec("tokens", "I32", tuple(own.shape))], FORMAT) as file:
+            file.detail["seconds"] = time.monotonic() - started
+            file.write("tokens", own.int())
     return own
-
-
-def _seconds_of_samples(output: OutputDirectory) -> float:
-    """Return how long writing the samples took, in this process or an earlier one; 0 without samples."""
-    seconds: float = output.details(SAMPLES)["seconds"] if output.is_done(SAMPLES) else 0.0
-    return seconds
 
 
 def _store(training: Training, output: OutputDirectory, before: float) -> None:
     """Store the state of a training, and the divergence before it, in place of an earlier state."""
-    old = _stored(output)
+    old = _states(output)
     # Two are there after an interruption between the writing of one and the removal of the other.
     for name in old[:-1]:
         output.discard(name)
@@ -153,21 +204,10 @@ def _store(training: Training, output: OutputDirectory, before: float) -> None:
         output.discard(other)
 
 
-def _stored(output: OutputDirectory) -> list[str]:
+def _states(output: OutputDirectory) -> list[str]:
     """Return the names of the states that are stored, the newest last."""
     done = [name for name in STATES if output.is_done(name)]
     return sorted(done, key=lambda name: output.details(name)["at"]["step"])
-
-
-def _resumed(training: Training, output: OutputDirectory) -> float | None:
-    """Let a training go on from the newest state, if there is one; return the divergence before it."""
-    stored = _stored(output)
-    if not stored:
-        return None
-    files, detail = Checkpoint.of_files([output.path / stored[-1]]), output.details(stored[-1])
-    training.restore(files.read, files.tensors, Reached(**detail["at"]))
-    before: float = detail["before"]
-    return before
 
 
 def _write(one: Distillation, student: Student, output: OutputDirectory, facts: dict[str, Any]) -> None:
@@ -181,9 +221,7 @@ def _write(one: Distillation, student: Student, output: OutputDirectory, facts: 
     trained: dict[str, torch.Tensor] = {}
     errors = dict.fromkeys((str(task.module) for task in one.linears.values()), 0.0)
     for name, task in one.linears.items():
-        linear = student.trained[name]
-        assert isinstance(linear, LatentLinear)
-        packed = student.residence.fetch_all(linear).packed()
+        packed = student.linear(name).packed()
         trained |= _parts(packed, task)
         of_weights = one.calibrated.decoder.read(task.source.name).float() - packed.dequantize()
         errors[str(task.module)] += float(of_weights.double().square().sum())

@@ -14,11 +14,14 @@ from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError
+from quantkit.model.chat_turn import ChatTurn, chat_turn
 from quantkit.model.distributed import Ranks
+from quantkit.model.tokenizer import tokenizer
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.distill.build_student import trained_name
 from quantkit.quantization.distill.distill_options import DistillOptions
+from quantkit.quantization.distill.training import batch_of
 from quantkit.quantization.distill.training_memory import Sizes
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -34,7 +37,10 @@ MOST_TEXT = 8192
 
 @dataclass(frozen=True, eq=False)
 class Distillation:
-    """Linears, matrices of experts and norms to train, by name, their run, and text to train on."""
+    """Linears, matrices of experts and norms to train, by name, their run, text, and `ranks` to share it.
+
+    `turn` is the chat template of the model, None without one.
+    """
 
     linears: Mapping[str, Task]
     norms: Mapping[str, Task]
@@ -42,7 +48,9 @@ class Distillation:
     calibrated: Calibration
     planned: Plan
     text: Samples
+    turn: ChatTurn | None
     sizes: Sizes
+    ranks: Ranks
 
     @classmethod
     def of(
@@ -55,8 +63,8 @@ class Distillation:
     ) -> "Distillation | None":
         """Return the distillation of a plan; None if no method trains end to end.
 
-        Raises `UsageError` for options without such a method, several ranks, and models that predict no
-        tokens.
+        Raises `UsageError` for options without such a method, more ranks than a step has sequences, and
+        models that predict no tokens.
         """
         options, linears = asked.distillation, _linears(calibrated)
         if calibrated is None or not linears:
@@ -66,12 +74,13 @@ class Distillation:
                     "out, or choose one that does: --method distill."
                 )
             return None
-        if ranks.size > 1:
-            raise UsageError(
-                f"torchrun started {ranks.size} processes, but --method distill trains in one. Start "
-                "quantkit without torchrun."
-            )
         decoder = calibrated.decoder
+        batch = batch_of(options, decoder.device)
+        if ranks.size > batch:
+            raise UsageError(
+                f"torchrun started {ranks.size} processes, but a step of --method distill trains on {batch} "
+                f"sequences, of which each process takes at least one. Start at most {batch}."
+            )
         if decoder.head_name is None or decoder.config.get("is_encoder_decoder"):
             raise UsageError(
                 "--method distill compares predictions of tokens from tokens alone, and models of type "
@@ -88,7 +97,8 @@ class Distillation:
         text = read_samples(checkpoint, more, decoder.embedding_rows)
         sizes = Sizes.of(checkpoint, planned, text.tokens.shape[1], decoder.device)
         assert sizes is not None
-        return cls(linears, norms, options, calibrated, planned, text, sizes)
+        turn = chat_turn(tokenizer(checkpoint.directory))
+        return cls(linears, norms, options, calibrated, planned, text, turn, sizes, ranks)
 
     def bound(self, calibrated: Calibration, planned: Plan) -> "Distillation":
         """Return the distillation of the same run, once the scales of inputs are measured."""

@@ -1,15 +1,17 @@
 """Let the original model write samples: text of the kind that it was trained on, as much as is wanted.
 
-Each sample begins with a few tokens of the calibration text, and goes on with tokens drawn from the model's
-predictions. LLM-QAT (arXiv 2305.17888) was the first to train on such text.
+A sample begins with a few tokens of the calibration text, and goes on with tokens drawn from the model's
+predictions (LLM-QAT, arXiv 2305.17888). Of a model with a chat template, every other batch has chats: the
+model writes what a user says, and the answer (Magpie, arXiv 2406.08464).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from quantkit.model.chat_turn import ChatTurn
 from quantkit.model.forward.kv_size import kv_heads
 from quantkit.model.forward.sampling import continued
 
@@ -20,26 +22,49 @@ UNKNOWN_BYTES = 1 << 17
 CACHE_BYTES, MOST_SAMPLES = {"cpu": 1 << 28, "cuda": 1 << 34}, {"cpu": 64, "cuda": 2048}
 #: Tokens of calibration text at the start of samples; batches take turns.
 PREFIXES = (1, 4, 16, 64)
+#: Tokens of what a user says; batches take turns. Models seldom end it by themselves.
+QUESTIONS = (8, 16, 32)
+#: Least probability of tokens in chats, in parts of the largest: with all, small models lose the thread.
+CHAT_MIN_P = 0.05
 
 
-def own_samples(model: Any, windows: torch.Tensor, length: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yield batches of samples, int64 [n, length] on the CPU, without end.
+def own_samples(
+    model: Any,
+    windows: torch.Tensor,
+    length: int,
+    seed: int,
+    turn: ChatTurn | None,
+    numbers: Iterable[int],
+) -> Iterator[torch.Tensor]:
+    """Yield the batches of these `numbers`, int64 [n, length] on the CPU.
 
-    `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i and the device alone.
+    `windows` are calibration samples, int64 [C, T]. Batch i depends on `seed`, i, `turn` and the device.
     """
     device = next(model.parameters()).device
     at_once = at_a_time(device.type, length, row_bytes(model))
-    prefixes = [size for size in PREFIXES if size < length]
-    number = 0
-    while True:
+    texts = [size for size in PREFIXES if size < length]
+    chats = [] if turn is None else [size for size in QUESTIONS if turn.length + size < length]
+    for number in numbers:
         of_batch = seed * 1_000_003 + number
-        generator = torch.Generator().manual_seed(of_batch)
-        size = prefixes[number % len(prefixes)]
-        rows = torch.randint(len(windows), (at_once,), generator=generator)
-        starts = torch.randint(windows.shape[1] - size + 1, (at_once,), generator=generator)
-        beginnings = windows[rows[:, None], starts[:, None] + torch.arange(size)]
-        yield continued(model, beginnings.to(device), length, of_batch).cpu()
-        number += 1
+        place = number // 2 if chats else number
+        if chats and number % 2 == 0:
+            assert turn is not None
+            min_p, size = CHAT_MIN_P, chats[place % len(chats)]
+            before, after = (part.expand(at_once, -1).to(device) for part in (turn.before, turn.after))
+            asked = continued(model, before, before.shape[1] + size, of_batch, min_p)
+            beginnings = torch.cat([asked, after], 1)
+        else:
+            min_p, size = 0.0, texts[place % len(texts)]
+            beginnings = _pieces(windows, at_once, size, of_batch).to(device)
+        yield continued(model, beginnings, length, of_batch, min_p).cpu()
+
+
+def _pieces(windows: torch.Tensor, count: int, size: int, seed: int) -> torch.Tensor:
+    """Return pieces of text, int64 [count, size], at random places of `windows`, int64 [C, T]."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(len(windows), (count,), generator=generator)
+    starts = torch.randint(windows.shape[1] - size + 1, (count,), generator=generator)
+    return windows[rows[:, None], starts[:, None] + torch.arange(size)]
 
 
 def at_a_time(kind: str, length: int, row_bytes: int) -> int:

@@ -3,7 +3,9 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -49,16 +51,26 @@ class Norm:
         """Do nothing: any number is a weight."""
 
 
-#: What is trained of a linear, a matrix of experts, or a norm.
+#: What is trained: a stack of linears or of matrices of experts, or a norm.
 Trained = LatentLinear | Norm
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `start` to `stop` of the stack of a name: those of one linear or matrix of experts."""
+
+    stack: str
+    start: int
+    stop: int
 
 
 class Student:
     """Original model, and a student that shares with it the weights in which they do not differ.
 
     model      the original, with all its weights
-    trained    linears, matrices of experts, and norms, by name, where they are between steps
-    places     where they are in the model, by the same names
+    trained    stacks of linears or of matrices of experts, and norms, by name, where they are between steps
+    places     where their parts are in the model, by the same names
+    rows       rows of each linear or matrix of experts in its stack, by name
     weights    the student's weights of them
     network    the student as a model
     residence  where `trained` is between steps
@@ -68,7 +80,8 @@ class Student:
         self,
         model: Any,
         trained: Mapping[str, Trained],
-        places: Mapping[str, Place],
+        places: Mapping[str, tuple[Place, ...]],
+        rows: Mapping[str, Rows],
         fixed: Mapping[str, torch.Tensor],
         activations: Mapping[str, ActivationScheme],
         residence: Residence,
@@ -79,12 +92,13 @@ class Student:
         experts the whole parameter. `activations` say how modules round their inputs, by name.
         """
         self.model, self.trained, self.places, self.residence = model, trained, places, residence
+        self.rows = rows
         originals = dict(model.named_parameters(remove_duplicate=False))
         tensors = {
             place.parameter: torch.empty_like(originals[place.parameter])
             if place.part is None
             else fixed[place.parameter]
-            for place in places.values()
+            for place in chain.from_iterable(places.values())
         }
         self.weights = TrainedWeights(tensors, places)
         self.network = _sharing_copy(model)
@@ -126,6 +140,14 @@ class Student:
         """Set the student's weights to those of the numbers as they are."""
         for name, one in self.trained.items():
             self.weights.write(name, self.residence.fetch_all(one).values())
+
+    def linear(self, name: str) -> LatentLinear:
+        """Return a linear or matrix of experts, on the device."""
+        rows = self.rows[name]
+        stack = self.trained[rows.stack]
+        assert isinstance(stack, LatentLinear)
+        alone = (rows.start, rows.stop) == (0, stack.shape[0])
+        return self.residence.fetch_all(stack if alone else stack.rows(rows.start, rows.stop))
 
     def compute_again(self, blocks: Iterable[str]) -> None:
         """Keep only the inputs of these modules in a pass with gradients; the rest is computed twice."""

@@ -8,6 +8,7 @@ Here each slice is a leaf of its own, and its gradient a view of that of the par
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,14 +69,17 @@ def _is_number(index: Any) -> bool:
 
 
 class TrainedWeights:
-    """Leaves that collect gradients, by parameter, and where each trained matrix and norm is in them."""
+    """Leaves that collect gradients, by parameter, and where each trained stack and norm is in them.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> None:
+    A stack has several places, whose rows are joined in order.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, tuple[Place, ...]]) -> None:
         self._places = places
         self.leaves = {name: one.detach().requires_grad_() for name, one in tensors.items()}
         self._stacks = {
             place.parameter: ExpertStack.of(self.leaves[place.parameter])
-            for place in {place.parameter: place for place in places.values()}.values()
+            for place in {one.parameter: one for one in chain.from_iterable(places.values())}.values()
             if place.part is not None
         }
 
@@ -89,20 +93,39 @@ class TrainedWeights:
 
     @torch.no_grad()
     def write(self, name: str, values: torch.Tensor) -> None:
-        """Set the weights of the trained matrix or norm `name`, rounded to the dtype of the model."""
-        place = self._places[name]
-        place.of(self.leaves[place.parameter]).copy_(values)
+        """Set the weights of the trained stack or norm `name`, rounded to the dtype of the model."""
+        weights = [place.of(self.leaves[place.parameter]) for place in self._places[name]]
+        for one, part in zip(weights, torch.split(values, [len(one) for one in weights]), strict=True):
+            one.copy_(part)
 
     def collect(self) -> None:
         """Begin a step, whose gradients are added up; those of an expert that no token reaches are 0."""
         for name, stack in self._stacks.items():
             stack.collect(torch.zeros_like(self.leaves[name]))
 
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """Return the gradient of a trained matrix or norm; None if nothing that ran has it."""
-        place = self._places[name]
-        gradient = self.leaves[place.parameter].grad
-        return None if gradient is None else place.of(gradient)
+    def unreached(self) -> list[str]:
+        """Return the names of trained stacks and norms that nothing ran has, which have no gradient."""
+        return [
+            name
+            for name, places in self._places.items()
+            if all(self.leaves[place.parameter].grad is None for place in places)
+        ]
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return the gradient of a trained stack or norm; zeros for what nothing that ran has."""
+        parts = []
+        for place in self._places[name]:
+            leaf = self.leaves[place.parameter]
+            parts.append(place.of(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def checksum(self) -> int:
+        """Return the sum of the bits of all weights, read as integers."""
+        found = torch.zeros((), dtype=torch.int64)
+        for leaf in self.leaves.values():
+            bits = leaf.detach().view({2: torch.int16, 4: torch.int32}[leaf.itemsize])
+            found = found.to(leaf.device) + bits.sum(dtype=torch.int64)
+        return int(found)
 
     def let_go(self, parameter: str) -> None:
         """Free the gradient of a parameter."""

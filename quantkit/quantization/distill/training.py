@@ -1,15 +1,25 @@
-"""Train a student by steps of Adam, and store the state that a resumed run goes on from."""
+"""Train a student by steps of Adam, and store the state that a resumed run goes on from.
+
+Each rank has a student of its own, and computes the gradients of its share of a batch. All ranks add these up
+in rank order and make the same step, so that their students stay the same.
+
+    rank 0   sequences 0 to 31    gradients g0   g0 + g1   step
+    rank 1   sequences 32 to 63   gradients g1   g0 + g1   step
+"""
 
 import math
 import time
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
+from quantkit.errors import EnvironmentProblem
+from quantkit.model.distributed import Ranks
 from quantkit.quantization.distill.adam import Adam
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.loss import divergence
@@ -58,8 +68,11 @@ class Reached:
 class Training:
     """Training of a student on a pool; `state` and `at` are all that another process needs to go on."""
 
-    def __init__(self, student: Student, pool: Pool, options: DistillOptions, micro: int) -> None:
-        """Prepare a training; `micro` sequences of a batch run at a time."""
+    def __init__(
+        self, student: Student, pool: Pool, options: DistillOptions, micro: int, ranks: Ranks
+    ) -> None:
+        """Prepare a training that `ranks` share; `micro` sequences of a batch run at a time on each."""
+        self._ranks = ranks
         self.at = Reached(total=options.steps)
         self.batch = batch_of(options, student.device)
         self.student, self._pool, self._own, self.micro = student, pool, options.own, micro
@@ -72,13 +85,14 @@ class Training:
             if rate:
                 self._numbers[name], self._rates[name] = tensor, rate
         elements = {name: one.elements for name, one in student.trained.items()}
-        parameters = {name: place.parameter for name, place in student.places.items()}
+        parameters = {name: [place.parameter for place in places] for name, places in student.places.items()}
         self._chunks = list(_chunks(elements, parameters))
 
     def run(self, seconds_left: Callable[[], float], on_step: Callable[[Reached], None]) -> None:
         """Train to the end, and call `on_step` after each step.
 
-        Without a number of steps it is as many as `seconds_left` has room for, once a step is measured.
+        Without a number of steps it is as many as `seconds_left` of rank 0 has room for, once a step is
+        measured.
         """
         at, first, started = self.at, self.at.step, time.monotonic()
         with _deterministic(self.student.device):
@@ -87,42 +101,64 @@ class Training:
                 at.step += 1
                 if at.step % READ_EVERY == 0 or at.step == at.total:
                     at.loss = float(self._loss)
+                    self._check_alike()
                 if at.step - first == COLD:
                     started = time.monotonic()
                 elif at.step - first > COLD:
                     at.seconds = (time.monotonic() - started) / (at.step - first - COLD)
                 if at.total is None and at.step == MEASURED:
-                    at.total = at.step + max(1, int(seconds_left() / at.seconds))
+                    fitting = self._ranks.broadcast(lambda: int(seconds_left() / at.seconds))
+                    at.total = at.step + max(1, fitting)
                 on_step(at)
 
     def _step(self) -> None:
         tokens = self._pool.batch(self.at.step, self.batch, self._own).to(self.student.device)
         loss = self._gradients(tokens)
+        self._ranks.add_up([loss])
         factor, weights = rate_at(self.at.step, self.at.total), self.student.weights
+        # A part of the model that text does not reach has no gradient.
+        unreached = set[str].intersection(*map(set, self._ranks.all_gather(weights.unreached())))
         for chunk, done in self._chunks:
-            # A part of the model that text does not reach has none.
-            found = {name: weights.gradient(name) for name in chunk}
-            self._move({name: one for name, one in found.items() if one is not None}, factor)
+            found = {name: weights.gradient(name) for name in chunk if name not in unreached}
+            self._ranks.add_up(list(found.values()))
+            self._move(found, factor)
             found.clear()
             for parameter in done:
                 weights.let_go(parameter)
         self._loss = loss if self.at.step == 0 else self._loss.lerp(loss, LATELY)
 
     def _gradients(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean divergence on `tokens`, [1], and leave the gradients in the student's weights.
+        """Return this rank's part of the mean divergence on `tokens`, [1].
 
-        They have the dtype of activations: in float32 they would take as much as the weights themselves.
+        The gradients of that part are left in the student's weights. They have the dtype of activations: in
+        float32 they would take as much as the weights themselves.
         """
         student = self.student
         student.weights.collect()
         total = torch.zeros(1, device=student.device)
-        for part in torch.split(tokens, self.micro):
+        for part in self._parts(tokens):
             target = student.target(part)
             with torch.enable_grad():
                 loss = divergence(student.logits(part), target) / tokens.numel()
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
+
+    def _parts(self, tokens: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the micro-batches of this rank's share of sequences, int64 [n, T]."""
+        share = self._ranks.share(len(tokens))
+        return torch.split(tokens[share.start : share.stop], self.micro) if share else ()
+
+    def _check_alike(self) -> None:
+        """Raise `EnvironmentProblem` if the students of ranks differ."""
+        found = self._ranks.all_gather(self.student.weights.checksum() if self._ranks.size > 1 else 0)
+        other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+        if other is not None:
+            raise EnvironmentProblem(
+                f"after step {self.at.step} ranks 0 and {other} hold different weights, though both made the "
+                "same steps: their GPUs or libraries compute differently. Start all ranks on devices of one "
+                "kind, with one installation, and start over."
+            )
 
     def _move(self, of_weights: Mapping[str, torch.Tensor], factor: float) -> None:
         """Move the numbers of some linears and norms, for gradients of their weights, at `factor` * rate."""
@@ -147,9 +183,11 @@ class Training:
     def measure(self) -> float:
         """Return the mean divergence per token on what is held out, in nats."""
         student, held_out = self.student, self._pool.held_out
-        total = 0.0
-        for part in torch.split(held_out.to(student.device), self.micro):
-            total += float(divergence(student.logits(part), student.target(part)))
+        own = [
+            float(divergence(student.logits(part), student.target(part)))
+            for part in self._parts(held_out.to(student.device))
+        ]
+        total: float = sum(chain.from_iterable(self._ranks.all_gather(own)))
         return total / held_out.numel()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -172,7 +210,7 @@ def batch_of(options: DistillOptions, device: torch.device) -> int:
 
 
 def _chunks(
-    elements: Mapping[str, int], parameters: Mapping[str, str]
+    elements: Mapping[str, int], parameters: Mapping[str, Collection[str]]
 ) -> Iterator[tuple[list[str], list[str]]]:
     """Split names into lists of at most `CHUNK_WEIGHTS` numbers, or of one name; `elements` are of each.
 
@@ -185,7 +223,7 @@ def _chunks(
             count = 0
         chunks[-1].append(name)
         count += size
-    last = {parameters[name]: at for at, chunk in enumerate(chunks) for name in chunk}
+    last = {one: at for at, chunk in enumerate(chunks) for name in chunk for one in parameters[name]}
     for at, chunk in enumerate(chunks):
         yield chunk, [parameter for parameter, place in last.items() if place == at]
 

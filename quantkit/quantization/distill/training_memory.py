@@ -31,6 +31,8 @@ from quantkit.quantization.task import Task
 BATCH = {"cpu": 8, "cuda": 64}
 #: Latent numbers that a step moves at a time, unless one matrix has more.
 CHUNK_WEIGHTS = 1 << 26
+#: Most latent numbers of a stack of several linears: moving more takes longer than the launches do.
+STACK_WEIGHTS = 1 << 24
 #: Bytes of each of these meanwhile, more if they come from host memory, and more of those of one matrix.
 MOVED_BYTES, FETCHED_BYTES, WORK_BYTES = 16, 10, 12
 #: Values per token that a block keeps for gradients: in hidden sizes and in widths of the widest linear.
@@ -63,7 +65,7 @@ class Sizes:
     weights     number of weights that are trained
     matrix      mean number of those of a matrix
     moved       latent numbers that a step moves at a time
-    largest     most latent numbers of a matrix
+    largest     most latent numbers of a matrix or stack
     blocks      number of blocks
     per_block   bytes per token that a block keeps for gradients
     per_input   bytes per token of its input
@@ -129,7 +131,7 @@ class Sizes:
             weights=weights,
             matrix=weights // len(trained),
             moved=min(sum(latents), max(CHUNK_WEIGHTS, *latents)),
-            largest=max(latents),
+            largest=max(*latents, min(sum(latents), STACK_WEIGHTS)),
             blocks=max(1, len({block_of(task.source.name) for task in trained} - {""})),
             per_block=itemsize * values,
             per_input=itemsize * hidden,
@@ -215,15 +217,21 @@ def least(sizes: Sizes, batch: int) -> Way:
     return min((way for way in some if way.time(sizes, batch) < 1.1 * best), key=lambda one: one.micro)
 
 
-def check_host(way: Way, sizes: Sizes, free: int, device: torch.device, on_device: int) -> None:
-    """Raise `EnvironmentProblem` if numbers go to host memory and it has less than that, `free`."""
+def check_host(
+    way: Way, sizes: Sizes, free: int, processes: int, device: torch.device, on_device: int
+) -> None:
+    """Raise `EnvironmentProblem` if numbers go to host memory, and each of its `processes` has less, `free`.
+
+    `on_device` bytes are free on the device.
+    """
     kept = sizes.pinned if sizes.kind == "cuda" else sizes.numbers
     if way.on_host and kept > free:
         needed = replace(way, on_host=False).nbytes(sizes)
+        each = f" for each of {processes} processes" if processes > 1 else ""
         raise EnvironmentProblem(
             f"training would keep {size_text(kept)} of latent numbers and Adam's means in host "
-            f"memory, where {size_text(free)} are free; {device} has {size_text(on_device)} free, and would "
-            f"need {size_text(needed)} with them. {RUN_AGAIN}"
+            f"memory, where {size_text(free)} are free{each}; {device} has {size_text(on_device)} free, and "
+            f"would need {size_text(needed)} with them. {RUN_AGAIN}"
         )
 
 

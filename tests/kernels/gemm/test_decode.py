@@ -286,6 +286,29 @@ def test_formats_without_bytes_are_multiplied_as_floats() -> None:
         assert reason is not None and name in reason
 
 
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_in_groups_of_16_are_multiplied_as_floats(name: str) -> None:
+    """A product of bytes has 32 columns, and so two scales."""
+    of_16 = scheme(name, group_size=16).for_columns(4096)
+    for m in (1, 2, 4):
+        asked = replace(problem(m), scheme=of_16)
+        assert not decode_launch.TILE_SPACE.rule(asked).int8_mma
+        reason = decode_launch.TILE_SPACE.why_invalid(asked, DecodeTile(int8_mma=True))
+        assert reason == "scales of 16 columns multiply weights, not sums"
+        asked = replace(asked, scheme=scheme(name, group_size=32).for_columns(4096))
+        assert decode_launch.TILE_SPACE.why_invalid(asked, DecodeTile(int8_mma=True)) is None
+
+
+def test_values_of_a_shared_table_have_one_scale_per_32_columns() -> None:
+    for group_size, expected in (
+        (16, "values of nf4 in shared memory have one scale per 32 columns"),
+        (32, None),
+    ):
+        asked = replace(problem(), scheme=scheme("nf4", group_size=group_size).for_columns(4096))
+        assert decode_launch.TILE_SPACE.why_invalid(asked, DecodeTile()) == expected
+        assert decode_launch.why_no_tile(asked) == expected
+
+
 @needs_gluon
 @pytest.mark.parametrize("warps", decode_launch.VALUES["warps"])
 def test_x_is_read_where_it_was_written(warps: int) -> None:

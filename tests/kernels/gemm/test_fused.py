@@ -73,6 +73,9 @@ CASES = {
         for zero in ("integer", "float")
     },
     "int4 e4m3": {"group_size": 32, "scale_dtype": e4m3},
+    "int2 g16 e4m3": {"group_size": 16, "scale_dtype": e4m3},
+    "int4 g16 fp32": {"group_size": 16, "scale_dtype": torch.float32},
+    "nf4 g16": {"group_size": 16},
     "int4 g16 integer": {"group_size": 16, "zero_point": "integer"},
     "fp4 g64 e4m3": {"group_size": 64, "scale_dtype": e4m3},
     "fp6 g128 e4m3": {"group_size": 128, "scale_dtype": e4m3},

@@ -15,7 +15,7 @@ from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
-from quantkit.quantization.distill import distill, training
+from quantkit.quantization.distill import distill, training, training_memory
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.student import Student
 from quantkit.quantization.distill.training import Training
@@ -56,7 +56,7 @@ def test_the_divergence_falls_and_the_directory_is_an_ordinary_one(tmp_path: Pat
     facts = facts_of(tmp_path / "out")
     assert facts["kl_after"] < 0.9 * facts["kl_before"]
     assert facts["steps"] == 40 and facts["tokens"] == 40 * 4 * 64
-    assert facts["sequences"] == {"length": 64, "text": 4693, "own": 16 + 40 * 3}
+    assert facts["sequences"] == {"length": 64, "text": 4693, "own": 16 + 40 * 3, "own_chats": 0}
     assert all(one.output_error is None for one in result.measured.values())
     assert all(not one.problems for one in verify(tmp_path / "out", reload=False))
     quantize(STORIES, tmp_path / "best", **{**SMALL, "method": "best"})
@@ -93,6 +93,28 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
         assert files_of(out) == expected
         if stop > first:
             assert not any(text.startswith("step 2 of 6") for text in resumed)
+
+
+@pytest.mark.parametrize("most", [0, 10_000])
+def test_stacks_of_linears_train_like_each_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    stacks: list[int] = []
+    build = distill.build_student
+
+    def counted(*given: Any) -> Any:
+        student = build(*given)
+        stacks.append(len({rows.stack for rows in student.rows.values()}))
+        return student
+
+    monkeypatch.setattr(distill, "build_student", counted)
+    options = {**SMALL, **steps(3)}
+    quantize(STORIES, tmp_path / "stacked", **options)
+    monkeypatch.setattr(training_memory, "STACK_WEIGHTS", most)
+    quantize(STORIES, tmp_path / "other", **options)
+    assert files_of(tmp_path / "other") == files_of(tmp_path / "stacked")
+    # Its 35 linears have two widths.
+    assert stacks[0] == 2 < stacks[1] and (most or stacks[1] == 35)
 
 
 @pytest.mark.parametrize(("module", "where"), [(check_output, "run_prompt"), (quantizing, "discard_work")])

@@ -1,5 +1,6 @@
 """Samples that the original writes: how many at a time, and models without keys and values."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 import transformers
 
 from quantkit.checkpoint.manifest import read_manifest
+from quantkit.model.chat_turn import ChatTurn
+from quantkit.quantization.distill import own_samples
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.own_samples import UNKNOWN_BYTES, at_a_time, row_bytes
 from quantkit.quantizing import quantize
@@ -33,6 +36,38 @@ def test_samples_at_a_time_fit_their_keys_and_values() -> None:
 @pytest.mark.parametrize("name", ["Rwkv", "Mamba", "DeepseekV3"])
 def test_configs_that_do_not_tell(name: str) -> None:
     assert row_bytes(model_of(getattr(transformers, f"{name}Config")())) == UNKNOWN_BYTES
+
+
+def test_every_other_batch_of_a_chat_model_has_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[torch.Tensor, int, float]] = []
+
+    def continued(_: Any, beginnings: torch.Tensor, length: int, seed: int, min_p: float) -> torch.Tensor:
+        calls.append((beginnings, length, min_p))
+        more = torch.full((len(beginnings), length - beginnings.shape[1]), 7)
+        return torch.cat([beginnings, more], 1)
+
+    monkeypatch.setattr(own_samples, "continued", continued)
+    model = SimpleNamespace(
+        config=transformers.LlamaConfig(), parameters=lambda: iter([torch.zeros(1, dtype=torch.bfloat16)])
+    )
+    turn = ChatTurn(torch.tensor([1, 2, 3]), torch.tensor([4, 5]))
+    windows = torch.arange(100, 400).view(2, 150)
+    batches = own_samples.own_samples(model, windows, 20, 0, turn, itertools.count())
+    found = [next(batches) for _ in range(5)]
+    assert all(one.shape[1] == 20 for one in found)
+    # Of the sizes 8, 16 and 32 only the first leaves room in 20 tokens; of 1, 4, 16 and 64 all but the last.
+    sizes = [(beginnings.shape[1], length, min_p) for beginnings, length, min_p in calls]
+    chat = [(3, 11, 0.05), (13, 20, 0.05)]
+    assert sizes == [*chat, (1, 20, 0.0), *chat, (4, 20, 0.0), *chat]
+    for number in (0, 2, 4):
+        assert turn.count(found[number]) == len(found[number]) > 0
+        assert found[number][0].tolist() == [1, 2, 3, *[7] * 8, 4, 5, *[7] * 7]
+    for number in (1, 3):
+        assert turn.count(found[number]) == 0 and found[number].min() >= 7
+    # Too short for a chat: text alone.
+    calls.clear()
+    batches = own_samples.own_samples(model, windows, 12, 0, turn, itertools.count())
+    assert [turn.count(next(batches)) for _ in range(4)] == [0] * 4
 
 
 def test_a_model_without_attention_writes_samples(tmp_path: Path) -> None:

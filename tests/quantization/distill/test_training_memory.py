@@ -68,7 +68,6 @@ def prepared(
 def trained(one: Distillation, out: Path, way: Way, steps: int) -> Training:
     """A training of some steps."""
     decoder = one.calibrated.decoder
-    files: Any = type("", (), {"path": out})
     student = build_student(
         decoder.whole(),
         decoder,
@@ -76,13 +75,14 @@ def trained(one: Distillation, out: Path, way: Way, steps: int) -> Training:
         one.planned,
         one.linears,
         one.norms,
-        files,
+        out,
         Residence(CPU, way.on_host),
     )
     if way.compute_again:
         student.compute_again(decoder.block_names)
     options = DistillOptions(steps, batch=8, own=0.0)
-    found = Training(student, Pool.of(one.text.tokens, one.text.tokens[:0], 0), options, way.micro)
+    pool = Pool.of(one.text.tokens, one.text.tokens[:0], 0)
+    found = Training(student, pool, options, way.micro, Ranks())
     found.run(lambda: 0.0, lambda at: None)
     return found
 
@@ -125,8 +125,10 @@ def test_a_training_holds_what_the_plan_says(
     one, out = prepared
     for module in (training, training_memory):
         monkeypatch.setattr(module, "CHUNK_WEIGHTS", chunk)
+    monkeypatch.setattr(training_memory, "STACK_WEIGHTS", chunk)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 1 << 13)
-    sizes = replace(one.sizes, moved=min(chunk, one.sizes.weights))
+    most = min(chunk, one.sizes.weights)
+    sizes = replace(one.sizes, moved=most, largest=most)
     with LiveBytes() as live:
         trained(one, out, way, 2)
     # Host memory is that of the device here.
@@ -188,12 +190,14 @@ def test_ways_by_what_they_cost() -> None:
 def test_the_host_must_have_room_for_numbers() -> None:
     gpu = torch.device("cuda", 1)
     for way, free in ((Way(1), 0), (Way(1, on_host=True), 64 * 10**9)):
-        check_host(way, EIGHT, free, gpu, 80 * 10**9)
+        check_host(way, EIGHT, free, 1, gpu, 80 * 10**9)
     with pytest.raises(EnvironmentProblem) as raised:
-        check_host(Way(1, on_host=True), EIGHT, 30 * 10**9, gpu, 80 * 10**9)
+        check_host(Way(1, on_host=True), EIGHT, 30 * 10**9, 1, gpu, 80 * 10**9)
     text = str(raised.value)
     assert "would keep 63.00 GB of latent numbers and Adam's means in host memory, where 30.00 GB" in text
     assert "cuda:1 has 80.00 GB free, and would need 116" in text and "--resume" in text
+    with pytest.raises(EnvironmentProblem, match=r"where 30\.00 GB are free for each of 8 processes; cuda:1"):
+        check_host(Way(1, on_host=True), EIGHT, 30 * 10**9, 8, gpu, 80 * 10**9)
 
 
 @pytest.mark.parametrize("prepared", [("llama", torch.float32), ("mixtral", torch.float32)], indirect=True)
@@ -249,13 +253,15 @@ def test_a_resumed_run_keeps_its_micro_batch(
     monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
     micro = []
     for free in (1 << 40, 0):
-        monkeypatch.setattr(distill, "free_memory", lambda _, free=free: free)
+        monkeypatch.setattr(distill, "free_share", lambda *_, free=free: free)
         with OutputDirectory.open(out, out.parent / "llama-source", Mode.RESUME, {}, 1 << 20) as output:
-            way = distill._way(one, output)
+            stored = distill._stored(one, output)
+            assert stored is not None
+            way = distill._way(one, distill.Stored(**stored))
             micro.append(way.micro)
             assert way.compute_again == (free == 0)
             with pytest.raises(KeyboardInterrupt):
-                distill.distill(one, output, interrupted_at(2))
+                distill.distill(one, output, out, interrupted_at(2))
     assert micro == [8, 8]
     assert any("activations are computed twice" in text for text in caplog.messages)
     assert choose(one.sizes, 8, 0).micro == 1

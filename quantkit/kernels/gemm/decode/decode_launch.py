@@ -29,7 +29,7 @@ from quantkit.kernels.gemm.operands import (
     why_no_gate_up_tiles,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import value_sizes
+from quantkit.kernels.layouts.fragment_layout import RUN, value_sizes
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.ops.norm import NORMS
@@ -112,8 +112,23 @@ def why_no_int8(problem: Problem) -> str | None:
         return f"codes of {problem.scheme.format.name} are no bytes in proportion to their values"
     if problem.scheme.has_zero_point:
         return "zero-points are taken from 16-bit floats"
+    if shape_of(problem).on_weights:
+        return f"scales of {problem.scheme.group_columns(problem.k)} columns multiply weights, not sums"
     if problem.m > MOST_DIGITS:
         return f"there are digits of up to {MOST_DIGITS} rows of x, not of {problem.m}"
+    return None
+
+
+def _why_no_table(problem: Problem) -> str | None:
+    """Return why a table in shared memory cannot give the values; None if it can, or there is none."""
+    if table_bytes(problem.scheme, problem.dtype) == 0:
+        return None
+    name = problem.scheme.format.name
+    if problem.m > COLUMNS:
+        return f"values of {name} in shared memory are for up to {COLUMNS} rows of x"
+    if shape_of(problem).group < RUN:
+        # A register of values has columns that are 16 apart.
+        return f"values of {name} in shared memory have one scale per {RUN} columns"
     return None
 
 
@@ -288,11 +303,9 @@ def _why_invalid(problem: Problem, tile: DecodeTile) -> str | None:
     """Return why a tile cannot run a problem; None if it can."""
     if (reason := unknown_value(tile, VALUES)) is not None:
         return reason
-    if tile.int8_mma and (reason := why_no_int8(problem)) is not None:
+    reason = why_no_int8(problem) if tile.int8_mma else _why_no_table(problem)
+    if reason is not None:
         return reason
-    looks_up = not tile.int8_mma and table_bytes(problem.scheme, problem.dtype) > 0
-    if problem.m > COLUMNS and looks_up:
-        return f"values of {problem.scheme.format.name} in shared memory are for up to {COLUMNS} rows of x"
     if tile.warps * tile.occupancy > MOST_WARPS:
         return f"a multiprocessor has {MOST_WARPS} such warps at once"
     needed, most = shared_memory(tile, problem), program_memory(problem) // tile.occupancy

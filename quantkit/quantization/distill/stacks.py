@@ -1,0 +1,71 @@
+"""Join linears of one scheme and width by their rows: a step launches as much for a stack as for one linear.
+
+On an H200 the update of SmolLM2's 210 linears takes 0.15 to 0.23 s one by one, most of it on the host.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from quantkit.calibrate.learned.latent_linear import LatentLinear
+from quantkit.quantization.distill import training_memory
+from quantkit.quantization.distill.residence import Residence
+from quantkit.quantization.distill.student import Norm, Rows, Trained
+from quantkit.quantization.distill.trained_weights import Place
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Linear that waits for others of its kind."""
+
+    name: str
+    linear: LatentLinear
+    place: Place
+
+
+class Stacks:
+    """What is trained, as it comes: linears join stacks, which have the name of their first linear.
+
+    trained  stacks and norms, by name, where they stay between steps
+    places   where the parts of each are in the model, in order
+    rows     rows of each linear in a stack, by its own name
+    """
+
+    def __init__(self, residence: Residence) -> None:
+        self._residence = residence
+        self._waiting: dict[Hashable, list[_Waiting]] = {}
+        self.trained: dict[str, Trained] = {}
+        self.places: dict[str, tuple[Place, ...]] = {}
+        self.rows: dict[str, Rows] = {}
+
+    def add(self, name: str, linear: LatentLinear, place: Place) -> None:
+        """Add a linear, or a matrix of experts."""
+        key = linear.row_key or name
+        together = self._waiting.setdefault(key, [])
+        if sum(one.linear.elements for one in together) + linear.elements > training_memory.STACK_WEIGHTS:
+            self._close(key)
+        self._waiting.setdefault(key, []).append(_Waiting(name, linear, place))
+
+    def add_norm(self, name: str, norm: Norm) -> None:
+        """Add a norm."""
+        self.trained[name] = self._residence.keep_all(norm)
+        self.places[name] = (Place(name),)
+
+    def close(self) -> None:
+        """Close all stacks; call it after the last linear."""
+        for key in list(self._waiting):
+            self._close(key)
+
+    def _close(self, key: Hashable) -> None:
+        together = self._waiting.pop(key)
+        if not together:
+            return
+        stack, start = together[0].name, 0
+        for one in together:
+            stop = start + one.linear.shape[0]
+            self.rows[one.name] = Rows(stack, start, stop)
+            start = stop
+        linears = [one.linear for one in together]
+        self.trained[stack] = self._residence.keep_all(
+            LatentLinear.joined(linears) if len(linears) > 1 else linears[0]
+        )
+        self.places[stack] = tuple(one.place for one in together)

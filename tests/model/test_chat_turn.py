@@ -1,0 +1,58 @@
+"""The tokens of a chat template around what a user says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from quantkit.model.chat_turn import chat_turn
+from quantkit.model.tokenizer import tokenize
+
+STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
+TEMPLATE = (
+    "{% for one in messages %}<{{ one['role'] }}>{{ one['content'] | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def words(template: str | None) -> Any:
+    found = AutoTokenizer.from_pretrained(STORIES)
+    found.chat_template = template
+    return found
+
+
+def test_a_turn_is_what_the_template_writes_around_the_words() -> None:
+    of_model = words(TEMPLATE)
+    turn = chat_turn(of_model)
+    assert turn is not None
+    assert torch.equal(turn.before, tokenize(of_model, "<user>"))
+    assert torch.equal(turn.after, tokenize(of_model, "</s><assistant>"))
+    assert turn.length == len(turn.before) + len(turn.after)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{{ raise_exception('a system message is needed') }}",
+        "{% for one in messages %}<user>{{ one['content'] | upper }}<assistant>{% endfor %}",
+        "{% for one in messages %}<user>{{ one['content'] }}{{ one['content'] }}<assistant>{% endfor %}",
+        "{% for one in messages %}{{ one['content'] }}<assistant>{% endfor %}",
+        "{% for one in messages %}<user>{{ one['content'][0]['text'] }}<assistant>{% endfor %}",
+    ],
+    ids=["none", "refuses", "changes", "twice", "nothing before", "parts"],
+)
+def test_templates_without_a_turn(template: str | None) -> None:
+    assert chat_turn(words(template)) is None
+
+
+def test_chats_are_counted_by_their_beginning() -> None:
+    turn = chat_turn(words(TEMPLATE))
+    assert turn is not None
+    size = len(turn.before)
+    samples = torch.zeros(3, size + 4, dtype=torch.int64)
+    samples[1, :size] = samples[2, :size] = turn.before
+    samples[2, 0] += 1
+    assert turn.count(samples) == 1 and turn.count(samples[:0]) == 0

@@ -117,7 +117,7 @@ def alike_at_start(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def text_pairs(directory: Path, original: OwnText, model: OwnText) -> tuple[TextPair, ...]:
     """Return what both wrote from the first `KEPT` beginnings, by the tokenizer of `directory`."""
-    words = open_tokenizer(directory)
+    words = tokenizer(directory)
 
     def after(start: list[int], tokens: list[int]) -> str:
         # Some tokenizers drop a space at the start of what they decode.

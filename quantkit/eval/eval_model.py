@@ -11,7 +11,7 @@ from quantkit.checkpoint.low_bit.dequantized import dequantized
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import CheckpointError, UsageError
 from quantkit.eval.eval_options import EvalOptions
-from quantkit.eval.models import dtype_named, language_limits, open_tokenizer
+from quantkit.eval.models import dtype_named, language_limits
 from quantkit.eval.own_text import OwnText
 from quantkit.eval.runner import Windows
 from quantkit.eval.text import (
@@ -21,7 +21,7 @@ from quantkit.eval.text import (
     text_names,
     usable_window,
 )
-from quantkit.model.tokenizer import tokenize
+from quantkit.model.tokenizer import tokenize, tokenizer
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Subject:
         """
         checkpoint = open_evaluated(resolve(source))
         directory = checkpoint.directory
-        tokenizer = open_tokenizer(directory)
+        words = tokenizer(directory)
         vocabulary, limit = language_limits(directory)
         window, note = usable_window(settings.window, limit)
         # If the window was shortened, a stride up to the requested window must not exceed the actual one.
@@ -109,7 +109,7 @@ class Subject:
         if window < stride <= settings.window:
             stride, note = window, f"{note}; so was the stride of {stride}"
         texts = tuple(
-            cut(name, tokenize(tokenizer, read_text(path)), window, settings.max_windows, stride)
+            cut(name, tokenize(words, read_text(path)), window, settings.max_windows, stride)
             for name, path in zip(text_names(settings.texts), settings.texts, strict=True)
         ) + (() if settings.written is None else (settings.written.windows,))
         for text in texts:
@@ -119,7 +119,7 @@ class Subject:
         return cls(
             checkpoint,
             vocabulary,
-            len(tokenizer),
+            len(words),
             texts,
             window,
             stride,

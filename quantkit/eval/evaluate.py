@@ -1,9 +1,7 @@
 """Evaluate checkpoints: perplexity, tasks, and losses per token and item against a reference."""
 
-import hashlib
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +19,7 @@ from quantkit.eval.own_text import text_pairs
 from quantkit.eval.per_block import WINDOWS, BlockLosses, block_losses
 from quantkit.eval.reference import Reference, plan_blocks
 from quantkit.eval.reference_text import continuations, reference_text
-from quantkit.eval.result_cache import Partial
+from quantkit.eval.result_cache import Partial, key_of
 from quantkit.eval.results import EvalReport, NoiseFloor
 from quantkit.eval.runner import open_passes
 from quantkit.eval.sizes import Sizes, measure
@@ -190,7 +188,7 @@ def _start(
         "kv_cache": settings.kv_cache,
         **_conditions(settings),
     }
-    run = _Run(model, subject, dtype, settings.kv_cache, _digest(identity), blocks)
+    run = _Run(model, subject, dtype, settings.kv_cache, key_of(identity), blocks)
     if partial is not None:
         for batch in (batch for block in blocks for batch in block):
             shape = (batch.stop - batch.start, subject.texts[batch.text].scored)
@@ -208,10 +206,6 @@ def _conditions(settings: Settings) -> dict[str, Any]:
         "versions": asdict(versions()),
         "kernel": forced_kernel(),
     }
-
-
-def _digest(identity: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _evaluate(
@@ -284,7 +278,7 @@ def _measure_blocks(
         return
     text = reference.texts[0]
     tokens = text.tokens[:WINDOWS]
-    key = _digest({"run": run.key, "windows": len(tokens)})
+    key = key_of({"run": run.key, "windows": len(tokens)})
     found = None if partial is None else partial.json(key, "blocks")
     if found is not None:
         run.per_block = BlockLosses(**found)
@@ -333,7 +327,7 @@ def _ask(
         dtype=settings.dtype,
         device=settings.device,
         partial=partial,
-        key=_digest(identity),
+        key=key_of(identity),
         progress=progress,
     )
     release(str(pick_device(settings.device)))

@@ -12,7 +12,6 @@ from quantkit import __version__
 from quantkit.checkpoint.hub.repository import resolve
 from quantkit.devices import pick_device
 from quantkit.errors import CheckpointError, unknown_name
-from quantkit.model.tokenizer import tokenizer
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -71,11 +70,6 @@ def _language_config(path: Path) -> Any:
             "and the version of transformers."
         ) from error
     return config
-
-
-def open_tokenizer(path: Path) -> Any:
-    """Open the tokenizer of a checkpoint directory."""
-    return tokenizer(path)
 
 
 def release(device: str) -> None:

@@ -15,10 +15,9 @@ from quantkit.calibrate.data.documents import read_documents
 from quantkit.calibrate.data.samples import draw
 from quantkit.calibrate.data.texts import BUNDLED
 from quantkit.errors import UsageError
-from quantkit.eval.models import open_tokenizer
 from quantkit.eval.text import TextWindows
 from quantkit.model.forward.sampling import continued
-from quantkit.model.tokenizer import tokenize
+from quantkit.model.tokenizer import tokenize, tokenizer
 
 #: Tokens of a beginning, and most tokens that follow it.
 BEGINNING, MOST = 32, 256
@@ -105,7 +104,7 @@ def _until(row: list[int], ends: Collection[int]) -> list[int]:
 
 def beginnings(directory: Path, count: int) -> torch.Tensor:
     """Return the first `BEGINNING` tokens of `count` passages of the bundled text, int64 [count, n]."""
-    words = open_tokenizer(directory)
+    words = tokenizer(directory)
     documents = [tokenize(words, one) for one in read_documents(BUNDLED) if isinstance(one, str)]
     return draw(documents, count, BEGINNING, 0, None, NAME).tokens
 
@@ -118,7 +117,7 @@ def alike_at_start(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def text_pairs(directory: Path, original: OwnText, model: OwnText) -> tuple[TextPair, ...]:
     """Return what both wrote from the first `KEPT` beginnings, by the tokenizer of `directory`."""
-    words = open_tokenizer(directory)
+    words = tokenizer(directory)
 
     def after(start: list[int], tokens: list[int]) -> str:
         # Some tokenizers drop a space at the start of what they decode.

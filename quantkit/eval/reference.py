@@ -6,8 +6,6 @@ budget, the windows are split into blocks and the two models alternate. Batches 
 so neither do the figures.
 """
 
-import hashlib
-import json
 import shutil
 import tempfile
 import time
@@ -23,6 +21,7 @@ from quantkit.errors import CheckpointError, OutputError, UsageError
 from quantkit.eval.eval_model import Batch, Settings, Subject, with_numbers
 from quantkit.eval.eval_options import EvalOptions
 from quantkit.eval.models import dtype_for, dtype_named, versions
+from quantkit.eval.result_cache import key_of
 from quantkit.eval.runner import open_passes
 from quantkit.eval.text import check_tokens
 from quantkit.files import open_regular, os_error_text, replace_file, temporary
@@ -205,7 +204,7 @@ class Reference:
             "device": self._device,
             "versions": asdict(versions()),
         }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+        return key_of(identity)
 
 
 def _cut_short(path: Path) -> str:

@@ -8,6 +8,7 @@ are deleted when the evaluation is done.
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ _LOGITS = "reference"
 MAX_BYTES = 1 << 30
 _DIGEST = 32
 _FIELDS = ("nll", "reference_nll", "kl", "same_top1")
+
+
+def key_of(identity: Mapping[str, Any]) -> str:
+    """Return the key of results that depend on `identity`, JSON values: 32 hex digits."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class Partial:

@@ -217,14 +217,14 @@ class Scheme:
         return -(-columns // self.group_columns(columns))
 
     def row_units(self) -> dict[str, int]:
-        """Return the number of rows of each indivisible unit, such as a block, by name of the unit."""
+        """Return the rows of each unit that cannot be cut, such as a block, by name of the unit."""
         storage = self.zero_point_type.storage
         count = 1 if storage is None else storage.cut(self.format.bits)
         units = {f"words of {count} zero-points": count, f"blocks of {self.group_rows} rows": self.group_rows}
         return {name: unit for name, unit in units.items() if unit > 1}
 
     def column_units(self, columns: int) -> dict[str, int]:
-        """Return the number of columns of each indivisible unit, by name of the unit."""
+        """Return the columns of each unit that cannot be cut, such as a group, by name of the unit."""
         count = PACKINGS[self.packing].codes_per_cut(self.format, self.planes)
         group = self.group_columns(columns)
         groups = {f"groups of {group}": group} if group < columns else {}

@@ -150,7 +150,7 @@ class Operands:
 
     @property
     def matrix_spec(self) -> GemmSpec:
-        """Return the same for kernels that are compiled for one matrix of an expert."""
+        """Return `spec` for kernels that are compiled for one matrix of an expert."""
         m = self.x.shape[0] if self.grouping is None else self.grouping.rows
         return GemmSpec(m, self.n, self.x.shape[1], self.scheme, self.x.dtype, self.bias is not None)
 

@@ -321,10 +321,7 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
-    """Return the RMS norms of G rows `x` per warp, [4, 8, W, G / 8 * runs, 8] as of `_load_rows`.
-
-    `root` is from `_roots`; `weight` is that of 8 equal rows, [4, 8, W, runs, 8].
-    """
+    """Return the RMS norms of G rows [4, 8, W, G / 8 * runs, 8], by their `_roots` and 8 rows of weights."""
     return normed(x.to(tl.float32), root, _repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 
@@ -411,7 +408,10 @@ def _as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def _numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
-    """Return the keys of each lane from `first` on: [4, 8, W, KEYS / 8, 1] and [4, 8, W, KEYS / 4, 1]."""
+    """Return the numbers of the keys that each lane has, from key `first` on, in two layouts.
+
+    They are those of `_load_rows`, [4, 8, W, KEYS / 8, 1], and `_load_columns`, [4, 8, W, KEYS / 4, 1].
+    """
     t = tl.arange(0, 4)[:, None, None, None, None]
     m = tl.arange(0, 8)[:, None, None, None]
     w = tl.arange(0, W)[:, None, None]

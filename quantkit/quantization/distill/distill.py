@@ -16,7 +16,7 @@ from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.memory import free_share, trim_cache
-from quantkit.model.distributed import Record
+from quantkit.model.distributed import Ranks, Record
 from quantkit.packing.tensor import PackedTensor
 from quantkit.progress import Progress
 from quantkit.quantization.distill.build_student import build_student
@@ -70,6 +70,7 @@ def distill(
     report: Progress = progress if progress and one.ranks.first else lambda done, total, label: None
     started, calibrated = time.monotonic(), one.calibrated
     decoder, tokens = calibrated.decoder, one.text.tokens
+    _say_if_idle(decoder.device, one.ranks)
     way = _way(one, stored)
     model = decoder.whole()
     if stored.samples is None:
@@ -133,6 +134,19 @@ def _stored(one: Distillation, output: OutputDirectory | None) -> dict[str, Any]
     samples = output.details(SAMPLES)["seconds"] if output.is_done(SAMPLES) else None
     states = _states(output)
     return asdict(Stored(samples, states[-1], output.details(states[-1])) if states else Stored(samples))
+
+
+def _say_if_idle(device: torch.device, ranks: Ranks) -> None:
+    """Say how to train on all GPUs of this host if some of them have no process."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if count > ranks.on_host:
+        logger.warning(
+            "the training uses %d of the %d GPUs here; to use all, run the same command by torchrun "
+            "--nproc-per-node %d -m quantkit, with --resume where it has begun to write",
+            ranks.on_host,
+            count,
+            count,
+        )
 
 
 def _way(one: Distillation, stored: Stored) -> Way:

@@ -191,6 +191,16 @@ def test_ranks_whose_students_differ_stop(
     successes(ended(run, tmp_path))
 
 
+@pytest.mark.parametrize(("kind", "gpus", "said"), [("cuda", 8, True), ("cuda", 1, False), ("cpu", 8, False)])
+def test_gpus_without_a_process_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, gpus: int, said: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    distill._say_if_idle(torch.device(kind), Ranks())
+    text = "the training uses 1 of the 8 GPUs here; to use all, run the same command by torchrun --nproc"
+    assert [one.startswith(text) for one in caplog.messages] == [True] * said
+
+
 def test_more_ranks_than_sequences_are_refused(tmp_path: Path, text: Path) -> None:
     ranks = Ranks()
     ranks.size = 5

@@ -14,12 +14,12 @@ from quantkit.checkpoint.output.directory import OutputDirectory
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.checkpoint.tensors import TensorSpec
 from quantkit.errors import UsageError
-from quantkit.model.chat_turn import ChatTurn, chat_turn
 from quantkit.model.distributed import Ranks
 from quantkit.model.tokenizer import tokenizer
 from quantkit.quantization.blockwise.calibration import Calibration
 from quantkit.quantization.blockwise.calibration_data import read_samples
 from quantkit.quantization.distill.build_student import trained_name
+from quantkit.quantization.distill.chat_turn import ChatTurn, chat_turn
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.training import batch_of
 from quantkit.quantization.distill.training_memory import Sizes

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from quantkit.model.chat_turn import ChatTurn
 from quantkit.model.forward.kv_size import kv_heads
 from quantkit.model.forward.sampling import continued
+from quantkit.quantization.distill.chat_turn import ChatTurn
 
 #: Keys and values of a token of an 8B (Llama 3) in 16 bits.
 UNKNOWN_BYTES = 1 << 17

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from quantkit.checkpoint.manifest import read_manifest
-from quantkit.model.chat_turn import ChatTurn
 from quantkit.quantization.distill import own_samples
+from quantkit.quantization.distill.chat_turn import ChatTurn
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.own_samples import UNKNOWN_BYTES, at_a_time, row_bytes
 from quantkit.quantizing import quantize

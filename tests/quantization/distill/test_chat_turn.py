@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from quantkit.model.chat_turn import chat_turn
 from quantkit.model.tokenizer import tokenize
+from quantkit.quantization.distill.chat_turn import chat_turn
 
-STORIES = Path(__file__).parents[2] / "examples" / "stories260K"
+STORIES = Path(__file__).parents[3] / "examples" / "stories260K"
 TEMPLATE = (
     "{% for one in messages %}<{{ one['role'] }}>{{ one['content'] | trim }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -104,6 +104,7 @@ def work(asked: argparse.Namespace, row: str, out: Path) -> None:
         "row": row,
         "bits": report.sizes.linears,
         "kl": [text.kl_mean for text in report.texts.values()],
+        "perplexity": [text.perplexity for text in report.texts.values()],
         "seconds": seconds,
         "facts": facts,
     }

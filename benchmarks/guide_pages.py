@@ -348,8 +348,8 @@ def known_how(name: str) -> str:
     first, *others = runs_of(name)
     lines = [paragraph(first["about"], first["how"], f"By `{first['command']}` on {first['machine']}.")]
     for run in others:
-        how = "" if run["how"] == first["how"] else run["how"]
-        lines.append(paragraph(run["about"], how, f"By `{run['command']}` on {run['machine']}."))
+        how = [] if run["how"] == first["how"] else [run["how"]]
+        lines.append(paragraph(run["about"], *how, f"By `{run['command']}` on {run['machine']}."))
     return "\n".join(lines)
 
 

@@ -51,11 +51,11 @@ def quantize_calibrated_rows(
     stats: LinearStats,
     target: torch.Tensor | None = None,
 ) -> CalibratedRows:
-    """Quantize rows ([n, K], any float dtype) of a weight with statistics `stats` of its inputs.
+    """Quantize rows ([n, K], any float dtype) of a weight by `method`, with statistics `stats` of its inputs.
 
-    `parameters` are shared by the rows of the tensor and fitted to `method.target`. `target` is the result of
-    `method.target` for the rows, None to compute it. A row depends on itself, `parameters` and `stats` only.
-    Raises `FormatError` as `quantize_rows` does.
+    `target` (float32 [n, K]) is rounded in place of `rows`; None computes it by `method.target`. Errors are
+    measured against `rows`. `parameters` are shared by all rows of the tensor and were fitted to its target.
+    A row depends on itself, `parameters` and `stats` only. Raises `FormatError` as `quantize_rows` does.
     """
     exact = rows.to(torch.float32).contiguous()
     norm = squared_norm(exact)

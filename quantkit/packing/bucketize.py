@@ -50,9 +50,10 @@ class _Cells:
 
 @lru_cache(maxsize=64)
 def _cells(edges: tuple[float, ...], device: torch.device) -> _Cells | None:
-    """Return the cells for two edges or more; None if there would be more than `MAX_CELLS`.
+    """Return the lookup table for two or more ascending `edges`, on `device`; None if it is too large.
 
-    A look-up takes about a quarter of the time of a binary search.
+    Cells are as wide as the largest power of two within the smallest gap. More than `MAX_CELLS` are too many.
+    A lookup takes about a quarter of the time of a binary search.
     """
     gap = min(b - a for a, b in pairwise(edges))
     # Multiplying by a power of two is exact, so no value moves to a neighbouring cell.

@@ -162,7 +162,10 @@ class Scheme:
         return PACKINGS[self.packing].pack(codes, self.format, self.planes)
 
     def unpack(self, packed: torch.Tensor, columns: int) -> torch.Tensor:
-        """Unpack words (int32 [..., W]) to codes (uint8 [..., columns])."""
+        """Unpack words (int32 [..., W]) to codes (uint8 [..., columns]), all planes in one code.
+
+        Do not write to the result: 8-bit codes may share the memory of `packed`.
+        """
         return PACKINGS[self.packing].unpack(packed, self.format, self.planes, columns)
 
     @property

@@ -112,7 +112,10 @@ def _seconds_of_rows(tasks: Iterable[Task], device: torch.device) -> float:
 
 
 def _operations(tasks: Iterable[Task], checkpoint: Checkpoint, options: CalibrationOptions) -> float:
-    """Return the operations of calibrating `tasks`."""
+    """Return the floating-point operations of calibrating `tasks`; a multiplication and addition are two.
+
+    Counts passes, Hessians, factors and rounding, as the module's docstring says.
+    """
     every = list(tasks)
     samples, length = sample_shape(checkpoint, options)
     tokens = samples * length
@@ -127,7 +130,10 @@ def _operations(tasks: Iterable[Task], checkpoint: Checkpoint, options: Calibrat
 
 
 def _speed(device: torch.device) -> float:
-    """Return operations per second of a float32 product."""
+    """Measure a float32 product of `_PRODUCT` x `_PRODUCT` matrices; return operations per second.
+
+    A multiplication and addition are two operations.
+    """
     x = torch.randn(_PRODUCT, _PRODUCT, device=device)
     return 2.0 * _PRODUCT**3 / _seconds(lambda: x @ x, device)
 

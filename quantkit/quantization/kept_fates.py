@@ -15,8 +15,8 @@ SCALES_OF_SCALES = "its scales have scales of their own"
 def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
     """Return the fate of each linear by module: the scheme that represents its grid exactly, and no method.
 
-    Unquantized linears stay dense, and so does a head whose grid fits no scheme. Raises `CheckpointError` for
-    any other linear whose grid fits no scheme, and for a source without any grid.
+    Unquantized linears stay dense, and so do the head and linears of `structure.kept` if no scheme fits them.
+    Any other raises `CheckpointError`, and so does a source without any grid.
     """
     fates: dict[str, Fate] = {}
     refused: dict[str, str] = {}

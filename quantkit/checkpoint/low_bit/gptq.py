@@ -43,7 +43,13 @@ _PLANES_ONLY = (5, 6, 7)
 
 @dataclass(frozen=True)
 class Gptq(LowBitWeight):
-    """Codes down the columns of `qweight`; `groups` if a group's columns are not consecutive (`desc_act`)."""
+    """Weight of GPTQ: the codes of a row [K] lie down a column of `qweight`, int32 [K * bits / 32, N].
+
+    bits     bits of a code
+    added    number added to stored zero-points, modulo 2^bits: 1 for version 1, else 0
+    unpack   (words int32 [R, W], bits, columns) -> codes uint8 [R, columns]
+    groups   int64 [K], the group of each column (`desc_act`); None if groups are consecutive
+    """
 
     bits: int
     added: int

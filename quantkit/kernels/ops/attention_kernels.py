@@ -374,7 +374,7 @@ def _repeated(x, TIMES: tl.constexpr):
 
 @triton.jit
 def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
-    """View the result of `_load_rows` as [W, DP, R]."""
+    """Return what `_load_rows` loaded, W warps of R rows, as [W, DP, R]; runs of 32 features are permuted."""
     # t, m, warp, 8 rows, 32 features, and 8: two `mma` take 2 + 2 of them each.
     x = tl.reshape(x, (4, 8, W, R // 8, DP // 32, 2, 2, 2))
     return tl.reshape(tl.permute(x, (2, 4, 5, 6, 0, 7, 3, 1)), (W, DP, R))

@@ -244,9 +244,11 @@ class Setting:
 def search(
     weights: Iterable[Weight], ms: Sequence[int], known: Mapping[Key, Entry], setting: Setting
 ) -> Iterator[list[Search]]:
-    """Search the fastest kernel and tile for each weight and M, starting from `known` entries.
+    """Time kernels and tiles for each weight and M; yield the searches of a weight after each pass.
 
-    Yields the searches of a weight once per pass, so that results can be stored and the rest interrupted.
+    The first pass times the tile of the rules of each kernel, and the tile of the `known` entry. Later ones,
+    `setting.passes`, time tiles that differ in one field from the best of a kernel. Callers can store what is
+    yielded and interrupt the rest.
     """
     searches: dict[Weight, list[Search]] = {}
     for weight in weights:

@@ -56,7 +56,11 @@ class _Rows:
         return cls(scheme.for_columns(size), None if rotation is None else rotation.float().to(device))
 
     def pack(self, states: torch.Tensor) -> Parts:
-        """Quantize `states` [B, H, T, D], any float dtype, to parts by name, [B, H, T, any] each."""
+        """Rotate, if there is a `rotation`, and quantize keys or values [B, H, T, D], any float dtype.
+
+        A row is the D features of a token and head. Returns a tensor for each of `scheme.part_names`,
+        [B, H, T, any] in its stored dtype. Raises `FormatError` for a number that is not finite.
+        """
         rows = states.reshape(-1, states.shape[-1]).float()
         try:
             packed = quantize_tensor(

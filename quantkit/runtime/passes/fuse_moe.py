@@ -76,7 +76,10 @@ def fuse_permutations(graph: Graph, memory: Memory) -> None:
 
 
 def _router(memory: Memory, order: Node) -> Node | None:
-    """Return the call of `router.route` whose experts `order` sorts unchanged; None if one program cannot."""
+    """Return the `router.route` call whose experts the node `order` sorts; None if they cannot be one launch.
+
+    They can if `can_route_and_sort` supports the logits [T, E] and nothing writes the experts in between.
+    """
     index, experts, _ = cast(tuple[Any, ...], order.args)
     if index.target is not part or index.args[1] != 1 or index.args[0].target is not router.route:
         return None

@@ -23,9 +23,10 @@ class QuantkitConfig(PackedConfig, VllmConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "QuantkitConfig":
-        """Parse `quantization_config`.
+        """Parse `quantization_config`, and make all layers of vLLM ask it (`unasked.ask_for_all_layers`).
 
-        Raises `EnvironmentProblem` for a vLLM that moved its classes, and `CheckpointError`.
+        Raises `EnvironmentProblem` for a vLLM that moved its classes, and `CheckpointError` as
+        `QuantizationConfig.from_dict` does.
         """
         try:
             from quantkit.runtime.vllm.unasked import ask_for_all_layers

@@ -238,7 +238,14 @@ def store(
     sums, y, rows, m, to_rows, stride, M, N, scale, factor, bias, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Scale sums [rows, m], add the bias, and write them to rows `to_rows` [m] of y, for m below M."""
+    """Scale `sums` float32 [R, C], add the bias, and store them as y[to_rows[j], rows[i]].
+
+    rows [R]         output features; those from N on are not stored
+    m, to_rows [C]   rows of the product, not stored from M on; their rows in y, `stride` elements apart
+    scale            one per output feature, applied only if GROUPS is 1
+    factor [1]       divides sums, if HAS_FACTOR
+    bias [N]         added, if HAS_BIAS
+    """
     sums = apply_scale_and_bias(
         sums, rows[:, None], scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS
     )

@@ -335,7 +335,10 @@ def _operand(unpacked, PLANES: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.conste
 
 @gluon.jit
 def _wait(sums, kept):
-    """Wait for products `sums` [64, MMA_M]; nothing may overwrite `kept`, their operand A, before."""
+    """Wait for the WGMMA that computes `sums` [64, MMA_M]; return them, to be used in place of the argument.
+
+    `kept` are the 1, 2 or 4 tensors int32 [4, C, 128] of operand A, whose registers stay until then.
+    """
     if len(kept) == 1:
         sums, _ = warpgroup_mma_wait(0, [sums, kept[0]])
     elif len(kept) == 2:

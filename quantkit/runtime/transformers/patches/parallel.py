@@ -104,9 +104,9 @@ def has_plan(model: Any) -> bool:
 
 
 def _own_style(name: str) -> str:
-    """Return the name of quantkit's style for the style `name`, its own or one of transformers.
+    """Return the name of quantkit's tensor-parallel style for the style `name`; register it if it is new.
 
-    Registers the style on first use.
+    `name` is a style of transformers, such as "colwise", or one of quantkit already, "quantkit_colwise".
     """
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 

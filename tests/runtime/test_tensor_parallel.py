@@ -1,5 +1,6 @@
 """Models that ranks share generate what one process does, or are refused before any weight is loaded."""
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from quantkit.checkpoint.quantization_config import QuantizationConfig
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem, QuantkitError, UsageError
+from quantkit.packing.schemes import scheme
 from quantkit.runtime import tensor_parallel
 from quantkit.runtime.cuda_graphs import capture, decode
 from quantkit.runtime.decoding import graphs_of
 from quantkit.runtime.parallel_plan import Cut, TensorParallelPlan
-from quantkit.runtime.replace import swap_modules
+from quantkit.runtime.replace import packed_modules, swap_modules
 from quantkit.runtime.tensor_parallel import plan_of_checkpoint
 from quantkit.runtime.transformers.patches.parallel import ShareForward, divide_packed, undo_plan
 
@@ -311,6 +313,29 @@ def test_each_part_of_a_linear_is_divided_by_quantkit(models):
     }
     undo_plan(model)
     assert model._tp_plan[name] == "rowwise" and f"{name}.weight_scale" not in model._tp_plan
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_static_scales_of_inputs_are_whole_on_each_rank(family):
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    static = scheme("fp8", activations="fp8-static")
+    parsed = getattr(transformers, f"{family}Config")(
+        **{**SIZES, "num_hidden_layers": 1, "intermediate_size": 128}
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(parsed)
+    swap_modules(model, QuantizationConfig("quantkit", static, {"lm_head": None}))
+    divide_packed(model)
+    mesh, seen = SimpleNamespace(size=lambda: 2), 0
+    for name, module in packed_modules(model):
+        for entry in [one for one in module._parameters if "input_scale" in one]:
+            before = module._parameters[entry]
+            style = ALL_PARALLEL_STYLES[model._tp_plan[re.sub(r"\.\d+\.", ".*.", f"{name}.{entry}")]]
+            style.shard_param(module, entry, mesh)
+            assert module._parameters[entry] is before
+            seen += 1
+    assert seen == (7 if family == "Llama" else 6)
 
 
 def test_experts_are_not_divided_by_expert(models):

@@ -162,16 +162,17 @@ class QuantkitQuantizer(HfQuantizer):  # type: ignore[misc]
         self._input_parts = loading.input_parts_of_experts(model)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> Any:
-        """Put quantkit's conversions before those of transformers.
+        """Put quantkit's conversions before those of transformers, of experts' input scales after them.
 
         quantkit's conversions merge packed experts, and rename a base model with another prefix. transformers
         5.17 does not pass the model, but 5.24 does.
         """
         own = loading.merge_experts(self._experts, weight_conversions)
-        own += loading.merge_input_scales([*own, *weight_conversions], sorted(self._input_parts))
+        # Saving tries the last first, and those of weights also match names that begin alike (5.12, 5.19).
+        last = loading.merge_input_scales([*own, *weight_conversions], sorted(self._input_parts))
         if self._own_names is not None and self._own_names.prefix is not None:
             own.append(loading.RenamedBase.of(*self._own_names.prefix))
-        return super().update_weight_conversions([*own, *weight_conversions], *model)
+        return super().update_weight_conversions([*own, *weight_conversions, *last], *model)
 
     def _convert_model_for_quantization(self, model: nn.Module) -> None:
         # For compressed-tensors, transformers would unfuse some experts here and rename their layers.

@@ -26,12 +26,15 @@ def modules_of(model: Any) -> list[Any]:
 
 
 def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a key of everything, except inputs, on which the graphs of `model` depend.
+    """Return a key of everything, except inputs, on which `why_unfit` and the graphs of `model` depend.
 
-    The key has `modules`, the addresses of their tensors and kernel layouts, options of the config, and the
-    forced kernel.
+    The key has `modules`, whether they train, their hooks, the addresses of their tensors and kernel layouts,
+    options of the config, and the forced kernel. Every prompt computes it while the GPU waits.
     """
-    states = tuple((id(module), module.training) for module in modules)
+    states = tuple(
+        (id(of), of.training, "_hf_hook" in vars(of), *of._forward_pre_hooks, *of._forward_hooks)
+        for of in modules
+    )
     groups = (group for module in modules for group in (module._parameters, module._buffers) if group)
     tensors = tuple(
         local(tensor).data_ptr() for group in groups for tensor in group.values() if tensor is not None

@@ -200,13 +200,12 @@ class GraphedForward:
     def renew(self) -> "GraphedForward":
         """Drop the graphs if the model has changed since their capture."""
         modules = modules_of(self._model)
-        self._unfit = why_unfit(self._model, modules)
-        if self._unfit is not None:
-            return self
         # Another thread may be capturing, with another attention in the config.
         with self._lock:
             current = fingerprint(self._model, modules)
-            if current != self._fingerprint:
+            is_changed = current != self._fingerprint
+            self._unfit = why_unfit(self._model, modules) if is_changed else None
+            if is_changed and self._unfit is None:
                 self._graphs.clear()
                 self._ranks = ranks_of(modules)
                 never = why_no_static_cache(self._model) or prefill.why_never(self._model, self.plain)

@@ -12,7 +12,7 @@ import torch
 from quantkit.kernels.gemm.operands import Operands
 from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_launch import Wgmma8BitTile
-from quantkit.kernels.layouts.fragment_layout import build
+from quantkit.kernels.layouts.fragment_layout import build, geometry
 from quantkit.kernels.ops import quantize_x as quantized
 from quantkit.kernels.ops.quantize_x import (
     BLOCK,
@@ -135,6 +135,28 @@ def test_a_row_that_is_not_finite_is_nan_alone(make_packed: Callable[..., Packed
         op.x[1, 3], op.x[3, 200] = torch.inf, torch.nan
         y = wgmma_8bit_launch.run(op, None, features)
         assert y[[1, 3]].isnan().all() and y[[0, 2, 4]].isfinite().all(), name
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "rows", "stream_k"),
+    [
+        (28672, 64, 64, False),
+        (6144, 64, 64, True),
+        (4096, 512, 128, False),
+        # 192 tiles on 132 multiprocessors.
+        (6144, 512, 128, True),
+        (28672, 512, 128, False),
+        (4096, 4096, 256, False),
+        # Too few of 256 rows: 96; of 128 rows 160.
+        (4096, 640, 128, True),
+    ],
+)
+def test_stream_k_divides_what_would_leave_multiprocessors_idle(
+    n: int, m: int, rows: int, stream_k: bool
+) -> None:
+    shape = geometry(n, 4096, scheme("fp8"), torch.bfloat16)
+    tile = wgmma_8bit_launch.wgmma_8bit_tile(shape, m, False, 132)
+    assert (tile.block_m, tile.stream_k) == (rows, stream_k)
 
 
 def inputs_named(name: str) -> ActivationScheme:

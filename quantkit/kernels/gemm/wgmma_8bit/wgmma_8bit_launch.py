@@ -28,8 +28,9 @@ MOST_INT8 = 128
 #: Most rows of x for which tiles of 128 are as fast as those of 256, whose threads lack the registers to
 #: promote sums (H200, fp8, 28672 x 4096, M = 512: 94 against 98 us; M = 1024: 196 against 172 us).
 MANY_ROWS = 512
-#: Part of the multiprocessors that tiles must keep busy, else stream-K is faster (H200, int4, 4096 x 14336,
-#: M = 256: 64 tiles take 69 us, with stream-K 43 us).
+#: Part of the time that tiles must keep multiprocessors busy, else stream-K is faster (H200: int4, 4096 x
+#: 14336, M = 256: 64 tiles take 69 us, with stream-K 43 us; fp8, 6144 x 4096, M = 512: 192 tiles, 33.3 and
+#: 28.9 us).
 BUSY = 0.75
 #: Steps that a fix-up of stream-K takes.
 FIXUP_STEPS = 1.0
@@ -91,7 +92,8 @@ def wgmma_8bit_tile(shape: Geometry, m: int, promotes: bool, multiprocessors: in
     tiles = -(-shape.n // BLOCK_N) * -(-m // rows)
     if rows == 256 and tiles < BUSY * multiprocessors:
         rows, tiles = 128, -(-shape.n // BLOCK_N) * -(-m // 128)
-    return Wgmma8BitTile(rows, 1 if rows == 256 else 2, tiles < BUSY * multiprocessors, rows < 256)
+    waves = -(-tiles // multiprocessors)
+    return Wgmma8BitTile(rows, 1 if rows == 256 else 2, tiles < BUSY * waves * multiprocessors, rows < 256)
 
 
 @dataclass(frozen=True)

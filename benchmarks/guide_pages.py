@@ -222,6 +222,44 @@ def on_a_cpu() -> str:
     return grid(cells)
 
 
+def chat_questions() -> str:
+    """Right answers of a chat model to ten questions, as it is and distilled."""
+    run = stored("guide/chat-questions")
+    cells = [
+        [
+            "format",
+            "bits, linears",
+            "right of 10",
+            "KL held out, before and after",
+            "steps",
+            "seconds",
+            "commit",
+        ]
+    ]
+    for row in run["rows"]:
+        name, bits, right = row["format"], f"{row['bits']:.3f}", str(row["right"])
+        if row["command"] is None:
+            cells.append([name, bits, right, "", "", "", ""])
+            continue
+        divergence = f"{row['kl_before']:.2f}, {row['kl_after']:.2f}"
+        cells.append(
+            [name, bits, right, divergence, str(row["steps"]), f"{row['seconds']:.0f}", row["commit"]]
+        )
+    return grid(cells)
+
+
+def chat_questions_run() -> str:
+    """How the questions were asked, and how the rows were trained."""
+    run = stored("guide/chat-questions")
+    questions = " ".join(run["questions"])
+    commands = [f"{row['format']}: `{row['command']}`." for row in run["rows"] if row["command"]]
+    return paragraph(
+        f"{run['about']} {questions}",
+        *commands,
+        f"By `{run['command']}` on {run['machine']}.",
+    )
+
+
 def plan_time() -> str:
     """CPU seconds of a plan, and of what it imports."""
     run = stored("guide/plan-time")
@@ -394,6 +432,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "methods": methods,
     "texts": table("texts"),
     "distilled": table("distilled"),
+    "chat-questions": chat_questions,
+    "chat-questions-run": chat_questions_run,
     "fp8": fp8,
     "engines": engines,
     "cpu": on_a_cpu,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.data.samples import Samples, token_digest
-from quantkit.calibrate.methods import method_named
+from quantkit.calibrate.methods import Method, method_named
 from quantkit.checkpoint.engines import Engine
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
@@ -219,6 +219,12 @@ def _check_reachable(limit: Limit, costs: Sequence[Mapping[int, int]], allowed: 
         return
     # Round inwards, so that the budgets named can be reached.
     low, high = math.ceil(1e3 * least / in_one) / 1e3, math.floor(1e3 * most / in_one) / 1e3
+    if low > high:
+        raise UsageError(
+            f"{limit.amount:g} {limit.unit}: the linears take {most / in_one:.5f} in each of these formats, "
+            "so a budget chooses nothing. Name other formats with --formats, or leave the budget out and "
+            "name one by --format or --scheme."
+        )
     raise UsageError(
         f"{limit.amount:g} {limit.unit} are out of reach: with these formats the linears take {low:.3f} to "
         f"{high:.3f}, all parts counted. Ask for as many, or name other formats with --formats, such as "
@@ -264,7 +270,18 @@ def _losses(
         found = measure(decoder, schemes, method, tokens, lanes, report)
         checkpoint.check_unchanged()
         notes = (*notes, *cache.write(found))
-    return found.losses, (*samples.notes, *notes, *_notes_on_experts(found))
+    notes = (*samples.notes, *notes, *_notes_on_experts(found), *_notes_on_scaling(method, schemes))
+    return found.losses, notes
+
+
+def _notes_on_scaling(method: Method, schemes: Mapping[str, tuple[Scheme, ...]]) -> Iterator[str]:
+    """Yield a note if the method scales inputs that a scheme rounds."""
+    rounds = any(scheme.activations is not None for of_linear in schemes.values() for scheme in of_linear)
+    if method.input_scaling is not None and rounds:
+        yield (
+            f"the budget counts rounded inputs as they are, and --method {method.name} scales them first, so "
+            "they may cost far less. Compare with the same budget without schemes that round inputs."
+        )
 
 
 def _notes_on_experts(found: Sensitivities) -> Iterator[str]:

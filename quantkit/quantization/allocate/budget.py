@@ -133,6 +133,9 @@ class MillisecondsPerToken(Limit):
         tables = [stored.table for stored in named_tables(self.gpu, KERNELS)]
 
         def price(linear: Linear, scheme: Scheme) -> int | None:
+            # Times of tables are those of products with inputs as they are.
+            if scheme.activations is not None:
+                return None
             # Activation dtype on a GPU: models of other dtypes are loaded as bfloat16.
             stored = checkpoint.tensors[f"{linear.stored[0]}.weight"].torch_dtype
             dtype = torch.float16 if stored == torch.float16 else torch.bfloat16

@@ -4,8 +4,9 @@ The gradients are of the log probability of tokens drawn from the model, so thei
 information (`quantization/allocate/sensitivity.py`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -19,11 +20,13 @@ from quantkit.packing.schemes import Scheme
 from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed
 
 
-def roundings(schemes: Iterable[Scheme], largest: float) -> dict[ActivationScheme, ActivationScheme]:
-    """Return the activation schemes in `schemes`, static ones fitted to inputs up to `largest`, by scheme."""
+def roundings(
+    schemes: Iterable[Scheme], largest: Callable[[], float]
+) -> dict[ActivationScheme, ActivationScheme]:
+    """Return the activation schemes of `schemes`, by themselves; static ones fit inputs up to `largest()`."""
     named = (scheme.activations for scheme in schemes)
     # Zeros are rounded to zeros by any scale.
-    return {one: one.fit(largest or 1.0) if one.static else one for one in named if one is not None}
+    return {one: one.fit(largest() or 1.0) if one.static else one for one in named if one is not None}
 
 
 def _rounding_losses(
@@ -186,19 +189,35 @@ class RoutedGradients:
         (back,) = torch.autograd.grad(middle, products, slopes @ down)
         name = f"{self.name}.{expert}"
         given = {spec.first: (inputs, back), DOWN: (middle.detach(), slopes)}
-        # Static scales are of all tokens of the layer.
-        largest = {spec.first: self.routed.inputs, DOWN: middle.detach()}
+        # All experts of a layer round by the largest.
+        largest = {
+            spec.first: lambda: float(self.routed.inputs.abs().amax()),
+            DOWN: lambda: self._most_between,
+        }
         return {
             leaf: Seen.of(
                 name,
                 x,
                 {leaf: slope},
                 {leaf: self.weight(expert, leaf)},
-                roundings(schemes.get(leaf, ()), float(largest[leaf].abs().amax())),
+                roundings(schemes.get(leaf, ()), largest[leaf]),
                 unweighted=False,
             )
             for leaf, (x, slope) in given.items()
         }
+
+    @cached_property
+    def _most_between(self) -> float:
+        """Return the largest input of down of all experts, for the tokens that chose them."""
+        spec, experts = spec_of(self.experts), range(len(self.experts.down_proj))
+        chosen = ((expert, self.routed.tokens(expert)) for expert in experts)
+        inputs = (
+            spec.between(self.experts, expert, self._inputs(tokens))
+            for expert, tokens in chosen
+            if len(tokens)
+        )
+        with torch.no_grad():
+            return max((float(one.abs().amax()) for one in inputs), default=0.0)
 
     def weight(self, expert: int, leaf: str) -> torch.Tensor:
         """Return the rows [N', K] of all matrices of an expert in a parameter."""

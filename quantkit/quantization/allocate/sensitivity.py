@@ -355,7 +355,7 @@ class _Measurement:
                 inputs[stage[0]][0].detach(),
                 {name: slopes[name] for name in stage},
                 {name: block.module.get_parameter(weight_of(name)).detach() for name in stage},
-                roundings(schemes.of(stage), self._largest.found.get(block.full(stage[0]), 0.0)),
+                roundings(schemes.of(stage), partial(self._largest_of, block.full(stage[0]))),
                 unweighted=self._method.needs_data,
             )
             for stage in stages
@@ -367,6 +367,10 @@ class _Measurement:
             calls[name] = ExpertCall.of(call, slopes[name][rows], block.full(name))
         self._step(2, block.name)
         return sums, calls
+
+    def _largest_of(self, name: str) -> float:
+        """Return the largest input of the linear `name`; 0 if it was not measured."""
+        return self._largest.found.get(name, 0.0)
 
     def _loss(
         self,

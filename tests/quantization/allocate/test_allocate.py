@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.calibrate.data.calibration_options import CalibrationOptions
-from quantkit.calibrate.methods import METHODS
+from quantkit.calibrate.methods import METHODS, method_named
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.output.shard_file import ShardFile
 from quantkit.checkpoint.source import Checkpoint
@@ -18,8 +18,8 @@ from quantkit.model.structure import read_structure
 from quantkit.packing.schemes import scheme
 from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.allocate import allocate as allocating
-from quantkit.quantization.allocate.allocate import groups_of
-from quantkit.quantization.allocate.budget import BitsPerWeight, Budget
+from quantkit.quantization.allocate.allocate import _notes_on_scaling, groups_of
+from quantkit.quantization.allocate.budget import BitsPerWeight, Budget, MillisecondsPerToken
 from quantkit.quantization.allocate.sensitivity import Sensitivities
 from quantkit.quantization.allocate.sensitivity_cache import MAX_BYTES, SensitivityCache
 from quantkit.quantization.quantize_options import QuantizeOptions
@@ -299,6 +299,35 @@ def test_rounded_inputs_cost_accuracy(tmp_path: Path) -> None:
         if name.endswith(".input_scale")
     }
     assert stored == static and 0 < len(static) < len(mixed)
+
+
+def test_formats_of_one_size_leave_nothing_to_choose() -> None:
+    budget = Budget(BitsPerWeight(8.2), ("W8A8", "FP8_DYNAMIC"))
+    with pytest.raises(
+        UsageError,
+        match=r"^8\.2 bits per weight: the linears take 8\.\d+ in each of these formats, so a budget chooses "
+        r"nothing\. Name other formats with --formats, or .* by --format or --scheme\.$",
+    ):
+        plan(STORIES, QuantizeOptions(RecipeOptions(), budget, DATA))
+
+
+def test_times_of_products_with_inputs_as_they_are_price_no_rounded_ones() -> None:
+    budget = Budget(MillisecondsPerToken(2.0, "nvidia_h200"), ("W8A8", "FP8_DYNAMIC"))
+    with pytest.raises(
+        UsageError, match=r"no format to choose for .*: the milliseconds per token on .* of none"
+    ):
+        plan(STORIES, QuantizeOptions(RecipeOptions(), budget, DATA))
+
+
+def test_a_method_that_scales_inputs_brings_a_note_on_rounded_ones() -> None:
+    rounded, plain = ({"a": (scheme("int8", activations=inputs),)} for inputs in ("int8", None))
+    found = list(_notes_on_scaling(method_named("smoothquant,gptq"), rounded))
+    assert found == [
+        "the budget counts rounded inputs as they are, and --method smoothquant,gptq scales them first, so "
+        "they may cost far less. Compare with the same budget without schemes that round inputs."
+    ]
+    assert not list(_notes_on_scaling(method_named("smoothquant,gptq"), plain))
+    assert not list(_notes_on_scaling(method_named("gptq"), rounded))
 
 
 def test_groups_of_inputs_that_do_not_divide_a_linear_are_refused() -> None:

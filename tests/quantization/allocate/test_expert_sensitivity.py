@@ -143,7 +143,8 @@ def test_measured_is_what_a_loop_over_the_experts_of_the_whole_model_finds(
                     stored = sensitivity._stored(weight, one, METHODS[method], given)
                 if (inputs_as := one.activations) is not None:
                     # A static scale is that of gate and up of all experts of the layer, or of down.
-                    largest = float((every if leaf == "gate_up_proj" else x).abs().max())
+                    layer = [one for batch in inputs[name] for one in batch if len(one)]
+                    largest = float((every if leaf == "gate_up_proj" else torch.cat(layer)).abs().max())
                     bound = inputs_as.fit(largest) if inputs_as.static else inputs_as
                     off = (x - bound.round(x.float())) @ weight.double().T
                     expected[at] += float(0.5 * (g * off).sum(-1).square().sum() / tokens.numel())

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoConfig
 from quantkit.cli import console
 from quantkit.errors import UsageError
 from quantkit.fitting import Need
-from quantkit.model.forward.kv_size import cached_tokens, kv_bytes
+from quantkit.model.forward.kv_size import cached_tokens, kv_bytes, kv_heads
 from quantkit.runtime.load import load
 
 from .conftest import SOURCE, Run
@@ -111,6 +112,25 @@ def test_a_quantized_cache_takes_its_codes_and_scales() -> None:
     assert Need(10**9, 100).row_bytes(64) == 128
     assert 64 < Need(10**9, 100, kv_cache="int8").row_bytes(64) < 72
     assert 32 < Need(10**9, 100, kv_cache="int4").row_bytes(64) < 48
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_attention_heads": 8, "hidden_size": 64}, (8, 8)),
+        ({"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 16}, (2, 16)),
+        ({"num_key_value_heads": 2, "hidden_size": 64}, None),
+        ({"num_attention_heads": [8, 4], "hidden_size": 64}, None),
+        ({"num_attention_heads": 8, "num_key_value_heads": [2, 1], "hidden_size": 64}, None),
+        ({"num_attention_heads": 8, "head_dim": 0}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_heads_of_configs_that_tell_some_of_them(
+    config: dict[str, Any], expected: tuple[int, int] | None
+) -> None:
+    assert kv_heads(SimpleNamespace(**config)) == expected
 
 
 def test_a_cache_of_unknown_size_is_an_error(tmp_path: Path) -> None:

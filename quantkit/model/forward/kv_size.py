@@ -35,12 +35,23 @@ def kv_heads(config: Any) -> tuple[int, int] | None:
 
     None for a text config that does not tell, and for multi-head latent attention.
     """
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    size = getattr(config, "head_dim", None)
-    if size is None and heads and getattr(config, "hidden_size", None):
-        size = config.hidden_size // config.num_attention_heads
-    compressed = getattr(config, "kv_lora_rank", None)
-    return (heads, size) if isinstance(heads, int) and isinstance(size, int) and not compressed else None
+    every, heads, size, hidden = (
+        _count(config, name)
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    )
+    if getattr(config, "num_key_value_heads", None) is None:
+        heads = every
+    if getattr(config, "head_dim", None) is None and hidden and every:
+        size = hidden // every
+    if not heads or not size or getattr(config, "kv_lora_rank", None):
+        return None
+    return heads, size
+
+
+def _count(config: Any, name: str) -> int | None:
+    """Return a positive number of a config; None without it, and for a list with a number per layer."""
+    found = getattr(config, name, None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def kv_bytes(

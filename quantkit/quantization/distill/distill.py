@@ -44,7 +44,7 @@ class Stored:
 
     samples   seconds that it took to write the samples; None without them
     state     name of the file with the newest state; None without one
-    detail    of that state: the point reached, the divergence before, and the micro-batch
+    detail    of that state: the point reached, the divergence before, micro-batch, and processes
     """
 
     samples: float | None = None
@@ -70,7 +70,8 @@ def distill(
     report: Progress = progress if progress and one.ranks.first else lambda done, total, label: None
     started, calibrated = time.monotonic(), one.calibrated
     decoder, tokens = calibrated.decoder, one.text.tokens
-    _say_if_idle(decoder.device, one.ranks)
+    if one.ranks.first:
+        _say_if_idle(decoder.device, one.ranks)
     way = _way(one, stored)
     model = decoder.whole()
     if stored.samples is None:
@@ -90,6 +91,8 @@ def distill(
         files = Checkpoint.of_files([out / stored.state])
         training.restore(files.read, files.tensors, Reached(**stored.detail["at"]))
     before: float = stored.detail["before"] if stored.detail else training.measure()
+    earlier = stored.detail.get("processes", [])
+    processes = earlier if earlier[-1:] == [one.ranks.size] else [*earlier, one.ranks.size]
     saved = time.monotonic()
 
     def on_step(at: Reached) -> None:
@@ -100,7 +103,7 @@ def distill(
         left = f"{minutes}:{seconds:02} left"
         report(at.step, at.total, f"step {at.step} of {at.total}, KL {at.loss:.4f}, {left}")
         if output is not None and at.step < at.total and time.monotonic() - saved >= STATE_SECONDS:
-            _store(training, output, before)
+            _store(training, output, {"before": before, "processes": processes})
             saved = time.monotonic()
 
     training.run(lambda: one.seconds - (time.monotonic() - started), on_step)
@@ -117,7 +120,7 @@ def distill(
         },
         "settings": {
             **asdict(one.options),
-            **{"batch": training.batch, "micro_batch": way.micro, "processes": one.ranks.size},
+            **{"batch": training.batch, "micro_batch": way.micro, "processes": processes},
         },
     }
     if output is not None:
@@ -162,9 +165,9 @@ def _way(one: Distillation, stored: Stored) -> Way:
     share = -(-batch_of(one.options, device) // ranks.size)
     way = choose(sizes, share, free, stored.detail.get("micro"))
     check_host(way, sizes, on_host, ranks.on_host, device, free)
-    logger.log(
-        logging.WARNING if way.on_host or way.compute_again else logging.INFO, way.text(sizes, free, device)
-    )
+    if ranks.first:
+        level = logging.WARNING if way.on_host or way.compute_again else logging.INFO
+        logger.log(level, way.text(sizes, free, device))
     return way
 
 
@@ -202,8 +205,8 @@ def _write_samples(
     return own
 
 
-def _store(training: Training, output: OutputDirectory, before: float) -> None:
-    """Store the state of a training, and the divergence before it, in place of an earlier state."""
+def _store(training: Training, output: OutputDirectory, beside: dict[str, Any]) -> None:
+    """Store the state of a training, and `beside` it fields of `Stored.detail`; remove an earlier one."""
     old = _states(output)
     # Two are there after an interruption between the writing of one and the removal of the other.
     for name in old[:-1]:
@@ -211,7 +214,7 @@ def _store(training: Training, output: OutputDirectory, before: float) -> None:
     name = next(name for name in STATES if name not in old[-1:])
     state = training.state()
     with output.shard(name, [TensorSpec.of(key, one) for key, one in state.items()], FORMAT) as file:
-        file.detail.update(at=asdict(training.at), before=before, micro=training.micro)
+        file.detail.update(beside, at=asdict(training.at), micro=training.micro)
         for key, one in state.items():
             file.write(key, one.cpu())
     for other in old[-1:]:

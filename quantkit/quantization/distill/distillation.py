@@ -97,7 +97,7 @@ class Distillation:
         text = read_samples(checkpoint, more, decoder.embedding_rows)
         sizes = Sizes.of(checkpoint, planned, text.tokens.shape[1], decoder.device)
         assert sizes is not None
-        turn = chat_turn(tokenizer(checkpoint.directory))
+        turn = chat_turn(tokenizer(checkpoint.directory), decoder.embedding_rows)
         return cls(linears, norms, options, calibrated, planned, text, turn, sizes, ranks)
 
     def bound(self, calibrated: Calibration, planned: Plan) -> "Distillation":

@@ -24,6 +24,8 @@ CACHE_BYTES, MOST_SAMPLES = {"cpu": 1 << 28, "cuda": 1 << 34}, {"cpu": 64, "cuda
 PREFIXES = (1, 4, 16, 64)
 #: Tokens of what a user says; batches take turns. Models seldom end it by themselves.
 QUESTIONS = (8, 16, 32)
+#: Added to the seed of a batch for what users say.
+ASKING = 1 << 40
 #: Least probability of tokens in chats, in parts of the largest: with all, small models lose the thread.
 CHAT_MIN_P = 0.05
 
@@ -51,7 +53,8 @@ def own_samples(
             assert turn is not None
             min_p, size = CHAT_MIN_P, chats[place % len(chats)]
             before, after = (part.expand(at_once, -1).to(device) for part in (turn.before, turn.after))
-            asked = continued(model, before, before.shape[1] + size, of_batch, min_p)
+            # Other random numbers than those of the answer.
+            asked = continued(model, before, before.shape[1] + size, of_batch + ASKING, min_p)
             beginnings = torch.cat([asked, after], 1)
         else:
             min_p, size = 0.0, texts[place % len(texts)]
@@ -81,8 +84,8 @@ def row_bytes(model: Any) -> int:
     `UNKNOWN_BYTES` for a model whose config does not tell.
     """
     config = model.config.get_text_config()
-    found = kv_heads(config)
-    if found is None:
+    found, layers = kv_heads(config), getattr(config, "num_hidden_layers", None)
+    if found is None or not layers:
         return UNKNOWN_BYTES
     itemsize: int = next(model.parameters()).element_size()
-    return 2 * int(config.num_hidden_layers) * math.prod(found) * itemsize
+    return 2 * int(layers) * math.prod(found) * itemsize

@@ -29,8 +29,11 @@ class Pool:
         """
         kept = own if len(own) >= 2 * HELD_OUT else text
         count = min(HELD_OUT, max(1, len(kept) // 8))
-        rest = kept[count:] if len(kept) > 1 else kept
-        return cls(text if kept is own else rest, rest if kept is own else own, kept[:count], seed)
+        # Spread over all batches that were written, as these differ.
+        held = torch.zeros(len(kept), dtype=torch.bool)
+        held[torch.arange(count) * len(kept) // count] = True
+        rest = kept[~held] if len(kept) > 1 else kept
+        return cls(text if kept is own else rest, rest if kept is own else own, kept[held], seed)
 
     def batch(self, step: int, size: int, own: float) -> torch.Tensor:
         """Return the sequences of a step, [size, T], a share `own` of them the original's.

@@ -39,11 +39,13 @@ class Stacks:
 
     def add(self, name: str, linear: LatentLinear, place: Place) -> None:
         """Add a linear, or a matrix of experts."""
-        key = linear.row_key or name
+        key, most = linear.row_key, training_memory.STACK_WEIGHTS
         together = self._waiting.setdefault(key, [])
-        if sum(one.linear.elements for one in together) + linear.elements > training_memory.STACK_WEIGHTS:
+        if sum(one.linear.elements for one in together) + linear.elements > most:
             self._close(key)
         self._waiting.setdefault(key, []).append(_Waiting(name, linear, place))
+        if key is None or linear.elements >= most:
+            self._close(key)
 
     def add_norm(self, name: str, norm: Norm) -> None:
         """Add a norm."""
@@ -56,7 +58,7 @@ class Stacks:
             self._close(key)
 
     def _close(self, key: Hashable) -> None:
-        together = self._waiting.pop(key)
+        together = self._waiting.pop(key, [])
         if not together:
             return
         stack, start = together[0].name, 0

@@ -12,6 +12,7 @@ Sums over tokens depend on the micro-batch, so a resumed run keeps that. The bit
 
 import itertools
 from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -126,7 +127,10 @@ class Sizes:
             gradients=itemsize * weights,
             numbers=sum(sum(_number_bytes(task)) for task in trained),
             pinned=sum(
-                1 << (nbytes - 1).bit_length() for task in trained for nbytes in _number_bytes(task) if nbytes
+                1 << (sum(parts) - 1).bit_length()
+                for stack in _stacks(trained)
+                for parts in zip(*map(_number_bytes, stack), strict=True)
+                if sum(parts)
             ),
             weights=weights,
             matrix=weights // len(trained),
@@ -233,6 +237,21 @@ def check_host(
             f"memory, where {size_text(free)} are free{each}; {device} has {size_text(on_device)} free, and "
             f"would need {size_text(needed)} with them. {RUN_AGAIN}"
         )
+
+
+def _stacks(tasks: Sequence[Task]) -> Iterator[list[Task]]:
+    """Yield the tasks whose linears will be rows of one stack (`distill.stacks`)."""
+    waiting: dict[Hashable, list[Task]] = {}
+    for task in tasks:
+        scheme = task.scheme
+        assert scheme is not None
+        by_row = not (scheme.per_tensor or scheme.is_fitted or scheme.column_scale) and scheme.group_rows == 1
+        key = (scheme, task.source.shape[-1]) if by_row else task.source.name
+        together = waiting.get(key, [])
+        if sum(one.source.elements for one in (*together, task)) * scheme.planes > STACK_WEIGHTS and together:
+            yield waiting.pop(key)
+        waiting.setdefault(key, []).append(task)
+    yield from waiting.values()
 
 
 def _number_bytes(task: Task) -> tuple[int, ...]:

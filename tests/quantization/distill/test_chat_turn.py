@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from quantkit.errors import CheckpointError
 from quantkit.model.tokenizer import tokenize
 from quantkit.quantization.distill.chat_turn import chat_turn
 
@@ -25,7 +26,7 @@ def words(template: str | None) -> Any:
 
 def test_a_turn_is_what_the_template_writes_around_the_words() -> None:
     of_model = words(TEMPLATE)
-    turn = chat_turn(of_model)
+    turn = chat_turn(of_model, 512)
     assert turn is not None
     assert torch.equal(turn.before, tokenize(of_model, "<user>"))
     assert torch.equal(turn.after, tokenize(of_model, "</s><assistant>"))
@@ -45,14 +46,28 @@ def test_a_turn_is_what_the_template_writes_around_the_words() -> None:
     ids=["none", "refuses", "changes", "twice", "nothing before", "parts"],
 )
 def test_templates_without_a_turn(template: str | None) -> None:
-    assert chat_turn(words(template)) is None
+    assert chat_turn(words(template), 512) is None
 
 
 def test_chats_are_counted_by_their_beginning() -> None:
-    turn = chat_turn(words(TEMPLATE))
+    turn = chat_turn(words(TEMPLATE), 512)
     assert turn is not None
     size = len(turn.before)
     samples = torch.zeros(3, size + 4, dtype=torch.int64)
     samples[1, :size] = samples[2, :size] = turn.before
     samples[2, 0] += 1
     assert turn.count(samples) == 1 and turn.count(samples[:0]) == 0
+    # Samples may be shorter than what comes before the words, and there may be none.
+    assert turn.count(samples[:, : size - 1]) == turn.count(samples[:0, : size - 1]) == 0
+
+
+def test_a_template_with_a_date_writes_the_same_on_every_day() -> None:
+    of_model = words("{{ strftime_now('%d %b %Y') }} {{ date_string }}" + TEMPLATE)
+    turn = chat_turn(of_model, 512)
+    assert turn is not None
+    assert torch.equal(turn.before, tokenize(of_model, "01 Jan 2026 01 Jan 2026<user>"))
+
+
+def test_tokens_beyond_the_embedding_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"token \d+, but the embedding has 100 rows\. The"):
+        chat_turn(words(TEMPLATE), 100)

@@ -87,7 +87,7 @@ def test_ranks_write_what_one_process_writes_with_their_shares_as_micro_batches(
         successes(ended(run, tmp_path, processes))
     assert_alike(tmp_path / f"{count}", tmp_path / "1")
     facts = read_manifest(tmp_path / f"{count}")["distillation"]
-    assert facts["settings"]["processes"] == count and facts["settings"]["batch"] == batch
+    assert facts["settings"]["processes"] == [count] and facts["settings"]["batch"] == batch
     assert facts["kl_after"] < facts["kl_before"] and facts["sequences"]["own"] > 0
 
 
@@ -113,6 +113,8 @@ def test_an_interrupted_training_goes_on_with_as_many_ranks_or_one(
     for processes in (2, 1):
         successes(ended(start, tmp_path))
         successes(ended(resume, tmp_path, processes))
+        facts = read_manifest(tmp_path / "2")["distillation"]
+        assert facts["settings"]["processes"] == list(dict.fromkeys([2, processes]))
         assert_alike(tmp_path / "2", tmp_path / "whole")
         (tmp_path / "2").rename(tmp_path / f"resumed-{processes}")
 

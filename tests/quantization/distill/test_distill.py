@@ -183,7 +183,7 @@ def test_a_time_decides_the_number_of_steps_once(tmp_path: Path, monkeypatch: py
 )
 def test_other_starts_and_what_is_packed_beside(tmp_path: Path, options: dict[str, Any]) -> None:
     given = {**SMALL, "group_size": 16, **options}
-    quantize(STORIES, tmp_path / "out", check=True, **given, **steps(8, code_rate=2e-3))
+    quantize(STORIES, tmp_path / "out", check=True, **given, **steps(16, code_rate=1e-3))
     facts = facts_of(tmp_path / "out")
     assert facts["kl_after"] < facts["kl_before"]
     assert all(not one.problems for one in verify(tmp_path / "out", reload=False))

@@ -32,8 +32,9 @@ from quantkit.quantization.task import Task
 logger = logging.getLogger("quantkit.memory")
 
 FORMAT = {"format": "pt"}
-#: Seconds between storing the state.
-STATE_SECONDS = 120.0
+#: Least seconds between storing the state, and the part of the time that storing may take: that of an 8B has
+#: 57 GB.
+STATE_SECONDS, STATE_PART = 120.0, 0.05
 #: Part of the time for writing samples.
 SAMPLING = 0.2
 
@@ -93,18 +94,20 @@ def distill(
     before: float = stored.detail["before"] if stored.detail else training.measure()
     earlier = stored.detail.get("processes", [])
     processes = earlier if earlier[-1:] == [one.ranks.size] else [*earlier, one.ranks.size]
-    saved = time.monotonic()
+    saved, pause = time.monotonic(), STATE_SECONDS
 
     def on_step(at: Reached) -> None:
-        nonlocal saved
+        nonlocal saved, pause
         if at.total is None:
             return
         minutes, seconds = divmod(round(at.seconds_left), 60)
         left = f"{minutes}:{seconds:02} left"
         report(at.step, at.total, f"step {at.step} of {at.total}, KL {at.loss:.4f}, {left}")
-        if output is not None and at.step < at.total and time.monotonic() - saved >= STATE_SECONDS:
+        begin = time.monotonic()
+        if output is not None and at.step < at.total and begin - saved >= pause:
             _store(training, output, {"before": before, "processes": processes})
             saved = time.monotonic()
+            pause = max(STATE_SECONDS, (saved - begin) / STATE_PART)
 
     training.run(lambda: one.seconds - (time.monotonic() - started), on_step)
     facts = {

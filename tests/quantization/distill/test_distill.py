@@ -1,5 +1,6 @@
 """Distillation of a run: the loss falls, a resumed run is the same, the result is an ordinary directory."""
 
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +78,7 @@ def test_interrupted_anywhere_and_resumed_it_is_the_same_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
+    monkeypatch.setattr(distill, "STATE_PART", math.inf)
     options = {**SMALL, **steps(6)}
     calls: list[str] = []
     quantize(STORIES, tmp_path / "whole", progress=lambda done, total, text: calls.append(text), **options)
@@ -161,6 +163,29 @@ def test_a_resumed_run_counts_the_time_of_its_samples(
             quantize(STORIES, tmp_path / "out", resume=resume, **options)
     # A fifth of the time is for samples.
     assert left == [1200.0, 1200.0] and clock == [300.0]
+
+
+def test_storing_the_state_takes_a_small_part_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, stored = [0.0], list[int]()
+
+    def run(training: Training, _: Any, on_step: Any) -> None:
+        for step in range(1, 41):
+            clock[0] += 100.0
+            training.at.step, training.at.total = step, 40
+            on_step(training.at)
+
+    def store(training: Training, *_: Any) -> None:
+        clock[0] += 60.0
+        stored.append(training.at.step)
+
+    monkeypatch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(distill, "_store", store)
+    monkeypatch.setattr(Training, "run", run)
+    quantize(STORIES, tmp_path / "out", **SMALL, **steps(40, own=0.0))
+    # Two minutes after the start; then 60 s are a twentieth of 1200.
+    assert stored == [2, 14, 26, 38]
 
 
 def test_a_time_decides_the_number_of_steps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +277,7 @@ def test_experts_are_trained_but_for_those_that_no_token_reaches(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
+    monkeypatch.setattr(distill, "STATE_PART", math.inf)
     source = write(tmp_path, "mixtral", num_hidden_layers=1, num_experts_per_tok=1)
     # The logit of expert 3 is the mean of those of the others, and one is chosen.
     tensors = load_file(source / "model.safetensors")

@@ -1,5 +1,6 @@
 """Ranks that train together hold the same student, and write what one process writes."""
 
+import math
 import os
 import signal
 import sys
@@ -95,6 +96,7 @@ def test_an_interrupted_training_goes_on_with_as_many_ranks_or_one(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
+    monkeypatch.setattr(distill, "STATE_PART", math.inf)
     monkeypatch.setattr(distill, "choose", lambda *_: Way(2))
     source, options, calls = write(tmp_path, num_hidden_layers=2), given(text, 6), list[str]()
     quantize(source, tmp_path / "one", progress=lambda *call: calls.append(call[2]), **options)

@@ -251,6 +251,7 @@ def test_a_resumed_run_keeps_its_micro_batch(
     one, out = prepared
     one = replace(one, options=DistillOptions(4, batch=8, own=0.0))
     monkeypatch.setattr(distill, "STATE_SECONDS", 0.0)
+    monkeypatch.setattr(distill, "STATE_PART", math.inf)
     micro = []
     for free in (1 << 40, 0):
         monkeypatch.setattr(distill, "free_share", lambda *_, free=free: free)

@@ -377,8 +377,12 @@ def test_bits_per_weight_are_allocated_as_planned(
         ((*DATA, "-g", "32"), "so it does not go with --group-size. Leave one out; --formats says"),
         ((*DATA, "--formats", "int2,int9"), "--formats int9: unknown format 'int9'"),
         (
-            (*DATA, "--formats", "int8,fp8"),
+            (*DATA, "--formats", "int8,int6"),
             "4.5 bits per weight are out of reach: with these formats the linears take",
+        ),
+        (
+            (*DATA, "--formats", "int8,fp8"),
+            "in each of these formats, so a budget chooses nothing. Name other formats with --formats",
         ),
         (
             (*DATA, "--milliseconds-per-token", "0.5"),

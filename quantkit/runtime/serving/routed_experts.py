@@ -81,7 +81,11 @@ class LoadedExperts(nn.Module):
         return {stored.part_name("weight", part): (part, dtype) for part, (dtype, _) in shapes.items()}
 
     def load(self, matrix: str, expert: int, entry: str, loaded: torch.Tensor) -> None:
-        """Copy this rank's slice of tensor `entry` of `matrix` (w1, w2 or w3) of an expert to the module."""
+        """Copy this rank's slice of `loaded`, a whole tensor of the checkpoint, to the packed experts.
+
+        It is the tensor `entry` of `matrix` (w1, w2 or w3) of number `expert` among this rank's experts. A
+        stored shape is only checked.
+        """
         parameter, half = MATRICES[matrix]
         share = self._shares[parameter]
         part = self._entries(matrix)[entry][0]

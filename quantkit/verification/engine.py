@@ -153,7 +153,10 @@ def _row(engine: Engine, a: Assignment) -> Support | None:
 
 
 def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Yield cautions on linears that `engine` reads."""
+    """Yield a sentence for each caution on linears that `engine` reads, with the names of the first.
+
+    A caution is of the class that reads them, or says that Marlin does not take their group size.
+    """
     found: dict[str, list[str]] = {}
     for a in assignments:
         row = _row(engine, a)
@@ -256,7 +259,10 @@ def _ranks(plan: TensorParallelPlan, assignments: Sequence[Assignment]) -> dict[
 
 
 def _in_engine(cut: Cut, a: Assignment | None) -> Cut:
-    """Return `cut` with the units that divide a packed linear by columns in its file: groups and words."""
+    """Return `cut` with the units that ranks of an engine must keep whole: groups and words of the file.
+
+    `a` is the packed linear. `cut` is unchanged for a dense linear, or if ranks divide rows.
+    """
     if a is None or a.scheme is None or cut.axis == "rows":
         return cut
     row = compressed_tensors_format(a.scheme, a.shape[1])

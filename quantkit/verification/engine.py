@@ -107,9 +107,9 @@ def engine_report(directory: Path, engine: Engine, version: str) -> EngineReport
 
 
 def for_engine(planned: Plan, asked: str) -> Plan:
-    """Return `planned` with a note that the engine and version of `--engine` have a class for each linear.
+    """Check `planned` for the engine and version in `asked`, such as that of `--engine`; add notes on it.
 
-    Raises `UsageError` if they do not.
+    Raises `UsageError` with the reasons if that engine cannot load a linear of the result, or misreads it.
     """
     engine, version = asked_engine(asked)
     config = planned.model_config
@@ -247,7 +247,10 @@ def _not_portable(engine: Engine, reasons: Sequence[str]) -> str:
 
 
 def _ranks(plan: TensorParallelPlan, assignments: Sequence[Assignment]) -> dict[int, str | None]:
-    """Return why each of `RANKS` GPUs cannot divide the model, by the cuts of transformers' plan for it."""
+    """Return by number of `RANKS` why as many GPUs cannot divide the model; None if they can.
+
+    `plan` has the cuts that transformers makes. {} if it has none.
+    """
     if not plan.cuts:
         return {}
     by_module = {a.module: a for a in assignments}

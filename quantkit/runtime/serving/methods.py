@@ -46,7 +46,11 @@ class PackedLinearMethod:
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Create the packed module, for the rows and columns of this rank."""
+        """Create the packed module, for the rows and columns of this rank; the engine calls this.
+
+        `params_dtype` is the dtype of activations. Sizes are of K (input) and N (output), for this rank or
+        whole.
+        """
         self.dtype, rank = params_dtype, self.rank_of(layer)
         ranks = output_size // sum(output_partition_sizes)
         first = rank * input_size_per_partition if input_size_per_partition < input_size else 0
@@ -179,7 +183,10 @@ def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, 
 
 
 def _install(layer: Any, packed: FusedLinear) -> None:
-    """Add the module `packed` to `layer`, with parameters through which the engine loads it."""
+    """Add the module `packed` to `layer`, and an empty parameter for each stored tensor.
+
+    The engine loads a tensor by the `weight_loader` of its parameter, which copies it to `packed`.
+    """
     layer.packed = packed
     for name, dtype in packed.entries().items():
 
@@ -193,7 +200,7 @@ def _install(layer: Any, packed: FusedLinear) -> None:
 
 
 def add_entry(layer: Any, name: str, dtype: torch.dtype, load: Any) -> Any:
-    """Add an empty parameter to `layer`, whose loader the engine calls with tensor `name`."""
+    """Add an empty parameter `name` of `dtype` to `layer`; its loader is `load`, for the engine to call."""
     parameter: Any = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
     parameter.weight_loader = load
     layer.register_parameter(name, parameter)

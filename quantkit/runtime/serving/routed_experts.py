@@ -23,8 +23,9 @@ PREFIXES: Mapping[str, str] = {"w1": "w13_", "w3": "w13_", "w2": "w2_"}
 class LoadedExperts(nn.Module):
     """Experts of one layer: `experts` computes, `load` fills it from tensors of a checkpoint.
 
-    `matrices` are the parameters with gate, up and down, and their schemes. `sizes` are the numbers of this
-    rank: experts, H and I. `rank` is (rank, number of ranks) of the division of each expert.
+    `matrices` are the parameters with gate, up and down, each with its scheme. `sizes` are (experts, H, I) of
+    this rank. `rank` is (rank, number of ranks) among the ranks that divide I of each expert. Raises
+    `UsageError` if a matrix is dense, or gate and up have different schemes.
     """
 
     #: Engines and `Activation` have these names.

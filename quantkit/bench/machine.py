@@ -49,7 +49,7 @@ def _gpu_bandwidth() -> float:
 
 
 def _cpu_bandwidth() -> float:
-    """Measure bytes per second: the fastest of several float32 sums, with torch's threads."""
+    """Measure the read bandwidth, bytes per second: the fastest of 5 float32 sums with torch's threads."""
     data = torch.ones(_READ_BYTES // 4)
     times = []
     for _ in range(5):
@@ -67,7 +67,7 @@ def used_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes since the process began."""
+    """Return the peak since the process began: resident bytes for a CPU, torch's allocated ones for a GPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     # In kilobytes, except on macOS.

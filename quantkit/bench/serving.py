@@ -162,7 +162,11 @@ def _running(model: Any, trace: Sequence[Request], device: torch.device) -> Abst
 
 
 def _replay(manager: Any, trace: Sequence[Request], rate: float) -> list[Answer]:
-    """Send the requests of `trace` at `rate` per second and wait for all answers."""
+    """Send the requests of `trace` to `manager` at `rate` per second; return their answers as they end.
+
+    `manager` runs continuous batching. Waits for all answers. Raises `EnvironmentProblem` if it stops, or
+    fails for a request.
+    """
     started = time.perf_counter()
     arrivals = {}
     for number, request in enumerate(trace):

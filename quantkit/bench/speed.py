@@ -178,7 +178,11 @@ def _cell(
     read: int | None,
     meter: EnergyMeter,
 ) -> Cell:
-    """Time `repeats` generations after warm-up: one, or as many as it takes until graphs are replayed."""
+    """Time `repeats` generations of `new_tokens` tokens after `prompt` int64 [B, P], after a warm-up.
+
+    `mode` is eager, flat or cuda-graph; warm-up lasts until all steps are captured. `read` is the bytes of
+    weights that a step reads. Raises `_NoGraph` if a step cannot be captured.
+    """
     from transformers import StaticCache
 
     batch, length = prompt.shape
@@ -221,7 +225,11 @@ def _cell(
 
 
 def greedy_step(model: Any, cache: Any, forward: Any = None) -> Step:
-    """Return a step: the argmax tokens after tokens [B, T] on top of `cache`, by `forward` or `model`."""
+    """Return a function from tokens int64 [B, T] to the next tokens, int64 [B, 1].
+
+    It appends to `cache`, and takes the token of the largest logit. `forward` runs the model, by default
+    `model`.
+    """
     given = {cache_name(model): cache, "use_cache": True, **last_logits(model)}
 
     def step(tokens: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,13 @@ _PROGRAM = "from quantkit.bench.worker import main; main()"
 def speed_of(
     source: str, options: BenchOptions, *, profile: Path | None = None, progress: Progress | None = None
 ) -> Speed:
-    """Run `measure_speed` in a fresh process."""
+    """Run `measure_speed` in a fresh process, so that its memory is of this model alone."""
     wanted = {"speed": asdict(options), "profile": None if profile is None else str(profile)}
     return from_json(Speed, _run({"source": source, **wanted}, progress))
 
 
 def serving_of(source: str, options: ServeOptions, *, progress: Progress | None = None) -> Serving:
-    """Run `measure_serving` in a fresh process."""
+    """Run `measure_serving` in a fresh process, without state of earlier models."""
     return from_json(Serving, _run({"source": source, "traffic": asdict(options)}, progress))
 
 
@@ -75,7 +75,7 @@ def _error(code: int, text: str) -> QuantkitError:
 
 
 def main() -> None:
-    """Entry point of the fresh process."""
+    """Run one measurement in the fresh process: read it from stdin, print progress and the result."""
     # Libraries may print to stdout: redirect that to stderr, so that stdout has messages only.
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -20,7 +20,10 @@ WINDOW, MOST_WINDOWS = 512, 32
 
 
 def read_windows(packed: Path, text: Path) -> TextWindows:
-    """Read the first windows of `text`, before any work; raise `EnvironmentProblem` without PEFT."""
+    """Read `text`, tokenized for the checkpoint `packed`, and return its first `MOST_WINDOWS` windows.
+
+    Call it before any long work. Raises `EnvironmentProblem` without PEFT, which `compare` takes.
+    """
     if find_spec("peft") is None:
         raise EnvironmentProblem(
             f"comparing with the adapter takes PEFT, which is not installed. Install it with "

@@ -200,7 +200,7 @@ def _start(
 
 
 def _conditions(settings: Settings) -> dict[str, Any]:
-    """Return everything that figures depend on besides models, texts and options."""
+    """Return the device, versions and forced kernel as JSON values: figures depend on them."""
     return {
         "device": str(pick_device(settings.device)),
         "versions": asdict(versions()),
@@ -310,7 +310,7 @@ def _ask(
     partial: Partial | None,
     progress: Progress | None,
 ) -> TaskRun:
-    """Run `tasks` on `subject`."""
+    """Run `tasks` on `subject`, without those already answered in `partial`, and free its memory."""
     identity = {
         "model": subject.checkpoint.fingerprint(),
         "limit": tasks.limit,

@@ -15,14 +15,18 @@ _LESS = "Use --device cpu, or a smaller batch or window."
 
 @dataclass
 class Guard:
-    """Reports and records the failure of one model, so that other models are still evaluated."""
+    """Lets the evaluation of several models go on when one of them fails.
+
+    report   called with the name and the error of a failed model; None to raise the error instead
+    failed   names of the failed models
+    """
 
     report: OnFailure | None
     failed: set[str] = field(default_factory=set)
 
     @contextmanager
     def of(self, model: str) -> Iterator[None]:
-        """Context manager around work on `model`; errors name it and no other."""
+        """Context manager for work on the model called `model`: reports its `QuantkitError`, or raises it."""
         try:
             with enough_memory(model, _LESS), explained(model):
                 yield

@@ -47,14 +47,17 @@ class QuantkitLM(HFLM):  # type: ignore[misc]
         return super().generate_until(requests, disable_tqdm=self._counted(requests) or disable_tqdm)
 
     def _counted(self, requests: Sequence[Any]) -> bool:
-        """Return True if `report` will be called as requests are answered."""
+        """Count the answers to `requests` if there is a `report` to call; return True if there is.
+
+        Takes the place of lm-eval's answer cache.
+        """
         if self.report is not None:
             self.set_cache_hook(_Counter(len(requests), self.report))
         return self.report is not None
 
 
 class _Counter:
-    """Takes the place of lm-eval's answer cache to count answers."""
+    """Takes the place of lm-eval's answer cache: calls `report(done, total)` after each answer."""
 
     def __init__(self, total: int, report: Report) -> None:
         self.done, self.total, self.report = 0, total, report

@@ -121,7 +121,7 @@ def _score_rows(
 
 
 def merge(scores: Sequence[TokenScores]) -> TokenScores:
-    """Concatenate the scores of windows of one length, in order."""
+    """Concatenate `scores` along windows, in order; all have the same number of positions."""
 
     def joined(name: str) -> torch.Tensor | None:
         values = [getattr(part, name) for part in scores]
@@ -180,7 +180,7 @@ def perplexity(nll: float) -> float | None:
 
 
 def quantile(ordered: torch.Tensor, q: float) -> float:
-    """Return the `q` quantile of a sorted vector by linear interpolation, also of a very long one."""
+    """Return the `q` quantile of a vector [n] in ascending order, n of any size, by linear interpolation."""
     at = q * (len(ordered) - 1)
     below = math.floor(at)
     low, high = float(ordered[below]), float(ordered[math.ceil(at)])

@@ -73,7 +73,11 @@ def _language_config(path: Path) -> Any:
 
 
 def release(device: str) -> None:
-    """Free the memory of dropped models: modules are reference cycles, which only a collection frees."""
+    """Free the memory of models on `device`; call it after the last reference to them is dropped.
+
+    Modules are reference cycles, which only a garbage collection frees. On a GPU, torch's cached memory is
+    returned too.
+    """
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()

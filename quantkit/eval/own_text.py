@@ -110,7 +110,7 @@ def beginnings(directory: Path, count: int) -> torch.Tensor:
 
 
 def alike_at_start(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many items both begin with alike."""
+    """Return how many items `one` and `other` share before they first differ."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -138,9 +138,10 @@ def text_pairs(directory: Path, original: OwnText, model: OwnText) -> tuple[Text
 
 
 def write_own_text(model: Any, starts: torch.Tensor, limit: int | None) -> OwnText:
-    """Let a loaded model of transformers, which has `limit` positions, go on from `starts`, int64 [B, n].
+    """Let a loaded `model` of transformers continue `starts`, int64 [B, n], by sampling with fixed seeds.
 
-    Raises `UsageError` for a model that does not generate.
+    `limit` is the number of positions of the model, None without a limit. Overwrites
+    `model.generation_config`. Raises `UsageError` for a model that does not generate.
     """
     if not model.can_generate():
         raise UsageError(f"{type(model).__name__} writes no text of its own. Give --text files.")

@@ -106,7 +106,10 @@ def block_losses(
 
 
 def _run(block: Block, one: ModelPass, others: Sequence[ModelPass] = ()) -> None:
-    """Run `block` in a pass, and advance `others`, which have the same history."""
+    """Run `block` in the pass `one`, and advance `others`, passes that computed the same so far.
+
+    They get the output of `block`. If it may have changed its arguments in place, it runs for each of them.
+    """
     with one.loaded() as call:
         output = block.run(call)
     hidden = hidden_in(output)

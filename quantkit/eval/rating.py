@@ -8,7 +8,13 @@ from quantkit.eval.results import EvalReport
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on a loss: it applies if neither figure is larger, nats per token, on the worst text."""
+    """Rating of a loss of accuracy; it applies if no text has a larger figure.
+
+    word      the rating
+    kl_mean   largest mean KL divergence, nats per token
+    excess    largest ln(perplexity / reference perplexity), nats per token
+    meaning   what the rating says
+    """
 
     word: str
     kl_mean: float
@@ -28,7 +34,7 @@ VERDICTS: tuple[Verdict, ...] = (
 
 
 def verdict(report: EvalReport) -> Verdict | None:
-    """Return the verdict on the worst text of `report`; None without a reference."""
+    """Return the first of `VERDICTS` whose limits no text of `report` exceeds; None without a reference."""
     compared = [(m.kl_mean, m.excess) for m in report.texts.values()]
     kl = max((k for k, _ in compared if k is not None), default=None)
     excess = max((e for _, e in compared if e is not None), default=None)

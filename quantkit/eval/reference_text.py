@@ -14,9 +14,9 @@ from quantkit.eval.runner import open_passes
 
 
 def reference_text(options: EvalOptions, reference: Reference | None) -> OwnText:
-    """Return the text that the reference writes, or wrote for an earlier evaluation.
+    """Return the text that the original wrote, from `options` or `reference`, or else let it write.
 
-    Raises `UsageError` without a reference.
+    It then writes `options.own_text` texts. Raises `UsageError` without an original, or for no texts.
     """
     known = options.written or (None if reference is None else reference.settings.written)
     if known is not None:
@@ -33,7 +33,7 @@ def reference_text(options: EvalOptions, reference: Reference | None) -> OwnText
 
 
 def continuations(checkpoint: Checkpoint, text: OwnText, dtype: str, device: str) -> OwnText:
-    """Let a model go on from the beginnings of `text`, as far."""
+    """Let the model of `checkpoint` continue the beginnings of `text`, to the same length in tokens."""
     return _written(checkpoint, text.starts, text.windows.tokens.shape[1], dtype, device)
 
 

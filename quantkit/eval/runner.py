@@ -61,7 +61,10 @@ class Passes(ABC):
             yield predictions(logits, scored, self.directory)
 
     def writes(self, starts: torch.Tensor, limit: int | None) -> OwnText:
-        """Let the model go on from `starts`, int64 [B, n], as `write_own_text` does."""
+        """Let the model continue `starts`, int64 [B, n], as `write_own_text` does.
+
+        Raises `EnvironmentProblem` for a model that runs block by block, which writes no text.
+        """
         if not isinstance(self._model, torch.nn.Module):
             raise EnvironmentProblem(
                 f"{self.directory}: it only runs block by block here, which writes no text. Leave out "

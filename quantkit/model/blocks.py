@@ -153,7 +153,7 @@ class Decoder:
         return self._blocks[name]
 
     def parameters(self, block: str) -> tuple[str, ...]:
-        """Return the names of the parameters of a block inside it, as its class lists them."""
+        """Return the names of the parameters of `block`, relative to it, in the order of its class."""
         return tuple(name for name, _ in self._blocks[block].module.named_parameters())
 
     def stored_name(self, parameter: str) -> str | None:
@@ -298,7 +298,7 @@ class Decoder:
         return [name for name in names if name is not None]
 
     def read(self, stored: str) -> torch.Tensor:
-        """Return a tensor of the checkpoint on the device, in its stored dtype. Do not modify it."""
+        """Return tensor `stored` of the checkpoint on the device, in its stored dtype. Do not modify it."""
         if stored in self._cached:
             return self._cached[stored]
         pending = self._reads.pop(stored, None)
@@ -374,7 +374,7 @@ class Decoder:
         return model
 
     def empty(self, parameter: str) -> torch.Tensor:
-        """Allocate uninitialised memory of the shape of a parameter."""
+        """Allocate uninitialised memory for `parameter`: its shape, on `self.device`, in `self.dtype`."""
         return torch.empty(self.shapes[parameter], dtype=self.dtype, device=self.device)
 
     @contextmanager
@@ -414,7 +414,7 @@ class Decoder:
 
 
 def set_weight(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Replace the parameter `name` of `module` by `tensor`."""
+    """Replace the parameter `name` of `module` by `tensor`, as a parameter without gradients."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
 

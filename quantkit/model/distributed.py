@@ -56,12 +56,15 @@ class Ranks:
         return self.number == 0
 
     def share(self, count: int) -> range:
-        """Return this rank's share of `count` items; rank 0 has at least one if `count` > 0."""
+        """Return the indexes of this rank's share of `count` items; rank 0 has one or more if `count` > 0."""
         start, stop = (-(-edge * count // self.size) for edge in (self.number, self.number + 1))
         return range(start, stop)
 
     def device(self, kind: torch.device) -> torch.device:
-        """Return the device of this kind for this rank."""
+        """Return the device of this rank: `kind`, or one GPU for each rank of a host if `kind` is CUDA.
+
+        Raises `UsageError` if the host has fewer GPUs than ranks. A single process gets `kind`.
+        """
         return kind
 
     def all_gather(self, facts: Any) -> list[Any]:
@@ -88,13 +91,14 @@ class Ranks:
                 yield record
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace the values of tensors on one device by their sums over ranks, the same bits on all.
+        """Overwrite each of `tensors`, any shape, with its sum over ranks, the same bits on all ranks.
 
-        Sums are in rank order and in float32.
+        All ranks must call this, with the same shapes, one dtype and one device. Sums are in rank order and
+        in float32.
         """
 
     def _broadcast_tensor(self, tensor: torch.Tensor, rank: int) -> None:
-        """Overwrite `tensor` with the tensor of `rank`."""
+        """Overwrite `tensor`, any shape, on all ranks with its numbers on rank `rank`."""
 
 
 def _header(record: Record) -> list[Any]:

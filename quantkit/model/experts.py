@@ -135,14 +135,14 @@ class ExpertsSpec:
         return self.split(self.rows(weight), parameter, 0)[index]
 
     def split(self, rows: torch.Tensor, parameter: str, dim: int = -1) -> Sequence[torch.Tensor]:
-        """Split `rows` into a view for each matrix of `parameter`, along `dim`, 0 or -1."""
+        """Split `rows`, [..., N'] or [N', ...], along `dim`, -1 or 0: a view per matrix of `parameter`."""
         count = len(MATRICES[parameter])
         if not self.interleaved:
             return rows.chunk(count, dim)
         return [rows[..., index::count] if dim < 0 else rows[index::count] for index in range(count)]
 
     def joined(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the matrices of an expert, [N, K] each, into its slice of a parameter."""
+        """Join the matrices of an expert, [N, K] each, into its slice of a parameter of the module."""
         whole = (
             torch.stack(list(matrices), 1).flatten(0, 1) if self.interleaved else torch.cat(list(matrices))
         )
@@ -174,9 +174,10 @@ class ExpertsSpec:
 
 
 def chosen_rows(experts: Any, call: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Return a call of fused experts as `ExpertsSpec.as_routed` does, without rows that have no expert.
+    """Return the rows of a call that have an expert, as `ExpertsSpec.as_routed` does, and their index.
 
-    Also returns the index that selects the remaining rows of another tensor [n, any].
+    `call` are the arguments of the module `experts`. The index selects the same rows of other tensors. A call
+    of routed experts is returned whole.
     """
     spec, count = spec_of(experts), len(experts.down_proj)
     if spec.routed:
@@ -193,7 +194,7 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def spec_of(experts: nn.Module) -> ExpertsSpec:
-    """Return the `ExpertsSpec` of fused experts; they must be packable."""
+    """Return the `ExpertsSpec` of fused experts; asserts that `find_spec` returns one."""
     found = find_spec(experts)
     assert isinstance(found, ExpertsSpec), found
     return found

@@ -34,9 +34,9 @@ def has_processor(directory: Path) -> bool:
 
 
 def whole_directory(source: str | Path) -> Path:
-    """Return the directory of `source`; raise `CheckpointError` for a link out of it.
+    """Return the directory of `source`, a path or hub id, after a check that no file links out of it.
 
-    transformers would follow the link.
+    transformers would follow such a link. Raises `CheckpointError` that names it.
     """
     directory = resolve(source)
     with explained(source):

@@ -41,9 +41,11 @@ class Home:
 
 
 def choose_home(needed: int, columns: int, device: torch.device, ranks: Ranks, directory: Path) -> Home:
-    """Choose the place for `needed` bytes of hidden states, the same on all ranks.
+    """Choose where `needed` bytes of hidden states go: the GPU `device`, else the host, else `directory`.
 
-    Blocks compute on `device`, and their linears have at most `columns` columns.
+    The first with room on all ranks is chosen; all ranks must call this. Blocks compute on `device`, and
+    their linears have at most `columns` columns. Files make every pass wait for the disk, which a warning
+    says.
     """
     host = torch.device("cpu")
     room = min(HIDDEN_BYTES - 4 * columns**2, HIDDEN_MEMORY * free_share(device, ranks.on_host))

@@ -43,7 +43,7 @@ def transposed_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def plain_linear(module: nn.Module) -> nn.Linear:
-    """Return an `nn.Linear` on the meta device in place of a linear of another class."""
+    """Return an `nn.Linear` on meta with the sizes, bias and dtype of a linear of another class."""
     rows, columns = matrix_shape(module)
     dtype = module.get_parameter("weight").dtype
     has_bias = module._parameters.get("bias") is not None
@@ -115,7 +115,7 @@ class Lookup:
     is_rounded: bool = False
 
     def factor_in(self, dtype: torch.dtype) -> float:
-        """Return the factor for rows of `dtype`."""
+        """Return the factor for rows of `dtype`, rounded to `dtype` if `is_rounded`."""
         return float(torch.tensor(self.factor, dtype=dtype, device="cpu")) if self.is_rounded else self.factor
 
 

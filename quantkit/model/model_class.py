@@ -88,7 +88,7 @@ def model_class(config: Mapping[str, Any], directory: Path) -> tuple[Any, Any]:
 
 
 def _without(config: Mapping[str, Any]) -> str:
-    """Return the remedy for an unquantized model without a model class."""
+    """Return the remedy --model-free for an error text; "" if config.json has a `quantization_config`."""
     return "" if "quantization_config" in config else ", or quantize it with --model-free"
 
 
@@ -126,7 +126,11 @@ def _mappings_of(names: tuple[str, ...]) -> list[str]:
 
 
 def of_mapping(mapping: str, parsed: Any) -> tuple[Any, Any] | None:
-    """Return the class that a mapping of transformers has for a config, and its config; None without one."""
+    """Return the class of transformers' Auto mapping for the config `parsed`, and the config to build it.
+
+    `mapping` is the name of the mapping. That config may be the text config inside `parsed`. None if the
+    mapping has no class for the type of `parsed`.
+    """
     from transformers.models.auto import modeling_auto
 
     try:

@@ -293,7 +293,10 @@ def with_other_parts(checkpoint: Checkpoint, structure: Structure) -> tuple[Chec
 
 
 def _stacked(structure: Structure) -> Iterable[list[StackedMatrix]]:
-    """Return the matrices of each set of experts of the class, in one tensor for all."""
+    """Return a list of matrices for each set of experts in `structure`, with their places in stacked tensors.
+
+    A set is the experts of one module; their tensor [E, ...] has all of them.
+    """
     sets: dict[str, list[StackedMatrix]] = {}
     for linear in structure.linears.values():
         owner, _, leaf = linear.module.rpartition(".")
@@ -324,7 +327,11 @@ def _layers(config: Mapping[str, Any]) -> int | None:
 
 
 def _experts(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
-    """Return the number of experts in each module, numbered ones or stacked in one tensor."""
+    """Return the number of experts by the name of the module that contains `experts`.
+
+    Counts numbered experts, or the first dimension of a stacked tensor [E, ...]. `tensors` are by stored
+    name.
+    """
     counts: dict[str, int] = {}
     for name, tensor in tensors.items():
         owner, found, rest = name.rpartition(".experts.")

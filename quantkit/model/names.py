@@ -136,7 +136,11 @@ def names_in_own_class(
 
 
 def _base_prefix(own: str, model: Any) -> tuple[str, str] | None:
-    """Return the prefixes of the base model, `own` in the files and its name in `model`; None if equal."""
+    """Return the prefixes of the base model in the files and in `model`, each with its dot, or None.
+
+    `own` is its name in the files. The second prefix is "" if `model` has no base model inside. None if both
+    names are equal, `own` is "", or `model` has a module of that name.
+    """
     here = model.base_model_prefix
     if own in ("", here) or hasattr(model, own):
         return None
@@ -189,13 +193,17 @@ def expert_parts(model: "nn.Module", stored: Iterable[str]) -> dict[str, ExpertP
 
 
 def own_name(owner: str, expert: int | str, parameter: str, part: int) -> str:
-    """Return quantkit's name for a matrix of the experts `owner`, which is in fused parameter `parameter`."""
+    """Return the name, such as `experts.3.up_proj.weight`, that quantkit gives to a matrix of experts.
+
+    `owner` is the name of the experts, `parameter` the fused parameter inside them, and `part` the index of
+    the matrix in it.
+    """
     leaf = next(leaf for leaf, places in _OWN_PLACES.items() if (parameter, part) in places)
     return f"{owner}.{expert}.{leaf}.weight"
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts expert 10 after expert 9."""
+    """Return a key that sorts dotted names with numbers by value: expert 10 comes after expert 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
@@ -237,7 +245,10 @@ def renamed(model: "nn.Module", stored: Iterable[str]) -> Iterator[tuple[str, Re
 
 
 def _own(name: str, parameters: Mapping[str, Any], prefix: str) -> Renamed | None:
-    """Return the parameter and place of a matrix of experts that has quantkit's own name."""
+    """Return the parameter and place of a matrix of experts, if `name` is the name that quantkit gives it.
+
+    `parameters` are those of the model, `prefix` is the name of its base model. None for other names.
+    """
     match = None if name in parameters else _OWN.fullmatch(name)
     if match is None:
         return None

@@ -93,7 +93,10 @@ def why_no_tokens(model: Any) -> str:
 
 
 def _towers(modules: dict[str, "nn.Module"], chosen: list[Any]) -> list[str]:
-    """Return the names of submodels, inside `chosen` submodels, whose config has another type."""
+    """Return the prefixes of submodels inside `chosen` whose config has another type, such as vision towers.
+
+    `modules` are all modules of the model by name. A prefix ends in a dot.
+    """
     from transformers import PreTrainedModel
 
     kinds = {type(part.config) for part in chosen if hasattr(part, "config")}

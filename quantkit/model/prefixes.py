@@ -50,7 +50,10 @@ def read_names(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure]:
 
 
 def _with_tied_head(checkpoint: Checkpoint, stored: str, embedding: str) -> tuple[Checkpoint, Structure]:
-    """Return `checkpoint` with the tied weight `stored` called `embedding`, and its structure."""
+    """Rename the tensor `stored`, a head tied to the embedding, to `embedding`; add a note.
+
+    Returns the renamed checkpoint and its structure.
+    """
     renamed = _renamed(checkpoint, {stored: embedding})
     note = f"{stored} is stored as {embedding}, to which it is tied"
     renamed = replace(renamed, notes=(*renamed.notes, note))
@@ -85,7 +88,10 @@ def _without_wrapper(checkpoint: Checkpoint) -> tuple[Checkpoint, Structure, dic
 
 
 def _candidates(names: list[str]) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-    """Yield renamings: without wrapper parts, then also without each prefix that all names share."""
+    """Yield attempts to remove wrappers: new by old name, and the removed text by the regex that removes it.
+
+    The first only removes wrapper parts; the others also remove a prefix that all `names` share.
+    """
     parts = sorted({match[0] for name in names for match in _WITHIN.finditer(name)})
     if parts:
         yield {name: _WITHIN.sub("", name) for name in names}, {re.escape(part): part for part in parts}

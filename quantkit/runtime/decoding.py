@@ -13,15 +13,19 @@ GRAPHS_OF = "_quantkit_graphs"
 
 
 def forward_of(model: Any) -> Any:
-    """Return the callable for the tokens of one generation: the graphs of `model`, else `model`."""
+    """Return the callable that computes the tokens of a generation; call this before each generation.
+
+    It is `graphs_of(model)`, without graphs of an earlier state of the model, or else `model`.
+    """
     graphed = graphs_of(model)
     return model if graphed is None else graphed.renew()
 
 
 def graphs_of(model: Any) -> "GraphedForward | None":
-    """Return the CUDA graphs of `model`, or its flat steps on a CPU; None for an unpatched model.
+    """Return the object that replays decoding steps of `model`; None if the model is not patched.
 
-    `patches/generation.py` patches models.
+    It is a `GraphedForward`, with CUDA graphs, or a `FlatForward` on a CPU. It is stored in the model, and
+    created anew if the model moved to the other kind of device. `patches/generation.py` patches models.
     """
     if not hasattr(type(model), "class_before"):
         return None

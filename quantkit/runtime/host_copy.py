@@ -8,10 +8,10 @@ import torch
 
 @lru_cache(maxsize=64)
 def _copies_of(device: torch.device) -> Any:
-    """Return the CUDA stream of `device` for copies to the host; kernels run on others.
+    """Return the CUDA stream of `device` on which to copy to the host, apart from those of kernels.
 
-    The stream has high priority: torch reuses a few streams per priority, and graphs are captured on streams
-    of normal priority.
+    Its priority is high: torch reuses a few streams per priority, and graphs are captured on streams of
+    normal priority.
     """
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 

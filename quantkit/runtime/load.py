@@ -102,7 +102,11 @@ def load_unfinished(directory: Path, config: Mapping[str, Any], device: torch.de
 
 
 def _from_pretrained(directory: Path, config: Mapping[str, Any], **options: Any) -> Any:
-    """Load the class that `config` names from `directory`; refuse missing tensors; set evaluation mode."""
+    """Load the class that `config` names from `directory`; refuse missing tensors; set evaluation mode.
+
+    `options` are arguments of `from_pretrained`. Registers quantkit's plug-in in transformers for the whole
+    process, and patches generation of the model.
+    """
     register_plugin()
     cls, parsed = model_class(config, directory)
     if config.get("quantization_config") is not None:

@@ -55,7 +55,10 @@ class PackedEmbedding(PackedMatrix):
         return rows if factor == 1 else rows * factor
 
     def restore_buffers(self, dense: nn.Module) -> None:
-        """Set the buffer of `dense`, the replaced module, to its value: the factor that multiplies rows."""
+        """Set the buffers of `dense`, the dense form of this embedding, to the factor that multiplies rows.
+
+        They are created anew on the device of the words.
+        """
         for name, buffer in dense.named_buffers(recurse=False):
             dense._buffers[name] = torch.full_like(buffer, self._factor, device=self.words.device)
 
@@ -66,7 +69,8 @@ class PackedEmbedding(PackedMatrix):
 def first_table(model: nn.Module) -> PackedEmbedding | None:
     """Return the packed embedding that comes before all floating-point parameters of `model`; None without.
 
-    transformers takes the dtype of that parameter as the model's, although it is the dtype of scales.
+    transformers takes the dtype of the first such parameter as the model's. In this embedding that is the
+    dtype of the scales, not of the activations.
     """
     for module in model.modules():
         if isinstance(module, PackedEmbedding):
@@ -114,6 +118,9 @@ def tied_to(model: nn.Module, table: str) -> tuple[str, ...]:
 
 
 def tie_dense(model: Any) -> None:
-    """Tie all weights that `model` ties when dense, after its modules were replaced by dense ones."""
+    """Tie the weights that the dense `model` ties; call it after dense modules replaced the packed ones.
+
+    Overwrites `model.all_tied_weights_keys`.
+    """
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
     model.tie_weights()

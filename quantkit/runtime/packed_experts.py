@@ -167,7 +167,10 @@ class PackedExperts(PackedModule):
         return combine_experts(y, top_k_index, top_k_weights, first.experts, bias).to(hidden_states.dtype)
 
     def _activated(self, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return the input of down_proj, [P, I], from products y [P, N'] for experts `index` [T, k]."""
+        """Return the input of down_proj, [P, I], from y [P, N'], the products of gate and up.
+
+        Row p belongs to expert `index.flatten()[p]`; `index` is [T, k] integer, and P = T * k.
+        """
         spec, of = self.spec, self.spec.activation
         bias = self._bias(spec.first) if spec.biased else None
         kind = self._kind()
@@ -183,7 +186,7 @@ class PackedExperts(PackedModule):
         return of(self.act_fn, *products)
 
     def _kind(self) -> str | None:
-        """Return the kind of `activate_experts` that computes the activation; None for torch."""
+        """Return the name of the activation in `activate_experts`; None to compute it by torch operations."""
         of, kernel = self.spec.activation, ACTIVATIONS[self.spec.activation.formula].kernel
         if kernel != "act":
             return kernel

@@ -159,7 +159,7 @@ class PackedLinear(PackedMatrix):
         return layout
 
     def share(self, shared: SharesInput, index: int) -> None:
-        """Join a group of linears that share their input, as member `index`."""
+        """Let `shared`, a group of linears with the same input, compute y for this one, member `index`."""
         self._shared = shared, index
 
     def replace_layout(self, layout: KernelLayout) -> None:

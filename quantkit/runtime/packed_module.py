@@ -238,7 +238,7 @@ class PackedModule(nn.Module):
                 words.data = words.data.clone()
 
     def keep_columns(self, parameter: str, columns: int) -> None:
-        """Set the row length of `parameter` to `columns`; other ranks have the other columns."""
+        """Set the row length of `parameter` to `columns`, this rank's share; drop all kernel layouts."""
         self._schemes[parameter] = self._schemes[parameter].for_columns(columns)
         self._columns[parameter] = columns
         prepare(self._schemes[parameter], self._activations[parameter])

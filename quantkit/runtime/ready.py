@@ -39,7 +39,11 @@ def make_ready(model: Any) -> None:
 
 
 def _tell_of_rounding(model: Any) -> None:
-    """Log which linears round their inputs and multiply them in the dtype of `model`, and why."""
+    """Log that inputs of linears are rounded but no 8-bit kernel multiplies them, and why.
+
+    Such linears multiply in the dtype of `model`: they show the accuracy of rounded inputs, not the speed.
+    One text per reason, once per process.
+    """
     found: dict[str, list[str]] = {}
     for _, module in packed_modules(model):
         for scheme, (rows, columns), _ in module.logical().values():
@@ -62,7 +66,7 @@ def _tell_of_rounding(model: Any) -> None:
 
 
 def _tell(model: Any) -> None:
-    """Log why `model` runs slower on its GPU than it could."""
+    """Log why packed products, or the attention of new tokens, run slower on the GPU than they could."""
     if (reason := why_slow(model.device)) is not None:
         _warn_once(f"packed products run slower than they could: {reason}")
     if "triton" in device_features("cuda") and model.dtype not in DTYPES:

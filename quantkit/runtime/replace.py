@@ -38,7 +38,9 @@ def packed_replacement(
 ) -> PackedModule | None:
     """Create the uninitialised packed replacement of `module`, called `name`; None if it stays dense.
 
-    Raises `FormatError` if a scheme is assigned to experts that cannot be packed, or to rows without columns.
+    `scheme_of` returns the scheme of a linear, or of a parameter of fused experts, by name; None for dense.
+    Raises `FormatError` for a scheme of experts with an unknown function, of one of their parameters only, or
+    of rows without columns.
     """
     if is_linear(module):
         scheme = scheme_of(name)
@@ -186,7 +188,7 @@ def swap_modules(
 
 
 def _add_kv_scales(model: nn.Module) -> None:
-    """Register buffers for the KV scales in attention layers with packed k_proj and v_proj.
+    """Register buffers for KV scales, float32 [1] on meta, in attention with packed k_proj and v_proj.
 
     No product uses the scales; a KV cache in fp8 does, and `save_pretrained` writes them.
     """
@@ -205,7 +207,7 @@ def _drop_kv_scales(model: nn.Module, packed: Iterable[str]) -> None:
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Return True if `model` lacks the part that contains module `name`, such as an extra prediction head."""
+    """Return True if `model` lacks the parent of module `name`, such as an extra prediction head."""
     try:
         model.get_submodule(name.rpartition(".")[0])
     except AttributeError:

@@ -70,7 +70,10 @@ def tensor_parallel_plan(model: Any) -> TensorParallelPlan:
 
 
 def _why_undivided(name: str, module: PackedModule) -> str | None:
-    """Return why the styles of transformers cannot divide a packed module; None if they can."""
+    """Return why ranks cannot divide the packed `module`, called `name`; None if they can.
+
+    Fused experts that the model stores transposed, or with biases, cannot be divided.
+    """
     if isinstance(module, PackedExperts) and (module.spec.transposed or module.spec.biased):
         kind = "transposed" if module.spec.transposed else "with biases"
         return f"ranks cannot divide {name!r}: the model has these experts {kind}"
@@ -78,7 +81,10 @@ def _why_undivided(name: str, module: PackedModule) -> str | None:
 
 
 def _heads(modules: Mapping[str, nn.Module], name: str, rows: int) -> dict[str, int]:
-    """Return the head size as a unit of rows for a linear of attention; empty for other linears."""
+    """Return {"heads of D": D} as a unit of `Cut` if `name` is a linear of attention; {} for others.
+
+    D is `head_dim` of its parent in `modules`. {} also if D does not divide `rows`, the rows N of the linear.
+    """
     size = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
     return {f"heads of {size}": size} if isinstance(size, int) and rows % size == 0 else {}
 
@@ -93,7 +99,11 @@ def cut_of(
 
 
 def _styles_of(model: Any) -> Callable[[str], Any]:
-    """Return a function from module or parameter name to its parallel style; None if it is not divided."""
+    """Return a function from the name of a module or parameter to the way in which ranks divide it.
+
+    That is a parallel style, an object of transformers, by the tensor-parallel plan of `model`. None for a
+    name that the plan lacks, and for every name if transformers has no such styles.
+    """
     try:
         from transformers.distributed.tensor_parallel import (
             ALL_PARALLEL_STYLES,

@@ -82,14 +82,18 @@ def finish_checked(
 
 
 def check_headers_of(output: OutputDirectory, planned: Plan, checkpoint: Checkpoint) -> None:
-    """Raise `CheckpointError` unless the written files pass `check_written`."""
+    """Raise `CheckpointError` unless `check_written` accepts the headers of the files written to `output`."""
     files = [output.path / shard.filename for shard in planned.shards]
     tensors = {name: one for file in files for name, one in read_header(file).items()}
     check_written(planned, checkpoint, tensors)
 
 
 def check_finished(output: OutputDirectory, device: torch.device) -> str | None:
-    """Store the logits of a finished checkpoint without any; return a reason if memory is too small."""
+    """Run the finished checkpoint in `output` and store its prompt logits, unless it has them.
+
+    Returns the reason if it was not run: too little memory, no class in transformers, or a model that takes
+    no text. None if the logits are stored.
+    """
     if PromptLogits.from_manifest(read_manifest(output.path)) is not None:
         return None
     reason = why_no_class(Checkpoint.open(output.path).config, output.path)

@@ -107,9 +107,9 @@ def engine_report(directory: Path, engine: Engine, version: str) -> EngineReport
 
 
 def for_engine(planned: Plan, asked: str) -> Plan:
-    """Return `planned` with a note that the engine and version of `--engine` have a class for each linear.
+    """Check `planned` for the engine and version in `asked`, such as that of `--engine`; add notes on it.
 
-    Raises `UsageError` if they do not.
+    Raises `UsageError` with the reasons if that engine cannot load a linear of the result, or misreads it.
     """
     engine, version = asked_engine(asked)
     config = planned.model_config
@@ -153,7 +153,10 @@ def _row(engine: Engine, a: Assignment) -> Support | None:
 
 
 def _cautions(engine: Engine, assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Yield cautions on linears that `engine` reads."""
+    """Yield a sentence for each caution on linears that `engine` reads, with the names of the first.
+
+    A caution is of the class that reads them, or says that Marlin does not take their group size.
+    """
     found: dict[str, list[str]] = {}
     for a in assignments:
         row = _row(engine, a)
@@ -244,7 +247,10 @@ def _not_portable(engine: Engine, reasons: Sequence[str]) -> str:
 
 
 def _ranks(plan: TensorParallelPlan, assignments: Sequence[Assignment]) -> dict[int, str | None]:
-    """Return why each of `RANKS` GPUs cannot divide the model, by the cuts of transformers' plan for it."""
+    """Return by number of `RANKS` why as many GPUs cannot divide the model; None if they can.
+
+    `plan` has the cuts that transformers makes. {} if it has none.
+    """
     if not plan.cuts:
         return {}
     by_module = {a.module: a for a in assignments}
@@ -256,7 +262,10 @@ def _ranks(plan: TensorParallelPlan, assignments: Sequence[Assignment]) -> dict[
 
 
 def _in_engine(cut: Cut, a: Assignment | None) -> Cut:
-    """Return `cut` with the units that divide a packed linear by columns in its file: groups and words."""
+    """Return `cut` with the units that ranks of an engine must keep whole: groups and words of the file.
+
+    `a` is the packed linear. `cut` is unchanged for a dense linear, or if ranks divide rows.
+    """
     if a is None or a.scheme is None or cut.axis == "rows":
         return cut
     row = compressed_tensors_format(a.scheme, a.shape[1])

@@ -15,7 +15,11 @@ from quantkit.verification.readers import with_readers
 def checked(
     planned: Plan, checkpoint: Checkpoint, structure: Structure, options: QuantizeOptions, source: str | Path
 ) -> Plan:
-    """Return `planned` with its readers; raise `QuantkitError` for a plan that must not run."""
+    """Check a plan before its run; return it with its readers, the tools that can load its output.
+
+    Raises `UsageError` if there is nothing to quantize in `source`, or as `for_engine` does. Raises
+    `CheckpointError` as `with_readers` does.
+    """
     if not planned.quantized_weights:
         reason = why_nothing(structure, checkpoint.tensors)
         raise UsageError(f"there is nothing to quantize in {source}: {reason}")

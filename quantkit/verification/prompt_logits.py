@@ -122,7 +122,7 @@ def run_prompt(open_model: Callable[[], Any], directory: Path) -> PromptLogits:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Context manager: hide progress bars and advice of transformers."""
+    """Context manager: hide progress bars and messages of transformers, except errors, in the process."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -183,7 +183,11 @@ class TakesNoText(CheckpointError):
 
 
 def _prompt(model: Any) -> tuple[int, ...]:
-    """Return tokens spread over the vocabulary: the stride is a prime."""
+    """Return the tokens of the prompt for `model`, at most `PROMPT_TOKENS`, spread over the vocabulary.
+
+    Token i is 1 + 7919 i, modulo the vocabulary; 7919 is a prime. Raises `TakesNoText` for a model that takes
+    no tokens.
+    """
     table = embeddings(model, "input")
     if not isinstance(table, torch.nn.Embedding | PackedEmbedding) or model.main_input_name != "input_ids":
         raise TakesNoText(f"a {type(model).__name__} takes {model.main_input_name}, and the prompt is text")

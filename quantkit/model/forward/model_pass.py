@@ -125,14 +125,18 @@ class ModelPass:
         return hidden
 
     def take_output(self) -> Any:
-        """Return the output of the model and drop the reference to it."""
+        """Return the output of the model and drop it here; raise the error that ended the forward, if any."""
         if self._failed is not None:
             raise self._failed
         output, self.output, self._suspended.output = self.output, None, None
         return output
 
     def skip(self, lengths: Sequence[int], hidden: torch.Tensor) -> None:
-        """Skip blocks of a plain pass, given their output `lengths`; `hidden` are the last states."""
+        """Advance past blocks without running them, one for each of `lengths`; the pass must be `plain`.
+
+        A length is the number of elements that the block returns, 0 for a tensor alone. `hidden` [B, T, d]
+        are the states after the last of these blocks.
+        """
         for at, length in enumerate(lengths, 1):
             states = hidden.to(self._device) if at == len(lengths) else self.call.hidden
             self.advance((states, *[None] * (length - 1)) if length else states)
@@ -149,7 +153,7 @@ class ModelPass:
                 tensor.data = stored
 
     def abandon(self) -> None:
-        """End the pass."""
+        """End the pass early: stop the model's forward, and free the arguments and stored hidden states."""
         self._suspended.abandon()
         self._call = None
         self._stored.clear()
@@ -213,7 +217,7 @@ def waiting_at(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def returning(blocks: Mapping[str, nn.Module], output: Callable[[str], Any]) -> Iterator[None]:
-    """Context manager: make `blocks`, by name, return `output(name)`."""
+    """Context manager: `blocks`, by name, return `output(name)` for any arguments, without running."""
 
     def fixed(name: str) -> Callable[..., Any]:
         return lambda *_, **__: output(name)
@@ -224,7 +228,7 @@ def returning(blocks: Mapping[str, nn.Module], output: Callable[[str], Any]) -> 
 
 @contextmanager
 def _forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager: replace the forwards of modules."""
+    """Context manager: set the `forward` of each module to the given function, and restore it at the end."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         vars(module)["forward"] = forward

@@ -8,11 +8,12 @@ import torch
 def continued(
     model: Any, beginnings: torch.Tensor, length: int, seed: int, min_p: float = 0.0
 ) -> torch.Tensor:
-    """Return sequences int64 [B, length] of a model of transformers that begin with `beginnings` [B, n].
+    """Let `model` of transformers continue `beginnings`, int64 [B, n]; return sequences int64 [B, length].
 
-    Draws from the tokens with at least `min_p` of the largest probability (arXiv 2407.01082). Sequences
-    continue after an end-of-text token, like joined documents. On one device the result depends on `seed` and
-    the arguments alone. Changes `model.generation_config`.
+    Sequences include the beginnings. Draws from the tokens with at least `min_p` of the largest probability
+    (arXiv 2407.01082). Sequences continue after an end-of-text token, like joined documents. On one device
+    the result depends on `seed` and the arguments alone. Overwrites `model.generation_config`; torch's random
+    state is restored.
     """
     from transformers import GenerationConfig
 

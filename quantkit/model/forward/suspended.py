@@ -52,7 +52,10 @@ class Suspended:
         return self._wait()
 
     def abandon(self) -> None:
-        """End the thread at its next pause; a waiting caller gets an exception."""
+        """End the function where it is paused, by raising `Abandoned` there; wait for the end of its thread.
+
+        A later `resume` raises `Abandoned` too.
+        """
         self._abandoned = True
         self._go.release()
         self._thread.join()

@@ -11,7 +11,10 @@ Change = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
 class WeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context manager that records in-place changes of `parameters`, by name, in `found`."""
+    """Context manager that records in-place operations on `parameters`, by name, in `found`.
+
+    The operations run too. One counts if its first argument is the parameter itself, not a view of it.
+    """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -29,7 +32,10 @@ class WeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def apply_changes(weight: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
-    """Return a copy of `weight` with the recorded changes of its parameter."""
+    """Return a copy of `weight`, any shape, after the operations `changes` in order.
+
+    `WeightChanges.found` has the changes of each parameter.
+    """
     weight = weight.clone()
     for function, args, kwargs in changes:
         function(weight, *args, **kwargs)

@@ -58,9 +58,10 @@ FASTER: dict[Any, Callable[..., Any]] = {
 
 
 def flat(forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """Flatten `forward` for `inputs` on a CPU; runs it once. Takes and returns tensors as `trace` describes.
+    """Flatten `forward` on a CPU to a list of operations; return it as a function.
 
-    Raises `NotCaptured` if Python branches on numbers in tensors.
+    It takes tensors like `inputs` and returns what `forward` does (see `trace`). `forward` runs once
+    meanwhile. Raises `NotCaptured` if Python branches on numbers in tensors, as a replay would not.
     """
     module = trace(forward, inputs)
     graph, memory = module.graph, Memory(module)
@@ -184,7 +185,7 @@ def _product(module: GraphModule, node: Node) -> Callable[[torch.Tensor], torch.
 
 
 def _constant(module: GraphModule, node: Node) -> Any:
-    """Return the tensor of `node`: a constant of `module`, or a view of a constant.
+    """Return the tensor of `node`: a constant of `module`, or a view of one, which is computed here.
 
     A view is needed for words that a file stores in another dtype, such as fp8.
     """
@@ -195,7 +196,7 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _use_faster(node: Node) -> None:
-    """Replace an operation by a faster equal function, if `FASTER` has one."""
+    """Replace the operation of `node` by an equal function that is faster to call, if there is one."""
     if node.op != "call_function":
         return
     if node.target is aten._to_copy.default and node.kwargs.keys() == {"dtype"}:

@@ -69,9 +69,10 @@ def capture(
 
 
 def _end_failed(stream: Any, device: torch.device) -> None:
-    """Release torch's random generator after a failed capture, by a small capture that succeeds.
+    """Make random numbers on `device` work again after a failed capture on `stream`.
 
-    A failed capture leaves the generator registered, and later draws raise.
+    A failed capture leaves torch's generator registered, and later draws raise. A small capture that succeeds
+    releases the generator.
     """
     with suppress(RuntimeError):
         number = torch.zeros((), device=device)
@@ -99,7 +100,10 @@ def check_output(output: Mapping[str, Any]) -> None:
 
 
 def own_output(output: Any, cache: Any) -> Any:
-    """Return a copy of `output` with `cache` and cloned tensors, which the next replay does not overwrite."""
+    """Return a copy of a model's `output` that later replays of its graph do not overwrite.
+
+    Its tensors are clones; its cache is `cache` itself.
+    """
     fields = {name: part.clone() if torch.is_tensor(part) else part for name, part in output.items()}
     fields[CACHE] = cache
     return type(output)(**fields)
@@ -130,7 +134,10 @@ def outline(value: Any) -> Any:
 
 
 def copy_tensors(source: Any, target: Any) -> None:
-    """Copy the tensors of `source`, also inside mappings, to the tensors of `target`."""
+    """Overwrite the tensors in `target` with the numbers of those in `source`, pair by pair.
+
+    Both are a tensor, or mappings of the same structure. Tensors of a cache are left out.
+    """
     for static, tensor in zip(tensors_of(target), tensors_of(source), strict=True):
         static.copy_(tensor)
 

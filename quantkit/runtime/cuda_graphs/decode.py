@@ -123,9 +123,9 @@ class GraphedForward:
         return None
 
     def following(self) -> Callable[[Inputs], Any]:
-        """Return a function for steps that differ from the last one in the numbers of tensors only.
+        """Return a function that replays the last step of this thread for new inputs.
 
-        The last step is the last one of this thread.
+        They may differ from the inputs of that step in the numbers of tensors only.
         """
         return partial(self._replay, *self._thread.last)
 
@@ -184,7 +184,10 @@ class GraphedForward:
         return self._graphs[key]
 
     def _agree(self, key: tuple[Any, ...], device: torch.device) -> None:
-        """Keep the graph for this key only if every rank has one, because all ranks must sum in one order."""
+        """Keep the graph for `key` only if every rank has one, because all ranks must sum in one order.
+
+        Every rank must call this.
+        """
         is_graph = not isinstance(self._graphs[key], str)
         if all_agree(self._ranks, is_graph, device):
             process_groups.drop_before_destroying(self)
@@ -198,7 +201,7 @@ class GraphedForward:
         self._fingerprint = ()
 
     def renew(self) -> "GraphedForward":
-        """Drop the graphs if the model has changed since their capture."""
+        """Drop the graphs if the model has changed since their capture; return this object."""
         modules = modules_of(self._model)
         # Another thread may be capturing, with another attention in the config.
         with self._lock:
@@ -216,7 +219,7 @@ class GraphedForward:
         return self
 
     def cache_for(self, tokens: int) -> Any:
-        """Create a static cache for `tokens` tokens; None if steps are not captured.
+        """Create a static KV cache for `tokens` tokens a sequence; None if steps cannot be captured.
 
         Logs the reason once.
         """
@@ -359,7 +362,10 @@ class _Graph:
     cache: weakref.ref[Any]
 
     def replay(self, inputs: Inputs) -> Any:
-        """Return the output for `inputs`; their cache then owns the tensors of `state`."""
+        """Return a copy of the output of the captured step for `inputs`.
+
+        Their cache then holds the tensors of `state`, which each replay writes.
+        """
         cache = inputs[CACHE]
         self._attach(cache)
         copy_tensors(inputs, self.inputs)
@@ -367,7 +373,10 @@ class _Graph:
         return own_output(self.output if output is None else output, cache)
 
     def _attach(self, cache: Any) -> None:
-        """Replace the tensors of `cache` by the tensors of `state`, with the same contents."""
+        """Make `cache` hold the tensors of `state`, filled with what `cache` held.
+
+        A cache that held them before, and is still in use, gets copies.
+        """
         layers = used_layers(cache)
         if all(
             getattr(layer, name) is tensor

@@ -75,9 +75,12 @@ class PromptGraphs:
         self.refused = refused
 
     def run(self, inputs: Inputs, ahead: Callable[[], None]) -> Any:
-        """Return the output for a capturable prompt; None if the prompt must run plainly.
+        """Return the output for a capturable prompt and fill the cache in `inputs`; None to run it plainly.
 
-        `ahead` launches work that follows the prompt, while kernels are being compiled.
+        Replays the graph of the padded shape, or runs the padded prompt if the shape is new. None if the
+        prompt cannot be padded, or captures are refused. A run that lacks memory, or raises `NotCaptured`,
+        refuses them for later prompts. `ahead` is called while kernels compile, to launch work that follows
+        the prompt.
         """
         cache, tokens = inputs[CACHE], inputs["input_ids"].shape[1]
         padded = _padded(inputs)
@@ -203,7 +206,10 @@ def _option(name: str, inputs: Mapping[str, Any], config: Any) -> bool:
 
 
 def _can_pad(name: str, value: Any, ids: torch.Tensor) -> bool:
-    """Return True if the input `name` can be padded for tokens `ids` int64 [B, T]."""
+    """Return True if the input `name` of a forward can be padded to a longer prompt.
+
+    A mask or positions can if their shapes fit `ids`, the tokens int64 [B, T]. No other tensor can.
+    """
     if name == "attention_mask":
         return _is_mask(value, ids)
     if name == "position_ids":
@@ -249,9 +255,10 @@ def _padded(inputs: Inputs) -> Inputs | None:
 
 
 def _padded_mask(mask: Any, tokens: int, length: int) -> Any:
-    """Pad a mask from `tokens` to `length` queries and keys.
+    """Pad a mask from `tokens` T to `length` L: [B, T] to [B, L], or [B, H, T, any] to [B, H, L, L].
 
-    Padding attends to itself, because a row without any visible key would be NaN.
+    `mask` may be None, or a mapping of masks. A mask with heads, bool or float, hides padding from the
+    prompt. Padding attends to itself, because a row without any visible key would be NaN.
     """
     if isinstance(mask, Mapping):
         return {name: _padded_mask(part, tokens, length) for name, part in mask.items()}
@@ -303,9 +310,9 @@ def _compact(states: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_out(output: Any, cache: Any, tokens: int) -> Any:
-    """Copy the keys and values of the first `tokens` tokens of `output` to `cache`.
+    """Copy keys and values of the first `tokens` tokens from `output` to `cache`, the cache of the caller.
 
-    Return a copy of `output` that holds `cache`, which later replays do not overwrite.
+    Returns a copy of `output` that holds `cache`; later replays overwrite `output`, but not the copy.
     """
     static: list[tuple[Any, States]] = []
     for number, layer in enumerate(getattr(output, CACHE).layers):
@@ -335,7 +342,11 @@ def _is_room(layer: Any, states: States) -> bool:
 
 
 def _fill(layers: Sequence[tuple[Any, States]]) -> None:
-    """Write keys and values to empty static layers in few launches, without waiting for the GPU."""
+    """Write keys and values to empty static layers in few launches, without waiting for the GPU.
+
+    `layers` pairs each layer with its keys and values, [B, H, T, D] each. Memory of new layers is allocated.
+    If that fails, the layers are restored and the error is raised, so that the caller can retry.
+    """
     fresh = [(layer, states) for layer, states in layers if not layer.is_initialized]
     before = [dict(vars(layer)) for layer, _ in fresh]
     try:

@@ -49,7 +49,7 @@ def _head_norm(memory: Memory, operand: Node, rotation: Node) -> Node | None:
 
 
 def _fuse_norm(graph: Graph, memory: Memory, rotation: Node, place: int, norm: Node) -> None:
-    """Pass the input of `norm` to `rotation` as argument `place`."""
+    """Replace argument `place` of `rotation`, computed by `norm`, by the norm's input, transposed alike."""
     operand, x = cast(Node, rotation.args[place]), cast(Node, norm.args[0])
     if operand is not norm:
         with graph.inserting_before(rotation):
@@ -119,7 +119,7 @@ def _computed(memory: Memory, node: Node) -> frozenset[Any]:
 
 
 def _fuse(graph: Graph, memory: Memory, rotation: Node, attention: Node) -> None:
-    """Replace both by one call at the place of `attention`."""
+    """Replace `rotation` and `attention` by one `rotated_attention` at the place of `attention`."""
     with graph.inserting_after(attention):
         call = graph.call_function(rotated_attention, (*rotation.args, *attention.args[3:]), rotation.kwargs)
     memory.enter(call, written=memory.written(rotation))

@@ -35,7 +35,11 @@ PRODUCTS = (OPERATOR, gated_linear)
 
 @dataclass(frozen=True)
 class Gated:
-    """Replacement of a linear whose two halves are gated, and the test that its kernel supports a node."""
+    """Fused form of one kind of linear and of the gate after it, which combines the halves of its columns.
+
+    run        computes both in one call
+    supports   returns True if the kernel of a linear node can do so on a device
+    """
 
     run: Callable[..., torch.Tensor]
     supports: Callable[[Node, torch.device], bool]
@@ -80,7 +84,7 @@ def _can_gate(memory: Memory, product: Node, gate: Node, device: torch.device) -
 
 
 def _fuse_gate(graph: Graph, memory: Memory, product: Node, gate: Node) -> None:
-    """Replace `product` and `gate` by one call at the place of `product`."""
+    """Replace the linear `product` and its `gate` by one call of `Gated.run` at the place of `product`."""
     with graph.inserting_after(product):
         call = graph.call_function(GATED[product.target].run, product.args, {"gate": gate.kwargs["kind"]})
     memory.replace(gate, call)
@@ -126,7 +130,10 @@ def _can_begin_norm(memory: Memory, operand: Node, norm: Node, residual: Node, d
 
 
 def _can_end_norm(memory: Memory, product: Node, normed: Node, device: torch.device) -> bool:
-    """Return True if `product` multiplies all rows of `normed`, a norm, and can apply its scale."""
+    """Return True if the kernel of the linear `product` can apply the scale of a norm begun before it.
+
+    `normed` [..., K] is the result of that norm; `product` must multiply all its rows.
+    """
     if not multiplies(memory, product, normed):
         return False
     x, rows = _x(product), normed.meta[META]
@@ -141,7 +148,11 @@ def is_whole(x: torch.Tensor, rows: torch.Tensor) -> bool:
 def _split(
     graph: Graph, memory: Memory, norm: Node, results: Sequence[Node], operand: Node, residual: Node
 ) -> None:
-    """Replace `norm` and the linears before and after it by calls that compute half of the norm each."""
+    """Replace `norm` and its linears by calls of `linear_then_norm` and `linear_of_begun`.
+
+    The linear that computes `operand` then also adds `residual` and sums squares. Linears that read the last
+    of `results`, the normed tensor, apply the scale. The other `results` become the sum with `residual`.
+    """
     product, weight = memory.source(operand), norm.args[2]
     x, *of = product.args
     with graph.inserting_after(norm):

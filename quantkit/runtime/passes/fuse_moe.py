@@ -28,7 +28,12 @@ def fuse_router_norms(graph: Graph, memory: Memory) -> None:
 
 
 def _can_take_norm(memory: Memory, norm: Node, product: Node) -> bool:
-    """Return True if `product` multiplies all rows of `norm` and can run at the place of `norm`."""
+    """Return True if `router.norm_linear` can compute `norm` and the router linear `product` in one launch.
+
+    `product` must multiply all rows of the normed tensor, at most `router.NORMED_ROWS`. All tensors must be
+    contiguous. Nothing may write the normed tensor or the weight in between. The weight must exist at the
+    place of `norm`.
+    """
     x = cast(Node, product.args[0])
     normed = next((one for one in norm.users if one.args[1] == 1 and memory.of(one) == memory.of(x)), None)
     if normed is None:
@@ -48,7 +53,7 @@ def _can_take_norm(memory: Memory, norm: Node, product: Node) -> bool:
 
 
 def _fuse_norm(graph: Graph, memory: Memory, norm: Node, product: Node) -> None:
-    """Replace both by one call at the place of `norm`."""
+    """Replace `norm` and the router linear `product` by one `router.norm_linear` at the place of `norm`."""
     weight = cast(Node, product.args[1])
     if weight > norm:
         # Constants are defined at their first use.
@@ -68,7 +73,11 @@ def _fuse_norm(graph: Graph, memory: Memory, norm: Node, product: Node) -> None:
 
 
 def fuse_permutations(graph: Graph, memory: Memory) -> None:
-    """Fuse the token permutation into `router.route`, if one program can do both."""
+    """Fuse the sort of tokens by expert into the `router.route` before it, so that one launch does both.
+
+    Only where `router.can_route_and_sort` supports the logits [T, E] and nothing writes the experts in
+    between.
+    """
     for node in graph.find_nodes(op="call_function", target=SORT_OPERATOR):
         call = _router(memory, node)
         if call is not None:
@@ -95,7 +104,7 @@ def _router(memory: Memory, order: Node) -> Node | None:
 
 
 def _fuse_permutation(graph: Graph, memory: Memory, route: Node, order: Node) -> None:
-    """Replace both by one call at the place of `route`."""
+    """Replace `route` and the sort `order` by one `router.route_and_sort` at the place of `route`."""
     with graph.inserting_after(route):
         options = {**route.kwargs, "single_row_ratio": order.args[2]}
         call = graph.call_function(router.route_and_sort, route.args, options)

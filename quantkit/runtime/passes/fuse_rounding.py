@@ -49,7 +49,11 @@ def _token(product: Node) -> str:
 
 
 def show_rounding(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Round the inputs of linears in nodes of their own, if the kernels of the linears do not round them."""
+    """Insert a node `round_inputs` before each linear whose kernel would not round its inputs x itself.
+
+    The linear then takes rounded x, and its token names the scheme of the weights alone. Linears that round
+    the same x alike share one node.
+    """
     for product in graph.find_nodes(op="call_function", target=OPERATOR):
         if not rounds_before(*problem_of(product, device)):
             continue
@@ -72,10 +76,10 @@ def _rounds(node: Node, token: str) -> bool:
 
 
 def fuse_rounding(graph: Graph, memory: Memory) -> None:
-    """Let norms round their results, if nothing reads them but equal roundings.
+    """Let norms write rounded results, if all readers of a result are nodes `round_inputs` that round alike.
 
-    A gate that rounds would need a program for a row, and take longer than two launches (H200, 16 rows of
-    14336: 5.8 us, alone 1.6 and 3.9).
+    Gates are left out: one program of their kernel would have to compute a whole row. That takes 5.8 us for
+    16 rows of 14336 on an H200; two launches take 1.6 and 3.9 us.
     """
     for target in (rms_norm, add_rms_norm):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -89,7 +93,7 @@ def fuse_rounding(graph: Graph, memory: Memory) -> None:
 
 
 def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Let linears round inputs that no one else reads, if their kernels can."""
+    """Let the kernel of a linear round its inputs x, if it can and no other node reads the rounded x."""
     for node in graph.find_nodes(op="call_function", target=round_inputs):
         product = next(iter(node.users))
         if len(node.users) > 1 or product.target not in PRODUCTS or _x(product) is not node:
@@ -105,7 +109,11 @@ def fuse_prologues(graph: Graph, memory: Memory, device: torch.device) -> None:
 
 
 def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
-    """Return True if all `roundings` round whole rows of `result` in one way, for which there is a kernel."""
+    """Return True if the norm that computes `result` [..., K] can write it rounded, in place of `roundings`.
+
+    All must be nodes `round_inputs` that round whole rows alike, and nothing may write `result` before them.
+    A kernel must quantize rows of K numbers in that way. `result` must not be float32.
+    """
     if any(one.target is not round_inputs for one in roundings):
         return False
     rows, token = result.meta[META], str(roundings[0].args[1])
@@ -119,7 +127,10 @@ def _can_round(memory: Memory, result: Node, roundings: Sequence[Node]) -> bool:
 
 
 def fuse_codes(graph: Graph, memory: Memory, device: torch.device) -> None:
-    """Let norms and gates quantize their results, if nothing reads them but linears that quantize x alike."""
+    """Let norms and gates write the quantized x of the linears after them, which then read codes.
+
+    Only if all readers of the result are linears that quantize x alike, and read codes in one order.
+    """
     for target in (rms_norm, add_rms_norm, activation.gate):
         for node in graph.find_nodes(op="call_function", target=target):
             results = results_of(node)
@@ -132,7 +143,11 @@ def fuse_codes(graph: Graph, memory: Memory, device: torch.device) -> None:
 def _order_of(
     memory: Memory, results: Sequence[Node], products: Sequence[Node], device: torch.device
 ) -> CodeOrder | None:
-    """Return the order in which all `products` read codes of the last of `results`; None if one does not."""
+    """Return the order of codes in memory that the kernels of all `products` read; None without a common one.
+
+    `products` read the last of `results`. None also if one of them is no linear, does not multiply all rows,
+    quantizes x in another way, or reads no codes.
+    """
     if not products or not all(
         one.target is OPERATOR
         and multiplies(memory, one, results[-1])

@@ -61,7 +61,12 @@ def rewritten_forward(
     inputs: Inputs,
     rewind: Callable[[], None] | None,
 ) -> Callable[[], Any]:
-    """Rewrite `forward` by `change`, called as `fused` is; check and fall back as `fused_forward` does."""
+    """Rewrite `forward`, which reads the tensors in `inputs`; return it unchanged if that fails.
+
+    `change(step, tensors)` returns a module that should compute the same as `step`. Both run on other tokens;
+    if their outputs differ, or anything fails, a warning names `what`. `rewind`, if given, undoes the writes
+    of a run. Raises `NotCaptured` and torch's OutOfMemoryError.
+    """
     device = inputs["input_ids"].device
     try:
         rewritten = compiled_first(
@@ -83,7 +88,10 @@ def rewritten_forward(
 
 
 def warm_up_fused(forward: Callable[[], Any], inputs: Inputs) -> None:
-    """Run the fused form of a decoding step once, so that its kernels are compiled."""
+    """Fuse a decoding step and run it once, so that its kernels are compiled; discard the output.
+
+    `forward` runs the step and reads the tensors in `inputs`. Does nothing on a device without fused kernels.
+    """
     if can_fuse(inputs["input_ids"].device):
         _rewrite(lambda step, tensors: fused(step, tensors, "decoding steps"), forward, tensors_of(inputs))()
 
@@ -126,10 +134,10 @@ def _difference(
     rewind: Callable[[], None] | None,
     ids: torch.Tensor,
 ) -> float:
-    """Return the largest relative difference of any output tensor between both, for other tokens than `ids`.
+    """Return the largest relative difference of an output tensor between `forward` and `rewritten`.
 
-    `ids` [B, T] int64 is changed and restored: a kernel launched outside torch is not traced, so its result
-    would stay the one for the old `ids`.
+    Both run on other tokens than `ids` [B, T] int64, which is changed and restored. A kernel launched outside
+    torch is not traced, so its result would stay the one for the old `ids`.
     """
     original_ids, outputs = ids.clone(), []
     ids.copy_(torch.where(ids > 0, ids - 1, ids + 1))
@@ -161,7 +169,10 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _with(output: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """Return a copy of `output` with `tensors` in place of its own."""
+    """Return a copy of a model's `output` that holds `tensors`: logits, then keys and values of new layers.
+
+    New layers are those of `_new_layers`; None stands for a tensor that is filled in later.
+    """
     logits, *states = tensors
     cache = copy.copy(getattr(output, CACHE))
     cache.layers = [copy.copy(layer) for layer in cache.layers]

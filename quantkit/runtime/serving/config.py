@@ -44,14 +44,22 @@ class PackedConfig:
         return "quantkit" if user_quant == "quantkit" and SECTION in hf_quant_cfg else None
 
     def linear_method(self, methods: Any, prefix: str, dense: Any) -> Any:
-        """Return the method of a linear layer from the module `methods` of the plug-in, or `dense`."""
+        """Return the quantization method of the engine's linear layer `prefix`; `dense` if no part is packed.
+
+        `methods` is the module of the plug-in that has the class. Records the linears as asked for, for
+        `StoredSchemes.check_all_asked`.
+        """
         linears = self.schemes.linears(prefix, self.packed_modules_mapping)
         self.schemes.asked.update(name for name, _ in linears)
         packed = any(scheme is not None for _, scheme in linears)
         return methods.QuantkitLinearMethod(linears, self.schemes) if packed else dense
 
     def table_method(self, methods: Any, layer: Any, prefix: str) -> Any:
-        """Return the method of an embedding or head from `methods`; None for a dense one."""
+        """Return the quantization method of `layer`, an embedding or head called `prefix`; None if dense.
+
+        `methods` is the module of the plug-in that has the class. Records the table as asked for, for
+        `StoredSchemes.check_all_asked`.
+        """
         is_head = isinstance(layer, methods.ParallelLMHead)
         shape = layer.org_vocab_size, layer.embedding_dim
         name, scheme = self.schemes.linears(prefix, {})[0] if is_head else self.schemes.table(prefix, shape)

@@ -46,7 +46,11 @@ class PackedLinearMethod:
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Create the packed module, for the rows and columns of this rank."""
+        """Create the packed module, for the rows and columns of this rank; the engine calls this.
+
+        `params_dtype` is the dtype of activations. Sizes are of K (input) and N (output), for this rank or
+        whole.
+        """
         self.dtype, rank = params_dtype, self.rank_of(layer)
         ranks = output_size // sum(output_partition_sizes)
         first = rank * input_size_per_partition if input_size_per_partition < input_size else 0
@@ -122,7 +126,7 @@ class PackedTableMethod:
         layer.packed.finish(self.dtype, layouts=self.is_head)
 
     def embedding(self, layer: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows [..., K] of `ids`, int64 [...]."""
+        """Return the rows [..., K] of `ids`, int64 [...], dequantized to `self.dtype`."""
         matrix = layer.packed.blocks[0].packed
         rows: torch.Tensor = matrix.dequantize_rows(ids.reshape(-1), self.dtype)
         return rows.view(*ids.shape, -1)
@@ -142,7 +146,11 @@ def loaded_experts(
     container: Container,
     unfit: Mapping[str, bool],
 ) -> LoadedExperts:
-    """Create `LoadedExperts`; raise `UsageError` if `unfit` names a property that the layer has."""
+    """Create the `LoadedExperts` of a layer from its arguments, after a check.
+
+    `unfit` maps each property that the plug-in does not support to True if the layer has it. Raises
+    `UsageError` for the first one that it has.
+    """
     for what, there in unfit.items():
         if there:
             raise UsageError(
@@ -153,16 +161,20 @@ def loaded_experts(
 
 
 def _rows(size: int, ranks: int, rank: int, replicas: int) -> tuple[int, tuple[Range, ...]]:
-    """Return N of a stored matrix of which each rank has `size` rows, and the row ranges of `rank`.
+    """Return the rows N of a stored matrix, and the range of rows that `rank` of `ranks` loads.
 
-    Groups of `replicas` ranks have the same rows, if there are fewer heads than ranks.
+    Each rank loads `size` rows. Groups of `replicas` successive ranks load the same rows, if there are fewer
+    heads than ranks.
     """
     first = rank // replicas * size if ranks > 1 else 0
     return max(1, ranks // replicas) * size, ((first, first + size),)
 
 
 def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, tuple[Range, ...]]:
-    """Return N and row ranges of several matrices that the file stores as one."""
+    """Return the rows N, and this rank's row ranges, of a matrix in which the file joins several.
+
+    `rows` has N and the row range of each of them. Ranges that are all adjacent become one.
+    """
     above = accumulate((whole for whole, _ in rows), initial=0)
     cuts = [(start + first, stop + first) for first, (_, ((start, stop),)) in zip(above, rows, strict=False)]
     if all(stop == start for (_, stop), (start, _) in pairwise(cuts)):
@@ -171,7 +183,10 @@ def _as_one_matrix(rows: Sequence[tuple[int, tuple[Range, ...]]]) -> tuple[int, 
 
 
 def _install(layer: Any, packed: FusedLinear) -> None:
-    """Add the module `packed` to `layer`, with parameters through which the engine loads it."""
+    """Add the module `packed` to `layer`, and an empty parameter for each stored tensor.
+
+    The engine loads a tensor by the `weight_loader` of its parameter, which copies it to `packed`.
+    """
     layer.packed = packed
     for name, dtype in packed.entries().items():
 
@@ -185,7 +200,7 @@ def _install(layer: Any, packed: FusedLinear) -> None:
 
 
 def add_entry(layer: Any, name: str, dtype: torch.dtype, load: Any) -> Any:
-    """Add an empty parameter to `layer`, whose loader the engine calls with tensor `name`."""
+    """Add an empty parameter `name` of `dtype` to `layer`; its loader is `load`, for the engine to call."""
     parameter: Any = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
     parameter.weight_loader = load
     layer.register_parameter(name, parameter)

@@ -23,8 +23,9 @@ PREFIXES: Mapping[str, str] = {"w1": "w13_", "w3": "w13_", "w2": "w2_"}
 class LoadedExperts(nn.Module):
     """Experts of one layer: `experts` computes, `load` fills it from tensors of a checkpoint.
 
-    `matrices` are the parameters with gate, up and down, and their schemes. `sizes` are the numbers of this
-    rank: experts, H and I. `rank` is (rank, number of ranks) of the division of each expert.
+    `matrices` are the parameters with gate, up and down, each with its scheme. `sizes` are (experts, H, I) of
+    this rank. `rank` is (rank, number of ranks) among the ranks that divide I of each expert. Raises
+    `UsageError` if a matrix is dense, or gate and up have different schemes.
     """
 
     #: Engines and `Activation` have these names.
@@ -81,7 +82,11 @@ class LoadedExperts(nn.Module):
         return {stored.part_name("weight", part): (part, dtype) for part, (dtype, _) in shapes.items()}
 
     def load(self, matrix: str, expert: int, entry: str, loaded: torch.Tensor) -> None:
-        """Copy this rank's slice of tensor `entry` of `matrix` (w1, w2 or w3) of an expert to the module."""
+        """Copy this rank's slice of `loaded`, a whole tensor of the checkpoint, to the packed experts.
+
+        It is the tensor `entry` of `matrix` (w1, w2 or w3) of number `expert` among this rank's experts. A
+        stored shape is only checked.
+        """
         parameter, half = MATRICES[matrix]
         share = self._shares[parameter]
         part = self._entries(matrix)[entry][0]

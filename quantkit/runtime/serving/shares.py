@@ -60,9 +60,10 @@ class Share:
         return None if self.scheme is None else self.scheme.for_columns(self.local_shape[1])
 
     def take(self, part: str, loaded: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of `loaded`, a part of the stored matrix, or the dense matrix.
+        """Return this rank's slice of `loaded`: part `part` of the stored matrix, or the dense matrix [N, K].
 
-        Raises `CheckpointError` if dtype or shape of `loaded` are not those of the part.
+        Parts that all rows share are returned whole. Raises `CheckpointError` if dtype or shape of `loaded`
+        are not those of the part.
         """
         if self.scheme is None:
             self._expect("weight", loaded, None, self.shape)
@@ -80,7 +81,10 @@ class Share:
         return taken[0] if len(taken) == 1 else torch.cat(taken)
 
     def read(self, part: str, loaded: torch.Tensor, container: Container) -> torch.Tensor:
-        """Do `take` for a part in the dtype of a file, which `container` says."""
+        """Return this rank's slice of `loaded`, as `take` does, if `loaded` has the dtype of a file.
+
+        `container` says which dtype files have for the part.
+        """
         assert self.scheme is not None
         stored = stored_format(self.scheme, self.shape[1], container)
         dtype = self.scheme.storage_shapes(self.shape)[part][0]

@@ -54,7 +54,10 @@ class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignor
     """Quantization method of linears, which consist of one or several packed matrices."""
 
     def rank_of(self, layer: Any) -> int:
-        """Return the rank in the group of the layer; `UsageError` if q and k have groups of their own."""
+        """Return the rank of this process in the tensor-parallel group of `layer`.
+
+        Raises `UsageError` if SGLang divides q among other ranks than k and v, which the plug-in cannot load.
+        """
         if getattr(layer, "kv_tp_group", layer.tp_group) is not layer.tp_group:
             raise UsageError(
                 f"{self.linears[0][0]!r}: SGLang divides q and k, v among different ranks, which quantkit's "
@@ -131,7 +134,10 @@ class QuantkitExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         layer.packed.finish(layer.params_dtype)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """Return the weighted sum of the experts `topk_ids` [T, k] of x [T, H]; -1 is another rank's."""
+        """Return the weighted sum of experts for x [T, H], both in `dispatch_output`, as SGLang expects it.
+
+        `topk_ids` [T, k] chooses the experts; -1 is an expert of another rank, which adds nothing here.
+        """
         weights, ids = dispatch_output.topk_output.topk_weights, dispatch_output.topk_output.topk_ids.long()
         ids = torch.where(ids < 0, layer.packed.experts.num_experts, ids)
         y = layer.packed.experts(dispatch_output.hidden_states, ids, weights)

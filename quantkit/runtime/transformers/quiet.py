@@ -6,7 +6,10 @@ from typing import Any
 
 
 def silence() -> None:
-    """Turn off progress bars and advice of transformers, huggingface_hub and other libraries."""
+    """Turn off progress bars and advice of transformers, huggingface_hub and tqdm in the whole process.
+
+    Messages of transformers below errors are hidden too. Nothing turns them on again.
+    """
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging
 
@@ -18,7 +21,10 @@ def silence() -> None:
 
 @cache
 def _silence_tqdm() -> None:
-    """Turn off tqdm: compressed-tensors, datasets and lm-eval ignore the setting of transformers."""
+    """Turn off all bars of tqdm in this process, by replacing `tqdm.__init__`.
+
+    compressed-tensors, datasets and lm-eval ignore the setting of transformers.
+    """
     # It has no types.
     tqdm: Any = import_module("tqdm").tqdm
     begin = tqdm.__init__

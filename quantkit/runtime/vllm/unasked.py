@@ -23,9 +23,11 @@ _OWN = "of_quantkit"
 
 
 def ask_for_all_layers() -> None:
-    """Make every linear, embedding and head use quantkit's config, and check a model before it loads.
+    """Patch vLLM in this process: linears, embeddings and heads get quantkit's config, and models a check.
 
-    Models of other quantization methods stay as they are.
+    Replaces `__init__` of these layers, and `initialize_model`, which then raises `UsageError` for a packed
+    matrix without a packed layer. A second call changes nothing. Models of other quantization methods stay as
+    they are.
     """
     for cls in _CLASSES:
         if not hasattr(cls.__init__, _OWN):

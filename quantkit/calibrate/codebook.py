@@ -29,7 +29,10 @@ STEPS = (2.0,) * 6 + (1.0,) * 2
 
 
 class Fit(Protocol):
-    """Function of a method: scales for groups float32 [R, g], with weights of squared errors or None."""
+    """Function of a method that chooses scale and zero-point of each group, float32 [R, g].
+
+    `importance` [R, g] weights squared errors; None weights all equally.
+    """
 
     def __call__(
         self, groups: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None
@@ -90,9 +93,10 @@ def normal_book(count: int) -> tuple[float, ...]:
 def _round(
     rows: torch.Tensor, scheme: Scheme, book: tuple[float, ...], absmax: float, fit: Fit
 ) -> tuple[float, list[float]]:
-    """Round rows (float32 [n, K]) with the values `book`; return the squared error and better values.
+    """Round rows (float32 [n, K]) to the values `book`; return the sum of squared errors and better values.
 
-    The latter are those of least squared error if scales and codes stay. `absmax` is that of the rows.
+    The latter are those of least squared error if scales and codes stay. `absmax` is that of the whole
+    tensor.
     """
     bound = bind(scheme, book)
     factor = global_scale(absmax, bound) if scheme.global_scale else 1.0

@@ -22,7 +22,11 @@ _CORNER = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Q = diag(signs) (F_1 x F_2 x ...) / sqrt(size): `signs` float64 [size], `factors` F float64 of +-1."""
+    """Orthogonal Q = diag(signs) (F_1 x F_2 x ...) / sqrt(size), with Kronecker products of the factors.
+
+    signs    float64 [size], each 1 or -1
+    factors  Hadamard matrices F, float64 [n, n] of 1 and -1, whose sizes n multiply to `size`
+    """
 
     signs: torch.Tensor
     factors: tuple[torch.Tensor, ...]

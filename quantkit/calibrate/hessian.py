@@ -79,15 +79,18 @@ class Hessian:
 
 
 def run_of(piece: int, count: int) -> int:
-    """Return the run of piece number `piece`, counted from 0, out of `count` pieces."""
+    """Return the run of piece `piece` of `count`, both from 0; the pieces of a run are summed separately."""
     return piece * min(RUNS, count) // count
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Inputs X [T, K] of a run, and F of the original model if the input error is needed.
+    """Inputs of a linear for some tokens of the calibration data.
 
-    `find_largest` requests the largest magnitudes.
+    run           number of its run, from `run_of`
+    inputs        X [T, K], in the already quantized model
+    exact         F [T, K], in the original model; None if no input error is needed
+    find_largest  True if the largest magnitude of each feature is needed
     """
 
     run: int
@@ -106,10 +109,12 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class HessianSum:
-    """Sums over the tokens of some pieces of one run, or of all runs from `first` to `last`, float32.
+    """Sums over the `tokens` of some pieces of one run, or of all runs from `first` to `last`, float32.
 
-    The sums are X^T X, and if requested (F - X)^T X [K, K] and the largest magnitudes [K]. X^T X is
-    symmetric: `strips` holds the strips of `_strips`, one after the other.
+    columns      K, the input features
+    strips       X^T X [K, K], symmetric: its strips from `_strips`, one after the other
+    largest      [K], largest magnitude of each input feature; None if not requested
+    input_error  (F - X)^T X [K, K]; None if not requested
     """
 
     first: int
@@ -135,7 +140,7 @@ class HessianSum:
         ).plus(piece)
 
     def plus(self, following: "HessianSum | Piece") -> "HessianSum":
-        """Add the pieces that follow, in place.
+        """Add the pieces that follow, in place; use the returned sum instead of this one.
 
         Products of a piece are added some rows at a time, so they are never in memory as a whole.
         """
@@ -160,7 +165,7 @@ class HessianSum:
         return replace(self, last=last, tokens=self.tokens + following.tokens, largest=most)
 
     def hessian(self) -> Hessian:
-        """Return the means; reuses the memory of the sums."""
+        """Divide the sums by the number of tokens, in place, and return the means."""
         shift = None if self.input_error is None else self.input_error.div_(self.tokens)
         matrix = _mirrored(self.strips.div_(self.tokens), self.columns)
         return Hessian(matrix, self.tokens, shift, self.largest)
@@ -275,10 +280,10 @@ def _add_input_error(total: torch.Tensor, exact: torch.Tensor, wide: torch.Tenso
 class CholeskyFactor:
     """Cholesky factor of damped H: the order in which columns are rounded, and how their errors couple.
 
-    order     int64 [K], by falling mean square
-    coupling  float32 [K, K], strictly upper triangular, both dimensions in that order: a column's target is
-              its weight plus the errors of the columns before it times its column of `coupling`
-    damping   added to the diagonal, relative to its mean
+    order     int64 [K], columns by falling mean square of their feature
+    coupling  float32 [K, K], strictly upper triangular, rows and columns in `order`: column j is rounded at
+              its weights plus E C[:, j], with C the coupling and E [n, K] the errors W - Q in that order
+    damping   number added to the diagonal of H, over the diagonal's mean
     """
 
     order: torch.Tensor

@@ -95,7 +95,7 @@ class Method:
         return next((step for step in self.transforms if isinstance(step, InputScaling)), None)
 
     def changes_target(self, stats: LinearStats) -> bool:
-        """Return True if `target` differs from its `rows`."""
+        """Return True if `target` returns other weights than its `rows`, given these statistics."""
         return any(step.changes_target(stats) for step in self.transforms)
 
     def target(self, rows: torch.Tensor, stats: LinearStats) -> torch.Tensor:
@@ -225,10 +225,10 @@ def method_named(name: str) -> Method:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Quantized rows of a weight: words int32 [n, W], scale [n, S], zero-points [n, G] or None.
+    """Quantized rows of a weight: words int32 [n, W], scale [n, groups * planes], zero-points [n, groups].
 
-    `scale` is None if the tensor has a single one. `squared_error` and `squared_norm` are sums over the rows,
-    of (weight - stored)^2 and weight^2.
+    Blocks of rows share a row of `scale`; it is None if the tensor has a single one. `squared_error` and
+    `squared_norm` are sums over the rows, of (weight - stored)^2 and weight^2.
     """
 
     words: torch.Tensor

@@ -41,7 +41,7 @@ Report = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Noise:
-    """Relative squared errors of one scheme, |W - Q|^2 / |W|^2, by method and distribution."""
+    """Relative squared errors of one scheme: `errors[method][distribution]` is |W - Q|^2 / |W|^2."""
 
     label: str
     scheme: Scheme
@@ -106,7 +106,7 @@ def measure(
 
 
 def relative_error(weight: torch.Tensor, chosen: Scheme, method: str) -> float:
-    """Return |W - Q|^2 / |W|^2 of a weight [N, K], in float64 from the stored values."""
+    """Quantize a weight [N, K] by `method`; measure |W - Q|^2 / |W|^2 in float64 from the stored values."""
     exact = weight.double()
     stored = quantize_tensor(weight, chosen, method=method).dequantize().double()
     return float((stored - exact).square().sum() / exact.square().sum())

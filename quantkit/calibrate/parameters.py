@@ -38,7 +38,7 @@ class TensorParameters:
     scale: float | None = None
 
     def scale_zero(self, groups: int, device: torch.device) -> ScaleZero | None:
-        """Return the single scale repeated for `groups` groups; None if each group has its own."""
+        """Return the single scale as a `ScaleZero` of `groups` groups; None if each group has its own."""
         return None if self.scale is None else ScaleZero(torch.full((groups, 1), self.scale, device=device))
 
     def bind(self, scheme: Scheme) -> Scheme:
@@ -46,7 +46,10 @@ class TensorParameters:
         return scheme if self.codebook is None else bind(scheme, self.codebook)
 
     def normalised(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows ([n, K], any float dtype) in float32, divided by the shared parameters."""
+        """Return rows ([n, K], any float dtype) in float32, over the column scale and times the global scale.
+
+        Scales are searched for these: the stored scales are divided by the global scale.
+        """
         # Other strides would sum in another order.
         weights = rows.to(torch.float32).contiguous()
         if self.column_scale is not None:

@@ -36,7 +36,11 @@ def chunk_rows(columns: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class CalibratedRows:
-    """Quantized rows; mean squared output error and mean squared output, summed over rows."""
+    """Quantized rows of a weight, and their outputs on the calibration data.
+
+    output_error   squared error of the outputs, mean over tokens, summed over rows
+    output_energy  squared outputs of the unquantized rows, mean over tokens, summed over rows
+    """
 
     rows: QuantizedRows
     output_error: float
@@ -80,10 +84,10 @@ def quantize_calibrated_rows(
 def stored_nearest(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, search: ScaleSearch
 ) -> torch.Tensor:
-    """Return the stored values of C candidate weights [C, n, K], float32, to compare their scalings.
+    """Round C scaled versions of a weight, float32 [C, n, K], to nearest; return the stored values, float32.
 
-    Weights are rounded to nearest, with scales searched by `importance` [C, K]. `scheme` has its fitted
-    values.
+    Scales are searched with `importance` [C, K] of the input features. The values of a fitted `scheme` are
+    bound.
     """
     shape = (weights.shape[1], weights.shape[2])
     parameters = [fit_parameters(partial(iter, [one]), shape, scheme, search.fit) for one in weights]
@@ -108,7 +112,10 @@ def _scale_zero(
 def _scale_zero_of(
     weights: torch.Tensor, importance: torch.Tensor, scheme: Scheme, search: ScaleSearch
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Search scales of C equal parts of the rows, with `importance` float32 [C, K]."""
+    """Search scales and zero-points (or None) of C equal parts of the rows [C * n, K]: float32 [C * n, G].
+
+    `importance`, float32 [C, K], is that of the input features in each part.
+    """
     count, columns = weights.shape
     parts = len(importance)
     scales, zeros = [], []

@@ -92,7 +92,10 @@ def encode(groups: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> tuple[
 def _combinations(
     number_format: NumberFormat, planes: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes without NaN (uint8 [L]), and the value of each plane (float64 [planes, L])."""
+    """List the L combinations of plane values: their codes (uint8 [L]), and the values (float64 [planes, L]).
+
+    Codes without a value in some plane are left out.
+    """
     bits = number_format.bits
     codes = torch.arange(2 ** (planes * bits))
     table = torch.tensor(number_format.values, dtype=torch.float64)
@@ -104,7 +107,10 @@ def _combinations(
 def _levels(
     scales: torch.Tensor, unit: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ascending levels of each group (float64 [R, L], in `unit`), and their combinations."""
+    """Return the ascending levels of each group (float64 [R, L], in `unit`), and the combination of each.
+
+    `values` [planes, L] are those of `_combinations`; the result's indices into them are int64 [R, L].
+    """
     in_units = scales.double() / unit
     total = torch.zeros(len(scales), values.shape[1], dtype=torch.float64, device=scales.device)
     for plane, of_plane in enumerate(values):
@@ -143,7 +149,7 @@ class _Sorted:
 def _measure(
     groups: _Sorted, scales: torch.Tensor, unit: torch.Tensor, scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the squared error of each group with its best codes for `scales`, and the next scales.
+    """Measure the squared error of each group with its best codes for `scales`; also return the next scales.
 
     The error is float64 [R, 1], in units of `unit` squared. The next scales, float64 [R, planes], are those
     of least squared error for these codes.

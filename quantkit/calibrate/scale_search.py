@@ -63,7 +63,11 @@ MOST_IMPORTANT = 1 << 12
 
 @dataclass(frozen=True)
 class ScaleZero:
-    """Scales, float32 [R, 1], exact in the scale dtype; zero-point codes, float32 [R, 1], or None."""
+    """Grid of each of R groups, to whose values its weights are rounded.
+
+    scale       float32 [R, 1], exact in the scale dtype
+    zero_point  float32 [R, 1], in codes; None without zero-points
+    """
 
     scale: torch.Tensor
     zero_point: torch.Tensor | None = None
@@ -188,7 +192,7 @@ def _best(
     scheme: Scheme,
     importance: torch.Tensor | None,
 ) -> ScaleZero:
-    """Return for each group the grid of least squared error: `best` or, if better, one of `rivals`.
+    """Choose for each group the grid of least squared error: `best` or, if better, one of `rivals`.
 
     The groups are `units` [R, g] times `unit` [R, 1], as of `unit_of`. Errors are measured exactly.
     """
@@ -243,9 +247,10 @@ def squared_error(
     scheme: Scheme,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the squared error of each group on `grid`, float64 [R, 1], in units of `unit` squared.
+    """Measure the squared error of each group rounded to `grid`, float64 [R, 1], in units of `unit` squared.
 
-    The groups are `units` [R, g] times `unit` [R, 1], as of `unit_of`.
+    The groups are `units` [R, g] times `unit` [R, 1], as of `unit_of`. `importance` [R, g] weights the
+    errors.
     """
     scale = grid.scale / unit
     rounded = nearest(units / torch.where(scale == 0, 1.0, scale), grid.zero_point, scheme)
@@ -267,7 +272,7 @@ def _min_max(groups: torch.Tensor, scheme: Scheme) -> ScaleZero:
 def _refit(
     units: torch.Tensor, grid: ScaleZero, unit: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None
 ) -> ScaleZero:
-    """Return the scale of least squared error for the codes that `grid` gives to each group.
+    """Fit the scale of least squared error to the codes that each group, float32 [R, g], has on `grid`.
 
     The groups are `units` [R, g] times `unit` [R, 1]. A zero-point that lies between codes is fitted too.
     """
@@ -297,9 +302,11 @@ def _mean(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _SearchTable:
-    """Candidates in units of absmax: scales [C], and zero-points [C] or None.
+    """C candidates of the grid of a group, in units of its absmax.
 
-    `errors` [bins, C] are their squared errors in multiples of a step, float32 or float64.
+    scales       [C]
+    zero_points  [C], in codes; None without zero-points
+    errors       [bins, C], squared error of each bin's middle in multiples of a step, float32 or float64
     """
 
     scales: torch.Tensor
@@ -352,7 +359,10 @@ def _integers(errors: torch.Tensor, count_of_group: int) -> torch.Tensor:
 
 
 def _histogram(units: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    """Count each group, all values in [-1, 1], into cells: [R, bins], in the dtype of `errors`."""
+    """Count the weights of each group in equal intervals of [-1, 1]: [R, bins], in the dtype of `errors`.
+
+    `units` [R, g] are weights over the group's absmax. With `importance` a weight counts that often.
+    """
     bins = errors.shape[0]
     # Slightly below bins / 2, which keeps 1.0 inside the last cell.
     cells = (units * (bins / 2 * (1 - 1e-6))).add_(bins / 2).to(torch.int64)

@@ -42,7 +42,7 @@ Stored = Callable[[torch.Tensor, torch.Tensor, Scheme], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Consumer:
-    """Weight float32 [N, K] with scaled inputs, and its scheme."""
+    """Weight float32 [N, K] that reads the scaled inputs, and the scheme in which it is stored."""
 
     weight: torch.Tensor
     scheme: Scheme
@@ -74,9 +74,9 @@ class InputScaling(Transform):
 
 
 def searched(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
-    """Return AWQ's candidates of scales, float32 [S] each, for all exponents; the first are 1.
+    """Compute AWQ's candidates of scales, float32 [S] each, for all exponents; the first is all ones.
 
-    `shared` (int64 [K]) is the scale, of S, that each input feature takes.
+    `shared` (int64 [K]) is the index, below S, of the scale that each input feature takes.
     """
     count = int(shared.max()) + 1
     activations = _mean_of(hessian.importance, shared, count).sqrt().clamp_min(1e-6)
@@ -90,7 +90,7 @@ def searched(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tens
 
 
 def smoothed(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
-    """Return SmoothQuant's scales, float32 [S], as the only candidate; `shared` as in `searched`.
+    """Compute SmoothQuant's scales, float32 [S], as the only candidate; `shared` as in `searched`.
 
     They lack a common factor, which would change nothing.
     """
@@ -120,9 +120,10 @@ def measured_at_once(columns: int, device: torch.device) -> int:
 def output_errors(
     consumers: Sequence[Consumer], hessian: Hessian, scales: torch.Tensor, stored: Stored
 ) -> list[float]:
-    """Return the squared output errors of sampled rows for each of `scales` (float32 [C, K]).
+    """Measure the output error of each of C candidate `scales` (float32 [C, K]) on a sample of rows.
 
-    The columns of the weights are multiplied by the scales and rounded.
+    Columns are multiplied by the scales, rounded by `stored` and divided again. The C results are squared
+    errors, mean over tokens, summed over the sampled rows of all `consumers`.
     """
     importance, factors = hessian.importance / scales.square(), scales[:, None]
     totals = [0.0] * len(scales)

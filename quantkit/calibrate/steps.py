@@ -87,12 +87,12 @@ class Rounded:
 
 
 class Transform(Step, ABC):
-    """Changes the weights before scales are chosen."""
+    """Changes the weights before scales are chosen; the changed weights are called the target."""
 
     name: str
 
     def changes_target(self, stats: LinearStats) -> bool:
-        """Return True if `target` differs from its `rows`."""
+        """Return True if `target` returns other weights than its `rows`, given these statistics."""
         return False
 
     def target(self, rows: torch.Tensor, stats: LinearStats) -> torch.Tensor:
@@ -105,8 +105,8 @@ class ScaleSearch(Step):
     """Chooses scales and zero-points.
 
     name        name in `quantkit methods`
-    fit         groups (float32 [R, g]) -> `ScaleZero`
-    fit_planes  groups and importance -> scales of additive terms; None if unsupported
+    fit         groups (float32 [R, g]), scheme, importance ([R, g] or None) -> `ScaleZero`
+    fit_planes  the same arguments -> scales [R, planes] of the terms of a weight; None if unsupported
     fit_tensor  the values of a whole tensor -> its single scale; None if unsupported
     weighted    True if errors are weighted by the mean square of their input feature
     ints_only   True if it needs evenly spaced values
@@ -153,7 +153,7 @@ class Refined(Protocol):
         """Return the stored weights for the current codes, float32 [N, K]."""
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
-        """Take a step of size `rate` against `gradient`, float32 [N, K], of the weights."""
+        """Change the codes by a step of size `rate` against the `gradient` of the weights, float32 [N, K]."""
 
     def packed(self) -> PackedTensor:
         """Return the packed linear for the current codes."""

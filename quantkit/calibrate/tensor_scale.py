@@ -27,7 +27,12 @@ REFITS = 8
 
 @dataclass(frozen=True)
 class ValueCounts:
-    """Distinct values of a tensor, float32 [U], their counts, float64 [U], and the largest magnitude."""
+    """Histogram of the U distinct values of a tensor.
+
+    values  float32 [U]
+    counts  float64 [U], number of weights that have each value
+    absmax  largest magnitude
+    """
 
     values: torch.Tensor
     counts: torch.Tensor
@@ -111,7 +116,7 @@ def _stored(scales: torch.Tensor, scheme: Scheme) -> list[float]:
 
 
 def _measure(tensor: ValueCounts, scale: float, scheme: Scheme) -> tuple[float, float]:
-    """Return the squared error with `scale`, and the least-squares scale for its codes."""
+    """Measure the sum of squared errors with `scale`; also return the least-squares scale for its codes."""
     codes = nearest(tensor.values / (scale or 1.0), None, scheme).double()
     exact = tensor.values.double()
     weighted = tensor.counts * codes

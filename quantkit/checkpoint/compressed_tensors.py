@@ -191,7 +191,7 @@ FORMATS_OF_COMPRESSED_TENSORS: tuple[CompressedTensorsFormat, ...] = (
 
 @dataclass(frozen=True)
 class _Case:
-    """Scheme to express, for rows of `columns` weights, of a linear or of experts."""
+    """Matrices for which a format is sought: their scheme, columns per row, and True for fused experts."""
 
     scheme: Scheme
     columns: int
@@ -208,7 +208,7 @@ class _Case:
         return f"g{self.group}" if grouped else self.scheme.granularity
 
     def of_experts(self, row: CompressedTensorsFormat) -> Stored:
-        """Return the storage of such experts in the format `row`."""
+        """Return the storage that engines find if such matrices are experts in the format `row`."""
         return row.stored_as("", "experts", self.scheme, (self.scheme.group_rows, self.columns))
 
 

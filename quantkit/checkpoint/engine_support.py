@@ -186,7 +186,7 @@ SUPPORT: tuple[Support, ...] = (
 
 
 def support(engine: Engine, one: Stored) -> Support:
-    """Return the table row of an engine for storage `one`; a row without classes if untested."""
+    """Look up how `engine` reads storage `one`; without a row, return one that refuses it as untried."""
     for row in SUPPORT:
         fits = (
             one.strategy in row.strategies
@@ -212,12 +212,15 @@ def support(engine: Engine, one: Stored) -> Support:
 
 
 def readers(one: Stored) -> tuple[Engine, ...]:
-    """Return the engines that read matrices with storage `one`."""
+    """Return the engines that have classes for matrices with storage `one`, in the order of `ENGINES`."""
     return tuple(engine for engine in ENGINES if support(engine, one).classes)
 
 
 def refusals(layers: Iterable[Stored]) -> tuple[Refusal, ...]:
-    """Return a `Refusal` for each reason why an engine cannot load some of `layers`."""
+    """Return a `Refusal` for each reason why an engine cannot load some of `layers`.
+
+    `layers` are all packed modules of a checkpoint: some formats are read only if every module has them.
+    """
     layers = tuple(layers)
     mixed = len({one.format for one in layers}) > 1
     found: dict[tuple[str, str, str], dict[Engine, list[str]]] = {}

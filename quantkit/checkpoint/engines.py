@@ -21,7 +21,12 @@ GROUPS, WHOLE = ("group", "channel"), ("channel", "tensor")
 
 @dataclass(frozen=True)
 class Engine:
-    """Engine and its tested versions, oldest first; `plugin_tried` is where quantkit's plug-in ran."""
+    """Program that loads packed checkpoints, and the versions of it that were tested.
+
+    name          name in texts
+    tried         tested versions, oldest first
+    plugin_tried  versions and devices on which quantkit's plug-in ran, as text; None without any
+    """
 
     name: str
     tried: tuple[str, ...]
@@ -88,8 +93,9 @@ class Support:
     strategies   strategies of their scales, as compressed-tensors calls them
     kinds        kinds of layers
     classes      classes of the engine that read them, by name; empty if it refuses or misreads them
-    what         text on the matrices that cannot be loaded, and why unless a class is missing
-    instead      text on the matrices that can be loaded instead
+    what         matrices that cannot be loaded, as text of a `Refusal`
+    why          reason, as text; empty if there is none to add
+    instead      remedy, a sentence
     """
 
     engine: Engine
@@ -119,9 +125,16 @@ BLOCK, OTHER_BLOCKS = "block", "other blocks"
 
 @dataclass(frozen=True)
 class Stored:
-    """Storage of the matrices of a module: format and strategy of compressed-tensors, width of the codes.
+    """Storage of the matrices of a module, by which `engine_support.support` finds the row of an engine.
 
-    `activations` says how inputs are rounded, such as `int8 token`; empty if they are not.
+    module       name of the module
+    kind         kind of layer that engines build from it
+    format       format of compressed-tensors, by name
+    strategy     unit that shares a scale, as compressed-tensors calls it, or `OTHER_BLOCKS`
+    bits         width of a code
+    symmetric    True without zero-points
+    activations  rounding of the inputs, such as `int8 token`; empty if they are not rounded
+    group_size   columns of a group; None for scales per channel, tensor or block
     """
 
     module: str
@@ -143,7 +156,10 @@ class Stored:
         rows: int,
         activations: str = "",
     ) -> "Stored":
-        """Return the storage of matrices of `rows` with these `weights` arguments of a config group."""
+        """Derive the storage of matrices with `rows` rows from `arguments`, the `weights` of a config group.
+
+        The strategy of blocks is `BLOCK` for whole blocks of 128 x 128, and `OTHER_BLOCKS` for all others.
+        """
         whole = arguments.get("block_structure") in (None, [128, 128]) and rows % 128 == 0
         strategy = str(arguments["strategy"])
         strategy = OTHER_BLOCKS if strategy == BLOCK and not whole else strategy
@@ -154,7 +170,15 @@ class Stored:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Modules that engines cannot load: the reason, the first module, their number, and a remedy."""
+    """Reason why engines cannot load some modules; its `str()` is the text for the user.
+
+    engines   engines that refuse for this reason
+    what      matrices that cannot be loaded, as text
+    why       reason, as text; empty if there is none to add
+    instead   remedy, a sentence
+    first     name of the first such module
+    count     number of such modules, for the first engine
+    """
 
     engines: tuple[Engine, ...]
     what: str
@@ -178,10 +202,12 @@ ROWS = frozenset({"weight", "weight_packed", "weight_scale", "weight_zero_point"
 
 @dataclass(frozen=True)
 class Reordered:
-    """Linears, by the end of their name, whose rows an engine reorders as it loads `model_types`.
+    """Linears whose rows an engine reorders as it loads a model.
 
-    The engine reorders rows of `tensors` only, without an error for other tensors. If it `stops`, it reorders
-    rows of all tensors, and fails at a tensor without rows.
+    model_types  `model_type` of the models
+    linears      last components of the names of the linears
+    tensors      parts whose rows are reordered; other parts stay as they are, without an error
+    stops        True if the rows of all parts are reordered, which fails at a part without rows
     """
 
     engine: Engine
@@ -191,9 +217,10 @@ class Reordered:
     stops: bool = False
 
     def unfit(self, module: str, tensors: Set[str], *, per_tensor: bool) -> str | None:
-        """Return one of the `tensors` of a packed `module` that the reordering breaks; None if there is none.
+        """Return the name of a part of `module` that the reordering breaks; None if it breaks none.
 
-        `per_tensor` is True for one scale per matrix.
+        `tensors` are the parts of the packed module. `per_tensor` is True for one scale per matrix, without
+        rows.
         """
         if module.rpartition(".")[2] not in self.linears:
             return None

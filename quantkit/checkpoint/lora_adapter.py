@@ -56,7 +56,12 @@ _DENSE = "Merge it with PEFT into the dense model, and quantize that."
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """Names of the two factors of a linear in the adapter's file, and the scaling s of their product."""
+    """Factors of one linear in the adapter's file.
+
+    a        name of the tensor A [r, K]
+    b        name of the tensor B [N, r]
+    scaling  s of the change s B A of the weight
+    """
 
     a: str
     b: str
@@ -65,7 +70,12 @@ class LoraFactors:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """LoRA factors by module of a model; `base` is the model's name in the config."""
+    """LoRA adapter whose config and header were read.
+
+    base     name of the adapted model in the config; None without one
+    factors  factors of each adapted linear, by module of the model
+    tensors  the adapter's file of weights
+    """
 
     directory: Path
     base: str | None

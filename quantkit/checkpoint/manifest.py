@@ -37,7 +37,11 @@ _WITHOUT = f"Without {MANIFEST_NAME} the model loads, and nothing tells whether 
 
 @dataclass(frozen=True)
 class Problem:
-    """File of a directory that differs from the manifest."""
+    """Difference between a file of a directory and the manifest; `text` names it for the user.
+
+    `kind` is "missing" also for what is no file, "link" for a link out of the directory. "size" and "sha256"
+    are those of a changed file. "extra" is a file that the manifest does not list.
+    """
 
     file: str
     kind: Literal["missing", "link", "size", "sha256", "extra"]
@@ -177,9 +181,10 @@ def _changes(content: Mapping[str, Any], data: bytes) -> list[Problem]:
 
 
 def check_beside(files: Sequence[Path]) -> None:
-    """Compare names and sizes of weights of one directory with its manifest, if it has one.
+    """Check that files of weights of one directory have the names and sizes that its manifest lists.
 
-    Raises `CheckpointError` for a damaged manifest, and for files that it does not list.
+    Does nothing without a manifest, and reads no weights. Raises `CheckpointError` for a damaged manifest and
+    for another size. It is also raised for a file that only one of `files` and the manifest has.
     """
     directory = files[0].parent
     if not os.path.lexists(directory / MANIFEST_NAME):

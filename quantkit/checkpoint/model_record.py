@@ -19,11 +19,12 @@ class Measured:
     """Errors measured while a linear was quantized.
 
     relative_error   sum of (weight - stored)^2 over the sum of weight^2
-    output_error     the same for its outputs on the calibration data, None without data
-    damping          added to the diagonal of the Hessian, relative to its mean; None if not factored
+    output_error     squared error over squares of the outputs on the calibration data; None without data
+    damping          number added to the Hessian's diagonal, over the diagonal's mean; None if not factored
     note             step that was left undone, and why
     expert_tokens    number of calibration tokens that chose each expert; None except for experts with data
-    block_error      the same for its block's outputs, before and after its rounding was learned; or None
+    block_error      relative squared error of its block's outputs, before and after its rounding was learned;
+                     None if it was not
     """
 
     relative_error: float
@@ -35,7 +36,7 @@ class Measured:
 
     @classmethod
     def of(cls, detail: Mapping[str, Any]) -> "Measured":
-        """Create from `detail`, the sums in the journal of a run."""
+        """Compute the errors from `detail`, the sums of squares of a linear in the journal of a run."""
         errors = {
             key: None if pair is None else pair[0] / pair[1] if pair[1] else 0.0
             for key, pair in (("squared", detail["squared"]), ("output", detail.get("output")))
@@ -53,10 +54,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """Record of a linear: [N, K] of each matrix, scheme, method, and reason.
+    """Result of a run for one linear, as the manifest lists it.
 
-    `scheme`, `method` and `bits_per_weight` are None for a dense one. `relative_error` is the sum of (weight
-    - stored)^2 over the sum of weight^2, None if not measured; for fields after `reason` see `Measured`.
+    kind             kind of linear, such as "experts" or "lm_head"
+    shape            [N, K] of each matrix
+    matrices         number of matrices; several for fused experts
+    scheme           scheme as text; None if dense
+    method           name of the method; None if dense, or if codes of the source were kept
+    bits_per_weight  all stored bits over the number of weights; None if dense
+    relative_error   sum of (weight - stored)^2 over the sum of weight^2; None if not measured
+    reason           why it has this scheme, or is dense
+
+    Fields after `reason` are those of `Measured`.
     """
 
     kind: str
@@ -76,12 +85,18 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """Model part of a manifest. `needs_quantkit` is the reason if other tools cannot read the output.
+    """Model part of a manifest.
 
-    `source` and `source_bytes` are None without a manifest that states them. `source_kind` is "directory",
-    "file", or "hub" for a hub id; None if unknown, as in manifests of earlier versions. `source_commit` is
-    the commit of the repository. `distillation` says how a model was trained against the original, and the
-    divergence before and after.
+    source           path or hub id of the source; None without a manifest that states it
+    source_bytes     bytes of the source; None as for `source`
+    source_kind      "directory", "file", or "hub" for a hub id; None if unknown, as in earlier versions
+    source_commit    commit of the source's repository
+    container        container of the packed matrices
+    needs_quantkit   reasons why other tools cannot read the output; empty if they can
+    bits_per_weight  all stored bits per weight of the `linears`, None without any, and of the `model`
+    layers           record of each linear, by module
+    dense            reason why a tensor is dense, by tensor
+    distillation     how the model was trained against the original; the divergence before and after
     """
 
     source: str | None

@@ -56,6 +56,7 @@ class Assignment:
     module       name in the loaded model (for fused experts `...experts.gate_up_proj`)
     stored       names of its matrices in the file, without `.weight`
     shape        [N, K] of each of them
+    scheme       scheme of each of them; None if dense
     head         True for the lm_head, which inference engines build as a kind of embedding
     aliases      names in other classes that read the file
     transposed   True if the module's class stores [K, N]; other readers know no packed form of it
@@ -86,7 +87,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Packed modules of a checkpoint and their schemes; see the module docstring."""
+    """Packed modules of a checkpoint and their schemes; see the module docstring.
+
+    container  "compressed-tensors" or "quantkit"
+    default    scheme of linears that are not in `modules`; None for dense
+    modules    scheme by module; None for dense
+    """
 
     container: Container
     default: Scheme | None

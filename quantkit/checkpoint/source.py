@@ -153,7 +153,10 @@ class Checkpoint:
         return tensor.values(self.read_stored, start, stop)
 
     def pieces(self, name: str, nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield a tensor in pieces of rows, of about `nbytes` bytes, and the first element of each."""
+        """Read a tensor in pieces of rows, of about `nbytes` bytes.
+
+        Yields each piece, and the index of its first element in the flat tensor.
+        """
         tensor = self._tensor(name)
         rows = tensor.shape[0] if tensor.shape else 1
         step = max(1, nbytes * rows // max(tensor.nbytes, 1))
@@ -167,7 +170,10 @@ class Checkpoint:
         stop: int | None = None,
         columns: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """Read rows of a tensor in a file: the `Read` of this checkpoint. Raises as `read` does."""
+        """Read stored rows, of a matrix also only some `columns`, as a CPU tensor: the `Read` of `values`.
+
+        Raises `CheckpointError` as `read` does, and for a download without tensor data.
+        """
         if self.headers_only:
             problem = f"only the header was downloaded; expected the data of {tensor.name!r} as well"
             _fail(tensor.file, problem, "Download the whole checkpoint with `hf download`")

@@ -21,7 +21,10 @@ class FileStamp:
 
     @classmethod
     def of(cls, path: Path, descriptor: int | None = None) -> "FileStamp":
-        """Return the stamp of `path`, or of an open file if a descriptor is given."""
+        """Read the stamp of `path`, or of the open file of `descriptor`, from the file system.
+
+        Raises `CheckpointError` naming `path` if that fails.
+        """
         try:
             status = path.stat() if descriptor is None else os.fstat(descriptor)
         except OSError as error:

@@ -52,8 +52,8 @@ class Read(Protocol):
 class StoredTensor(TensorSpec):
     """Tensor in a file: its bytes are `file[offset : offset + nbytes]`.
 
-    `whole` if its rows depend on each other, so that reading some costs as much as reading all. Subclasses
-    compute their numbers from other bytes.
+    `whole` is True if its rows depend on each other, so that reading some costs as much as reading all.
+    Subclasses override `values` where numbers are computed from the stored bytes, such as low-bit weights.
     """
 
     file: Path
@@ -81,16 +81,16 @@ class StoredTensor(TensorSpec):
 
     @property
     def grid_spec(self) -> GridSpec | None:
-        """Return the grid of the weights; None for unquantized numbers, and for scales of scales."""
+        """Return how codes and scales give the weights; None for unquantized numbers and scales of scales."""
         return None
 
     def grid(self, read: Read, start: int, stop: int) -> StoredGrid | None:
-        """Read codes and scales of the same rows; None without `grid_spec`."""
+        """Read the codes and scales of rows `[start, stop)`, not multiplied; None if `grid_spec` is None."""
         return None
 
     @property
     def as_stored(self) -> "StoredTensor":
-        """Return the stored tensor, of which this matrix may be the transpose."""
+        """Return the tensor as it lies in the file: this one, or the [K, N] of which it is the transpose."""
         return self
 
 

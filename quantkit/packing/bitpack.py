@@ -57,7 +57,7 @@ def words_per_row(columns: int, bits: int) -> int:
 
 
 def codes_per_cut(bits: int) -> int:
-    """Return the columns per cut: a row can be cut between words at their multiples.
+    """Return the smallest number of columns at whose multiples a row can be cut between words.
 
     Codes of one part can be cut between any two words, codes of several parts only between blocks.
     """

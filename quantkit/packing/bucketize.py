@@ -1,4 +1,4 @@
-"""Bucketize: look up the code of a value in a table of cells, which is faster than a binary search."""
+"""Bucketize: find the code of a value by a table of equal intervals, which is faster than a binary search."""
 
 import math
 from dataclasses import dataclass
@@ -27,11 +27,14 @@ def codes_between(x: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """Lookup table of cells of equal width, a power of two, with at most one edge in each.
+    """Lookup table of codes by value: it cuts the number line into cells of equal width, a power of two.
 
-    Cell i is [first + i, first + i + 1) / per_unit. `code` (uint8) is one less than the code of values from
-    `edge` (float32) on. Without an edge in the cell, `edge` lies below or above all of it. The outermost
-    cells extend to infinity.
+    per_unit  cells in an interval of length 1
+    first     number of the first cell: cell i is [first + i, first + i + 1) / per_unit
+    code      uint8 [cells], the code of values in the cell that are below its edge
+    edge      float32 [cells], the smallest value of the next code; infinite without an edge in the cell
+
+    A cell has at most one edge. The outermost cells extend to infinity.
     """
 
     per_unit: float
@@ -50,10 +53,10 @@ class _Cells:
 
 @lru_cache(maxsize=64)
 def _cells(edges: tuple[float, ...], device: torch.device) -> _Cells | None:
-    """Return the lookup table for two or more ascending `edges`, on `device`; None if it is too large.
+    """Build the lookup table of two or more ascending `edges` on `device`; None for more than `MAX_CELLS`.
 
-    Cells are as wide as the largest power of two within the smallest gap. More than `MAX_CELLS` are too many.
-    A lookup takes about a quarter of the time of a binary search.
+    Cells are as wide as the largest power of two within the smallest gap. A lookup takes about a quarter of
+    the time of a binary search.
     """
     gap = min(b - a for a, b in pairwise(edges))
     # Multiplying by a power of two is exact, so no value moves to a neighbouring cell.

@@ -60,7 +60,10 @@ class StoredFormat:
         return self.words_suffix if part == "packed" else f"_{part}"
 
     def shapes(self, storage: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of each part in a file, from those of `Scheme.storage_shapes`."""
+        """Return dtype and shape of each part as in a file; `storage` has them as in memory, by part.
+
+        The part "shape" is left out if `codes_per_element` is known.
+        """
         found = {}
         for part, (dtype, shape) in storage.items():
             shown = self._dtype(part, dtype)

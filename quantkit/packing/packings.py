@@ -17,8 +17,9 @@ PackingName = Literal["bits", "radix", "stream", "bytes"]
 class Packing:
     """Conversion between the codes of a row and int32 words.
 
+    planes                             number of terms whose sum is a weight; a code holds the codes of all
     why_not(format, planes)            reason if such codes cannot be packed, else None
-    pack(codes, format, planes)        words (int32 [..., W]) of codes (uint8 [..., K], all planes in one)
+    pack(codes, format, planes)        words (int32 [..., W]) of codes (uint8 [..., K])
     unpack(words, format, planes, K)   the codes
     words_per_row(K, format, planes)   W
     codes_per_cut(format, planes)      columns, at whose multiples a row can be cut between words

@@ -6,10 +6,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Preset:
-    """Format name of the command line: number format, and the default group size and scale dtype.
+    """Format name of the command line: what it stands for.
 
-    `scale_dtype` is a name of `scale_types.SCALE_DTYPES`; None follows the dtype of the weights, see
-    `default_scale_dtype`.
+    format        name of the number format
+    group_size    default number of columns that share a scale; None for a whole row
+    scale_dtype   name in `scale_types.SCALE_DTYPES`; None follows the weights, see `default_scale_dtype`
+    planes        number of terms whose sum is a weight
+    column_scale  True if every input feature has a factor too
     """
 
     format: str

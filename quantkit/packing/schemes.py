@@ -209,7 +209,7 @@ class Scheme:
         return min(self.group_size, columns) if isinstance(self.group_size, int) else columns
 
     def group_spans(self, columns: int) -> tuple[tuple[slice, int], ...]:
-        """Return the columns of a row's whole groups, then of its shorter last group, with group sizes."""
+        """Return columns and group size of a row's whole groups, then of its shorter last group, if any."""
         size = self.group_columns(columns)
         full = columns // size * size
         spans = ((slice(0, full), size), (slice(full, columns), columns - full))
@@ -220,14 +220,17 @@ class Scheme:
         return -(-columns // self.group_columns(columns))
 
     def row_units(self) -> dict[str, int]:
-        """Return the rows of each unit that cannot be cut, such as a block, by name of the unit."""
+        """Return numbers of rows at whose multiples alone a matrix can be cut, by text on the unit."""
         storage = self.zero_point_type.storage
         count = 1 if storage is None else storage.cut(self.format.bits)
         units = {f"words of {count} zero-points": count, f"blocks of {self.group_rows} rows": self.group_rows}
         return {name: unit for name, unit in units.items() if unit > 1}
 
     def column_units(self, columns: int) -> dict[str, int]:
-        """Return the columns of each unit that cannot be cut, such as a group, by name of the unit."""
+        """Return numbers of columns at whose multiples alone a row can be cut, by text on the unit.
+
+        Units are groups of weights, inputs that share a scale, and codes that share words.
+        """
         count = PACKINGS[self.packing].codes_per_cut(self.format, self.planes)
         group = self.group_columns(columns)
         groups = {f"groups of {group}": group} if group < columns else {}
@@ -238,13 +241,16 @@ class Scheme:
         return {**groups, f"words of {count} codes": count}
 
     def whole_blocks(self, rows: int) -> int:
-        """Return `rows` rounded to a multiple of the rows of a block, at least one block."""
+        """Round `rows` down to whole blocks of rows that share scales, but to one block at least."""
         return max(1, rows // self.group_rows) * self.group_rows
 
     def row_scale(
         self, scale: torch.Tensor, rows: int, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        """Expand stored scales to rows `start:stop` of `rows`, [stop - start, groups * planes]."""
+        """Repeat stored scales for rows `start:stop` of a matrix of `rows`: [stop - start, groups * planes].
+
+        `scale` has its stored shape: a row of scales for each block of rows, or a single one.
+        """
         start, stop, _ = slice(start, stop).indices(rows)
         if self.per_tensor:
             return scale.expand(rows, 1)[start:stop]

@@ -288,7 +288,10 @@ def quantize_units(
 
 
 def store_zero_points(zero_point: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return zero-points [N, groups] in their stored form."""
+    """Convert zero-points [N, groups], in their dtype in memory, to the stored tensor [R, groups].
+
+    R is N, or for packed codes the number of int32 words that N codes take.
+    """
     storage = scheme.zero_point_type.storage
     assert storage is not None
     return storage.pack(zero_point, scheme.scale_dtype, scheme.format.bits)

@@ -45,7 +45,7 @@ class ZeroPointStorage:
 
 
 def plain_storage(dtype: Callable[[torch.dtype], torch.dtype]) -> ZeroPointStorage:
-    """Return storage with one element per z, [N, G], of `dtype(scale dtype)`."""
+    """Return storage that keeps z [N, G] unpacked, in the dtype `dtype(scale dtype)`."""
     return ZeroPointStorage(
         values=dtype,
         dtype=dtype,

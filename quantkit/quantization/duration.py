@@ -57,10 +57,10 @@ def estimate(
     device: torch.device,
     training: DistillOptions,
 ) -> Duration | None:
-    """Measure a sample on `device` and return the estimate.
+    """Estimate the seconds of a run of `planned`: time a sample of its work on `device`, and count the rest.
 
     Returns None if no estimate is reliable: for experts with data, methods that learn in blocks, a number of
-    steps of `training`, and allocations.
+    steps of `training`, and allocations. `options` give the number of calibration tokens.
     """
     tasks = [task for shard in planned.shards for task in shard.tasks if task.scheme is not None]
     with_data = [task for task in tasks if task.needs]
@@ -87,7 +87,11 @@ def estimate(
 
 
 def _seconds_of_rows(tasks: Iterable[Task], device: torch.device) -> float:
-    """Return the seconds to search scales and round all weights, from a sample of each kind."""
+    """Time a sample of random weights; return the seconds to search scales and round all weights of `tasks`.
+
+    The `_SAMPLED` pairs of scheme and method with the most weights are timed. Others count as the first of
+    them.
+    """
     weights: dict[tuple[Scheme, str], int] = {}
     columns: dict[tuple[Scheme, str], int] = {}
     for task in tasks:
@@ -112,7 +116,7 @@ def _seconds_of_rows(tasks: Iterable[Task], device: torch.device) -> float:
 
 
 def _operations(tasks: Iterable[Task], checkpoint: Checkpoint, options: CalibrationOptions) -> float:
-    """Return the floating-point operations of calibrating `tasks`; a multiplication and addition are two.
+    """Count the floating-point operations to calibrate `tasks`; a multiplication and an addition are two.
 
     Counts passes, Hessians, factors and rounding, as the module's docstring says.
     """
@@ -130,16 +134,16 @@ def _operations(tasks: Iterable[Task], checkpoint: Checkpoint, options: Calibrat
 
 
 def _speed(device: torch.device) -> float:
-    """Measure a float32 product of `_PRODUCT` x `_PRODUCT` matrices; return operations per second.
+    """Time a float32 product on `device`; return floating-point operations per second.
 
-    A multiplication and addition are two operations.
+    A multiplication and an addition are two operations.
     """
     x = torch.randn(_PRODUCT, _PRODUCT, device=device)
     return 2.0 * _PRODUCT**3 / _seconds(lambda: x @ x, device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the second call of `work`."""
+    """Run `work` twice; return the seconds of the second run, from and to an idle device."""
     work()
     synchronize(device)
     begin = time.perf_counter()

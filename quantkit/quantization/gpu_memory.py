@@ -58,9 +58,9 @@ LEARNED_BYTES = 30
 class GpuMemory:
     """Largest GPU memory of a run in bytes, as nvidia-smi shows it.
 
-    quantizing   to quantize
-    checking     to run the result on a prompt, which is skipped if too little is free
-    fastest      what a training takes more, where that is free, to be faster; None without one
+    quantizing   bytes to quantize
+    checking     bytes to run the result on a prompt, which is skipped if too little is free
+    fastest      bytes of a training on a GPU with unlimited memory; None without a training
     """
 
     quantizing: int
@@ -71,9 +71,10 @@ class GpuMemory:
 def gpu_memory(
     checkpoint: Checkpoint, planned: Plan, options: CalibrationOptions, free: int | None = None
 ) -> GpuMemory:
-    """Return the GPU memory of a run of the plan on a GPU with `free` bytes.
+    """Bound the GPU memory of a run of `planned` on a GPU with `free` bytes; reads no weights.
 
-    None is for unlimited memory, and for a training that does with little.
+    Without `free`, memory is unlimited for hidden states, and a training is run in the way that takes the
+    least.
     """
     device = torch.device("cuda")
     takes_data = planned.allocation is not None or needs_data(planned)
@@ -98,7 +99,10 @@ def gpu_memory(
 
 
 def streamed_bytes(planned: Plan, device: torch.device) -> int:
-    """Return the bytes of workers that quantize without data: a piece of a tensor, and its packed rows."""
+    """Bound the bytes of all workers that quantize without data.
+
+    Each worker has a chunk of a tensor as read, and the rows that it quantizes.
+    """
     tasks = [task for task in _packing(planned) if not task.needs]
     most = max((_rows_bytes(t, min(GPU_CHUNK_WEIGHTS, t.source.elements), device) for t in tasks), default=0)
     return worker_count(device.type) * (most + CHUNK_BYTES[device.type])
@@ -107,7 +111,10 @@ def streamed_bytes(planned: Plan, device: torch.device) -> int:
 def measured_bytes(
     checkpoint: Checkpoint, planned: Plan, shape: tuple[int, int], device: torch.device, free: int | None
 ) -> int:
-    """Return the bytes of passes that measure scales on samples of `shape`, [count, length]; 0 without."""
+    """Bound the bytes of passes that measure scales of inputs, keys or values; 0 if none are measured.
+
+    `shape` is that of the samples, [count, tokens]. `free` are the free bytes of the GPU; None is unlimited.
+    """
     tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
     if not any(task.is_measured for task in tasks):
         return 0
@@ -124,7 +131,10 @@ def measured_bytes(
 def calibrated_bytes(
     checkpoint: Checkpoint, planned: Plan, shape: tuple[int, int], device: torch.device, free: int | None
 ) -> int:
-    """Return the bytes for blocks quantized with samples of `shape`, [count, length]; 0 without data."""
+    """Bound the bytes to quantize blocks with calibration data; 0 if no method needs data.
+
+    `shape` is that of the samples, [count, tokens]. `free` are the free bytes of the GPU; None is unlimited.
+    """
     tasks, itemsize = _packing(planned), compute_dtype(checkpoint, device).itemsize
     if not needs_of(tasks):
         return 0
@@ -160,9 +170,9 @@ def calibrated_bytes(
 
 
 def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int, device: torch.device) -> int:
-    """Return the most bytes of summing Hessians, factoring them and rounding rows, for linears of one input.
+    """Bound the bytes of linears of one input: to sum Hessians, factor them or round rows, whichever is most.
 
-    Each input feature of a token has `feature` bytes.
+    `tokens` pass at a time, each with `feature` bytes per input feature; `through` are the bytes of the pass.
     """
     columns = stage[0].source.shape[1]
     matrix, strips = 4 * columns**2, 4 * strip_entries(columns, device)
@@ -187,7 +197,7 @@ def _stage_bytes(stage: Sequence[Task], tokens: int, feature: int, through: int,
 
 
 def _scaled_bytes(tasks: Sequence[Task], feature: int, through: int, device: torch.device) -> int:
-    """Return the bytes for choosing scales of input features: all their Hessians, and the candidates."""
+    """Bound the bytes to choose scales of input features: all their Hessians, and the candidates."""
     stages = _stages(task for task in tasks if task.method is not None and task.method.input_scaling)
     widths = [stage[0].source.shape[1] for stage in stages]
     strips, whole = (
@@ -224,7 +234,10 @@ def _rows_bytes(task: Task, weights: int, device: torch.device) -> int:
 
 
 def _sensitivity_bytes(checkpoint: Checkpoint, planned: Plan, length: int) -> int:
-    """Return the bytes for measuring sensitivities: a block or head in float32, two sums, a backward pass."""
+    """Bound the bytes to measure sensitivities on samples of `length` tokens.
+
+    Counts a block or head in float32, two sums for each input, and a backward pass.
+    """
     tasks, stored = _packing(planned), stored_bytes(checkpoint, 4)
     widest = max(max(task.source.shape) for task in tasks)
     back = 4 * min(BATCH * length, TOKENS) * (BACK[0] * hidden_size(checkpoint, widest) + BACK[1] * widest)

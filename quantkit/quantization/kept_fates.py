@@ -56,7 +56,7 @@ def kept_table(checkpoint: Checkpoint, structure: Structure) -> Fate | str:
 
 
 def dense_share(checkpoint: Checkpoint, planned: Plan) -> dict[str, str]:
-    """Return the packed tensors of the source that become dense float32, with their stored format."""
+    """Return the low-bit tensors of the source that the output stores dense, with their stored format."""
     copied = {task.source.name for shard in planned.shards for task in shard.tasks if task.scheme is None}
     return {
         name: tensor.stored_as
@@ -66,7 +66,10 @@ def dense_share(checkpoint: Checkpoint, planned: Plan) -> dict[str, str]:
 
 
 def kept_fate(tensor: StoredTensor | None) -> Fate | str:
-    """Return the fate of one matrix, or the reason why no scheme has its values."""
+    """Choose the scheme that represents the stored values of a matrix; return the reason if none does.
+
+    `tensor` is None for a head that shares the embedding's weights.
+    """
     if tensor is None:
         return "its weights are the embedding's"
     if tensor.stored_as is None:
@@ -79,7 +82,7 @@ def kept_fate(tensor: StoredTensor | None) -> Fate | str:
 
 
 def _same(fates: list[Fate | str]) -> Fate:
-    """Return the common fate of all matrices of a linear; experts have several."""
+    """Return the fate of a linear from those of its matrices: dense, with the reason, if schemes differ."""
     schemes: set[Scheme | None] = {fate.scheme for fate in fates if isinstance(fate, Fate)}
     first = fates[0]
     assert isinstance(first, Fate)

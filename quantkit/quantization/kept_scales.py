@@ -32,7 +32,7 @@ class KeptScales:
     dynamic: tuple[str, ...] = ()
 
     def with_activations(self, fates: Mapping[str, Fate]) -> dict[str, Fate]:
-        """Return `fates` with the activation schemes of the inputs, without their numbers."""
+        """Return `fates` whose schemes also round the inputs, without the stored numbers, as in a recipe."""
         changed = dict(fates)
         for module, scheme in self.inputs.items():
             weights = fates[module].scheme
@@ -41,7 +41,7 @@ class KeptScales:
         return changed
 
     def bind(self, planned: Plan) -> Plan:
-        """Return a plan of these fates with the numbers of all scales."""
+        """Return `planned` with the stored numbers of all scales of inputs, keys and values in its tasks."""
         return replace(
             planned,
             shards=tuple(

@@ -39,7 +39,7 @@ CUT = "transformers has one tensor for all experts of this model, and finds none
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file."""
+    """Output file of a plan: its name, and the tasks that write its tensors, in order."""
 
     filename: str
     tasks: tuple[Task, ...]
@@ -51,7 +51,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Plan of one linear: its fate, and its bytes in the source and in the output."""
+    """Plan of one linear: fate and stored scheme, number of weights, bytes in the source and in the output.
+
+    `weights` is 0 for a head that is tied to a packed embedding.
+    """
 
     linear: Linear
     fate: Fate
@@ -70,7 +73,8 @@ class LayerPlan:
 class Plan:
     """Everything about a packed checkpoint that headers determine, and the allocation behind its recipe.
 
-    `readers` are tools known to read the container. `warnings` matter more than `notes`.
+    `dense` has the reason why a tensor is dense, by tensor; `not_portable` why the output needs quantkit, by
+    layer. `readers` are tools known to read the container. `warnings` matter more than `notes`.
     """
 
     shards: tuple[Shard, ...]
@@ -282,9 +286,9 @@ def _beside(
     sources: Mapping[str, StoredTensor],
     container: Container,
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """Return for matrices that engines fuse, by stored name, the sources of the other matrices of the set.
+    """Return the other matrices that share a matrix's global or per-tensor scale: their sources, by its name.
 
-    Engines use the largest global or per-tensor scale of a set for all its matrices.
+    Engines fuse the matrices of such a set, and use its largest scale for all.
     """
     if container != "compressed-tensors":
         return {}

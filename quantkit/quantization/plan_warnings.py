@@ -122,7 +122,10 @@ def why_nothing(structure: "Structure", tensors: Mapping[str, TensorSpec]) -> st
 
 
 def _shares(dense: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> list[tuple[float, str]]:
-    """Return for each reason to stay dense its share of all weights, and its tensors."""
+    """Return for each reason to stay dense its share of all weights, and text that names its tensors.
+
+    Embeddings, tied heads and tensors of one dimension are left out.
+    """
     weights = sum(tensor.elements for tensor in tensors.values())
     names: dict[str, list[str]] = {}
     for name, reason in dense.items():
@@ -219,7 +222,7 @@ def _notes_on_rows(config: Mapping[str, Any], assignments: Iterable[Assignment])
 
 
 def readers_beside(notes: Iterable[Note]) -> tuple[str, ...]:
-    """Return the engines that load a compressed-tensors checkpoint, as far as `notes` say."""
+    """Return the names of the engines that no note rules out as readers of the checkpoint."""
     cannot = {name for one in notes for name in one.cannot}
     return tuple(engine.name for engine in ENGINES if engine.name not in cannot)
 

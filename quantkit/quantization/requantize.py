@@ -21,10 +21,11 @@ CLIPPED = 1.25
 def requantize(
     before: PackedTensor, weight: torch.Tensor, method: Method
 ) -> tuple[PackedTensor, tuple[float, float]]:
-    """Round `weight` (float32 [N, K]) to the scheme of `before`; also return squared error and weights.
+    """Round `weight` (float32 [N, K]) to the scheme of `before` and pack it.
 
-    Engines use one global or single scale for q, k and v, so the scale of `before` is kept. It is fitted anew
-    if weights exceed its range by more than the factor `CLIPPED`. Weights beyond the range are clipped.
+    Returns the packed tensor, and the sums of (weight - stored)^2 and weight^2. Engines use one global or
+    single scale for q, k and v, so that of `before` is kept, and weights beyond its range are clipped. It is
+    fitted anew if weights exceed the range by more than the factor `CLIPPED`.
     """
     scheme = before.scheme
     limit = CHUNK_WEIGHTS if weight.device.type == "cpu" else GPU_CHUNK_WEIGHTS

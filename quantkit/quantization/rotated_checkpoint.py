@@ -35,7 +35,8 @@ class Place:
     columns   rotated space of the inputs of a matrix; None if not rotated
     rows      rotated space of the outputs, or of a bias; in "heads" the last rows are the values, even if q
               and k are stacked above them
-    norm      parameter that scales the inputs, in the same layer
+    norm      parameter of the same layer by which the columns are multiplied before the rotation
+    is_norm   True for the weight of a norm, which becomes 1
     """
 
     names: str
@@ -73,8 +74,12 @@ PLACES = (
 class RotatedCheckpoint(Checkpoint):
     """Tensors of a checkpoint, rotated; config, names, shapes and dtypes are those of the output.
 
+    spaces      rotation of the "residual" stream, and of the values of a head, "heads"
+    places      rotations of each tensor that changes, by its name
+    value_rows  number of output rows of the values
+
     Changed matrices are at least float32, so packing adds the only rounding; dense storage rounds to the
-    dtype of the header. `value_rows` is the number of output rows of the values.
+    dtype of the header.
     """
 
     spaces: Mapping[Space, Rotation]

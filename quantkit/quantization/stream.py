@@ -51,7 +51,7 @@ def worker_count(device: str) -> int:
 
 
 def peak_bytes(planned: Plan) -> int:
-    """Return the approximate bytes of all workers that quantize on a CPU, without libraries."""
+    """Estimate the bytes that all workers together hold if they quantize on a CPU, without libraries."""
     tasks = [task for shard in planned.shards for task in shard.tasks if task.source.shape]
     rows = [_row_unit(task) * task.source.nbytes // max(1, task.source.shape[0]) for task in tasks]
     chunk = max([CHUNK_BYTES["cpu"], *rows])
@@ -70,9 +70,11 @@ def write_shards(
     quantized: Sequence[str],
     beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Measured]:
-    """Write every unfinished shard; return the measured errors of each packed linear.
+    """Quantize and write every unfinished shard of `output`; return the measured errors by packed linear.
 
-    Tensors in the files `quantized` of `output` are copied from there. `beside` joins the details of shards.
+    report     called with bytes of source tensors that are done, and the name of the tensor or shard
+    quantized  files of `output` with tensors that are quantized already; these are copied
+    beside     values that the details of each written shard get too
     """
     details: dict[str, dict[str, Any]] = {}
     with working(worker_count(device.type), "quantize") as workers:
@@ -112,9 +114,10 @@ def write_shard(
     report: Advance,
     prepared: Checkpoint | None = None,
 ) -> dict[str, list[float]]:
-    """Fill one shard; return by module the sums of squared error and squared weights of quantized rows.
+    """Quantize and write the tensors of one shard to `file`; return two sums of squares by module.
 
-    Tensors in `prepared` are copied from there.
+    The sums are those of (weight - stored)^2 and of weight^2 over packed rows. Tensors in `prepared` are
+    copied from there, and add nothing.
     """
     futures: dict[Future[tuple[float, float] | None], tuple[Task, int, int]] = {}
     # Submitted before the chunks, so that a waiting chunk never blocks the fit it waits for.
@@ -228,7 +231,11 @@ def _write_rows(
     fit: Future[TensorParameters] | None,
     device: torch.device,
 ) -> tuple[float, float] | None:
-    """Copy, convert or quantize rows of a tensor; return the sums of squared error and weights if packed."""
+    """Copy, convert or quantize rows `[start, stop)` of a tensor, and write them to `file`.
+
+    Returns the sums of (weight - stored)^2 and weight^2; None for copied rows. `fit` has the parameters that
+    all rows share; None keeps the codes of the source.
+    """
     if task.scheme is None:
         _copy_rows(checkpoint, task, file, start, stop)
         return None

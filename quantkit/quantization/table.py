@@ -35,9 +35,10 @@ def asked_table(
 def with_table(
     structure: Structure, fates: Mapping[str, Fate], table: Fate
 ) -> tuple[Structure, Mapping[str, Fate]]:
-    """Return structure and fates with the token embedding, and a tied head on its table, among the linears.
+    """Add the token embedding to the linears, and a tied head that has no scheme of its own.
 
-    A head that is packed in a scheme of its own is stored separately.
+    Such a head uses the packed table; one with a scheme is stored separately. `table` is the fate of the
+    embedding. Returns the structure and the fates with them.
     """
     assert isinstance(structure.table, Linear)
     module = structure.table.module
@@ -52,7 +53,7 @@ def with_table(
 
 
 def packed_table(linears: Mapping[str, Linear], not_portable: Sequence[str]) -> tuple[str, ...]:
-    """Warn if only the packed token embedding keeps other tools from reading the result."""
+    """Return a warning if only the packed token embedding keeps other tools from reading the result."""
     table = next((name for name, linear in linears.items() if linear.kind == "embedding"), None)
     if table is None or len(not_portable) > 1:
         return ()

@@ -16,11 +16,13 @@ from quantkit.packing.schemes import Scheme
 class Task:
     """One source tensor and its outputs.
 
+    source   tensor that is read
+    outputs  tensors that are written
+    module   name of the linear; None for a tensor of no linear
     scheme   scheme of the packed tensor; None copies the tensor
-    parts    output tensor of each part: packed, scale, zero_point, shape and others
-    module   name of the linear
     method   method of quantization; None keeps the codes and scales of the source
-    beside   other sources that share the global or single scale
+    parts    pairs of a part's name (packed, scale, zero_point, shape and others) and its output tensor
+    beside   other source tensors that share the global or single scale
     kv_part  "k_scale" or "v_scale" for a matrix stored with a scale of keys or values, else None
     kv_scale value of that scale; None until it is measured
     own_inputs  number that is stored for the static scales of an expert's inputs; None for that of `scheme`,
@@ -52,7 +54,10 @@ class Task:
 
     @property
     def known(self) -> dict[str, torch.Tensor]:
-        """Return the parts that do not depend on the weights: logical shape and activation scales."""
+        """Return the parts that need no weights: logical shape, and static scales of inputs, keys and values.
+
+        Call it once these scales are measured.
+        """
         inputs = None if self.scheme is None else self.scheme.activations
         parts = {"shape": torch.tensor(self.source.shape)}
         if inputs is not None and inputs.part is not None:

@@ -86,12 +86,12 @@ def _hull(front: Sequence[Option]) -> list[Option]:
 
 
 def _slope(before: Option, after: Option) -> float:
-    """Return the slope of a step between two options: loss difference per cost, negative."""
+    """Return the loss difference per cost of a step between two options of a front, which is negative."""
     return (after.loss - before.loss) / (after.cost - before.cost)
 
 
 def _steps(hull: Sequence[Option]) -> list[tuple[float, int, float]]:
-    """Return slope, cost and loss of every step of a hull."""
+    """Return for every step along a hull: loss difference per cost, cost difference and loss difference."""
     return [(_slope(a, b), b.cost - a.cost, b.loss - a.loss) for a, b in pairwise(hull)]
 
 

@@ -70,7 +70,7 @@ class Choice:
         )
 
     def group_of_rows(self) -> int | None:
-        """Return the number of weights per scale in a row; None if it is no number, as for a whole row."""
+        """Return the weights of a row that share a scale; None for a whole row or tensor, or if dense."""
         chosen = self.scheme(torch.bfloat16)
         return None if chosen is None or not isinstance(chosen.group_size, int) else chosen.group_size
 
@@ -81,7 +81,7 @@ class Choice:
             method.check(chosen)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the fields as JSON values, for `Recipe.to_dict`."""
         named = {name: value for name, value in vars(self).items() if name != "exact"}
         return named if self.exact is None else {**named, "exact": self.exact.to_dict()}
 
@@ -108,7 +108,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rule:
-    """Glob over module names and the treatment of the linears it matches; `why` if quantkit wrote it."""
+    """Treatment of the linears whose names match a glob; `why` is the reason if quantkit wrote the rule."""
 
     match: str
     choice: Choice
@@ -117,7 +117,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Fate:
-    """Decision for one linear: scheme and method, or the reason to stay dense."""
+    """Decision for one linear: its scheme, None if dense; its method, None if none rounds; and the reason."""
 
     scheme: Scheme | None
     method: Method | None

@@ -81,12 +81,13 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes uint8 [N, R] to words int32 [R, N / 8]."""
+    """Pack codes uint8 [N, C] down columns to words int32 [C, N / 8], each of eight rows in AWQ's order."""
     ordered = codes.T.reshape(codes.shape[1], -1, len(AWQ_ROWS))[:, :, list(AWQ_ROWS)]
     return bitpack.pack(ordered.flatten(1), _BITS)
 
 
 def _job(matrix: StoredMatrix, one: Fit, dtype: torch.dtype) -> Job:
+    """Return the job that writes a matrix [N, K] as the tensors qweight, qzeros and scales of AWQ."""
     base, (rows, columns) = matrix.name.removesuffix("weight"), matrix.shape
     groups, in_word = columns // one.size, len(AWQ_ROWS)
     specs = (

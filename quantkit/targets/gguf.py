@@ -79,7 +79,12 @@ _NUMBERS = {row.dtype: row for row in BLOCK_TYPES.values() if row.dtype is not N
 
 @dataclass(frozen=True)
 class _Part:
-    """Tensor of the source, its place in the GGUF file, and its block type."""
+    """Tensor of the source, and how it is stored in the GGUF file.
+
+    place       name in the file, and number of the expert if experts are stacked
+    block_type  type of a block of weights, or of plain numbers
+    supported   scheme of a packed matrix; None for other tensors
+    """
 
     place: Place
     source: StoredTensor
@@ -209,7 +214,7 @@ def _parts(checkpoint: Checkpoint, arch: Architecture) -> list[_Part]:
 
 
 def _smallest(checkpoint: Checkpoint, matrix: StoredMatrix) -> SupportedScheme | str:
-    """Return the smallest scheme that represents the weights of a matrix, or why none does."""
+    """Read scales of a matrix; return the smallest scheme that represents its weights, or why none does."""
     reasons = {supported: why_unsupported(matrix, supported) for supported in SCHEMES}
     fitting = [supported for supported, reason in reasons.items() if reason is None]
     if not fitting:
@@ -224,7 +229,7 @@ def _smallest(checkpoint: Checkpoint, matrix: StoredMatrix) -> SupportedScheme |
 
 
 def _why_inexact(checkpoint: Checkpoint, matrix: StoredMatrix, supported: SupportedScheme) -> str | None:
-    """Return a scale or minimum of a matrix that the dtype of `supported` lacks; None if it has all."""
+    """Read scales and minimums of a matrix; return text on one that `supported` cannot store, else None."""
     dtype = supported.scale_dtypes[0]
     for rows in recoded_rows(checkpoint, matrix, supported, supported.groups[0]):
         for what, values in (("scale", rows.scales), ("minimum", rows.minimums)):
@@ -241,6 +246,7 @@ def _shape(parts: Sequence[_Part]) -> tuple[int, ...]:
 
 
 def _job(parts: Sequence[_Part], metadata: Mapping[str, Any], arch: str) -> Job:
+    """Return the job that writes one tensor of the file: of one part, or of all experts stacked."""
     first = parts[0]
     shape, row = _shape(parts), first.block_type
     if row.dtype is not None:

@@ -41,7 +41,11 @@ _PLAIN_BYTES = {**_BYTES, "use_regex": False}
 
 
 class Split(NamedTuple):
-    """Steps before merging that affect tokens, and whether words that are tokens stay whole."""
+    """Rule of pre-tokenization, which cuts text before tokens are merged.
+
+    steps           steps of tokenizer.json that affect tokens
+    ignores_merges  True if words that are tokens stay whole
+    """
 
     steps: tuple[Mapping[str, Any], ...]
     ignores_merges: bool = False
@@ -219,7 +223,11 @@ def _named(steps: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _special(directory: Path, words: Any, rows: int, eos_by_default: int) -> tuple[Metadata, list[str]]:
-    """Return the special tokens: those that end a text have a place as EOS and two more."""
+    """Return metadata with the numbers of special tokens, and notes on what it cannot say.
+
+    `words` is the tokenizer, `rows` the number of rows of the embedding. The first three tokens that end a
+    text are EOS, EOT and EOM. Without any, llama.cpp takes `eos_by_default`.
+    """
     names = {"bos": "bos", "unk": "unknown", "pad": "padding"}
     found = {key: getattr(words, f"{name}_token_id", None) for name, key in names.items()}
     ends = [getattr(words, "eos_token_id", None), *_ends(directory)]

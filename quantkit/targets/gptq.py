@@ -107,6 +107,7 @@ def plan(checkpoint: Checkpoint, structure: Structure, max_shard_bytes: int) -> 
 
 
 def _has_zero(checkpoint: Checkpoint, matrix: StoredMatrix, one: Fit) -> bool:
+    """Read the zero-points of a matrix; return True if one of them is 0."""
     if not matrix.scheme.has_zero_point:
         return False
     rows = recoded_rows(checkpoint, matrix, one.supported, one.size)
@@ -114,6 +115,11 @@ def _has_zero(checkpoint: Checkpoint, matrix: StoredMatrix, one: Fit) -> bool:
 
 
 def _job(matrix: StoredMatrix, one: Fit, dtype: torch.dtype, added: int) -> Job:
+    """Return the job that writes a matrix [N, K] as the tensors qweight, qzeros, g_idx and scales of GPTQ.
+
+    `one` has its codes and group size, `dtype` is that of the scales. A stored zero-point is its code less
+    `added`: 1 in version 1 of the format, 0 in version 2.
+    """
     base, (rows, columns) = matrix.name.removesuffix("weight"), matrix.shape
     bits, groups = one.supported.format.bits, columns // one.size
     specs = (

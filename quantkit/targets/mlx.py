@@ -109,6 +109,7 @@ def _biases(rows: Rows, supported: SupportedScheme) -> torch.Tensor:
 
 
 def _job(matrix: StoredMatrix, one: Fit, dtype: torch.dtype) -> Job:
+    """Return the job that writes a matrix [N, K] as the tensors weight, scales and biases of MLX."""
     base, (rows, columns) = matrix.name.removesuffix(".weight"), matrix.shape
     bits, groups = one.supported.format.bits, columns // one.size
     specs = (

@@ -28,7 +28,11 @@ _ROTARY = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Tried:
-    """Fields of a model type that mlx-lm reads, and values that it computes with whatever a file says."""
+    """Fields of config.json for a model type that was tried with mlx-lm.
+
+    carried  fields that mlx-lm reads
+    fixed    the value of each field that mlx-lm computes with, whatever a file says
+    """
 
     carried: tuple[str, ...] = _DENSE
     fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)

@@ -29,7 +29,12 @@ _WHOLE = ("global_scale", "column_scale", "codebook")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMatrix(StoredTensor):
-    """A packed matrix [N, K] of a directory; its values are float32."""
+    """Packed matrix [N, K] of a directory; its values are float32.
+
+    module  name of the linear, or of the embedding
+    parts   tensor in a file of each part: words, scales and others
+    stored  names and dtypes of the parts in a file
+    """
 
     scheme: Scheme
     module: str

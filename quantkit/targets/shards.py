@@ -32,7 +32,12 @@ GPTQMODEL, VLLM = "transformers with gptqmodel 7.7.0", "vLLM 0.32.0"
 
 @dataclass(frozen=True)
 class Fit:
-    """Chosen scheme of a matrix, and its columns per group; `channel` is True if a group is a row."""
+    """Stored form of a matrix in a target.
+
+    supported  scheme of its codes
+    size       columns of a group, which share a scale
+    channel    True if a group is a whole row
+    """
 
     supported: SupportedScheme
     size: int
@@ -40,9 +45,9 @@ class Fit:
 
 
 def fit(matrix: StoredMatrix, schemes: Sequence[SupportedScheme], *, channels: bool) -> Fit | str:
-    """Return the first of `schemes` that holds a matrix, with the largest groups, or why none does.
+    """Choose the first of `schemes` that has the weights of a matrix, with the largest groups it allows.
 
-    With `channels` a group may be a row of any length.
+    With `channels` a group may be a row of any length. Returns the reason as text if no scheme fits.
     """
     reasons = []
     columns = matrix.shape[1]
@@ -60,7 +65,11 @@ def fit(matrix: StoredMatrix, schemes: Sequence[SupportedScheme], *, channels: b
 def why_not_alike(
     matrices: Mapping[str, StoredMatrix], fits: Mapping[str, Fit]
 ) -> tuple[dict[str, str], dict[str, Fit]]:
-    """Return which matrices differ from most, with the reason, and fits with groups of one size for all."""
+    """Give all matrices one group size; return reasons of those that cannot, by module, and the new fits.
+
+    A matrix cannot if its scheme is not that of most, or if the smallest group does not divide its groups and
+    rows. Groups stay whole rows if all are.
+    """
     supported, _ = Counter(fit.supported.name for fit in fits.values()).most_common(1)[0]
     refused: dict[str, str] = {}
     for name, one in fits.items():
@@ -85,7 +94,10 @@ def scale_dtype(
     values: Callable[[StoredMatrix, Fit], Iterator[torch.Tensor]],
     dtypes: Sequence[torch.dtype],
 ) -> tuple[torch.dtype | None, dict[str, str]]:
-    """Return the first of `dtypes` that holds all `values` (float32) of each matrix, or why none does."""
+    """Read `values` (float32) of every matrix; return the first of `dtypes` in which all are exact.
+
+    Returns None if there is none, and then also the reason for the first such matrix, by module.
+    """
     left = list(dtypes)
     for name, one in fits.items():
         matrix = matrices[name]
@@ -99,7 +111,7 @@ def scale_dtype(
 
 
 def scales_of(checkpoint: Checkpoint) -> Callable[[StoredMatrix, Fit], Iterator[torch.Tensor]]:
-    """Return a function that yields the scales of a matrix, float32 [R, G], some rows at a time."""
+    """Return a function that reads and yields the scales of a matrix, float32 [R, G], some rows at a time."""
 
     def scales(matrix: StoredMatrix, one: Fit) -> Iterator[torch.Tensor]:
         return (rows.scales for rows in recoded_rows(checkpoint, matrix, one.supported, one.size))
@@ -110,9 +122,10 @@ def scales_of(checkpoint: Checkpoint) -> Callable[[StoredMatrix, Fit], Iterator[
 def linears_alike(
     checkpoint: Checkpoint, structure: Structure, supported: SupportedSchemes
 ) -> tuple[dict[str, StoredMatrix], dict[str, Fit], torch.dtype]:
-    """Return all packed matrices, the scheme for each, and the dtype of scales; all have one scheme.
+    """Choose one scheme, group size and dtype of scales for all packed matrices; reads their scales.
 
-    Raises `CheckpointError` for a matrix without a supported scheme, or with another than most.
+    Returns the matrices and their fits by tensor, and the dtype. Raises `CheckpointError` for a matrix
+    without a supported scheme, with another than most, or of the head or token embedding.
     """
     matrices = {name: one for name, one in checkpoint.tensors.items() if isinstance(one, StoredMatrix)}
     kinds = {one: linear.kind for linear in structure.linears.values() for one in linear.stored}
@@ -174,7 +187,14 @@ def sharded(
     readers: tuple[str, ...],
     notes: tuple[str, ...] = (),
 ) -> ExportPlan:
-    """Plan files of about `max_shard_bytes`, with the `jobs` by tensor; tensors without a job are copied."""
+    """Plan safetensors files of about `max_shard_bytes`.
+
+    jobs     job of each packed matrix, by source tensor; other tensors are copied
+    stored   text on the stored form, by source tensor
+    config   config.json of the files
+    readers  tools, with their version, that were tried with such files
+    notes    texts for the user
+    """
     groups: list[list[Job]] = [[]]
     size = 0
     for name, tensor in checkpoint.tensors.items():

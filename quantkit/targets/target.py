@@ -28,7 +28,12 @@ Chunk = tuple[str, torch.Tensor, int]
 
 @dataclass(frozen=True)
 class Job:
-    """Tensors of a file, and what writes them: all of some tensors of the source, a chunk at a time."""
+    """Work that writes one or more whole tensors of a file.
+
+    specs    tensors that it writes
+    sources  tensors of the source that it reads
+    chunks   function of the source's checkpoint that reads, converts and yields all elements in chunks
+    """
 
     specs: tuple[TensorSpec, ...]
     sources: tuple[StoredTensor, ...]
@@ -37,7 +42,12 @@ class Job:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file and its tensors in order: a safetensors file, unless it has another `header`."""
+    """File to write: a safetensors file, unless it has another `header`.
+
+    name    name of the file
+    jobs    work that writes its tensors, in order
+    header  first bytes of another kind of file; None for safetensors
+    """
 
     name: str
     jobs: tuple[Job, ...]
@@ -50,10 +60,14 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Plan of an export, before any weight is written: files, and fields of config.json.
+    """Plan of an export, before any weight is written.
 
-    `stored` describes the stored form by source tensor. `read(paths)` opens the written files. `readers` are
-    tools, with their version, that were tried with such files.
+    files    files with tensors
+    config   fields of config.json
+    stored   text on the stored form, by source tensor
+    read     opens the written files, given their paths, as a checkpoint
+    readers  tools, with their version, that were tried with such files
+    notes    texts for the user
     """
 
     files: tuple[OutputFile, ...]
@@ -165,7 +179,10 @@ def why_unsupported(matrix: StoredMatrix, supported: SupportedScheme) -> str | N
 
 
 def recoded(packed: PackedTensor, supported: SupportedScheme, size: int) -> Rows:
-    """Convert a packed tensor to `supported`, with groups of `size` columns."""
+    """Convert a packed tensor to codes of `supported` with the same weights, in groups of `size` columns.
+
+    Scales, zero-points and minimums of larger groups repeat.
+    """
     scheme, columns = packed.scheme, packed.shape[1]
     table = supported.code_table(scheme.format)
     assert table is not None

@@ -67,7 +67,7 @@ def store_epilogue(
         partials                  shared memory, float32 [row tiles, warps, rows of x * 16]
         first, count              the program's row tiles: number of the first, and how many
         scale, factor, bias       as in `apply_scale_and_bias`; factor is float32 [matrices]
-        rms, added, norm_weight   tuples of one tensor, read for norms only (`problem.Normed`)
+        rms, added, norm_weight   tuples of the one tensor that a norm needs (`problem.Normed`), else ()
         total, squares            outputs of a norm that begins here: [M, N], and float32 [M, N / 16]
         order                     rows of y for experts, else None (`output_rows`)
 

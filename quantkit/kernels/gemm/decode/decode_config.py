@@ -58,12 +58,12 @@ class DecodeConfig:
 
     An mma has `mma_k` columns. Two mmas are an mma pair and share a vec4 of x (16 bytes per lane).
 
-        k .. scale_kind             sizes of the weight, as in `fragment_layout.Geometry`
-        matrices, top_k, chained    as in `operands.Grouping`; 1, 1 and False without experts
-        asm .. fill                 as in `dequant_ptx.Expression`
-        warps .. prefetch           as in `DecodeTile`, limited to the weight
-        has_factor                  True if a float32 divides the whole tensor
-        overlap                     True if launched with PDL
+    k .. scale_kind             sizes of the weight, as in `fragment_layout.Geometry`
+    matrices, top_k, chained    as in `operands.Grouping`; 1, 1 and False without experts
+    asm .. fill                 as in `dequant_ptx.Expression`
+    warps .. prefetch           as in `DecodeTile`, limited to the weight
+    has_factor                  True if a float32 divides the whole tensor
+    overlap                     True if launched with PDL
     """
 
     k: int

@@ -71,8 +71,8 @@ class Bound:
 
 
 def _filled(arguments: tuple[Any, ...], operands: tuple[torch.Tensor, ...]) -> list[Any]:
-    """Return a launch's arguments with the operands in place of their numbers.
+    """Return the arguments of a launch, with a tensor of `operands` in place of each `Operand`.
 
-    The operands are x [m, k], bias [n], y [m, n] and float32 sums.
+    `operands` are those of `Bound.operands`: x [m, k], bias [n], y [m, n] and float32 sums.
     """
     return [operands[one.number] if type(one) is Operand else one for one in arguments]

@@ -58,7 +58,7 @@ def max_expert_blocks(routed: int, experts: int, rows: int) -> int:
 
 
 class GemmSpec(NamedTuple):
-    """Product y [m, n] = x [m, k] W^T to compile for; with experts, that of one expert block."""
+    """Product y [m, n] = x [m, k] W^T to compile a kernel for; with experts, that of one expert block."""
 
     m: int
     n: int
@@ -199,7 +199,10 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
 
 
 def _decoding(found: Expression | None) -> dict[str, str | None]:
-    """Return the constexprs of a PTX expression; None dequantizes without PTX."""
+    """Return the constexprs ASM, CONSTRAINTS and TABLE of a kernel, from the PTX expression `found`.
+
+    All are None without an expression: the kernel then dequantizes without PTX.
+    """
     if found is None:
         return dict.fromkeys(("ASM", "CONSTRAINTS", "TABLE"))
     return {"ASM": found.asm, "CONSTRAINTS": found.constraints, "TABLE": found.table}
@@ -225,7 +228,7 @@ def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int
 
 
 def known_of(grouping: Grouping | None) -> dict[str, Any]:
-    """Return the constexprs that follow from a grouping."""
+    """Return the constexprs of a fused kernel that follow from a grouping, or from None without experts."""
     if grouping is None:
         return {"order": None, "expert_blocks": None, "MATRICES": 1, "TOP_K": 1}
     return {"MATRICES": grouping.matrices, "TOP_K": grouping.top_k}

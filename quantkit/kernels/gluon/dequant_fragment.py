@@ -24,10 +24,11 @@ def pdl_launch_dependents():
 
 @gluon.jit
 def row_tile_of(number, N, GATED: gl.constexpr):
-    """Return the row tile, int32 [...] or scalar, with number `number` in the order of programs.
+    """Return the row tile, 16 rows of the weight [N, K], with number `number`: int32 [...] or scalar.
 
-    With GATED, number 2 i is tile i of the gate, and number 2 i + 1 tile i of up. Gate is the first half of
-    all N rows, up the second.
+    Programs take row tiles in the order of their numbers. Without GATED, a tile's number is its index. With
+    GATED, number 2 i is tile i of the gate, and number 2 i + 1 tile i of up. Gate is the first half of all N
+    rows, up the second.
     """
     tile = number
     if GATED:
@@ -37,30 +38,35 @@ def row_tile_of(number, N, GATED: gl.constexpr):
 
 @gluon.jit
 def row_tile_of_warp(warp, first, last, COUNT, N, GATED: gl.constexpr):
-    """Return the row tile of each warp [...], int32, out of COUNT from number `first` on, at most `last`.
+    """Return the row tile (`row_tile_of`) of each warp, int32 [...], for warp numbers `warp` [...].
 
-    Warps beyond COUNT get the last tile.
+    The program has COUNT row tiles, one per warp, from number `first` on. Warps from COUNT on get the tile of
+    the last such warp. No number exceeds `last`.
     """
     return row_tile_of(gl.minimum(first + gl.minimum(warp, COUNT - 1), last), N, GATED)
 
 
 @gluon.constexpr_function
 def k_step_columns(PLANES: int, BLOCK_K: int = 128) -> int:
-    """Return the number of columns of a k_step: BLOCK_K, or a span if that is longer."""
+    """Return the number of columns of a k_step, which a warp dequantizes at a time.
+
+    It is BLOCK_K, or a span if that is longer: 16 columns for each of the PLANES planes.
+    """
     return max(BLOCK_K, 16 * PLANES)
 
 
 @gluon.constexpr_function
 def _squares_layout(W: int, SIZE: int) -> gl.BlockedLayout:
-    """Return the layout of sums of squares [rows of x, SIZE]: a warp has whole rows."""
+    """Return the layout of sums of squares [rows of x, SIZE] for W warps: a warp has whole rows."""
     return gl.BlockedLayout([1, min(4, max(1, SIZE // 32))], [1, 32], [W, 1], [1, 0])
 
 
 @gluon.jit
 def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr):
-    """Load the sums of squares, float32 [BM, K / 16], of x [M, K] for `stage_rms`.
+    """Load `squares`, float32 [M, K / 16], to registers as [BM, K / 16], the argument of `stage_rms`.
 
-    K / 16 is rounded up to a power of two.
+    Each is the sum of squares of 16 columns of x [M, K]. K / 16 is rounded up, in registers to a power of
+    two. Rows from M on are 0. W is the number of warps.
     """
     COUNT: gl.constexpr = (K + 15) // 16
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
@@ -72,7 +78,10 @@ def load_squares(squares, M, K: gl.constexpr, BM: gl.constexpr, W: gl.constexpr)
 
 @gluon.jit
 def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
-    """Return 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K], from `squares`, in shared memory."""
+    """Return shared memory, float32 [BM], with 1 / sqrt(mean(x^2) + EPS) of each row of x [BM, K].
+
+    `squares`, float32 [BM, K / 16], is the result of `load_squares`.
+    """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rms = gl.allocate_shared_memory(gl.float32, [squares.shape[0]], FLAT)
     rms.store(gl.rsqrt(gl.sum(squares, 1) / K + EPS))
@@ -81,9 +90,10 @@ def stage_rms(squares, K: gl.constexpr, EPS: gl.constexpr):
 
 @gluon.jit
 def fill_table(lut, FILL: gl.constexpr):
-    """Return the address of the lookup table for `Expression.table`, with values `lut` [2**bits], a pointer.
+    """Return the address to use in place of `lut`, from which the PTX of `Expression.table` loads values.
 
-    The table is `lut`, or a copy of `lut` in shared memory.
+    `lut` points to the value of each code, float32 [2**bits]. If FILL, an `Expression.fill`, is not None, it
+    copies them to shared memory, and the address is that of the copy. Else it is `lut`.
     """
     if FILL is not None:
         lut = gl.inline_asm_elementwise(FILL, "=l,l", [lut], gl.int64, False, 1)
@@ -105,9 +115,11 @@ def dequant_a_fragment(
     PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
     TILES: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize a k_step of codes, without scales: for each of its SUBTILES a DTYPE [16 * W, 128].
+    """Dequantize a k_step of codes, without scales: a tuple of SUBTILES (1 or 2) tensors DTYPE [16 * W, 128].
 
-    `words` are int32 [W, C, 128] for each register of a code.
+    `words` is a tuple of TILES tensors int32 [W, C, 128], one for each register of a code, with W row tiles
+    and C spans. `lut` is the result of `fill_table`. ASM, CONSTRAINTS, TABLE, FIELDS and PLANES are those of
+    `dequant_codes`.
     """
     q = dequant_codes(_split_words(words, TILES), lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
     q = gl.reshape(q, (W, C, 8, 4, 2, 2, 2, PLANES // 2, 2))
@@ -121,9 +133,10 @@ def dequant_a_fragment(
 
 @gluon.jit
 def _split_words(words, TILES: gl.constexpr):
-    """Split words int32 [W, C, 128] into the 16-bit lanes for `dequant_codes`: int16 [W, C, 256].
+    """Split each of the TILES tensors `words`, int32 [W, C, 128], into its 16-bit lanes: int16 [W, C, 256].
 
-    PTX splits them in place. Triton would copy the 16-bit lanes one by one at the end of a k_step.
+    `dequant_codes` takes them so. PTX splits them in place. Triton would copy the 16-bit lanes one by one at
+    the end of a k_step.
     """
     lanes = ()
     for t in gl.static_range(TILES):

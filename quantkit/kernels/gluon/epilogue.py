@@ -15,9 +15,9 @@ from quantkit.kernels.ops.activation_kernel import gated
 
 @gluon.constexpr_function
 def _outputs_of(S):  # type: ignore[no-untyped-def]
-    """Return the layout of sums [row tiles, W, rows of x * 16]: a thread holds the sums of all warps.
+    """Return the layout of sums [row tiles, warps, rows of x * 16]: a thread holds the sums of all warps.
 
-    It also holds both sums of a gate.
+    With a gate, the thread also holds the sums of both gate and up.
     """
     bits = [[0, 0, 1 << bit] for bit in range((S.rows * 16).bit_length() - 1)]
     tiles = [[1 << bit, 0, 0] for bit in range(S.padded_row_tiles.bit_length() - 1)]
@@ -47,7 +47,11 @@ def _outputs(first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def load_outputs(values, first, count, M, N, S: gl.constexpr):
-    """Load `values` [M, N] at the outputs of this program: [row tiles, rows of x * 16]."""
+    """Load the elements of `values` [M, N] at which this program writes y: [row tiles, rows of x * 16].
+
+    The program has `count` row tiles, from number `first` on. Row tiles from `count` on are 0, and rows of x
+    from M on repeat the last one.
+    """
     rows, m = _outputs(first, count, N, S)
     m = gl.minimum(m, M - 1)
     return gl.load(values + m.to(gl.int64) * N + rows, mask=rows < N, other=0.0)
@@ -58,11 +62,16 @@ def store_epilogue(
     partials, first, count, scale, factor, bias, y, rms, added, norm_weight, total, squares, M, N, order,
     S: gl.constexpr,
 ):  # fmt: skip
-    """Add the `partials` of all warps, in their order, apply scale, bias, gate and norm, and write y [M, N].
+    """Add the sums of all warps, apply scale, bias, gate and norm, and write y [M, N].
 
-    `partials` is shared memory, float32 [row tiles, W, rows of x * 16]. `rms`, `added`, `norm_weight`,
-    `total` and `squares` are used for norms only (`problem.Normed`). With experts, `order`
-    names the rows of y.
+        partials                  shared memory, float32 [row tiles, warps, rows of x * 16]
+        first, count              the program's row tiles: number of the first, and how many
+        scale, factor, bias       as in `apply_scale_and_bias`; factor is float32 [matrices]
+        rms, added, norm_weight   tuples of the one tensor that a norm needs (`problem.Normed`), else ()
+        total, squares            outputs of a norm that begins here: [M, N], and float32 [M, N / 16]
+        order                     rows of y for experts, else None (`output_rows`)
+
+    With `S.gate`, y is [M, N / 2].
     """
     LAYOUT: gl.constexpr = _outputs_of(S)
     PARTIALS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -96,7 +105,10 @@ def store_epilogue(
 
 @gluon.jit
 def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
-    """Write the sum of squares of `outputs` of each row tile to `squares` float32 [M, N / 16]."""
+    """Write the sum of squares of each row tile and row of x to `squares`, float32 [M, N / 16].
+
+    `outputs` is float32 [row tiles, rows of x * 16]: `count` row tiles, from number `first` on.
+    """
     sums = gl.sum(gl.reshape(outputs * outputs, (S.padded_row_tiles, S.rows, 16)), axis=2)
     LAYOUT: gl.constexpr = sums.type.layout
     tile = gl.expand_dims(gl.arange(0, S.padded_row_tiles, gl.SliceLayout(1, LAYOUT)), 1)
@@ -107,7 +119,7 @@ def _store_squares(outputs, squares, first, count, M, N, S: gl.constexpr):
 
 @gluon.jit
 def _rms_of_outputs(rms_smem, S: gl.constexpr):
-    """Load 1 / rms of each row of x, float32, from shared memory; broadcast it to [row tiles, rows * 16]."""
+    """Load 1 / rms of each row of x, shared memory float32 [rows], broadcast to [row tiles, rows * 16]."""
     OUT: gl.constexpr = gl.SliceLayout(1, _outputs_of(S))
     zeros = gl.reshape(
         gl.full([S.padded_row_tiles, S.rows * 16], 0.0, gl.float32, OUT), (S.padded_row_tiles, S.rows, 16)
@@ -121,6 +133,9 @@ def _rms_of_outputs(rms_smem, S: gl.constexpr):
 
 @gluon.jit
 def _gate_up_rows(values, S: gl.constexpr):
-    """Split float32 [row tiles, rows * 16] into gate and up, [row tiles / 2, rows * 16] each."""
+    """Split [row tiles, rows * 16], in which row tiles of gate and up alternate, into two of half the tiles.
+
+    Returns gate and up, [row tiles / 2, rows * 16] each.
+    """
     values = gl.reshape(values, (S.padded_row_tiles // 2, 2, S.rows * 16))
     return gl.split(gl.permute(values, (0, 2, 1)))

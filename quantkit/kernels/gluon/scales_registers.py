@@ -14,15 +14,19 @@ from quantkit.kernels.layouts.dequant_blocks import bfloat16_of_bytes, scale_val
 
 @gluon.constexpr_function
 def _word_count(DTYPE, S):  # type: ignore[no-untyped-def]
-    """Return the 32-bit words that hold the values of a block, of rows r and r + 8."""
+    """Return how many 32-bit words, at least 1, hold the DTYPE values of a block, of rows r and r + 8."""
     return max(1, 2 * S.in_block * DTYPE.primitive_bitwidth // 32)
 
 
 @gluon.jit
 def load_scale_words(values, at, mask, S: gl.constexpr):
-    """Load the values of a block of rows r and r + 8 as words, int32 [W, 32] or [W, 32, WORDS].
+    """Load the scales or zero-points of a block for each warp lane: int32 [W, 32] or [W, 32, WORDS].
 
-    `at` and `mask` are [W, 32]. Narrower values would be copied before their first use.
+    A lane gets the values of its rows r and r + 8, in WORDS words; there is no third dimension for one word.
+    `values` points to the values of the weight. `at`, int32 [W, 32], counts what a lane loads, and is read
+    where `mask` [W, 32] is True. W is the number of warps.
+
+    Narrower values would be copied before their first use.
     """
     WORDS: gl.constexpr = _word_count(values.dtype.element_ty, S)
     if 2 * S.in_block * values.dtype.element_ty.primitive_bitwidth == 16:
@@ -42,7 +46,10 @@ def load_scale_words(values, at, mask, S: gl.constexpr):
 
 @gluon.jit
 def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
-    """Return word NUMBER of COUNT: [W, 32]."""
+    """Return word NUMBER of each warp lane, int32 [W, 32], out of COUNT `words`.
+
+    These are the result of `load_scale_words`: [W, 32, COUNT], or [W, 32] for one word.
+    """
     if COUNT == 1:
         word = words
     elif COUNT == 2:
@@ -62,7 +69,10 @@ def _word(words, NUMBER: gl.constexpr, COUNT: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return value v of a block, of row r and of row r + 8: two float32 [W, 32]."""
+    """Return value number v of a block, for row r and for row r + 8 of each warp lane: two float32 [W, 32].
+
+    `words` is the result of `load_scale_words` for values stored as DTYPE.
+    """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     KIND: gl.constexpr = S.scale_kind
     COUNT: gl.constexpr = _word_count(DTYPE, S)
@@ -80,15 +90,18 @@ def row_scales(words, v: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _twice(KIND, NUMBER):  # type: ignore[no-untyped-def]
-    """Return PTX that makes two bfloat16 copies of value NUMBER of a word, for row r and for row r + 8."""
+    """Return PTX from a word of 8-bit scales to two registers: value NUMBER of row r, and that of row r + 8.
+
+    Each register holds two copies as bfloat16. KIND is the encoding of the scales, "e5m3" or "e8m0".
+    """
     return bfloat16_of_bytes(KIND, f"444{2 * NUMBER}", f"444{2 * NUMBER + 1}", TWICE=True)
 
 
 @gluon.jit
 def scales_for_accumulator(low, high, W: gl.constexpr):
-    """Return the value of each sum, [W, 32, 4], from values [W, 32] of row r and of row r + 8.
+    """Arrange values like the sums of an `mma`: [W, 32, 4] from those of row r and row r + 8, [W, 32] each.
 
-    A warp lane has four sums of `mma`: (row // 8, column).
+    A warp lane has four sums, (row // 8, column): they get `low`, `low`, `high`, `high`.
     """
     vec4s = gl.reshape(gl.join(gl.join(low, high), gl.join(low, high)), (W, 32, 4))
     return gl.convert_layout(vec4s, vec4_layout(W), assert_trivial=True)
@@ -96,9 +109,11 @@ def scales_for_accumulator(low, high, W: gl.constexpr):
 
 @gluon.jit
 def scales_for_a_fragment(words, v: gl.constexpr, STORED: gl.constexpr, S: gl.constexpr):
-    """Return value v for operand A, int32 [W, 32, 4], in the order (e1, row // 8) of its registers.
+    """Arrange value number v of a block like operand A of an `mma`: int32 [W, 32, 4].
 
-    Both 16-bit halves of a register are the scale of row r, or of row r + 8.
+    `words` is the result of `load_scale_words` for values stored as STORED. The four registers of a lane are
+    in the order (e1, row // 8). Both 16-bit halves of one are the scale of row r, or of row r + 8, in
+    `S.dtype`.
     """
     if STORED == S.dtype:
         word = _word(words, v, _word_count(STORED, S), S.warps)

@@ -30,7 +30,11 @@ def scale_words_layout(W: int, WORDS: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
-    """Load 2 V values from `at` [W, 8] on, as words [W, 8] or [W, 8, WORDS].
+    """Load scales or zero-points from global memory: words [W, 8], or [W, 8, WORDS] beyond 32 bits.
+
+    Place [w, r] has V values each of rows r and r + 8 of the row tile of warp w. `values` points to the
+    values of the weight, and `at`, int32 [W, 8], counts such 2 V values. Words are int16 if 2 V values have
+    16 bits, else int32.
 
     Narrower values would be copied before they are waited for.
     """
@@ -51,7 +55,7 @@ def load_scale_words(values, at, V: gl.constexpr, W: gl.constexpr):
 
 @gluon.constexpr_function
 def _smem_type(STORED: gl.dtype, V: int) -> tuple[gl.dtype, int]:
-    """Return the dtype and number of words in shared memory for 2 V values."""
+    """Return the dtype and number of words for 2 V values STORED: V of row r and V of row r + 8."""
     bits = 2 * V * STORED.primitive_bitwidth
     return (gl.int16, 1) if bits == 16 else (gl.int32, bits // 32)
 
@@ -61,10 +65,14 @@ def stage_scales(
     values, first, last, COUNT, N, GATED: gl.constexpr, block, BLOCKS: gl.constexpr,
     STAGED_BLOCKS: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the scales of COUNT row tiles, from number `first` on, to shared memory.
+    """Start copying scales or zero-points to shared memory: STAGED_BLOCKS blocks from number `block` on.
 
-    Returns [STAGED_BLOCKS, W, words of a row tile], the first a power of two, for blocks from `block` on. The
-    copies belong to the next group of asynchronous copies that is committed.
+        values                  all scales of the weight, [row tiles, BLOCKS, 8, V, 2]
+        first, last, COUNT, N   the row tiles of the program's W warps, as in `row_tile_of_warp`
+
+    Returns shared memory for `load_scales_smem`: int16 or int32 [STAGED_BLOCKS, W, words of a row tile]. The
+    first dimension is rounded up to a power of two. The copies belong to the next group of asynchronous
+    copies that is committed.
     """
     KIND: gl.constexpr = _smem_type(values.dtype.element_ty, V)
     SIZE: gl.constexpr = triton.next_power_of_2(STAGED_BLOCKS)
@@ -94,7 +102,10 @@ def stage_scales(
 
 @gluon.jit
 def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Load the words of a block, int32 [W, 8], from `stage_scales`, in the form of `load_scale_words`."""
+    """Load block number `block` of `staged`, the result of `stage_scales` for values STORED.
+
+    Returns words [W, 8] or [W, 8, WORDS], in the form of `load_scale_words`. The copies must have arrived.
+    """
     KIND: gl.constexpr = _smem_type(STORED, V)
     if KIND[1] == 1:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -112,7 +123,10 @@ def load_scales_smem(staged, block, STORED: gl.constexpr, V: gl.constexpr, W: gl
 
 @gluon.jit
 def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
-    """Unpack words int32 [W, 8] or [W, 8, WORDS] to values [16 * W, V] of DTYPE."""
+    """Unpack the words of `load_scale_words`, [W, 8] or [W, 8, WORDS], to values DTYPE [16 * W, V].
+
+    Rows are those of W row tiles, V the groups of a block.
+    """
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
     if BITS == 32:
         values = words.to(DTYPE, bitcast=True)
@@ -130,7 +144,10 @@ def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
 def dequant_scales(
     words, STORED: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr
 ):
-    """Convert words int32 [W, 8] to scales [16 * W, V] of DTYPE; KIND is the encoding of 8-bit scales."""
+    """Convert the words of `load_scale_words`, [W, 8] or [W, 8, WORDS], to scales DTYPE [16 * W, V].
+
+    STORED is the dtype in memory, KIND the encoding of 8-bit scales (`fragment_scales.scale_kind`).
+    """
     if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
         scales = _of_bytes(words, KIND, DTYPE, V, W)
     else:

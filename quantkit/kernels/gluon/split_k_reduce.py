@@ -77,9 +77,10 @@ def _sum_splits(
     sums, tile, tiles, m, after, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the output of a row tile, float32 [16, rows of x], scaled and with bias; `m` are the rows of x.
+    """Add the sums of all splits for row tile `tile` of `tiles`: [16, rows of x], scaled and with bias.
 
-    `after` is (scale, factor, bias, N), for `apply_scale_and_bias`.
+    `sums` is float32 [SPLIT_K, tiles, BM, 16], `m` int32 [rows of x] the rows of x to add. `after` is (scale,
+    factor, bias, N), for `apply_scale_and_bias`.
     """
     first = sums + tile.to(tl.int64) * (BM * 16) + m[None, :] * 16 + tl.arange(0, 16)[:, None]
     out = tl.load(first)

@@ -73,7 +73,10 @@ selp.b32 $2, own2, give0, p1; selp.b32 $3, own3, give1, p1;}""")
 
 @gluon.jit
 def norm_weights(norm, S: gl.constexpr):
-    """Load the norm's weights [K] at the columns of each warp, as `_load_x` does; () if x is not normed."""
+    """Load the weights `norm` [K] of an RMSNorm at the columns of each warp; () if x is not normed.
+
+    Returns a tuple of words int32 [W, 32, 4] in the order of `_load_x`, the argument `weights` of `stage_x`.
+    """
     weights = ()
     if S.norms_x:
         weights = _load_x(norm, 1, None, S)
@@ -82,11 +85,14 @@ def norm_weights(norm, S: gl.constexpr):
 
 @gluon.jit
 def stage_x(x, other, weights, total, M, order, S: gl.constexpr):
-    """Stage x in shared memory; return the vec4s int32 [number, words of all warps] and the unit of each row.
+    """Copy x [M, K] to shared memory as operand B; return that memory, and the unit of each row of x.
 
-    Each mma pair has `S.column_groups` vec4s, adjacent; columns beyond K are zeros. Units are float32 [W,
-    rows]: 1 for floats, () if sums have no weights. With `S.norms_x`, x, or x + `other` (written to `total`),
-    is normed. With `S.rounding`, it is then rounded.
+    The memory is int32 [number of a vec4, words of all warps], for `load_b_fragment`. Each mma pair has
+    `S.column_groups` vec4s, adjacent; columns beyond K are zeros. Units are float32 [W warps, rows]: 1 for
+    floats, () if sums have no weights.
+
+    With `S.norms_x`, x, or x + `other` (written to `total` [M, K]), is normed with `weights`, the result of
+    `norm_weights`. With `S.rounding`, it is then rounded. `order` names the routed tokens, or is None.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(gl.int32, [S.smem_rows, S.smem_row_words], FLAT)
@@ -156,7 +162,7 @@ def _copy(x, M, order, x_smem, S: gl.constexpr):
 
 @gluon.constexpr_function
 def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
-    """Return the slice of LAYOUT along AXIS of a tensor of `SIZES`."""
+    """Return the layout of indices along AXIS: LAYOUT, of a tensor of shape SIZES, without its other axes."""
     for other, _ in list(enumerate(SIZES))[::-1]:
         if other != AXIS:
             LAYOUT = gl.SliceLayout(other, LAYOUT)
@@ -165,7 +171,7 @@ def _axis_layout(LAYOUT, AXIS, SIZES):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the indices along AXIS, broadcastable to `SIZES`."""
+    """Return the indices along AXIS of a tensor of shape SIZES in LAYOUT, int32; other axes have size 1."""
     RANK: gl.constexpr = len(SIZES)
     numbers = gl.arange(0, SIZES[AXIS], _axis_layout(LAYOUT, AXIS, SIZES))
     for other in gl.static_range(RANK):
@@ -176,7 +182,10 @@ def _axis_index(AXIS: gl.constexpr, SIZES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _row_of_x(m, M, order, S: gl.constexpr):
-    """Return the row of x of row number `m`, at most M - 1; with experts, the token of `order[m]`."""
+    """Return the row of x, int64 [...], for row numbers `m` [...] of a program with M rows.
+
+    Numbers from M on repeat the last row. With experts, the row is the token of routed token `order[m]`.
+    """
     m = gl.minimum(m, M - 1)
     if order is not None:
         m = gl.load(order + m) // S.top_k
@@ -185,9 +194,11 @@ def _row_of_x(m, M, order, S: gl.constexpr):
 
 @gluon.jit
 def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
-    """Return pointers to words [W, 32, 4] of x, and their mask; 32 is (mma pair of a pass, row, 16 bytes t).
+    """Return pointers from which lanes load words [W, 32, 4] of x [M, K], and a mask of those to load.
 
-    A pass of integers has two numbers, one for each half of its mma pairs.
+    A word is two columns. The 32 lanes are (mma pair of a pass, row of x, t), and lane t loads 16 bytes. A
+    pass is the mma pairs that all lanes of a warp load at once. `number` counts passes, for int8 products the
+    halves of their mma pairs.
     """
     HALVES: gl.constexpr = S.mma_k // 16
     VEC4: gl.constexpr = vec4_layout(S.warps)
@@ -209,7 +220,7 @@ def _x_pointers(x, M, order, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_x(x, M, order, S: gl.constexpr):
-    """Load the words of x at `_x_pointers`, int32 [W, 32, 4] for each number; zeros beyond K."""
+    """Load x [M, K]: a tuple with words int32 [W, 32, 4] for each number of `_x_pointers`; zeros beyond K."""
     NUMBERS: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass * (S.mma_k // 16)
     words = ()
     for number in gl.static_range(NUMBERS):
@@ -262,7 +273,7 @@ def _rms_norm(words, other, weights, total, M, S: gl.constexpr):
 
 @gluon.jit
 def _unit_scales(S: gl.constexpr):
-    """Return scales of 1, float32 [W, rows], if sums have weights; else ()."""
+    """Return units of 1, float32 [W warps, rows of x], if `S.has_column_weights`; else ()."""
     x_scale = ()
     if S.has_column_weights:
         x_scale = gl.full(
@@ -273,13 +284,20 @@ def _unit_scales(S: gl.constexpr):
 
 @gluon.jit
 def _transpose_words(words):
-    """Transpose 16 bytes of x per warp lane, int32 [W, 32, 4], to vec4s (p0, e1)."""
+    """Transpose words int32 [W, 32, 4] of x among the four lanes t that hold a row.
+
+    Word i of lane t becomes word t of lane i. Columns that were adjacent in memory then lie as in vec4s, in
+    the order (p0, e1).
+    """
     return gl.inline_asm_elementwise(_EXCHANGE, "=r,=r,=r,=r,r,r,r,r", [words], gl.int32, True, 4)
 
 
 @gluon.jit
 def _stage_floats(words, x_smem, S: gl.constexpr):
-    """Store words int32 [W, 32, 4] as `_copy`, or (e0, e1) of each p0; return units float32 [W, rows]."""
+    """Store x, a tuple of words int32 [W, 32, 4], in `x_smem` as floats; return `_unit_scales`.
+
+    Words lie as `_copy` stores them. With `S.shared_table` they are vec4s whose words hold columns 16 apart.
+    """
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.float_shape
     x_passes = reinterpret(
@@ -306,7 +324,10 @@ def _stage_floats(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _stage_digits(words, x_smem, S: gl.constexpr):
-    """Store the digits of words int32 [W, 32, 4] in shared memory; return units of x, float32 [W, rows]."""
+    """Store x, a tuple of words int32 [W, 32, 4], in `x_smem` as three digits of 8 bits per number.
+
+    Returns the unit of each row of x, float32 [W warps, rows], by which sums of digits must be multiplied.
+    """
     GROUPS: gl.constexpr = S.column_groups
     PASSES: gl.constexpr = S.padded_mma_pairs // S.mma_pairs_per_pass
     SIZES: gl.constexpr = S.digit_shape
@@ -332,7 +353,11 @@ def _stage_digits(words, x_smem, S: gl.constexpr):
 
 @gluon.jit
 def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
-    """Return the run int32 [...] of half HALF of an mma pair: of planes APART apart, or for 1 of products."""
+    """Return which run of 32 columns is half HALF (0 or 1) of each `mma_pair`, int32 [...].
+
+    The halves are adjacent runs if APART is 1. Else they are APART / 2 runs apart: their planes, APART apart,
+    share registers.
+    """
     if APART == 1:
         run = 2 * mma_pair + HALF
     else:
@@ -342,7 +367,11 @@ def _run_of(mma_pair, HALF: gl.constexpr, APART: gl.constexpr):
 
 @gluon.jit
 def _x_scales(words, S: gl.constexpr):
-    """Return units of rows of x, float32 [W, rows] (NaN unless finite), and 1 / units, float32 [W, 32, 1]."""
+    """Return the unit of each row of x, float32 [W, rows], and 1 / unit for each lane, float32 [W, 32, 1].
+
+    Units are powers of two from the largest number of a row among the columns of a warp; NaN unless that is
+    finite. `words` is x, a tuple of int32 [W, 32, 4].
+    """
     most = largest_of_warps(words, S)
     # Keep unit and 1 / unit normal floats.
     exponent = gl.minimum(gl.maximum(most >> 23, 30), 254)
@@ -354,10 +383,10 @@ def _x_scales(words, S: gl.constexpr):
 
 @gluon.jit
 def _digits(first, second, inverse_scale, S: gl.constexpr):
-    """Return the three digits of two runs, each as words int32 [W, 32, 4] of four digits.
+    """Return the highest, middle and lowest digits of x: three int32 [W, 32, 4], four digits in a word.
 
-    Bytes of a word are (e0, run) if planes of different runs share registers; else (e0, p0) of vec4s (run,
-    e1).
+    `first` and `second` are two runs of x, int32 [W, 32, 4] each. Bytes of a word are (e0, run) if planes of
+    different runs share registers; else (e0, p0) of vec4s (run, e1).
     """
     first_low, first_high = _fixed_point(first, inverse_scale, S.dtype)
     second_low, second_high = _fixed_point(second, inverse_scale, S.dtype)
@@ -380,7 +409,10 @@ def _digits(first, second, inverse_scale, S: gl.constexpr):
 
 @gluon.jit
 def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
-    """Return the two numbers of each word int32 [W, 32, 4] in units, as integers plus 0x808080."""
+    """Return both 16-bit floats of each word int32 [W, 32, 4] as two int32: number / unit plus 0x808080.
+
+    `inverse_scale` is 1 / unit, float32 [W, 32, 1]; quotients are rounded to integers.
+    """
     low, high = unpack2(words, DTYPE)
     low = (low * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
     high = (high * inverse_scale + ROUNDING).to(gl.int32, bitcast=True) - ROUNDED
@@ -389,13 +421,16 @@ def _fixed_point(words, inverse_scale, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _split_words(vec4s, W: gl.constexpr):
-    """Split vec4s (p0, e1) into two [W, 32, e1], one for each p0."""
+    """Split vec4s int32 [W, 32, 4], in the order (p0, e1), into two [W, 32, 2]: one for each p0."""
     return gl.split(gl.permute(gl.reshape(vec4s, (W, 32, 2, 2)), (0, 1, 3, 2)))
 
 
 @gluon.jit
 def _split_digits(a, b, c, d):
-    """Split four int32 [...] into highest, middle and lowest digits: three words of four digits."""
+    """Split four int32 [...], results of `_fixed_point`, into digits: highest, middle and lowest of all four.
+
+    Returns three int32 [...], with a byte for each of `a`, `b`, `c` and `d`.
+    """
     return gl.inline_asm_elementwise(
         _SPLIT, "=&r,=&r,=&r,r,r,r,r", [a, b, c, d], (gl.int32, gl.int32, gl.int32), True, 1
     )

@@ -23,7 +23,7 @@ ROWS_FOR_WGMMA = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 @gluon.constexpr_function
 def accumulator_layout(W: int, BM: int, WGMMA: bool) -> gl.NVMMADistributedLayout:
-    """Return the layout of sums [16 * W, BM]: a warp has 16 rows."""
+    """Return the layout of sums float32 [16 * W, BM] of W warps, by `wgmma` or `mma`: a warp has 16 rows."""
     if WGMMA:
         return gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BM, 16])
     return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
@@ -34,10 +34,11 @@ def stage_x_async(
     x, chunks, column, M, order, TOP_K: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr,
     BM: gl.constexpr, CHUNKS: gl.constexpr, W: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Start copying x [M, K] from `column` on to shared memory, CHUNKS chunks of BLOCKS * WIDE columns.
+    """Start copying x [M, K] from `column` on to shared memory `chunks` [CHUNKS, BLOCKS * BM, WIDE].
 
-    A chunk is [BLOCKS * BM, WIDE]: row b * BM + m has block b of row m of x. Rows from M on and columns from
-    K on are zeros. With experts, `order` names the routed tokens, TOP_K per token.
+    A chunk has BLOCKS * WIDE columns: its row b * BM + m is block b of row m of x. Rows from M on and columns
+    from K on are zeros. With experts, `order` names the routed tokens, TOP_K per token. W is the number of
+    warps. Wait with `wait_for_x` before reading.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDE, WIDE // 8], [W, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, BLOCKS * BM, gl.SliceLayout(1, LAYOUT)), 1)
@@ -54,7 +55,10 @@ def stage_x_async(
 
 @gluon.jit
 def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
-    """Wait until all chunks but the last LATER have been copied, and everything copied before them."""
+    """Wait until `stage_x_async` has copied all chunks but the last LATER, and for all copies before them.
+
+    With WGMMA, `wgmma` may read them afterwards.
+    """
     async_copy.wait_group(LATER)
     if WGMMA:
         # wgmma reads shared memory through another proxy than the one that wrote it.
@@ -63,9 +67,9 @@ def wait_for_x(LATER: gl.constexpr, WGMMA: gl.constexpr):
 
 @gluon.jit
 def mma(total, q, row_scales, x, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Add weights [16 * W, 128] times x [BM, 128] to `total` float32 [16 * W, BM].
+    """Return `total` float32 [16 * W, BM] plus weights `q` [16 * W, 128] times `x` [BM, 128], shared memory.
 
-    With ON_SUMS the product is multiplied by `row_scales` [16 * W].
+    With ON_SUMS the product is first multiplied by `row_scales` [16 * W]. A is the layout of operand A.
     """
     q = gl.convert_layout(q, A, assert_trivial=True)
     columns = x.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2))
@@ -84,7 +88,7 @@ def _in_place(count: int) -> str:
 
 @gluon.jit
 def _wait(product, BM: gl.constexpr):
-    """Wait for the products of this warp group; return the sums of `product`, float32 [16 * W, BM].
+    """Wait for the products of this warp group; return float32 [16 * W, BM], to use in place of `product`.
 
     Not `warpgroup_mma_wait`: from Triton 3.8 on it synchronizes all W warps. That took 1.07 times as long
     (H200, median of 48 products with 4 to 32 rows of x). x is not overwritten, so no barrier is needed.
@@ -102,10 +106,14 @@ def _wait(product, BM: gl.constexpr):
 
 @gluon.jit
 def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.constexpr):
-    """Start the product of weights `q` [16 * W, 128] and block `at` of x [BM, 128]; see `wait_mma`.
+    """Start multiplying weights `q` [16 * W, 128] with 128 columns of x; return what `wait_mma` waits for.
 
-    Returns the running product, float32 [16 * W, BM], and `row_scales` [16 * W]. The 128 columns are
-    multiplied in two halves: operand A of all columns would take twice the registers.
+    `x_smem` is x in shared memory, [blocks, BM, 64]: blocks 2 `at` and 2 `at` + 1 are read. A is the layout
+    of operand A.
+
+    Returns the running product, float32 [16 * W, BM], and `row_scales` [16 * W]. Without ON_SUMS, the product
+    is added to `total`. The 128 columns are multiplied in two halves: operand A of all columns would take
+    twice the registers.
     """
     first, second = gl.split(gl.permute(gl.reshape(q, (q.shape[0], 2, 64)), (0, 2, 1)))
     first = gl.convert_layout(first, A, assert_trivial=True)
@@ -122,7 +130,10 @@ def start_mma(total, q, row_scales, x_smem, at, A: gl.constexpr, ON_SUMS: gl.con
 
 @gluon.jit
 def wait_mma(total, pending, ON_SUMS: gl.constexpr):
-    """Wait for a product of `start_mma`; return `total` plus the product, float32 [16 * W, BM]."""
+    """Wait for `pending`, the result of `start_mma`; return the sums to use in place of `total`.
+
+    They are float32 [16 * W, BM]. With ON_SUMS, `total` plus the product times its row scales.
+    """
     product, row_scales = pending
     found = _wait(product, total.shape[1])
     if ON_SUMS:

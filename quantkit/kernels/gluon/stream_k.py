@@ -20,11 +20,13 @@ from quantkit.kernels.gluon.compat import barrier
 
 @gluon.jit
 def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.constexpr, BM: gl.constexpr):
-    """Return the work of this program, as five int32 scalars.
+    """Return the work of this program, as five int32 scalars that `work_tile` takes.
 
     Returns (whole tiles, all work items, first k_step, end k_step, has_partial); k_steps are numbered over
     all shared tiles. `has_partial` is 1 if the program's last k_steps begin a tile that another program
     writes; that item is computed first. The end of a tile that other programs began is computed last.
+
+    A tile has BN rows of W, BM rows of x and STEPS k_steps.
     """
     program = gl.program_id(0)
     split_tiles = gl.cdiv(M, BM) * gl.cdiv(N, BN) - WHOLE_TILES
@@ -39,7 +41,10 @@ def work_range(M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS, BN: gl.
 
 @gluon.jit
 def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, STEPS):
-    """Return (tile, first k_step, end k_step), int32 scalars, of work item `number` of this program."""
+    """Return (tile, first k_step, end k_step), int32 scalars, of work item `number` of this program.
+
+    `whole` to `has_partial` are from `work_range`. An item with end STEPS writes the tile; others store sums.
+    """
     is_whole = (number >= has_partial) & (number < whole + has_partial)
     other = gl.where(number < has_partial, (end - 1) // TILE_STRIDE, begin // TILE_STRIDE)
     tile = gl.where(
@@ -52,13 +57,16 @@ def work_tile(number, whole, begin, end, has_partial, WHOLE_TILES, TILE_STRIDE, 
 
 @gluon.jit
 def first_contributor(tile, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE):
-    """Return the first program with k_steps of a shared tile, an int32 scalar."""
+    """Return the first program with k_steps of shared tile `tile`, an int32 scalar: `before` of `fixup`."""
     return (tile - WHOLE_TILES) * TILE_STRIDE // gl.maximum(STEPS_PER_PROGRAM, 1)
 
 
 @gluon.jit
 def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr):
-    """Store the sums float32 [64, BM] of a warp group for the program that writes the tile; set the flag."""
+    """Store the sums `total` float32 [64, BM] of warp group `group` for the program that writes the tile.
+
+    They go to the place of this program in `sums`; then the flag is set to TOKEN.
+    """
     flat = _thread_order(total, BM)
     FLAT: gl.constexpr = flat.type.layout
     gl.store(_partial_pointers(gl.program_id(0), sums, group, FLAT, BN, BM), flat)
@@ -70,10 +78,11 @@ def store_partials(total, sums, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM
 def fixup(
     total, sums, before, group: gl.constexpr, TOKEN, BN: gl.constexpr, BM: gl.constexpr, ACC: gl.constexpr
 ):
-    """Add the partial sums of programs `before` to this one, in order, to `total` [64, BM]; clear the flags.
+    """Return `total` float32 [64, BM] plus the partial sums of the programs from `before` to this one.
 
-    Flags are cleared because a captured graph replays the same TOKEN. Programs start in the order of their
-    numbers and wait only for smaller ones, so this cannot deadlock.
+    `total` are the sums of warp group `group` in layout ACC. Waits until the flag of each program is TOKEN,
+    then clears it, because a captured graph replays the same TOKEN. Sums are added in the order of programs.
+    Programs start in the order of their numbers and wait only for smaller ones, so this cannot deadlock.
     """
     last = gl.program_id(0) - 1
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -103,7 +112,7 @@ def _thread_order(total, BM: gl.constexpr):
 def _partial_pointers(
     program, sums, group: gl.constexpr, FLAT: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr
 ):
-    """Return pointers to the partial sums of a warp group of `program`, [64 * BM]."""
+    """Return pointers [64 * BM] to the place in `sums` of warp group `group` of `program`, in layout FLAT."""
     return sums + (program.to(gl.int64) * (BN // 64) + group) * (64 * BM) + gl.arange(0, 64 * BM, FLAT)
 
 

@@ -12,7 +12,7 @@ from quantkit.kernels.ops.quantize_x_kernel import multiplied, rounded_quotient
 
 @gluon.constexpr_function
 def vec4_layout(W: int, WORDS: int = 4) -> gl.DistributedLinearLayout:
-    """Return the layout of [W warps, 32 lanes, WORDS]: a thread has its words in registers."""
+    """Return the layout of int32 [W warps, 32 lanes, WORDS] in which each thread has its own WORDS words."""
     words = [[0, 0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
     lanes = [[0, 1 << bit, 0] for bit in range(5)]
     warps = [[1 << bit, 0, 0] for bit in range(W.bit_length() - 1)]
@@ -40,7 +40,10 @@ def pack2(low, high, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def row_layout(S):  # type: ignore[no-untyped-def]
-    """Return the layout of a pass of x: [W warps, mma pairs, rows of x, lanes t]."""
+    """Return the layout of [W warps, mma pairs, rows of x, lanes t] with one number per warp lane.
+
+    The mma pairs are those that a warp stages in one pass, `S.mma_pairs_per_pass`.
+    """
     return gl.BlockedLayout(
         [1, 1, 1, 1], [1, S.mma_pairs_per_pass, S.rows, 4], [S.warps, 1, 1, 1], [3, 2, 1, 0]
     )
@@ -62,7 +65,10 @@ def per_lane(of_rows, S: gl.constexpr):
 
 @gluon.jit
 def largest_of_warps(words, S: gl.constexpr):
-    """Return the largest magnitude of each row of x among the columns of a warp, as bits int32 [W, rows]."""
+    """Return the largest magnitude of each row of x among the columns of each warp, int32 [W, rows].
+
+    It is the bits of a float32. `words` is a tuple of int32 [W, 32, 4], two 16-bit floats of x in each word.
+    """
     ROW_LAYOUT: gl.constexpr = row_layout(S)
     largest = gl.full([S.warps, 32, 4], 0, gl.int32, vec4_layout(S.warps))
     for number in gl.static_range(len(words)):
@@ -77,9 +83,10 @@ def largest_of_warps(words, S: gl.constexpr):
 
 @gluon.jit
 def round_rows(words, S: gl.constexpr):
-    """Round x, words int32 [W, 32, 4], to the format of `S.rounding` with a scale for each row.
+    """Return `words` rounded to the format of `S.rounding`, with one scale for each row of x.
 
-    The numbers are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`.
+    `words` and the result are tuples of int32 [W, 32, 4], two 16-bit floats of x in each word. The numbers
+    are those of `quantkit.kernels.ops.quantize_x_kernel.rounded`.
     """
     most = gl.max(largest_of_warps(words, S), axis=0)
     broken = most >= 0x7F800000

@@ -23,9 +23,10 @@ def load_expert_block(expert_blocks, number, EARLY: tl.constexpr = False):
 
 @triton.jit
 def output_rows(order, m, M):
-    """Return the rows of y, int64 [m], for row numbers `m` of M of this program.
+    """Return the rows of y, int64 [...], for row numbers `m` [...] of a program with M rows.
 
-    For experts, `order` points to the first routed token of the block, and lists the rows.
+    Without experts, `order` is None and they are `m`. With experts, it points to the first routed token of
+    the block, and lists the rows.
     """
     if order is not None:
         m = tl.load(order + m, mask=m < M, other=0)
@@ -37,9 +38,10 @@ def select_matrix(
     codes, scale, zero, factor, lut, matrix, N, SPANS: tl.constexpr, TILES: tl.constexpr,
     PLANES: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Offset the operands of stacked weights [matrices, N, K], pointers, to matrix number `matrix`.
+    """Return pointers to matrix number `matrix` of stacked weights [matrices, N, K].
 
-    `factor` is float32 [matrices], `lut` [matrices, 2**bits].
+    Use them in place of the arguments, which point to the fragment layout of all: codes, scales and
+    zero-points; `factor` is float32 [matrices], `lut` float32 [matrices, 2**bits].
     """
     BITS: tl.constexpr = 16 * TILES // PLANES
     row_tile = matrix.to(tl.int64) * ((N + 15) // 16)
@@ -50,9 +52,10 @@ def select_matrix(
 
 @triton.jit
 def load_code_words(codes, row_tile, span, SPANS: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr):
-    """Load the codes of `row_tile` [L] and spans `span` [W, L]: a tuple of TILES words, int16 [W, L, 256].
+    """Load codes of row tiles `row_tile` [L] and spans `span` [W, L]: a tuple of TILES int16 [W, L, 256].
 
-    With EVEN all spans exist; otherwise codes of spans from SPANS on are 0.
+    A tensor has one register of codes, as two 16-bit lanes, for each warp (W) and turn of its loop (L). With
+    EVEN all spans exist; otherwise codes of spans from SPANS on are 0.
     """
     lane = tl.arange(0, 256)
     at = codes + ((row_tile.to(tl.int64)[None, :] * SPANS + span) * (TILES * 256))[:, :, None] + lane
@@ -94,7 +97,10 @@ def dequant_codes(
 
 @triton.jit
 def _value(lanes, lut, FIELDS: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.constexpr):
-    """Dequantize plane PLANE of 16-bit lanes uint32 [...], without PTX: DTYPE [...]."""
+    """Dequantize plane number PLANE without PTX, from a tuple of 16-bit lanes uint32 [...]: DTYPE [...].
+
+    FIELDS are the `Plane` records. A plane that is looked up loads its value from `lut`, float32 [2**bits].
+    """
     bits = _moved(lanes, FIELDS, PLANE, 0)
     for move in tl.static_range(1, len(FIELDS[PLANE].moves)):
         bits |= _moved(lanes, FIELDS, PLANE, move)
@@ -114,7 +120,7 @@ def _value(lanes, lut, FIELDS: tl.constexpr, PLANE: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def _moved(lanes, FIELDS: tl.constexpr, PLANE: tl.constexpr, MOVE: tl.constexpr):
-    """Apply move number MOVE of plane PLANE to `lanes`: shift and mask one of its registers, uint32 [...]."""
+    """Return one register of `lanes`, uint32 [...], shifted and masked by move MOVE of `FIELDS[PLANE]`."""
     move: tl.constexpr = FIELDS[PLANE].moves[MOVE]
     lane = lanes[move.register]
     if move.right > 0:
@@ -188,10 +194,13 @@ def _join8(q0, q1, q2, q3, q4, q5, q6, q7):
 def load_by_lane(
     values, row_tile, block, BLOCKS: tl.constexpr, V: tl.constexpr, INLINE: tl.constexpr = False
 ):
-    """Load V values per row and block: [4, 8, W, L, V, 2], axes t, r, warp, loop, group, row // 8.
+    """Load V values per row for each warp lane: [4, 8, W, L, V, 2], axes t, r, warp, loop, group, row // 8.
 
-    `row_tile` is [L], `block` [W, L]. The four lanes t of a row load the same values. With INLINE, which
-    allows PTX, 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1], for `scales_by_lane`.
+    `values` points to scales or zero-points, [row tiles, BLOCKS, 8, V, 2]. Those of row tiles `row_tile` [L]
+    and blocks `block` [W, L] are loaded. The four lanes t of a row load the same values.
+
+    With INLINE, which allows PTX, 8-bit values of both rows come as one int16, [4, 8, W, L, V, 1], for
+    `scales_by_lane`.
     """
     if INLINE and values.dtype.element_ty.primitive_bitwidth == 8:
         # 8-bit tensors would make Triton choose another layout for the operand computed from them.
@@ -215,9 +224,10 @@ def load_scales(
     values, row_tiles, step, BLOCKS: tl.constexpr, V: tl.constexpr, B: tl.constexpr, PER_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of RT `row_tiles` for `step`, as `load_by_lane` does: [4, 8, RT, B, V, 2 or 1].
+    """Load scales or zero-points of RT row tiles for step number `step`: [4, 8, RT, B, V, 2 or 1].
 
-    A step has COLUMNS columns, B blocks of 128.
+    They are as `load_by_lane` returns them. `row_tiles` [RT] are the numbers of the tiles. A step has COLUMNS
+    columns, B times 128; a block of V groups has PER_BLOCK columns.
     """
     block = (step * COLUMNS + tl.arange(0, B) * 128) // PER_BLOCK
     RT: tl.constexpr = row_tiles.shape[0]
@@ -229,7 +239,7 @@ def load_scales(
 
 @triton.jit
 def values_per_weight(v, RT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Broadcast values by lane, [4, 8, RT, B, V, 2], to weights [16 * RT, COLUMNS]."""
+    """Broadcast the result of `load_scales`, [4, 8, RT, B, V, 2], to weights [16 * RT, COLUMNS]."""
     G: tl.constexpr = v.shape[3] * v.shape[4]
     v = tl.permute(tl.reshape(v, (4, 8, RT, G, 2)), (2, 4, 1, 3, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
@@ -310,9 +320,9 @@ def scale_value(stored, KIND: tl.constexpr):
 
 @triton.jit
 def begin_rms_norm(out, other, weight, OFFSET: tl.constexpr):
-    """Return `out` + `other`, rounded, and that times (`weight` + OFFSET): RMSNorm without the division.
+    """Return `out` + `other`, and that times (`weight` + OFFSET): RMSNorm without the division by the RMS.
 
-    All are [...] in the dtype of `out`.
+    All arguments and both results are [...] in the dtype of `out`.
     """
     total = (out.to(tl.float32) + other.to(tl.float32)).to(out.dtype)
     return total, (total.to(tl.float32) * (weight.to(tl.float32) + OFFSET)).to(out.dtype)
@@ -323,9 +333,14 @@ def apply_scale_and_bias(
     sums, rows, scale, factor, bias, N, GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Finish `sums` float32 of output features `rows`: one scale per channel, factor of the tensor, bias.
+    """Return `sums`, float32, times the scale and over the factor of the weight, plus the bias.
 
-    `rows` is broadcast against `sums`. The scale applies if GROUPS is 1; `factor` is a scalar, `bias` [N].
+        rows        output features of the sums, int32, broadcast against them
+        scale       one per row of the weight [N, K], encoded as SCALE; applied only if GROUPS is 1
+        factor      float32 divisor of the whole tensor, or one per output; read only if HAS_FACTOR
+        bias [N]    read only if HAS_BIAS
+
+    Use the result in place of `sums`.
     """
     if GROUPS == 1:
         by_lane = rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2

@@ -10,11 +10,11 @@ def _part(
     rows, block, in_run, inside, FULL, REST,
     BITS: tl.constexpr, BEFORE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Load bits from one part of codes `in_run` [256] of blocks [C, 1] of 32 columns: int32 [C, 256].
+    """Load bits of codes `in_run` [256] of `block` [C, 1] from one part of the stored codes: int32 [C, 256].
 
-    The part has `WIDTH` bits of each code. `FIRST` is the first bit taken, `MASK` keeps the wanted ones.
-    Parts before it have the bits `BEFORE` of a code. Block `FULL`, the last one, has `REST` codes. `inside`
-    [C, 256] masks the load.
+    Blocks are 32 columns of the rows at `rows` [1, 256]. Codes of BITS bits are stored in parts of WIDTH bits
+    each; BEFORE are the bits of a code in earlier parts. FIRST is the first bit taken, MASK keeps the wanted
+    ones. Block `FULL`, the last one, has `REST` codes. `inside` [C, 256] masks the load.
     """
     in_last = 0
     for other in tl.static_range(3):

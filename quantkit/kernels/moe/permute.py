@@ -42,7 +42,10 @@ def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 
 @dataclass(frozen=True)
 class _Order:
-    """Launches of `sort_tokens_by_expert`: `place`, after `count` if there are several chunks."""
+    """Launches of `sort_tokens_by_expert`: `place`, after `count` if there are several chunks.
+
+    `count` runs `count_tokens` and is None for one chunk. Its output is int32 [`chunks`, `buckets`].
+    """
 
     place: IndexLaunch
     count: IndexLaunch | None = None

@@ -159,7 +159,7 @@ def _add(
     query, keys, values, added, largest, total, acc, SCALE: tl.constexpr, W: tl.constexpr,
     KEYS: tl.constexpr, G: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Add KEYS keys per warp to the running softmax (`largest`, `total` [W, G], `acc` [W, VP, G])."""
+    """Return the softmax state (`largest`, `total` [W, G], `acc` [W, VP, G]) with KEYS more keys per warp."""
     ROWS: tl.constexpr = query.shape[1]
     keys, values = _as_rows(keys, W, KEYS, DP), _as_columns(values, W, KEYS, VP)
     scores = tl.dot(query, keys, input_precision="ieee") * (SCALE * LOG2E)
@@ -253,7 +253,7 @@ def _store(
     sums, stats, split, block, acc, largest, total, W: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """Store `acc` [W, VP, G] to `sums`, `largest` and `total` [W, G] to `stats`, from split `split` on."""
+    """Write `acc` [W, VP, G], `largest` and `total` [W, G] of `_add`, as W splits from `split` on."""
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
     m = tl.arange(0, 8)[:, None, None]
@@ -280,7 +280,7 @@ def _write(
     k, v, new_k, new_v, cos, sin, factors, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, EPS: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Write the new key, rotated, at `k` [D], and the new value at `v` [V] of the cache."""
+    """Write the key `new_k` [D], rotated, at `k` [D] of the cache, and the value `new_v` [V] at `v` [V]."""
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     key, other = _load_key(new_k, D, DP)
     if EPS is not None:
@@ -358,7 +358,7 @@ def _load_rows(
 
 @triton.jit
 def _features(R: tl.constexpr, DP: tl.constexpr):
-    """Return which features of R rows each lane has: [4, 1, 1, R / 8 * runs, 8], as in `_load_rows`."""
+    """Return the features of a key that each lane has in `_load_rows`: int32 [4, 1, 1, R / 8 * runs, 8]."""
     run = tl.arange(0, R // 8 * (DP // 32))[:, None] % (DP // 32)
     return run * 32 + tl.arange(0, 4)[:, None, None, None, None] * 8 + tl.arange(0, 8)
 
@@ -425,7 +425,7 @@ def _seen(
     mask, first, LENGTH, m_l, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr, MASK: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Return masks of visible keys in the layouts of `_numbers`, and the addend of scores [W, G, KEYS]."""
+    """Return which keys are visible, in both layouts of `_numbers`, and addends of scores [W, G, KEYS]."""
     row, column = _numbers(first, W, KEYS)
     row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
     # t, m, warp, 8 keys, c
@@ -436,7 +436,7 @@ def _seen(
 
 @triton.jit
 def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
-    """Return the addend of the scores of keys `at` [...], float32: -inf for hidden keys."""
+    """Return the addends of scores of keys number `at` [...], times log2(e), float32; -inf: hidden."""
     if PTX:
         at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
     valid = at < LENGTH

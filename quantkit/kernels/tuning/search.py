@@ -92,7 +92,11 @@ class Compiler(Protocol):
 
 @dataclass
 class Search:
-    """Candidates of one problem with their measured times, and the state of the search."""
+    """Search for the fastest candidate of one problem: what was timed so far, and what cannot win.
+
+    Times are microseconds: `coarse` with few replays, `fine` with more, for the best candidates. `rejected`
+    has the reason of each candidate that cannot win; `wrong` are those with wrong results.
+    """
 
     problem: Problem
     #: The choice of the rules.
@@ -136,7 +140,10 @@ class Search:
             yield Candidate(kernel.name, self.before.tile)
 
     def _hopeful(self) -> list[Kernel]:
-        """Return the kernels whose neighbouring tiles are still searched."""
+        """Return the kernels whose neighbouring tiles are still searched.
+
+        They have tiles, are `searched`, and take at most `HOPELESS` times as long as the fastest.
+        """
         best = min(self.coarse.values(), default=0.0)
         kernels = [kernel_named(name) for name in dict.fromkeys(one.kernel for one in self.coarse)]
         return [

@@ -64,7 +64,11 @@ class Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest kernel, its tile (None without tiles), its microseconds, and those of earlier kernels."""
+    """The fastest kernel for a `Key`, by name, with its tile and its microseconds `us` per product.
+
+    `tile` is None for a kernel without tiles. `others` are the microseconds of kernels before it in
+    `KERNELS`.
+    """
 
     us: float
     kernel: str
@@ -102,7 +106,7 @@ class OtherTable(Exception):
 
 
 def bucket(m: int) -> int:
-    """Return the largest M that uses the same entry as `m` rows of x."""
+    """Return the largest M that uses the same entry of a table as `m` rows of x: the `m` of its `Key`."""
     return 1 << (m - 1).bit_length()
 
 
@@ -151,7 +155,7 @@ def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
 
 
 def _weight_to_json(key: Key) -> str:
-    """Return the JSON that the shapes of a scheme share, without braces."""
+    """Return scheme, dtype and fp16_accumulation of `key` as JSON, without braces: shapes share them."""
     dtype = str(key.dtype).removeprefix("torch.")
     return json.dumps(
         {"scheme": key.scheme.to_dict(), "dtype": dtype, "fp16_accumulation": key.fp16_accumulation}

@@ -25,10 +25,10 @@ COLUMNS = 8
 
 @dataclass(frozen=True)
 class Norm:
-    """Part of an RMSNorm that the kernel computes (`problem.Normed`).
+    """Part of an RMSNorm that `decode_gemm` computes: the `part` of a `problem.Normed`.
 
     `adds`: a residual is added to the input. `rounded`: normalized values are rounded before the product with
-    the weights. `offset` is added to the weights.
+    the weights of the norm, to which `offset` is added. `eps` is added to the mean of squares.
     """
 
     part: str
@@ -54,7 +54,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Compile-time constants of the kernel: shape of the weight, dequantization, and division of work.
+    """Compile-time constants of `decode_gemm`: shape of the weight, dequantization, and division of work.
 
     An mma has `mma_k` columns. Two mmas are an mma pair and share a vec4 of x (16 bytes per lane).
 
@@ -329,10 +329,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class Mma:
-    """Place of operand A of an mma in a k_step, and of its scale.
+    """Place of the weights of one mma among those that a warp dequantizes in a k_step, and of their scale.
 
-    `span` and `register` name the dequantized register, `subtile` the 128 columns of the k_step, `value` the
-    group in their block.
+    `span` is the span of the k_step, `register` the register among those dequantized of it. `subtile` is the
+    number of their 128 columns in the k_step, and `value` that of the scale among those of a block.
     """
 
     span: int

@@ -158,7 +158,7 @@ def decode_gemm(
 
 @gluon.jit
 def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale, zero, S: gl.constexpr):
-    """Multiply an iteration's row tiles, store sums [row tiles, W * rows * 16], return the ring of codes."""
+    """Write an iteration's sums to `partials` [row tiles, W * rows of x * 16]; return the next ring."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     K_STEPS: gl.constexpr = S.k_steps_per_warp
     totals = ()
@@ -180,7 +180,7 @@ def _iteration(pointers, ring, row_tile, table, x_smem, weights, partials, scale
 
 @gluon.jit
 def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return zero sums [W, 32, 4] for each group of columns."""
+    """Return zero sums DTYPE [W warps, 32 lanes, 4], in a tuple with one tensor per group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     sums = ()
     for _ in gl.static_range(GROUPS):
@@ -190,7 +190,7 @@ def _zeros(DTYPE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _tail(ring):
-    """Return the ring of loaded k_steps, vec4s [W, 32, 4] int32 and scale words, without its first."""
+    """Return `ring`, a tuple of k_steps loaded early ([W, 32, 4], `_load_iteration`), without its first."""
     tail = ()
     for number in gl.static_range(1, len(ring)):
         tail = tail + (ring[number],)
@@ -199,10 +199,10 @@ def _tail(ring):
 
 @gluon.jit
 def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
-    """Return pointers and sizes for `_load_k_step`.
+    """Return the `pointers` of `_load_k_step`, for a program with `count` row tiles from number `first` on.
 
-    They are codes [W, 32, 4] of each warp lane, scales, zero-points, and the offset of their words [W, 32].
-    Then first k_step of each warp, row tiles of the program, and N.
+    They are pointers to codes [W, 32, 4], all scales and zero-points; a lane's place in these [W, 32]. Then
+    the first k_step of each warp [W, 1], `count` and N.
     """
     VEC4: gl.constexpr = vec4_layout(S.warps)
     LANES: gl.constexpr = gl.SliceLayout(2, VEC4)
@@ -218,7 +218,7 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
 
 @gluon.jit
 def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load k_step `number` of each warp, vec4s int32 [W, 32, 4] and scale words, for all row tiles.
+    """Load k_step `number` of each warp, vec4s [W, 32, 4]: one `_load_k_step` per row tile, in a tuple.
 
     The iteration begins with `row_tile`. Numbers from its k_steps on belong to later iterations.
     """
@@ -232,9 +232,9 @@ def _load_iteration(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
-    """Load vec4s int32 [W, 32, 4] of a k_step, and words [W, 32] of scales and zero-points per 128 columns.
+    """Load a k_step of a row tile: tuples of vec4s of codes [W, 32, 4], of scales and of zero-points.
 
-    Nothing is read beyond the last row tile of the program or the last column.
+    Scales and zero-points are words per 128 columns. Nothing past the program's row tiles or K is read.
     """
     VEC4: gl.constexpr = S.vec4s_per_step
     SUBTILES: gl.constexpr = S.k_step // 128
@@ -258,7 +258,7 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Return operand A minus zero-point v, times scale v if scales multiply weights: int32 [W, 32, 4]."""
+    """Return operand `a` minus zero-point v, times scale v if `S.on_weights`: int32 [W, 32, 4]."""
     FMA: gl.constexpr = (
         "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
     )
@@ -276,7 +276,7 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_registers(words, S: gl.constexpr):
-    """Dequantize a register of each part to `S.dequant_registers` registers, int32 [W, 32, 4] each."""
+    """Dequantize `words`, int32 [W, 32, 4] per register of a code, to `S.dequant_registers` such tensors."""
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
     else:
@@ -286,7 +286,7 @@ def _dequant_registers(words, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
-    """Return operand A registers of a span, [W, 32, 4] int32, for each row tile of the iteration."""
+    """Return the dequantized registers of span number `span`, int32 [W, 32, 4]: a tuple for each row tile."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     TILES: gl.constexpr = S.tiles
     dequant_registers = ()
@@ -302,7 +302,7 @@ def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
 
 @gluon.jit
 def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
-    """Add a k_step's products to `totals`: for each row tile and group of columns, [W, 32, 4]."""
+    """Return `totals` plus the products of a k_step: [W, 32, 4] for each row tile and group of columns."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
     MMAS: gl.constexpr = S.k_step // S.mma_k
     GROUPS: gl.constexpr = S.column_groups
@@ -353,7 +353,7 @@ def _multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, 
 
 @gluon.jit
 def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Return `sums` [W, 32, 4] plus the MMA of A with half HALF of each vec4 in `x`, per column group."""
+    """Return `sums` plus operand `a` times half HALF of `x`, all [W, 32, 4], for each group of columns."""
     GROUPS: gl.constexpr = S.column_groups
     next_sums = ()
     for group in gl.static_range(GROUPS):
@@ -373,7 +373,7 @@ def _with_scales(total, sums, scales, S: gl.constexpr):
 
 @gluon.jit
 def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
-    """Add the product of operand A with half HALF of a vec4 of x to `sums` [W, 32, 4]."""
+    """Return `sums` plus operand `a` times half HALF (0 or 1) of vec4 `b` of x, all [W, 32, 4]."""
     if S.int8_mma:
         dequant_registers = gl.inline_asm_elementwise(
             _MMA_INT8 + _OPERANDS[HALF], "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, sums], gl.int32,
@@ -430,7 +430,7 @@ def _column_weights(x_scale, S: gl.constexpr):
 
 @gluon.jit
 def _reduce_columns(total, weights, S: gl.constexpr):
-    """Return the sums of each warp, row of x and row of a row tile: [W * rows * 16]."""
+    """Return the sums of each warp [W * rows of x * 16] from `total` and `weights`, tuples of [W, 32, 4]."""
     GROUPS: gl.constexpr = S.column_groups
     if not S.has_column_weights:
         # r, column // 2, row // 8, column % 2, and group.

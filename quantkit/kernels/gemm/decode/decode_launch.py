@@ -163,7 +163,10 @@ def _rule(problem: Problem) -> DecodeTile:
 
 
 def single_row_ratio(problem: Problem) -> int:
-    """Return from how many experts per routed token on expert blocks have one routed token each."""
+    """Return how many experts per routed token it takes for expert blocks of one routed token each.
+
+    It is the argument of that name of `permute.usual_block_rows`; `problem` is one expert.
+    """
     return 1 if why_no_int8(replace(problem, m=1)) is None else 4
 
 
@@ -202,7 +205,7 @@ def _copies_twice(problem: Problem, one: DecodeTile, two: DecodeTile) -> bool:
 
 
 def _max_row_tiles(problem: Problem, tile: DecodeTile) -> int:
-    """Return the largest number of row tiles of a program."""
+    """Return the largest number of row tiles of a program, if `decode_gemm` runs `problem` with `tile`."""
     return schedule_row_tiles(tile, shape_of(problem), processors(problem)).row_tiles
 
 
@@ -220,16 +223,19 @@ def imbalance(problem: Problem, tile: DecodeTile) -> float:
 
 
 def _is_straight(problem: Problem) -> bool:
-    """Return True if a row has one scale, and dequantizing takes few registers."""
+    """Return True if dequantizing takes few registers: no table, zero-points or spans over 128 columns.
+
+    A row then also has one scale, or scales multiply weights.
+    """
     shape, scheme = shape_of(problem), problem.scheme
     straight = (shape.groups == 1 or shape.on_weights) and table_bytes(scheme, problem.dtype) == 0
     return straight and not scheme.has_zero_point and shape.span <= 128
 
 
 def why_no_norm(problem: Problem, tile: DecodeTile, part: str) -> str | None:
-    """Return why a part of a norm cannot be computed; None if it can.
+    """Return why `decode_gemm` cannot compute `part` of a norm (`problem.Normed`); None if it can.
 
-    Each program computes a whole norm itself.
+    With the part "whole", each program computes the norm itself.
     """
     if part == "begin":
         return None

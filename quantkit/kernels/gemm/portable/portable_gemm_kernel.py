@@ -165,9 +165,10 @@ def portable_gemm(
 
 @triton.jit
 def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
-    """Return (tile of rows of x, tile of rows of W) of tile `tile` in a grid [column_tiles, row_programs].
+    """Return the place of output tile number `tile` in a grid [column_tiles, row_programs]: two scalars.
 
-    Up to GROUP_M tiles with the same rows of W are adjacent, and share them in L2.
+    They count blocks of rows of x, and blocks of rows of W. Up to GROUP_M tiles with the same rows of W are
+    adjacent, and share them in L2.
     """
     first = tile // (GROUP_M * row_programs) * GROUP_M
     width = tl.minimum(column_tiles - first, GROUP_M)
@@ -183,7 +184,11 @@ def _dequant(
     CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
     DTYPE: tl.constexpr, WAIT_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize and scale the weights of a step, DTYPE [16 * RT, C * SPAN]."""
+    """Dequantize and scale the weights of step number `step`: DTYPE [16 * RT, C * SPAN].
+
+    `row_tiles` [RT] are the numbers of the row tiles. `at` are pointers to their codes of this step, [RT, C,
+    256], which has C spans of SPAN columns. The other arguments are those of `portable_gemm`.
+    """
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
     B: tl.constexpr = COLUMNS // 128
@@ -207,7 +212,7 @@ def _dequant(
 
 @triton.jit
 def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
-    """Broadcast values by lane, one per row, to sums [16 * RT, BM]."""
+    """Broadcast a block's scales of `load_scales`, one per row of W, to sums [16 * RT, BM]."""
     v = tl.permute(tl.reshape(v, (4, 8, RT, 2)), (2, 3, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (16 * RT, 1, 4, 1))
@@ -216,7 +221,7 @@ def _per_sum(v, RT: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _one(WAIT_PTX: tl.constexpr):
-    """Return 1; with WAIT_PTX only after earlier products, which still read older weights, have ended.
+    """Return 1, with WAIT_PTX once earlier products, which still read older weights, have ended.
 
     The caller multiplies new weights by the result, so that they are not computed earlier. Triton 3.6 would
     write new weights to registers that running products still read.
@@ -229,7 +234,11 @@ def _one(WAIT_PTX: tl.constexpr):
 
 @triton.jit
 def _fp16_dot(q, columns, FP16_SCALE: tl.constexpr):
-    """Return the product of weights `q` and `columns` of x, summed in float16, as float32 [16 * RT, BM]."""
+    """Return `q` times `columns` of x, summed in float16, as float32 [16 * RT, BM].
+
+    `q` are weights [16 * RT, K'], `columns` is [K', BM] for K' columns. Weights are multiplied by FP16_SCALE
+    before, and the result [16 * RT, BM] is divided by it.
+    """
     return tl.dot(q * FP16_SCALE, columns, out_dtype=tl.float16).to(tl.float32) * (1 / FP16_SCALE)
 
 

@@ -211,9 +211,12 @@ TILE_SPACE = TileSpace(PortableGemmTile, VALUES, _rule, _why_invalid, _why_prune
 
 @dataclass(frozen=True)
 class _Launches:
-    """Launches of `portable_gemm`, M as the kernel gets it, and the number of unsplit tiles.
+    """Launches of `portable_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
-    `reduce_splits` adds the sums of `rest` split tiles; None if no tile is split.
+    kernel          `portable_gemm`
+    reduce_splits   the kernel of this name, which adds the sums of split tiles; None if no tile is split
+    m, unsplit      its arguments M, with experts all rows of their blocks, and UNSPLIT
+    rest            number of split tiles
     """
 
     kernel: Launch

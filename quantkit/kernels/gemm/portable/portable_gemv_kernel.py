@@ -167,9 +167,11 @@ def _load_step(
     EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load code words int16 [W, L, 256] per register of a step, with scales and zero-points.
+    """Load a step of the program: a tuple of TILES code words int16 [W, L, 256], scales and zero-points.
 
-    Scales and zero-points are [4, 8, W, L, V, 2]; 0 for a weight without zero-points or group scales.
+    `code_rows` [L] and `span` [W, L] are those of `load_code_words`, for W warps; `block_rows` and `block`
+    those of `load_by_lane`. Scales and zero-points are [4, 8, W, L, V, 2]; 0 for a weight without zero-points
+    or group scales.
     """
     tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
     s = 0
@@ -183,7 +185,10 @@ def _load_step(
 
 @triton.jit
 def _per_sum(v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Broadcast values by lane, [4, 8, W, L, V, 2], to sums [NG * W, 16 * R, BM]; L * V = R * NG."""
+    """Broadcast scales [4, 8, W, L, V, 2] of `load_by_lane` to sums [NG * W, 16 * R, BM]; L * V = R * NG.
+
+    A program has W warps, each with NG products of R row tiles and BM rows of x.
+    """
     v = tl.permute(tl.reshape(v, (4, 8, W, R, NG, 2)), (4, 2, 3, 5, 1, 0))
     # Warp lane t has columns 2 t and 2 t + 1 of eight.
     v = tl.reshape(v, (NG * W, 16 * R, 1, 4, 1))
@@ -195,9 +200,10 @@ def _per_weight(
     v, W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, GROUPS_PER_DOT: tl.constexpr, HALVES: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Broadcast values by lane, [4, 8, W, L, V, 2] with L * V = R * NG * GROUPS_PER_DOT, to weights.
+    """Broadcast values [4, 8, W, L, V, 2] of `load_by_lane` to weights [NG * W, 16 * R, DOT].
 
-    Weights are [NG * W, 16 * R, DOT].
+    A program has W warps, each with NG products of R row tiles and DOT columns. L * V = R * NG *
+    GROUPS_PER_DOT. With HALVES, groups are the halves of a run of 32 columns.
     """
     # Halves of a run alternate within a warp lane.
     H: tl.constexpr = 2 if HALVES else 1
@@ -209,7 +215,10 @@ def _per_weight(
 
 @triton.jit
 def _rows_of_x(order, M, TOP_K: tl.constexpr, BM: tl.constexpr):
-    """Return the rows of x of M routed tokens, int32 [8, BM / 8]; numbers from M on repeat the last one."""
+    """Return the rows of x of the M routed tokens at `order`, int32 [8, BM / 8]; from M on, the last one.
+
+    There are TOP_K routed tokens for each row of x.
+    """
     m = tl.arange(0, BM // 8)[None, :] * 8 + tl.arange(0, 8)[:, None]
     return tl.load(order + tl.minimum(m, M - 1)) // TOP_K
 

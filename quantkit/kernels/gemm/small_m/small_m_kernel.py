@@ -245,7 +245,11 @@ def small_m_gemm(
 def _store_gated(
     out, first, last, y, M, N, ROW_TILES, order, GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
-    """Write y [M, N / 2] from gate and up: row tiles 2 i and 2 i + 1 of `out` [16 * W, BM]."""
+    """Write y [M, N / 2] = activation GATE of gate, times up, for the row tiles of a program.
+
+    In `out` [16 * W, BM], row tile 2 i is of the gate, 2 i + 1 of up. There are ROW_TILES, from number
+    `first` on; `last` is that of the last one of W. `order` names the rows of y, as in `output_rows`.
+    """
     PAIRS: gl.constexpr = _gate_up_layout(W, BM)
     pairs = gl.reshape(gl.convert_layout(out, PAIRS), (W // 2, 2, 16, BM))
     x, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
@@ -263,7 +267,10 @@ def _store_gated(
 
 @gluon.constexpr_function
 def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
-    """Return the layout of [16 * W, BM] in which a thread has the same row of both row tiles of a pair."""
+    """Return the layout of [16 * W, BM] in which a thread has the same row of both row tiles of a pair.
+
+    A pair is a row tile of the gate and the next one, of up. W is the number of warps.
+    """
     rows = [[1 << bit, 0] for bit in range((16 * W).bit_length() - 1)]
     columns = [[0, 1 << bit] for bit in range(BM.bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -273,7 +280,11 @@ def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _load_codes(pointers, k_step, TILES: gl.constexpr, C: gl.constexpr):
-    """Load the codes of a k_step, int32 [W, C, 128] for each register."""
+    """Load the codes of a k_step of the program's split: a tuple of TILES tensors int32 [W, C, 128].
+
+    They are those of W row tiles and C spans. `pointers` begins with pointers to the codes of k_step 0, and a
+    mask of those to load.
+    """
     words_at, mask = pointers[0], pointers[1]
     words = ()
     for t in gl.static_range(TILES):
@@ -287,7 +298,11 @@ def _load_scales(
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     HAS_ZERO: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Load words [W, 8, ...] of scales and zero-points for each 128 columns of COUNT k_steps; 0 if absent."""
+    """Load scales and zero-points of COUNT k_steps, from `k_step` of the split on: two tuples of words.
+
+    Each has an element for every 128 columns, [W, 8] or [W, 8, WORDS] of `load_scale_words`. It is 0 for a
+    weight without group scales, or zero-points. `pointers` are those of `_multiply`.
+    """
     scales_at, scales, zeros, begin, first_block = (
         pointers[2],
         pointers[3],
@@ -317,9 +332,10 @@ def _load_scale_words(
     values, block, scales_at, STORED: gl.constexpr, STAGED_BLOCKS: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr
 ):  # fmt: skip
-    """Load the scale words int32 [W, 8] of block `block`, from shared memory or from `values`.
+    """Load the scales or zero-points of block `block` for W row tiles: words [W, 8] or [W, 8, WORDS].
 
-    STAGED_BLOCKS selects shared memory.
+    With STAGED_BLOCKS, `values` is shared memory of `stage_scales`. Else it points to all values STORED of
+    the weight, and `scales_at`, int32 [W, 8], is where those of block 0 are.
     """
     if STAGED_BLOCKS:
         words = load_scales_smem(values, block, STORED, V, W)
@@ -338,10 +354,15 @@ def _multiply(
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
-    """Add the MMAs of a chunk to `total` float32 [16 * W, BM], from k_step `number` on.
+    """Return `total` float32 [16 * W, BM] plus the products of a chunk: CHUNK k_steps from `number` on.
 
-    Returns the sums, the ring of loaded codes, and the scales of the next chunk. IS_LAST skips loads past the
-    end.
+        ring       tuple of PREFETCH k_steps of codes, loaded early by `_load_codes`
+        values     (scales, zero-points) of the chunk, from `_load_scales`; empty tuples with STAGED_BLOCKS
+        x_smem     x in shared memory, [blocks, BM, 128 columns], or 64 columns with WGMMA
+        pointers   to codes, scales and zero-points; then bounds of the split, and the lookup table
+
+    Also returns the ring and the values of the next chunk, to be used in place of the arguments. IS_LAST
+    skips loads past the end.
     """
     SUBTILES: gl.constexpr = k_step_columns(PLANES) // 128
     C: gl.constexpr = k_step_columns(PLANES) // (16 * PLANES)

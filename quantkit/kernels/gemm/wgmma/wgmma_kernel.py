@@ -127,9 +127,10 @@ def _producer(
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copy blocks of x [BM, 128] to shared memory by TMA, in the order in which `_consumer` takes them.
+    """Run the producer warp: copy blocks of `x` [BM, 128] to shared memory `x_smem` [STAGES, BM, 128] by TMA.
 
-    Boxes without a row of x are not copied; their outputs are not stored.
+    Blocks are in the order in which `_consumer` takes them. A copy waits for its barrier in `empty`, and
+    arrives at that in `full`. Boxes without a row of x are not copied; their outputs are not stored.
     """
     if PDL:
         pdl_launch_dependents()
@@ -167,9 +168,10 @@ def _consumer(
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize and multiply rows [64 * `group`, + 64] of each tile of W [BN, K], for BM rows of x.
+    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with BM rows of x.
 
-    Sums are float32 [64, BM]. y [M, N] and partial sums are written in x's dtype and float32.
+    `operands` are x in shared memory, the barriers, and the arguments of `wgmma_gemm` from `codes` on. Sums
+    are float32 [64, BM]. y [M, N] and partial sums are written in x's dtype and float32.
     """
     (
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
@@ -267,7 +269,7 @@ def _consumer(
 
 @gluon.constexpr_function
 def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
-    """Return the element of block `block_k`."""
+    """Return the entry of `blocks` for block `block_k` of a k_step: its PTX, or the constraints of that."""
     return blocks[block_k]
 
 
@@ -279,7 +281,11 @@ def _dequant(
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Dequantize block `block_k` of a k_step: operand A [64, 128] for each 128 columns, scaled."""
+    """Dequantize and scale block `block_k` of a k_step: a tuple of operands A [64, 128], one per 128 columns.
+
+    `k_step` is the result of `_load_k_step` for C spans, `lut` that of `fill_table`. WEIGHTS is the layout of
+    weights [64, V groups, columns of a group], OPERAND that of the results.
+    """
     words, s, z = k_step
     BLOCK_ASM: gl.constexpr = _of_block(ASM, block_k)
     BLOCK_CONSTRAINTS: gl.constexpr = _of_block(CONSTRAINTS, block_k)
@@ -320,7 +326,11 @@ def _prologue(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Return pointers for four row tiles [4, C, 128], and the two loaded k_steps of step `step`."""
+    """Load the first codes of a tile: return the pointers of `_pointers`, and the ring of two k_steps.
+
+    The k_steps, int32 [4, C, 128] and scales as `_load_k_step` returns them, are those of step `step`. The
+    consumer has four row tiles from `row_tile` on.
+    """
     words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
     ring = ()
     for half in gl.static_range(2):
@@ -364,9 +374,11 @@ def _load_k_step(
     TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Load a k_step: code words int32 [4, C, 128], and the words of scales and zero-points.
+    """Load k_step `k_step` of four row tiles: tuples of code words int32 [4, C, 128], scales and zero-points.
 
-    There is a word for each 128 columns; 0 for a weight without group scales or zero-points.
+    There are TILES words of codes. Scales and zero-points are the words of `load_scale_words` for each of
+    STEP_SUBTILES times 128 columns; 0 for a weight without group scales, or zero-points. `words_at` and
+    `scales_at` are from `_pointers`.
     """
     words = ()
     for t in gl.static_range(TILES):
@@ -385,7 +397,11 @@ def store(
     sums, y, row, m, M, N, scale, factor, bias, BM: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
     HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ACC: gl.constexpr, STORE_VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Scale accumulators `sums` float32 [64, BM], add the bias, and store them to y [m + BM, row + 64]."""
+    """Scale sums float32 [64, BM], add the bias, and write them to y [M, N].
+
+    They belong to output features from `row` on and rows of x from `m` on, in layout ACC. The other arguments
+    are those of `apply_scale_and_bias`. A thread writes STORE_VECTOR features at once, which divides N.
+    """
     rows = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, ACC)), 1)
     out = apply_scale_and_bias(sums, rows, scale, factor, bias, N, GROUPS, SCALE, HAS_FACTOR, HAS_BIAS)
     # A thread writes STORE_VECTOR adjacent outputs, adjacent threads write adjacent vectors.

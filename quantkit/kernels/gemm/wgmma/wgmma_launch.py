@@ -177,9 +177,12 @@ TILE_SPACE = TileSpace(WgmmaTile, VALUES, _rule, _why_invalid, _why_pruned, _ada
 
 @dataclass(frozen=True)
 class _Launches:
-    """Launch of `wgmma_gemm`, its shared memory layout, and its stream-K schedule.
+    """Launch of `wgmma_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
-    `sums` is the number of float32 partial sums and flags. A weight has `spans` spans and `blocks` blocks.
+    layout              shared memory layout of x, for its TMA descriptor
+    stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`stream_k_schedule`)
+    spans, blocks       those of the weight's `Geometry`
+    sums                float32 numbers of memory for partial sums and flags; 0 if no tile is shared
     """
 
     kernel: Launch
@@ -245,7 +248,10 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Wgmma
 
 
 def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
-    """Return one expression per `block_k` columns of a longer span."""
+    """Return constexprs ASM and CONSTRAINTS for spans longer than `tile.block_k`.
+
+    Each is a tuple, with PTX for the planes of each `tile.block_k` columns.
+    """
     name, each = str(dtype).removeprefix("torch."), shape.planes * tile.block_k // shape.span
     parts = [
         expression(scheme.format, name, bare=shape.carried != 1.0, some=(first, first + each))

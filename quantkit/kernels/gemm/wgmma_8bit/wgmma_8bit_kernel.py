@@ -116,9 +116,11 @@ def _producer(
     HAS_BESIDE: gl.constexpr, BM: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copy codes of W [128, 128], scales, and x [BM, 128] to shared memory by TMA, for consumers in order.
+    """Run the producer warp: copy codes and scales of W, and x [BM, 128], to shared memory `smem` by TMA.
 
-    Boxes without a row of x are not copied; their outputs are not stored.
+    Blocks of 128 columns are in the order in which `_consumer` takes them; `beside` goes with them if
+    HAS_BESIDE. `work` are the arguments of `wgmma_8bit_gemm` from M to STEPS. Boxes without a row of x are
+    not copied; their outputs are not stored.
     """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
@@ -166,7 +168,11 @@ def _consumer(
     BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Unpack and multiply rows [64 * `group`, + 64] of each tile of W [BN, K], for BM rows of x."""
+    """Run consumer `group`: multiply 64 rows, from 64 * `group` on, of tiles of W [BN, K] with BM rows of x.
+
+    `smem` are the buffers and barriers that the producer fills. `work` are the arguments of `wgmma_8bit_gemm`
+    from M to STEPS, `operands` its pointers from `x_scale` on and TOKEN. Writes y [M, N] or partial sums.
+    """
     x_smem, codes_smem, scales_smem, beside_smem, full, empty = smem
     M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, STEPS = work
     x_scale, scale, bias, y, sums, TOKEN = operands
@@ -247,7 +253,10 @@ def _row_factor(
     scales_smem, buffer, group: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr, STORED: gl.constexpr,
     ACC: gl.constexpr,
 ):  # fmt: skip
-    """Return the scales of 64 rows for a block of columns, float32 [64]; ones with one scale per row."""
+    """Return the scales of 64 rows of W for the 128 columns of a buffer, float32 [64]; ones if GROUPS is 1.
+
+    The rows are those of warp group `group`, in layout ACC. `scales_smem` is int32 [buffers, row tiles, 8].
+    """
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     if GROUPS > 1:
         words = scales_smem.index(buffer).slice(group * 4, 4, 0).load(scale_words_layout(4, 1))
@@ -262,7 +271,10 @@ def _row_factor(
 def _of_x(
     beside_smem, buffer, i: gl.constexpr, MMA_M: gl.constexpr, HAS_BESIDE: gl.constexpr, ACC: gl.constexpr
 ):
-    """Return part `i` of the scale, or sum of codes, of each row of x, float32 [MMA_M]; 0 without."""
+    """Return the scale, or sum of codes, of MMA_M rows of x for the 128 columns of a buffer: float32 [MMA_M].
+
+    They are rows from `i` * MMA_M on in `beside_smem`, float32 [buffers, 1, BM]. Returns 0 unless HAS_BESIDE.
+    """
     if HAS_BESIDE:
         row = beside_smem.index(buffer).slice(i * MMA_M, MMA_M, 1).load(_beside_layout(MMA_M))
         of_x = gl.convert_layout(gl.reshape(row, (MMA_M,)), gl.SliceLayout(0, ACC), assert_trivial=True)
@@ -283,9 +295,11 @@ def _beside_layout(BM: int) -> gl.DistributedLinearLayout:
 def _promote(
     total, part, factor, of_x, UNIT: gl.constexpr, OFFSET: gl.constexpr, X_GROUPS: gl.constexpr
 ):  # fmt: skip
-    """Add sums `part` [64, MMA_M] of 128 columns to `total` float32, times `factor` float32 [64] of the rows.
+    """Return `total` float32 [64, MMA_M] plus the sums `part` of 128 columns times UNIT and scales.
 
-    `of_x` are scales with X_GROUPS, or sums with an OFFSET, float32 [MMA_M].
+    `factor` float32 [64] are the scales of rows of W. With X_GROUPS, `of_x` float32 [MMA_M] are those of rows
+    of x. With an OFFSET, `of_x` are sums of codes of x; times `factor` and OFFSET, they are added too. Use
+    the result in place of `total`.
     """
     part = part.to(gl.float32)
     if X_GROUPS:
@@ -298,13 +312,19 @@ def _promote(
 
 @gluon.jit
 def _load_codes(codes_smem, group: gl.constexpr, PLANES: gl.constexpr):
-    """Load the codes of a warp group from a buffer: words int32 [4, C, 128]."""
+    """Load the codes of warp group `group` from a buffer in shared memory: words int32 [4, C, 128].
+
+    They are those of four row tiles.
+    """
     return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // PLANES))
 
 
 @gluon.jit
 def _unpack(words, PLANES: gl.constexpr, FLIPPED: gl.constexpr):
-    """Unpack `words` int32 [4, C, 128], for each shift, to four bytes each: int32 of the same shape."""
+    """Unpack the codes in `words` int32 [4, C, 128] to a byte each: a tuple of such tensors, one per shift.
+
+    There are PLANES / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED.
+    """
     BITS: gl.constexpr = 16 // PLANES
     unpacked = ()
     for i in gl.static_range(PLANES // 2):
@@ -314,7 +334,10 @@ def _unpack(words, PLANES: gl.constexpr, FLIPPED: gl.constexpr):
 
 @gluon.jit
 def _operand(unpacked, PLANES: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr):
-    """View unpacked codes as operand A [64, 128] of DTYPE, in the same registers."""
+    """View the result of `_unpack` as operand A [64, 128] of DTYPE, in the same registers.
+
+    ACC is the layout of the sums.
+    """
     SHIFTS: gl.constexpr = PLANES // 2
     C: gl.constexpr = 8 // PLANES
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)

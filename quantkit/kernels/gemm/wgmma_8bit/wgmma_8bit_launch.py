@@ -98,9 +98,13 @@ def wgmma_8bit_tile(shape: Geometry, m: int, promotes: bool, multiprocessors: in
 
 @dataclass(frozen=True)
 class _Launches:
-    """Launch of `wgmma_8bit_gemm`, its shared memory layouts, and its stream-K schedule.
+    """Launch of `wgmma_8bit_gemm` for one `GemmSpec` and tile, with the arguments that follow from both.
 
-    `sums` is the number of float32 partial sums and flags, `steps` that of steps of a row.
+    x_layout            shared memory layout of codes of x, for their TMA descriptor
+    plain_layouts       those of the other TMA descriptors, with two and with three dimensions
+    stream_k_schedule   WHOLE_TILES, STEPS_PER_PROGRAM and TILE_STRIDE (`wgmma_tiles.stream_k_schedule`)
+    steps               steps of a row
+    sums                float32 numbers of memory for partial sums and flags; 0 if no tile is shared
     """
 
     kernel: Launch

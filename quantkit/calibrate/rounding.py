@@ -200,7 +200,11 @@ class Columns(NamedTuple):
 
 
 def _one_by_one(columns: Columns, scheme: Scheme) -> torch.Tensor:
-    """Round columns in order; each adds the error changes of the columns before it. Returns values [c, n]."""
+    """Round c columns in order, and return their values [c, n] in units of the scale.
+
+    The target of a column gains the coupled changes of errors of the columns before it, since `targets` were
+    computed.
+    """
     targets, weights, scale, zero, errors, coupling = columns
     divisor = torch.where(scale == 0, 1.0, scale)
     values = torch.empty_like(targets)

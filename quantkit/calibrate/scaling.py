@@ -90,9 +90,9 @@ def searched(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tens
 
 
 def smoothed(consumers: Sequence[Consumer], hessian: Hessian, shared: torch.Tensor) -> list[torch.Tensor]:
-    """Compute SmoothQuant's scales, float32 [S], as the only candidate; `shared` as in `searched`.
+    """Compute SmoothQuant's scales, a list of one tensor float32 [S]; `shared` as in `searched`.
 
-    They lack a common factor, which would change nothing.
+    Their geometric mean is 1 before they are clamped, as a common factor changes nothing.
     """
     assert hessian.largest is not None
     count = int(shared.max()) + 1

@@ -36,7 +36,10 @@ class Measured:
 
     @classmethod
     def of(cls, detail: Mapping[str, Any]) -> "Measured":
-        """Compute the errors from `detail`, the sums of squares of a linear in the journal of a run."""
+        """Return the measurements of a linear from `detail`, its record in the journal of a run.
+
+        Errors are quotients of the sums of squares "squared" and "output"; the other fields are copied.
+        """
         errors = {
             key: None if pair is None else pair[0] / pair[1] if pair[1] else 0.0
             for key, pair in (("squared", detail["squared"]), ("output", detail.get("output")))

@@ -40,7 +40,8 @@ class ActivationScheme:
     """Rounding of the inputs x [..., K] of a linear.
 
     format       name of a number format
-    group_size   consecutive features of a token that share a scale; None for one scale per token
+    group_size   consecutive features of a token that share a scale; None for one scale per token, or for one
+                 scale of all inputs if static
     scale        float32; e8m0: a power of two; e4m3: of groups, divided by a factor of the linear
     static       True if the linear stores a number of its scales, see `INPUT_PARTS`: the float32 scale of all
                  its inputs, which have no groups, or the factor of e4m3 scales

@@ -157,7 +157,10 @@ class PackedTensor:
         return storage.unpack(stored, self.shape[0], self.scheme.format.bits)
 
     def zeros_in_codes(self) -> torch.Tensor | None:
-        """Return the zero-points in codes, float32 [N, groups]; for a minimum, within float32 rounding."""
+        """Return what is subtracted from codes, [N, groups]; None if the scheme is symmetric.
+
+        Zero-points keep their dtype. A minimum becomes float32 -minimum / scale, within its rounding.
+        """
         zeros = self.zero_points()
         return None if zeros is None else self.scheme.zero_point_type.in_codes(zeros, self.group_scale())
 

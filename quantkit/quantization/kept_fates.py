@@ -46,7 +46,7 @@ def kept_fates(checkpoint: Checkpoint, structure: Structure) -> dict[str, Fate]:
 
 
 def kept_table(checkpoint: Checkpoint, structure: Structure) -> Fate | str:
-    """Return the fate of the token embedding: the scheme that represents its values, and no method.
+    """Choose the scheme that represents the stored values of the token embedding exactly, without a method.
 
     Returns the reason as text if there is none.
     """

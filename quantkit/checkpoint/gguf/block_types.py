@@ -65,7 +65,10 @@ def _joined(parts: Parts, *rest: torch.Tensor) -> torch.Tensor:
 
 
 def _as_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Invert `_nibbles`."""
+    """Pack codes, uint8 [B, 2 n], to bytes [B, n]: the first n are the low halves, the rest the high ones.
+
+    Ignores all but the lowest four bits of a code.
+    """
     low, high = (codes & 15).chunk(2, dim=1)
     return low | high << 4
 

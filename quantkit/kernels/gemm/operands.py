@@ -222,7 +222,10 @@ def with_shared_table(
 
 
 def table_bytes(scheme: Scheme, dtype: torch.dtype, copies: int = COPIES) -> int:
-    """Return the bytes of a lookup table in shared memory, which Triton does not count."""
+    """Return the bytes of the format's lookup table with `copies` of each pair of values; 0 if it has none.
+
+    The table lies in shared memory. PTX allocates it, so Triton does not count its bytes.
+    """
     found = has_shared_table(scheme.format, str(dtype).removeprefix("torch."))
     return shared_bytes(copies) if found else 0
 

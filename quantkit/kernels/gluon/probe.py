@@ -19,7 +19,10 @@ _WGMMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 @gluon.jit
 def copy_and_multiply(x, y):
-    """Multiply x [64, 16] by ones, to y [64, 8]: cp.async, reinterpreted shared memory, mma.sync."""
+    """Compute y [64, 8] = x [64, 16] times ones by cp.async, reinterpreted shared memory and mma.sync.
+
+    `x` points to int32, each two bfloat16 of x, `y` to float32. It is compiled, never launched.
+    """
     THREADS: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     A: gl.constexpr = gl.DotOperandLayout(0, _MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, _MMA, 2)

@@ -144,9 +144,10 @@ def unpack_scales(words, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr):
 def dequant_scales(
     words, STORED: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, V: gl.constexpr, W: gl.constexpr
 ):
-    """Convert the words of `load_scale_words`, [W, 8] or [W, 8, WORDS], to scales DTYPE [16 * W, V].
+    """Convert words of scales, [W, 8] or [W, 8, WORDS] of `load_scale_words`, to DTYPE [16 * W, V].
 
-    STORED is the dtype in memory, KIND the encoding of 8-bit scales (`fragment_scales.scale_kind`).
+    W is the number of row tiles, one per warp, V the scales of a row. STORED is the dtype in memory, KIND the
+    encoding of 8-bit scales (`fragment_scales.scale_kind`).
     """
     if DTYPE == gl.bfloat16 and (KIND == "e5m3" or KIND == "e8m0"):
         scales = _of_bytes(words, KIND, DTYPE, V, W)

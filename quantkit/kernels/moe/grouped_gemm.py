@@ -281,7 +281,10 @@ def _grouped(
 
 
 def _refusals(row: str, problem: Problem, grouping: Grouping) -> str:
-    """Return why no kernel whose warps share x supports these expert blocks, for the log; "" if one does."""
+    """Explain, for the log, why kernel `row` runs these expert blocks and not one whose warps share x.
+
+    Returns the end of a line, "; not <kernel>: <reason>", or "" if `row` shares x or nothing refused.
+    """
     sharing = fused_kernels.grouped_kernels(shares_x=True)
     if row in {kernel.name for kernel in sharing}:
         return ""

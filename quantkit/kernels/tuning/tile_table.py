@@ -155,7 +155,10 @@ def to_json(table: TileTable, kernels: Iterable[Kernel]) -> bytes:
 
 
 def _weight_to_json(key: Key) -> str:
-    """Return scheme, dtype and fp16_accumulation of `key` as JSON, without braces: shapes share them."""
+    """Return the fields scheme, dtype and fp16_accumulation of `key` as JSON text without the outer braces.
+
+    `to_json` groups entries by this text, and adds the field "shapes" to the same object.
+    """
     dtype = str(key.dtype).removeprefix("torch.")
     return json.dumps(
         {"scheme": key.scheme.to_dict(), "dtype": dtype, "fp16_accumulation": key.fp16_accumulation}

@@ -166,7 +166,11 @@ def measure(
 def _experts(
     wanted: Mapping[str, Expert], found: Mapping[str | Expert, float]
 ) -> tuple[dict[str, float], dict[str, float], dict[str, list[int]]]:
-    """Return `inputs`, `experts` and `unchosen` of `Ranges` for experts, from the magnitudes found."""
+    """Compute the fields `inputs`, `experts` and `unchosen` of `Ranges` for the fused experts `wanted`.
+
+    `found` maps (parameter, expert) to the largest magnitude of its inputs. An expert without tokens gets the
+    largest of its parameter. Raises `UsageError` if that is zero or not finite.
+    """
     layers: dict[str, float] = {}
     unchosen: dict[str, list[int]] = {}
     for parameter, numbers in _by_parameter(wanted).items():

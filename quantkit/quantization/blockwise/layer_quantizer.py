@@ -114,9 +114,9 @@ class Solver:
     def prepare(
         self, hessians: Mapping[str, Hessian], needs: Mapping[str, Set[Need]]
     ) -> dict[str, LinearStats]:
-        """Compute the statistics that the methods of linears need, by name, from `hessians` and `needs`.
+        """Compute statistics for `solve`, which makes the factors later, by the names of `hessians`.
 
-        Consumes the input errors.
+        `needs` has each of these names. Overwrites the input errors in `hessians` where they are needed.
         """
         found = self.workers.map(lambda name: LinearStats.corrected(hessians[name], needs[name]), hessians)
         return dict(zip(hessians, found, strict=True))

@@ -211,7 +211,7 @@ class _Worker:
     def quantize(
         self, block: Block, todo: BlockTasks, states: States, output: WorkFiles, report: Advance
     ) -> None:
-        """Quantize one block into its work file, and run the passes through it."""
+        """Quantize a block to its work file; run `states.passes` through it, `exact` through the original."""
         device = self.decoder.device
         with ExitStack() as stack:
             file = stack.enter_context(output.shard(todo.filename, todo.specs, {"format": "pt"}))

@@ -24,7 +24,11 @@ SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
 class PackedLinearMethod:
-    """Quantization method of linears, which consist of one or several packed matrices."""
+    """Creates, loads and runs packed linears in vLLM or SGLang, whose `LinearMethodBase` is mixed in.
+
+    The engine calls `create_weights`, then `process_weights_after_loading`, then `apply` in each forward. One
+    of its layers may have several packed matrices, such as q, k and v.
+    """
 
     def __init__(self, linears: Schemes, schemes: StoredSchemes) -> None:
         super().__init__()

@@ -276,7 +276,7 @@ def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
 
 @gluon.jit
 def _dequant_registers(words, S: gl.constexpr):
-    """Dequantize `words`, int32 [W, 32, 4] per register of a code, to `S.dequant_registers` such tensors."""
+    """Dequantize `words` (int32 [W, 32, 4] each, then a table if any) to `S.dequant_registers` of these."""
     if S.dequant_registers == 1:
         dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
     else:

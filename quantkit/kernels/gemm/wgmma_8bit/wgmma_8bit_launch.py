@@ -54,7 +54,12 @@ class Wgmma8BitTile:
 
 @dataclass(frozen=True)
 class ByteOperand:
-    """Weights as bytes of their codes: scale * (unit * (byte ^ flipped) + offset)."""
+    """Bytes, int8 or e4m3, of the codes in an 8-bit MMA: a weight is scale * (unit * byte + offset).
+
+    flipped   mask XORed with int32 words of four 8-bit codes; narrower codes ignore it
+    unit      factor of a byte
+    offset    value that is added to it
+    """
 
     flipped: int = 0
     unit: float = 1.0

@@ -7,15 +7,15 @@ from typing import Any
 from quantkit.model.blocks import Block
 from quantkit.model.experts import is_fused_experts
 from quantkit.packing.schemes import Scheme
-from quantkit.quantization.blockwise.input_ranges import Wanted
+from quantkit.quantization.blockwise.input_ranges import Expert, Wanted
 
 
 @dataclass(frozen=True)
 class BlockSchemes:
     """Schemes to measure in a block, by linear and by fused parameter of experts.
 
-    Names are relative to the block. `static` are linears whose largest input is needed. `trials` is the
-    number of matrices to quantize.
+    Names are relative to the block. `static` are linears and experts whose largest input is needed. `trials`
+    is the number of matrices to quantize.
     """
 
     linears: Mapping[str, Sequence[Scheme]]
@@ -31,7 +31,7 @@ class BlockSchemes:
     def within(cls, block: Block, schemes: Mapping[str, Sequence[Scheme]]) -> "BlockSchemes":
         linears: dict[str, Sequence[Scheme]] = {}
         experts: dict[str, dict[str, Sequence[Scheme]]] = {}
-        trials = 0
+        static, trials = dict[str, Expert](), 0
         for full, row in schemes.items():
             if not f"{full}.".startswith(f"{block.name}."):
                 continue
@@ -41,12 +41,15 @@ class BlockSchemes:
             module: Any = block.module.get_submodule(owner)
             if is_fused_experts(module):
                 experts.setdefault(owner, {})[leaf] = row
-                trials += len(row) * len(module.down_proj)
+                count = len(module.down_proj)
+                trials += len(row) * count
+                if any(map(_is_static, row)):
+                    static |= {f"{full}.{number}": (full, number) for number in range(count)}
             else:
                 linears[name] = row
                 trials += len(row)
-        static = (block.full(name) for name, row in linears.items() if any(map(_is_static, row)))
-        return cls(linears, experts, Wanted(frozenset(static), frozenset(), {}), trials)
+        alone = (block.full(name) for name, row in linears.items() if any(map(_is_static, row)))
+        return cls(linears, experts, Wanted(frozenset(alone), frozenset(), static), trials)
 
 
 def _is_static(scheme: Scheme) -> bool:

@@ -4,9 +4,8 @@ The gradients are of the log probability of tokens drawn from the model, so thei
 information (`quantization/allocate/sensitivity.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -20,13 +19,11 @@ from quantkit.packing.schemes import Scheme
 from quantkit.quantization.blockwise.moe_calibration import PRIOR, Routed
 
 
-def roundings(
-    schemes: Iterable[Scheme], largest: Callable[[], float]
-) -> dict[ActivationScheme, ActivationScheme]:
-    """Return the activation schemes of `schemes`, by themselves; static ones fit inputs up to `largest()`."""
+def roundings(schemes: Iterable[Scheme], largest: float) -> dict[ActivationScheme, ActivationScheme]:
+    """Return the activation schemes of `schemes`, by themselves; static ones fit inputs up to `largest`."""
     named = (scheme.activations for scheme in schemes)
     # Zeros are rounded to zeros by any scale.
-    return {one: one.fit(largest() or 1.0) if one.static else one for one in named if one is not None}
+    return {one: one.fit(largest or 1.0) if one.static else one for one in named if one is not None}
 
 
 def _rounding_losses(
@@ -169,10 +166,12 @@ class RoutedGradients:
         """Return the number of tokens that chose each expert."""
         return tuple(len(self.routed.tokens(expert)) for expert in range(len(self.experts.down_proj)))
 
-    def seen(self, expert: int, schemes: Mapping[str, Sequence[Scheme]]) -> dict[str, Seen]:
+    def seen(
+        self, expert: int, rounds: Mapping[str, Mapping[ActivationScheme, ActivationScheme]]
+    ) -> dict[str, Seen]:
         """Return the sums for both fused parameters of an expert, by parameter name; rows as in `weight`.
 
-        `schemes` of each parameter say how inputs are rounded.
+        `rounds` are the `roundings` of each parameter.
         """
         tokens, slots = (self.routed.chosen == expert).nonzero(as_tuple=True)
         if len(tokens):
@@ -189,35 +188,17 @@ class RoutedGradients:
         (back,) = torch.autograd.grad(middle, products, slopes @ down)
         name = f"{self.name}.{expert}"
         given = {spec.first: (inputs, back), DOWN: (middle.detach(), slopes)}
-        # All experts of a layer round by the largest.
-        largest = {
-            spec.first: lambda: float(self.routed.inputs.abs().amax()),
-            DOWN: lambda: self._most_between,
-        }
         return {
             leaf: Seen.of(
                 name,
                 x,
                 {leaf: slope},
                 {leaf: self.weight(expert, leaf)},
-                roundings(schemes.get(leaf, ()), largest[leaf]),
+                rounds.get(leaf, {}),
                 unweighted=False,
             )
             for leaf, (x, slope) in given.items()
         }
-
-    @cached_property
-    def _most_between(self) -> float:
-        """Return the largest input of down of all experts, for the tokens that chose them."""
-        spec, experts = spec_of(self.experts), range(len(self.experts.down_proj))
-        chosen = ((expert, self.routed.tokens(expert)) for expert in experts)
-        inputs = (
-            spec.between(self.experts, expert, self._inputs(tokens))
-            for expert, tokens in chosen
-            if len(tokens)
-        )
-        with torch.no_grad():
-            return max((float(one.abs().amax()) for one in inputs), default=0.0)
 
     def weight(self, expert: int, leaf: str) -> torch.Tensor:
         """Return the rows [N', K] of all matrices of an expert in a parameter."""

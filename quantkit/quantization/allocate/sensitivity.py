@@ -52,7 +52,7 @@ from quantkit.quantization.allocate.fisher import ExpertCall, RoutedGradients, S
 from quantkit.quantization.allocate.gradients import Step
 from quantkit.quantization.blockwise.block_tasks import weight_of
 from quantkit.quantization.blockwise.input_groups import stages_of
-from quantkit.quantization.blockwise.input_ranges import Largest, seeing
+from quantkit.quantization.blockwise.input_ranges import Expert, Largest, seeing
 from quantkit.workers import working
 
 #: Tokens to measure on, rounded to whole samples. Their hidden states before every block are in memory.
@@ -115,7 +115,7 @@ class _Measurement:
         report: Progress | None,
     ) -> None:
         self._decoder, self._method, self._workers, self._lanes = decoder, method, workers, lanes
-        self._report, self._largest = report, Largest[Any]()
+        self._report, self._largest = report, Largest[str | Expert]()
 
     def run(self, schemes: Mapping[str, Sequence[Scheme]], tokens: torch.Tensor) -> Sensitivities:
         batches = list(torch.split(tokens, micro_batch(len(tokens), BATCH)))
@@ -263,13 +263,16 @@ class _Measurement:
         Workers share the experts.
         """
         schemes = block_schemes.experts[module]
+        rounds = {
+            leaf: roundings(row, self._largest_of(f"{routed.name}.{leaf}")) for leaf, row in schemes.items()
+        }
         everyone = routed.everyone() if self._method.needs_data else None
         count = len(routed.experts.down_proj)
         rows = max(EXPERT_ROWS, self._rows // count)
 
         def one(expert: int) -> dict[str, list[float]]:
             losses = {}
-            for leaf, sums in routed.seen(expert, schemes).items():
+            for leaf, sums in routed.seen(expert, rounds).items():
                 if leaf not in schemes:
                     continue
                 stats = None
@@ -355,7 +358,7 @@ class _Measurement:
                 inputs[stage[0]][0].detach(),
                 {name: slopes[name] for name in stage},
                 {name: block.module.get_parameter(weight_of(name)).detach() for name in stage},
-                roundings(schemes.of(stage), partial(self._largest_of, block.full(stage[0]))),
+                roundings(schemes.of(stage), self._largest_of(block.full(stage[0]))),
                 unweighted=self._method.needs_data,
             )
             for stage in stages
@@ -369,8 +372,14 @@ class _Measurement:
         return sums, calls
 
     def _largest_of(self, name: str) -> float:
-        """Return the largest input of the linear `name`; 0 if it was not measured."""
-        return self._largest.found.get(name, 0.0)
+        """Return the largest input of a linear, or of all experts in a fused parameter; 0 if not measured.
+
+        All experts of a layer round by the largest.
+        """
+        found = self._largest.found.items()
+        return max(
+            (one for key, one in found if name == (key if isinstance(key, str) else key[0])), default=0.0
+        )
 
     def _loss(
         self,

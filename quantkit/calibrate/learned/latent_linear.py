@@ -28,6 +28,12 @@ LEAST_RATIO, LARGEST_RATIO = 0.125, 8.0
 LEVELS = 4
 
 
+def row_key(scheme: Scheme, columns: int) -> Hashable:
+    """Return what linears have in common whose rows can be joined; None if rows share more than that."""
+    shared = scheme.per_tensor or scheme.is_fitted or scheme.column_scale or scheme.group_rows > 1
+    return None if shared else (scheme, columns)
+
+
 class LatentLinear:
     """Latent numbers of one linear, from its weight float32 [N, K] and its initial packed form.
 
@@ -78,13 +84,6 @@ class LatentLinear:
         found._parts = {part: function(one) for part, one in self._parts.items()}
         found._base = function(self._base)
         return found
-
-    @property
-    def row_key(self) -> Hashable:
-        """Return what linears have in common whose rows can be joined; None if rows share more than that."""
-        scheme = self.scheme
-        by_row = self._parts.keys() <= {"global_scale"} and not scheme.per_tensor and scheme.group_rows == 1
-        return (scheme, self.shape[1]) if by_row else None
 
     @classmethod
     def joined(cls, linears: Sequence[Self]) -> Self:

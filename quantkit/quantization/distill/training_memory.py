@@ -12,11 +12,12 @@ Sums over tokens depend on the micro-batch, so a resumed run keeps that. The bit
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from quantkit.calibrate.learned.latent_linear import row_key
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import EnvironmentProblem
 from quantkit.files import size_text
@@ -24,7 +25,8 @@ from quantkit.memory import IDLE_BYTES, RUN_AGAIN, WORKSPACE_BYTES
 from quantkit.model.architectures import experts_per_token
 from quantkit.quantization.blockwise.block_sizes import block_of, hidden_size
 from quantkit.quantization.blockwise.pipeline import compute_dtype
-from quantkit.quantization.distill import loss
+from quantkit.quantization.distill import loss, stacking
+from quantkit.quantization.distill.stacking import Stacking
 from quantkit.quantization.plan import Plan
 from quantkit.quantization.task import Task
 
@@ -32,8 +34,6 @@ from quantkit.quantization.task import Task
 BATCH = {"cpu": 8, "cuda": 64}
 #: Latent numbers that a step moves at a time, unless one matrix has more.
 CHUNK_WEIGHTS = 1 << 26
-#: Most latent numbers of a stack of several linears: moving more takes longer than the launches do.
-STACK_WEIGHTS = 1 << 24
 #: Bytes of each of these meanwhile, more if they come from host memory, and more of those of one matrix.
 MOVED_BYTES, FETCHED_BYTES, WORK_BYTES = 16, 10, 12
 #: Values per token that a block keeps for gradients: in hidden sizes and in widths of the widest linear.
@@ -135,7 +135,7 @@ class Sizes:
             weights=weights,
             matrix=weights // len(trained),
             moved=min(sum(latents), max(CHUNK_WEIGHTS, *latents)),
-            largest=max(*latents, min(sum(latents), STACK_WEIGHTS)),
+            largest=max(*latents, min(sum(latents), stacking.STACK_WEIGHTS)),
             blocks=max(1, len({block_of(task.source.name) for task in trained} - {""})),
             per_block=itemsize * values,
             per_input=itemsize * hidden,
@@ -241,17 +241,12 @@ def check_host(
 
 def _stacks(tasks: Sequence[Task]) -> Iterator[list[Task]]:
     """Yield the tasks whose linears will be rows of one stack (`distill.stacks`)."""
-    waiting: dict[Hashable, list[Task]] = {}
+    open_stacks = Stacking[Task]()
     for task in tasks:
-        scheme = task.scheme
-        assert scheme is not None
-        by_row = not (scheme.per_tensor or scheme.is_fitted or scheme.column_scale) and scheme.group_rows == 1
-        key = (scheme, task.source.shape[-1]) if by_row else task.source.name
-        together = waiting.get(key, [])
-        if sum(one.source.elements for one in (*together, task)) * scheme.planes > STACK_WEIGHTS and together:
-            yield waiting.pop(key)
-        waiting.setdefault(key, []).append(task)
-    yield from waiting.values()
+        assert task.scheme is not None
+        key = row_key(task.scheme, task.source.shape[-1])
+        yield from open_stacks.add(task, key, task.source.elements * task.scheme.planes)
+    yield from open_stacks.close()
 
 
 def _number_bytes(task: Task) -> tuple[int, ...]:

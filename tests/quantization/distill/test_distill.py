@@ -16,7 +16,7 @@ from quantkit.calibrate.data.calibration_options import CalibrationOptions
 from quantkit.checkpoint.manifest import read_manifest
 from quantkit.checkpoint.source import Checkpoint
 from quantkit.errors import UsageError
-from quantkit.quantization.distill import distill, training, training_memory
+from quantkit.quantization.distill import distill, stacking, training
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.student import Student
 from quantkit.quantization.distill.training import Training
@@ -112,7 +112,7 @@ def test_stacks_of_linears_train_like_each_alone(
     monkeypatch.setattr(distill, "build_student", counted)
     options = {**SMALL, **steps(3)}
     quantize(STORIES, tmp_path / "stacked", **options)
-    monkeypatch.setattr(training_memory, "STACK_WEIGHTS", most)
+    monkeypatch.setattr(stacking, "STACK_WEIGHTS", most)
     quantize(STORIES, tmp_path / "other", **options)
     assert files_of(tmp_path / "other") == files_of(tmp_path / "stacked")
     # Its 35 linears have two widths.

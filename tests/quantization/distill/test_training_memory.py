@@ -16,7 +16,7 @@ from quantkit.model.distributed import Ranks
 from quantkit.planning import plan_checkpoint as plan
 from quantkit.quantization.blockwise import calibration
 from quantkit.quantization.blockwise.calibration import Calibration, calibrate
-from quantkit.quantization.distill import distill, loss, training, training_memory
+from quantkit.quantization.distill import distill, loss, stacking, training, training_memory
 from quantkit.quantization.distill.build_student import build_student
 from quantkit.quantization.distill.distill_options import DistillOptions
 from quantkit.quantization.distill.distillation import Distillation
@@ -125,7 +125,7 @@ def test_a_training_holds_what_the_plan_says(
     one, out = prepared
     for module in (training, training_memory):
         monkeypatch.setattr(module, "CHUNK_WEIGHTS", chunk)
-    monkeypatch.setattr(training_memory, "STACK_WEIGHTS", chunk)
+    monkeypatch.setattr(stacking, "STACK_WEIGHTS", chunk)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 1 << 13)
     most = min(chunk, one.sizes.weights)
     sizes = replace(one.sizes, moved=most, largest=most)

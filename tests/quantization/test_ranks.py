@@ -18,7 +18,7 @@ from quantkit.model.distributed import Ranks, Record, join_ranks
 from quantkit.quantization.blockwise import pipeline
 from quantkit.quantizing import quantize
 
-from ..support.processes import ended
+from ..support.processes import assert_one_says_why, ended
 from ..tiny.calibrated import data, files_of, interrupted_at, write
 
 
@@ -95,13 +95,9 @@ def test_a_rank_that_fails_stops_all_and_one_says_why(tmp_path, text, monkeypatc
     monkeypatch.setattr(RunSum, "add", planted)
     options = ("--method=gptq", "--calibration-samples=12", "--calibration-length=24")
     found = ended(lambda _: command(source, tmp_path / "out", f"--calibration={text}", *options), tmp_path)
-    assert [code for code, _, _ in found] == codes, found
-    said = [error for _, _, error in found]
-    if fault == "kill":
-        assert "rank 0 has lost another one" in said[0] and "--resume" in said[0]
-    else:
-        assert [error.lower().count("error: planted") for error in said] == [int(rank == 0), int(rank == 1)]
-        assert [error.count("Traceback") for error in said] == [0, int(fault == "bug")]
+    assert_one_says_why(found, codes, rank, was_killed=fault == "kill")
+    if fault != "kill":
+        assert [error.count("Traceback") for _, _, error in found] == [0, int(fault == "bug")]
     assert not (tmp_path / "out" / "config.json").exists()
 
 

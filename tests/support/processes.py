@@ -54,3 +54,15 @@ def ended(function: Callable[[int], Any], directory: Path, count: int = 2) -> li
     texts = [[(directory / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(count)]
     codes = [-1 if process.exitcode is None else process.exitcode for process in processes]
     return [(code, *text) for code, text in zip(codes, texts, strict=True)]
+
+
+def assert_one_says_why(
+    found: list[tuple[int, str, str]], codes: list[int], rank: int, *, was_killed: bool
+) -> None:
+    """Check how two ranks ended of which `rank` was killed or raised "planted": it alone says so."""
+    assert [code for code, _, _ in found] == codes, found
+    said = [error for _, _, error in found]
+    if was_killed:
+        assert "rank 0 has lost another one" in said[0] and "--resume" in said[0]
+    else:
+        assert [error.lower().count("error: planted") for error in said] == [int(rank == 0), int(rank == 1)]

@@ -26,7 +26,7 @@ from quantkit.quantization.distill.training import Training
 from quantkit.quantization.distill.training_memory import Way
 from quantkit.quantizing import quantize
 
-from ...support.processes import ended
+from ...support.processes import assert_one_says_why, ended
 from ...tiny.calibrated import data, files_of, interrupted_at, write
 
 CPU = torch.device("cpu")
@@ -149,12 +149,7 @@ def test_a_rank_that_fails_in_a_step_stops_all(
         main()
 
     found = ended(command, tmp_path)
-    assert [code for code, _, _ in found] == codes, found
-    said = [error for _, _, error in found]
-    if fault == "kill":
-        assert "rank 0 has lost another one" in said[0] and "--resume" in said[0]
-    else:
-        assert [error.lower().count("error: planted") for error in said] == [int(rank == 0), int(rank == 1)]
+    assert_one_says_why(found, codes, rank, was_killed=fault == "kill")
     assert not (tmp_path / "out" / "config.json").exists()
 
 

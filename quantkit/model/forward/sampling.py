@@ -1,5 +1,6 @@
 """Draw tokens from the predictions of a model: temperature 1, and no end."""
 
+import math
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ def continued(
     """
     from transformers import GenerationConfig
 
+    from quantkit.model.forward.cache_name import CACHE
+
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        min_p=min_p or None,
         max_length=length,
         min_length=length,
         pad_token_id=0,
@@ -34,6 +36,49 @@ def continued(
     with torch.random.fork_rng(devices), torch.no_grad():
         torch.manual_seed(seed)
         found: torch.Tensor = model.generate(
-            beginnings, attention_mask=torch.ones_like(beginnings), generation_config=settings
+            beginnings,
+            attention_mask=torch.ones_like(beginnings),
+            generation_config=settings,
+            logits_processor=[_least(min_p)] if min_p else [],
+            **{CACHE: _cache(model, length)},
         )
     return found
+
+
+def _least(min_p: float) -> Any:
+    """Return a logits processor that leaves tokens with at least `min_p` of the largest probability.
+
+    It has no need to sort the logits, as the one of transformers does.
+    """
+
+    def processor(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        floor = logits.amax(-1, keepdim=True) + math.log(min_p)
+        return logits.masked_fill(logits < floor, -math.inf)
+
+    return processor
+
+
+def _cache(model: Any, length: int) -> Any:
+    """Return an empty cache of `model` whose keys and values have room for `length` tokens.
+
+    The cache of transformers copies all keys and values for each token that it adds.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    class Layer(DynamicLayer):  # type: ignore[misc]
+        """Keys and values [B, H, t, D], the beginning of tensors [B, H, length, D]."""
+
+        def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+            begin = self.get_seq_length()
+            end = begin + keys.shape[-2]
+            if not self.is_initialized:
+                self.lazy_initialization(keys, values)
+                self.room = [one.new_empty(*one.shape[:-2], length, one.shape[-1]) for one in (keys, values)]
+            for room, new in zip(self.room, (keys, values), strict=True):
+                room[..., begin:end, :] = new
+            self.keys, self.values = (room[..., :end, :] for room in self.room)
+            return self.keys, self.values
+
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [Layer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache

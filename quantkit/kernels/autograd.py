@@ -11,15 +11,12 @@ import torch
 from torch.autograd import forward_ad
 
 from quantkit.errors import KernelError
-from quantkit.packing.schemes import parse_token
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """Save the operands of `quantkit::linear`, with x [..., K] and `output` [..., N], for `backward`."""
     x, parts, layout, _, scheme, _, layout_name = inputs
-    # If the layout holds the words, `backward` dequantizes from it.
-    kept = layout if len(parts) < len(parse_token(scheme).part_names) else []
-    ctx.save_for_backward(*parts, *kept)
+    ctx.save_for_backward(*parts, *layout)
     ctx.scheme, ctx.layout_name = scheme, layout_name
     ctx.in_features = x.shape[-1]
     ctx.parts, ctx.layout_tensors = len(parts), len(layout)

@@ -27,6 +27,7 @@ from quantkit.kernels.registry import (
     FORCE_VARIABLE,
     choose,
     forced_kernel,
+    grad_kernel,
     layout_named,
     log_choice,
 )
@@ -369,17 +370,29 @@ def _linear_grad_x(
     in_features: int,
     layout_name: str,
 ) -> torch.Tensor:
-    """Compute `grad [..., N] @ W [N, K]` in grad's dtype, dequantizing a block of rows at a time."""
-    rows = grad.shape[-1]
-    weight = _whole(parts, layout, layout_name, parse_token(scheme).of_weights, (rows, in_features))
-    flat = grad.reshape(-1, rows).float()
-    out = torch.zeros(flat.shape[0], in_features, dtype=torch.float32, device=grad.device)
-    for block, values in dequantized_blocks(weight):
-        out.addmm_(flat[:, block], values)
-    column_scale = weight.part("column_scale")
-    if column_scale is not None:
-        out.mul_(column_scale.float())
+    """Compute `grad [..., N] @ W [N, K]`, in grad's dtype by a kernel, else in float32."""
+    rows, parsed = grad.shape[-1], parse_token(scheme).of_weights
+    flat = grad.reshape(-1, rows).contiguous()
+    outline = Outline(parsed, (rows, in_features))
+    problem = Problem.on(grad.device, len(flat), rows, in_features, parsed, grad.dtype, layout_name)
+    kernel = grad_kernel(problem) if len(flat) else None
+    if kernel is not None:
+        assert kernel.grad_x is not None
+        out = kernel.grad_x(flat, outline, tuple(layout) if kernel.layout is not None else ())
+    else:
+        out = _grad_x_in_float32(flat.float(), _whole(parts, layout, layout_name, parsed, outline.shape))
+    if parsed.column_scale:
+        column_scale = parts[parsed.part_names.index("column_scale") - len(parsed.part_names)]
+        out = out * column_scale.to(out.dtype)
     return out.to(grad.dtype).view(*grad.shape[:-1], in_features)
+
+
+def _grad_x_in_float32(grad: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
+    """Return `grad` [m, N] @ `weight` [N, K] without column scale, dequantizing a block of rows at a time."""
+    out = torch.zeros(len(grad), weight.shape[1], dtype=torch.float32, device=grad.device)
+    for block, values in dequantized_blocks(weight):
+        out.addmm_(grad[:, block], values)
+    return out
 
 
 torch.library.register_fake("quantkit::linear", _product_fake)

@@ -278,6 +278,8 @@ class Kernel:
 
     `code_order(problem)` returns the `CodeOrder` of x that the kernel before may have quantized: `launch`
     then takes a `QuantizedX` as `codes`, and an x without numbers.
+
+    `grad_x(g [m, n], weight, layout)` returns g W [m, k], the gradient of x for the gradient g of y.
     """
 
     name: str
@@ -296,6 +298,7 @@ class Kernel:
     grouped: GroupedGemm | None = None
     rounds_x: bool = False
     code_order: Callable[[Problem], Any] | None = None
+    grad_x: Callable[..., torch.Tensor] | None = None
     representative: Callable[[Problem], Problem] = same_problem
 
 

@@ -145,6 +145,12 @@ def choose(problem: Problem) -> Chosen:
     return _choose(problem, forced_kernel())
 
 
+def grad_kernel(problem: Problem) -> Kernel | None:
+    """Return the first kernel that computes the gradient of x for `problem`; None if there is none."""
+    able = (one for one in KERNELS if one.grad_x is not None and _unable(one, problem) is None)
+    return next(able, None)
+
+
 def choose_unforced(problem: Problem) -> Chosen:
     """Select as `choose` does, but ignore `QUANTKIT_KERNEL`."""
     return _choose(problem, "")

@@ -156,12 +156,12 @@ def test_dequantized_weights_may_lie_beyond_two_to_the_31(
     make_packed: Callable[..., PackedTensor], last_programs: Callable[[], Any]
 ) -> None:
     op = operands(make_packed, 1, 256)
-    expected = dequantize_launch.dequantize(op, 0, LAST, FEATURES)
+    expected = dequantize_launch.dequantize(op, 256, 0, LAST, FEATURES)
     n = FAR // 128 + 4 * LAST
     large = with_many_rows(op, n // ROWS)
     assert large.layout[0].numel() > FAR
     with last_programs():
-        assert_equal(dequantize_launch.dequantize(large, n - LAST, n, FEATURES), expected)
+        assert_equal(dequantize_launch.dequantize(large, 256, n - LAST, n, FEATURES), expected)
 
 
 @pytest.mark.fault(46)

@@ -310,6 +310,15 @@ def _fused(
     )
 
 
+def _grad_x(
+    grad: torch.Tensor, weight: PackedTensor | Outline, layout: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Return the gradient of x [m, k] for `grad` [m, n], the gradient of y."""
+    rows, columns = weight.shape
+    operands = Operands(grad, layout, None, weight.scheme, rows)
+    return on_device(grad.device, lambda features: dequantize_launch.grad_x(operands, columns, features))
+
+
 def _code_order(problem: Problem) -> CodeOrder:
     """Return `Kernel.code_order` of `fused-wgmma-8bit`."""
     assert problem.activations is not None, problem
@@ -417,6 +426,7 @@ FUSED_KERNELS: tuple[Kernel, ...] = (
         why_unsupported=support.why_no_layout,
         why_slower=always,
         run=dequantize_launch.run,
+        grad_x=_grad_x,
         representative=_by_rows(8, 16),
     ),
 )

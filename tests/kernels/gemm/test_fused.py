@@ -38,8 +38,8 @@ from quantkit.kernels.layouts.fragment_layout import (
 )
 from quantkit.kernels.layouts.fragment_scales import carrying, lowered
 from quantkit.kernels.ops import activation
-from quantkit.kernels.problem import GPU_FEATURES, Problem, device_features
-from quantkit.kernels.registry import choose, explain, kernel_named, warn_unfused
+from quantkit.kernels.problem import GPU_FEATURES, Outline, Problem, device_features
+from quantkit.kernels.registry import choose, explain, grad_kernel, kernel_named, warn_unfused
 from quantkit.packing.packings import PackingName
 from quantkit.packing.presets import PRESETS
 from quantkit.packing.schemes import Scheme, scheme
@@ -335,7 +335,7 @@ def test_dequantize_writes_the_weight(
         for dtype, features in dict.fromkeys([*RUNS, *((torch.float32, some) for _, some in RUNS)]):
             op, packed = operands(make_packed, case, n, k, 1, dtype)
             blocks = [
-                dequantize_launch.dequantize(op, at, min(at + 64, n), features) for at in range(0, n, 64)
+                dequantize_launch.dequantize(op, k, at, min(at + 64, n), features) for at in range(0, n, 64)
             ]
             # A float zero-point is moved by the lowest value once, in float32.
             assert_close(
@@ -711,7 +711,7 @@ def test_every_scale_of_8_bits_is_read_as_stored(dtype: torch.dtype) -> None:
         numbers[[0, 255]] = 0.0
     op = Operands(torch.zeros(1, 32, device=DEVICE), build(packed, DTYPE), None, fragment_layout, 256)
     for _, features in RUNS:
-        weight = dequantize_launch.dequantize(op, 0, 256, features)
+        weight = dequantize_launch.dequantize(op, 32, 0, 256, features)
         assert_equal(weight[:, 0].cpu(), numbers * 7)
 
 
@@ -873,6 +873,30 @@ def test_rows_launch_what_they_say(
     for bias in (op.bias, None, op.bias.repeat_interleave(2)[::2]):
         y = chosen.launch(op.x, packed, chosen.layout.build(packed, dtype), bias, **tile)
         assert_product(y, op.x, packed, torch.zeros_like(op.bias) if bias is None else bias, LIMIT[dtype])
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+@pytest.mark.parametrize(("m", "at_once"), [(1, 1 << 27), (19, 1 << 27), (19, 16 * 96)])
+def test_the_gradient_of_x_is_g_times_the_weight(
+    make_packed: Callable[..., PackedTensor],
+    poisoned: None,
+    monkeypatch: pytest.MonkeyPatch,
+    m: int,
+    at_once: int,
+    dtype: torch.dtype,
+) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    # Blocks of 16 rows, of which the last is not whole.
+    monkeypatch.setattr(dequantize_launch, "AT_ONCE", at_once)
+    _, packed = operands(make_packed, "int4 integer", 40, 96, m, dtype)
+    problem = Problem(m, 40, 96, packed.scheme, dtype, "cuda", device_features("cuda"))
+    kernel = grad_kernel(problem)
+    assert kernel is not None and kernel.name == "dequantize" and kernel.grad_x is not None
+    grad = torch.randn(m, 40, generator=torch.Generator().manual_seed(m)).to(DEVICE, dtype)
+    found = kernel.grad_x(grad, Outline(packed.scheme, (40, 96)), build(packed, dtype))
+    exact = grad.double() @ packed.dequantize().double()
+    assert_close(found.double(), exact, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=2e-2)
 
 
 @pytest.mark.fault(70)

@@ -1,5 +1,6 @@
 """`dequantize`: write rows of a weight in the dtype of x, then call the library's GEMM."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -35,24 +36,48 @@ def _launch(
     )
 
 
-def dequantize(op: Operands, start: int, stop: int, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return rows `start` (a multiple of 16) to `stop` of the weight in x's dtype, [stop - start, k]."""
-    k = op.x.shape[1]
+def dequantize(
+    op: Operands, k: int, start: int, stop: int, features: frozenset[str] = frozenset()
+) -> torch.Tensor:
+    """Return rows `start` (a multiple of 16) to `stop` of the weight [n, k] in x's dtype."""
     out = empty(op, stop - start, k)
     launch = _launch(stop - start, op.n, k, op.scheme, op.x.dtype, features)
     launch(*op.layout, out, start // ROWS, stop)
     return out
 
 
+def _row_blocks(op: Operands, k: int, features: frozenset[str]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the weight [n, k] in blocks of rows: their slice, and the rows in x's dtype."""
+    step = _at_once(k)
+    for start in range(0, op.n, step):
+        stop = min(start + step, op.n)
+        yield slice(start, stop), dequantize(op, k, start, stop, features)
+
+
+def _at_once(k: int) -> int:
+    """Return how many rows of k weights are dequantized at a time."""
+    return max(1, AT_ONCE // k // ROWS) * ROWS
+
+
 def run(op: Operands, tile: None, features: frozenset[str] = frozenset()) -> torch.Tensor:
-    """Return y [m, n] for any m. This kernel has no tiles."""
-    x, bias, n = op.x, op.bias, op.n
-    step = max(1, AT_ONCE // x.shape[1] // ROWS) * ROWS
-    if step >= n:
-        return F.linear(x, dequantize(op, 0, n, features), bias)
-    y = x.new_empty(x.shape[0], n)
-    for start in range(0, n, step):
-        stop = min(start + step, n)
-        block = dequantize(op, start, stop, features)
-        y[:, start:stop] = F.linear(x, block, None if bias is None else bias[start:stop])
+    """Return y [m, n] = x W^T + bias for x [m, k] of any m. This kernel has no tiles."""
+    x, bias, k = op.x, op.bias, op.x.shape[1]
+    if op.n <= _at_once(k):
+        return F.linear(x, dequantize(op, k, 0, op.n, features), bias)
+    y = x.new_empty(x.shape[0], op.n)
+    for block, weight in _row_blocks(op, k, features):
+        y[:, block] = F.linear(x, weight, None if bias is None else bias[block])
     return y
+
+
+def grad_x(op: Operands, k: int, features: frozenset[str] = frozenset()) -> torch.Tensor:
+    """Return the gradient of x, g W [m, k], for W [n, k]; `op.x` is g [m, n], the gradient of y.
+
+    Products of blocks of rows of W are added in float32.
+    """
+    if op.n <= _at_once(k):
+        return op.x @ dequantize(op, k, 0, op.n, features)
+    total = torch.zeros(op.x.shape[0], k, dtype=torch.float32, device=op.x.device)
+    for block, weight in _row_blocks(op, k, features):
+        total += op.x[:, block] @ weight
+    return total.to(op.x.dtype)

@@ -33,38 +33,6 @@ def test_every_part_is_on_a_page(benchmark: ModuleType) -> None:
     assert marks - {"classes"} == set(benchmark.PARTS)
 
 
-def test_every_row_of_a_known_model_is_shown(benchmark: ModuleType) -> None:
-    assert benchmark.KNOWN
-    for name in benchmark.KNOWN:
-        runs = benchmark.runs_of(name)
-        lines = [line.strip("| ").split(" | ") for line in benchmark.known(name).splitlines()[2:]]
-        labels = [line[0] for line in lines]
-        assert sorted(labels) == sorted({row["label"] for run in runs for row in run["rows"]} | {"original"})
-        bits = [float(line[1]) for line in lines[:-1]]
-        assert bits == sorted(bits, reverse=True)
-        text = benchmark.known_how(name).replace("\n", " ")
-        assert all(f"`{run['command']}`" in text and run["model"] == runs[0]["model"] for run in runs)
-        notes = benchmark.known_notes(name)
-        for note in (note for run in runs for note in run["notes"]):
-            label, _, said = note.partition(": ")
-            assert said in notes or label in labels, note
-
-
-def test_runs_of_a_model_have_the_same_original_and_the_same_row(benchmark: ModuleType) -> None:
-    for name in benchmark.KNOWN:
-        first, *others = benchmark.runs_of(name)
-        texts = {text: one["reference_perplexity"] for text, one in first["rows"][0]["texts"].items()}
-        # Peers may be of another version.
-        measured = {row["label"]: row for row in first["rows"] if row["stored_as"] != row["label"]}
-        for run in others:
-            for row in run["rows"]:
-                for text, one in row["texts"].items():
-                    assert one["reference_perplexity"] == pytest.approx(texts[text], rel=1e-6), row["label"]
-                    if row["label"] in measured:
-                        before = measured[row["label"]]["texts"][text]
-                        assert one["kl_mean"] == pytest.approx(before["kl_mean"], rel=1e-3), row["label"]
-
-
 def test_every_type_of_gguf_is_in_one_table_and_in_no_other_list(benchmark: ModuleType) -> None:
     rows = [line.strip("| ").split(" | ") for line in benchmark.gguf_types().splitlines()[2:]]
     names = [name for row in rows for name in row[0].split(", ")]

@@ -4,6 +4,8 @@ Prompts are padded on the right to a bucket length; no earlier token attends to 
 and values, which are copied to the cache of the caller, so it serves caches of any length.
 
     prompt of 1000 tokens -> padded to 1024 -> replay -> logits of token 999, keys and values [:1000] -> cache
+
+Long prompts are padded too, and run without a graph (`long_prompts.py`).
 """
 
 import inspect
@@ -11,6 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from quantkit.kernels.ops.kv_append import fill, fill_reference
 from quantkit.model.forward.cache_name import CACHE
 from quantkit.runtime.cuda_graphs import capture, refusals
 from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured
+from quantkit.runtime.cuda_graphs.long_prompts import FUSED_TOKENS, LongPrompts, Recurring
 from quantkit.runtime.passes.fused_forward import constants_of, fused_forward, warn_unchanged
 from quantkit.runtime.passes.patterns import can_fuse
 
@@ -35,8 +39,6 @@ States = tuple[torch.Tensor, torch.Tensor]
 PROMPT_TOKENS = 2048
 #: Total tokens of all prompt graphs of a model: each graph holds keys and values for its own.
 KEPT_TOKENS = 4 * PROMPT_TOKENS
-#: Shapes remembered after one prompt, until they come again.
-_SHAPES = 64
 #: Inputs with one number per token. Other tensors may be per token too, which cannot be detected.
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids")
 #: Options that must be on.
@@ -48,9 +50,9 @@ _CACHES = (Cache, DynamicCache, StaticCache)
 def bucket(tokens: int) -> int:
     """Return the padded length for prompts of `tokens` tokens.
 
-    Multiples of 32; from 128 on, four per octave, so at most a fifth is padding.
+    Multiples of 32; from 128 on, four per octave, so at most a fifth is padding; from 1024 on of 256.
     """
-    step = max(32, 1 << (tokens - 1).bit_length() >> 3)
+    step = min(256, max(32, 1 << (tokens - 1).bit_length() >> 3))
     return -(-tokens // step) * step
 
 
@@ -70,7 +72,8 @@ class PromptGraphs:
     def clear(self, refused: str | None) -> None:
         """Drop all graphs; capture no more if `refused` gives a reason."""
         self.graphs: OrderedDict[Any, _PromptGraph] = OrderedDict()
-        self._once: OrderedDict[Any, None] = OrderedDict()
+        self._recurring = Recurring()
+        self._long = LongPrompts(partial(_forward, self._forward))
         self._pool = capture.Pool()
         self.refused = refused
 
@@ -87,6 +90,10 @@ class PromptGraphs:
         if padded is None:
             return None
         key = capture.outline(padded), torch.is_inference_mode_enabled()
+        if padded["input_ids"].numel() > PROMPT_TOKENS:
+            with self._lock:
+                output = self._long.run(key, padded)
+            return None if output is None else _copy_out(output, cache, tokens)
         with self._lock:
             graph = self._graph_of(key, padded)
             if graph is not None:
@@ -106,18 +113,13 @@ class PromptGraphs:
         """Return the graph for this key: captured if the key came once before, else None."""
         if key in self.graphs:
             self.graphs.move_to_end(key)
-        elif key in self._once:
-            del self._once[key]
+        elif self._recurring.comes_again(key):
             try:
                 self.graphs[key] = _capture(self._forward, inputs, self._pool)
             except (NotCaptured, torch.OutOfMemoryError) as error:
                 self._refuse(error)
             while sum(graph.tokens for graph in self.graphs.values()) > KEPT_TOKENS:
                 self.graphs.popitem(last=False)
-        else:
-            self._once[key] = None
-            if len(self._once) > _SHAPES:
-                self._once.popitem(last=False)
         return self.graphs.get(key)
 
     def _refuse(self, error: Exception) -> None:
@@ -151,7 +153,7 @@ def why_not(inputs: Mapping[str, Any], model: Any) -> str | None:
     if not _is_prompt(ids, model.device):
         return refusals.NOT_A_PROMPT.because()
     if not _is_short(ids, model.config):
-        return refusals.LONG_PROMPT.because(most=PROMPT_TOKENS)
+        return refusals.LONG_PROMPT.because(most=FUSED_TOKENS)
     if not _is_cache(inputs.get(CACHE)):
         return refusals.OTHER_CACHE.because()
     if not _is_for_one_token(inputs, model.config):
@@ -179,10 +181,10 @@ def _is_prompt(ids: Any, device: torch.device) -> bool:
 
 
 def _is_short(ids: torch.Tensor, config: Any) -> bool:
-    """Return True if `ids` int64 [B, T], padded, fits `PROMPT_TOKENS` and the model's positions."""
+    """Return True if `ids` int64 [B, T], padded, fits `FUSED_TOKENS` and the model's positions."""
     length = bucket(ids.shape[1])
     positions = getattr(config, "max_position_embeddings", None) or length
-    return length <= positions and len(ids) * length <= PROMPT_TOKENS
+    return length <= positions and len(ids) * length <= FUSED_TOKENS
 
 
 def _is_cache(cache: Any) -> bool:

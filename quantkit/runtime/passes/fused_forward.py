@@ -106,7 +106,7 @@ def constants_of(forward: Callable[[], Any]) -> list[torch.Tensor]:
 @lru_cache(maxsize=256)
 def warn_unchanged(what: str, reason: str) -> None:
     """Warn once per reason that forwards named `what` keep their launches."""
-    logger.warning("%s are captured as they are, with more launches: %s", what, reason)
+    logger.warning("%s run as they are, with more launches: %s", what, reason)
 
 
 def _rewrite(

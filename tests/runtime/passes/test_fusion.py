@@ -768,7 +768,7 @@ def test_a_model_that_cannot_be_traced_is_recorded_as_it_is(
     monkeypatch.setattr(fused_forward, "fused", fails)
     steps_are_right(made("Llama"))
     assert len(steps) == 1
-    assert "decoding steps are captured as they are, with more launches: no such thing" in caplog.text
+    assert "decoding steps run as they are, with more launches: no such thing" in caplog.text
 
 
 def test_a_step_that_cannot_be_recorded_leaves_the_cache_as_it_was(
@@ -832,7 +832,7 @@ def test_prompts_that_cannot_be_traced_are_recorded_as_they_are(
     prompts_are_right(made("Llama"), [{"tokens": ids(seed=seed)} for seed in range(3)])
     prompts_are_right(made("Llama"), [{"tokens": ids(2, seed=seed)} for seed in range(3)])
     assert len(prompts) == 2
-    assert caplog.text.count(f"prompts are captured as they are, with more launches: {error}") == 1
+    assert caplog.text.count(f"prompts run as they are, with more launches: {error}") == 1
 
 
 @torch.no_grad()
@@ -856,7 +856,7 @@ def test_what_does_not_run_in_fewer_launches_is_recorded_as_it_is(
     assert len(prompts) == 1
     steps_are_right(model)
     for what in ("prompts", "decoding steps"):
-        assert f"{what} are captured as they are, with more launches: no such kernel" in caplog.text
+        assert f"{what} run as they are, with more launches: no such kernel" in caplog.text
 
 
 def test_prompts_without_memory_to_trace_them_run(
@@ -879,7 +879,7 @@ def test_prompts_are_not_without_what_torch_does_not_see(
     model.model.layers[0].mlp.forward = beside_torch
     prompts_are_right(model, [{"tokens": ids(1, seed=seed)} for seed in range(3)])
     assert len(prompts) == 1
-    assert "prompts are captured as they are, with more launches: something computes that" in caplog.text
+    assert "prompts run as they are, with more launches: something computes that" in caplog.text
 
 
 @pytest.mark.parametrize("never", [-math.inf, math.nan])

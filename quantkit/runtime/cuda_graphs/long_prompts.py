@@ -1,0 +1,108 @@
+"""Prompts too long for a CUDA graph: a fused forward of their length, launched kernel by kernel.
+
+Computing takes the GPU longer than launching takes the host, so a graph would gain nothing. Fusion does:
+fewer kernels read and write less memory.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.runtime.cuda_graphs.capture import Inputs, NotCaptured, cloned, copy_tensors
+from quantkit.runtime.passes.fused_forward import fused_forward, warn_unchanged
+
+#: Largest batch size times padded length. Keys and values are in memory twice until they are copied.
+FUSED_TOKENS = 32768
+#: Shapes remembered after one prompt, until they come again; also the most forwards that are kept.
+SHAPES = 64
+
+
+class Recurring:
+    """Keys that came once, to find those that come again."""
+
+    def __init__(self) -> None:
+        self._once: OrderedDict[Any, None] = OrderedDict()
+
+    def comes_again(self, key: Any) -> bool:
+        """Return True if `key` came before; forget it then, else remember it."""
+        if key in self._once:
+            del self._once[key]
+            return True
+        self._once[key] = None
+        if len(self._once) > SHAPES:
+            self._once.popitem(last=False)
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class _FusedPrompt:
+    """Fused forward of prompts of one shape, and the tensors it reads."""
+
+    inputs: Inputs
+    run: Callable[[], Any]
+
+    def __call__(self, padded: Inputs) -> Any:
+        """Return the output for padded inputs, in memory of its own."""
+        copy_tensors(padded, self.inputs)
+        return self.run()
+
+
+class LongPrompts:
+    """Fused forwards of `forward`, a function of padded inputs.
+
+    The first prompt of a shape runs plainly. The second is traced and checked, which takes several times as
+    long. No forward is fused any more after one that could not be, or lacked memory.
+    """
+
+    def __init__(self, forward: Callable[[Inputs], Any]) -> None:
+        self._forward = forward
+        self._recurring = Recurring()
+        self._prompts: OrderedDict[Any, _FusedPrompt] = OrderedDict()
+        self._is_off = False
+
+    def run(self, key: Any, padded: Inputs) -> Any:
+        """Return the output for `padded` inputs of the shapes in `key`; None if they must run plainly."""
+        # With a mask, attention takes longer than all that fusion saves.
+        if self._is_off or padded["attention_mask"] is not None:
+            return None
+        try:
+            prompt = self._prompt_of(key, padded)
+            return None if prompt is None else prompt(padded)
+        except torch.OutOfMemoryError:
+            self._turn_off()
+        return None
+
+    def _prompt_of(self, key: Any, padded: Inputs) -> _FusedPrompt | None:
+        """Return the fused forward for this key: made if the key came once before."""
+        if key in self._prompts:
+            self._prompts.move_to_end(key)
+        elif self._recurring.comes_again(key):
+            self._fuse(key, padded)
+        return self._prompts.get(key)
+
+    def _fuse(self, key: Any, padded: Inputs) -> None:
+        """Keep the fused forward of prompts like `padded`, if there is one."""
+        static = cloned(padded)
+
+        def forward() -> Any:
+            return self._forward(static)
+
+        run = forward
+        try:
+            run = fused_forward("long prompts", forward, static)
+        except NotCaptured as error:
+            warn_unchanged("long prompts", str(error))
+        if run is forward:
+            self._turn_off()
+            return
+        self._prompts[key] = _FusedPrompt(static, run)
+        if len(self._prompts) > SHAPES:
+            self._prompts.popitem(last=False)
+
+    def _turn_off(self) -> None:
+        """Run all later prompts plainly, and free what was kept."""
+        self._is_off = True
+        self._prompts.clear()

@@ -98,14 +98,21 @@ class LaunchPlan:
 def is_plain(x: torch.Tensor) -> bool:
     """Return True if a product with `x` [..., K] needs only its numbers, so that the operator can be skipped.
 
-    Then x has no gradient or tangent, no transform or mode is active, and nothing is traced. The caller
-    checks torch.compile, weight and bias.
+    It `is_eager`, and x has no gradient. The caller checks torch.compile, weight and bias.
+    """
+    return not (x.requires_grad and torch.is_grad_enabled()) and is_eager(x)
+
+
+def is_eager(x: torch.Tensor) -> bool:
+    """Return True if no more than a gradient is asked of a product with `x` [..., K].
+
+    Then x has no tangent, no transform or mode is active, and nothing is traced. The caller checks
+    torch.compile.
     """
     return (
         type(x) is torch.Tensor
         and x.layout is torch.strided
         and not (x.is_meta or x.is_neg())
-        and not (x.requires_grad and torch.is_grad_enabled())
         and not (_modes() or _functions() or _transforms())
         and forward_ad._current_level < 0
         and _jit_trace() is None

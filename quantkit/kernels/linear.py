@@ -11,27 +11,18 @@ import torch
 from torch import nn
 
 from quantkit.errors import KernelError
-from quantkit.kernels.autograd import (
-    backward,
-    is_transformed,
-    refuse_second_order,
-    refuse_transforms,
-    setup_context,
-    setup_nothing,
-)
-from quantkit.kernels.eager import KernelLayout, is_plain, plan_next, planned
-from quantkit.kernels.gemm.unpack import dequantized_blocks
+from quantkit.kernels.autograd import backward, is_transformed, refuse_transforms, setup_context
+from quantkit.kernels.eager import KernelLayout, is_eager, is_plain, plan_next, planned
+from quantkit.kernels.linear_grad import Weight, eager_linear
 from quantkit.kernels.ops.quantize_x import QuantizedX, round_x
 from quantkit.kernels.problem import ACTIVATION_DTYPES, Normed, Outline, Problem
 from quantkit.kernels.registry import (
     FORCE_VARIABLE,
     choose,
     forced_kernel,
-    grad_kernel,
-    layout_named,
     log_choice,
 )
-from quantkit.kernels.weight_layouts import build_layout
+from quantkit.kernels.weight_layouts import build_layout, restored_words, whole_weight
 from quantkit.packing.schemes import Scheme, parse_token
 from quantkit.packing.tensor import PackedTensor
 
@@ -108,8 +99,13 @@ def linear_parts(
     """
     token = scheme if isinstance(scheme, str) else scheme.token
     layout = layout if layout is not None and layout.dtype == x.dtype else None
-    if not torch.compiler.is_compiling() and is_plain(x) and _are_plain(parts, bias):
-        return _plain_product(x, parts, bias, token, out_features, layout)
+    if not torch.compiler.is_compiling() and is_eager(x):
+        if is_plain(x):
+            if _are_plain(parts, bias):
+                return _plain_product(x, parts, bias, token, out_features, layout)
+        elif _are_plain(parts):
+            weight = Weight(parts, layout, token, out_features)
+            return eager_linear(x, bias, weight, _plain_product)
     if is_transformed(x):
         refuse_transforms(x, bias, parts)
     tensors, name = ([], "") if layout is None else (list(layout.tensors), layout.name)
@@ -117,7 +113,7 @@ def linear_parts(
     return y
 
 
-def _are_plain(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> bool:
+def _are_plain(parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> bool:
     """Return True if `parts` and `bias` [N] are plain tensors without gradients, as in `is_plain`."""
     operands = parts if bias is None else (*parts, bias)
     trained = torch.is_grad_enabled()
@@ -156,16 +152,6 @@ def restore_words(
         list(layout.tensors), scale, layout.name, scheme.token, *shape
     )
     return words
-
-
-def _restored(
-    layout: Sequence[torch.Tensor], scale: torch.Tensor, name: str, scheme: Scheme, shape: tuple[int, int]
-) -> torch.Tensor:
-    """Return the words [N, W] int32 from the tensors of the layout called `name`."""
-    restore = layout_named(name).restore
-    assert restore is not None, name
-    with torch.no_grad():
-        return restore(tuple(layout), scheme, shape, scale)
 
 
 def _check_operands(x: torch.Tensor, packed: PackedTensor, bias: torch.Tensor | None) -> None:
@@ -222,10 +208,6 @@ torch.library.define(
 )
 #: The operator as it occurs in traced graphs.
 OPERATOR = torch.ops.quantkit.linear.default
-torch.library.define(
-    "quantkit::linear_grad_x",
-    "(Tensor grad, Tensor[] parts, Tensor[] layout, str scheme, int in_features, str layout_name) -> Tensor",
-)
 torch.library.define(
     "quantkit::restore_words",
     "(Tensor[] layout, Tensor scale, str layout_name, str scheme, int out_features, int in_features) "
@@ -300,7 +282,7 @@ def run_linear(
     shape = (out_features, columns)
     # The whole weight only if it is used: checking its tensors takes longer than launching most kernels.
     outlined = not parts or (chosen.kernel.layout is not None and chosen.kernel.layout.whole)
-    weight = Outline(parsed, shape) if outlined else _whole(parts, layout, layout_name, parsed, shape)
+    weight = Outline(parsed, shape) if outlined else whole_weight(parts, layout, layout_name, parsed, shape)
     options: dict[str, Any] = {} if normed is None else {"normed": normed}
     options |= ({"gate": gate} if gate else {}) | ({} if rounding is None else {"activations": rounding})
     options |= {} if codes is None else {"codes": codes}
@@ -314,19 +296,6 @@ def run_linear(
 torch.library.impl("quantkit::linear", "default", run_linear)
 
 
-def _whole(
-    parts: Sequence[torch.Tensor],
-    layout: Sequence[torch.Tensor],
-    layout_name: str,
-    scheme: Scheme,
-    shape: tuple[int, int],
-) -> PackedTensor:
-    """Return the weight of `shape` [N, K] with all its parts; missing words are restored from the layout."""
-    if layout and len(parts) < len(scheme.part_names):
-        parts = (_restored(layout, parts[0], layout_name, scheme, shape), *parts)
-    return PackedTensor(tuple(parts), scheme, shape)
-
-
 @torch.library.impl("quantkit::restore_words", "default")
 def _restore_words(
     layout: list[torch.Tensor],
@@ -337,7 +306,7 @@ def _restore_words(
     in_features: int,
 ) -> torch.Tensor:
     """Compute the operator: int32 [N, words of a row]."""
-    return _restored(layout, scale, layout_name, parse_token(scheme), (out_features, in_features))
+    return restored_words(layout, scale, layout_name, parse_token(scheme), (out_features, in_features))
 
 
 def _restore_words_fake(
@@ -353,50 +322,13 @@ def _restore_words_fake(
     return layout[0].new_empty(out_features, words, dtype=torch.int32)
 
 
-def _product_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Return an empty y or gradient of x for `x` or the gradient of y [..., C], for tracing.
-
-    Both operators have the columns of their result as the argument before the last.
-    """
-    return x.new_empty(*x.shape[:-1], arguments[-2])
-
-
-@torch.library.impl("quantkit::linear_grad_x", "default")
-def _linear_grad_x(
-    grad: torch.Tensor,
-    parts: list[torch.Tensor],
-    layout: list[torch.Tensor],
-    scheme: str,
-    in_features: int,
-    layout_name: str,
+def _linear_fake(
+    x: torch.Tensor, parts: object, layout: object, bias: object, scheme: object, out_features: int, _: object
 ) -> torch.Tensor:
-    """Compute `grad [..., N] @ W [N, K]`, in grad's dtype by a kernel, else in float32."""
-    rows, parsed = grad.shape[-1], parse_token(scheme).of_weights
-    flat = grad.reshape(-1, rows).contiguous()
-    outline = Outline(parsed, (rows, in_features))
-    problem = Problem.on(grad.device, len(flat), rows, in_features, parsed, grad.dtype, layout_name)
-    kernel = grad_kernel(problem) if len(flat) else None
-    if kernel is not None:
-        assert kernel.grad_x is not None
-        out = kernel.grad_x(flat, outline, tuple(layout) if kernel.layout is not None else ())
-    else:
-        out = _grad_x_in_float32(flat.float(), _whole(parts, layout, layout_name, parsed, outline.shape))
-    if parsed.column_scale:
-        column_scale = parts[parsed.part_names.index("column_scale") - len(parsed.part_names)]
-        out = out * column_scale.to(out.dtype)
-    return out.to(grad.dtype).view(*grad.shape[:-1], in_features)
+    """Return an empty y [..., N] of `x` [..., K], for tracing."""
+    return x.new_empty(*x.shape[:-1], out_features)
 
 
-def _grad_x_in_float32(grad: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
-    """Return `grad` [m, N] @ `weight` [N, K] without column scale, dequantizing a block of rows at a time."""
-    out = torch.zeros(len(grad), weight.shape[1], dtype=torch.float32, device=grad.device)
-    for block, values in dequantized_blocks(weight):
-        out.addmm_(grad[:, block], values)
-    return out
-
-
-torch.library.register_fake("quantkit::linear", _product_fake)
-torch.library.register_fake("quantkit::linear_grad_x", _product_fake)
+torch.library.register_fake("quantkit::linear", _linear_fake)
 torch.library.register_fake("quantkit::restore_words", _restore_words_fake)
 torch.library.register_autograd("quantkit::linear", backward, setup_context=setup_context)
-torch.library.register_autograd("quantkit::linear_grad_x", refuse_second_order, setup_context=setup_nothing)

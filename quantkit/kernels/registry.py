@@ -145,6 +145,7 @@ def choose(problem: Problem) -> Chosen:
     return _choose(problem, forced_kernel())
 
 
+@lru_cache(maxsize=8192)
 def grad_kernel(problem: Problem) -> Kernel | None:
     """Return the first kernel that computes the gradient of x for `problem`; None if there is none."""
     able = (one for one in KERNELS if one.grad_x is not None and _unable(one, problem) is None)

@@ -64,3 +64,26 @@ def most_joined_rows(layout: KernelLayout) -> int:
 def can_restore(layout: KernelLayout | None) -> bool:
     """Return True if the stored words of a weight can be restored from its layout, and may be freed."""
     return layout is not None and layout_named(layout.name).restore is not None
+
+
+def restored_words(
+    layout: Sequence[torch.Tensor], scale: torch.Tensor, name: str, scheme: Scheme, shape: tuple[int, int]
+) -> torch.Tensor:
+    """Return the words [N, W] int32 from the tensors of the layout called `name`."""
+    restore = layout_named(name).restore
+    assert restore is not None, name
+    with torch.no_grad():
+        return restore(tuple(layout), scheme, shape, scale)
+
+
+def whole_weight(
+    parts: Sequence[torch.Tensor],
+    layout: Sequence[torch.Tensor],
+    layout_name: str,
+    scheme: Scheme,
+    shape: tuple[int, int],
+) -> PackedTensor:
+    """Return the weight of `shape` [N, K] with all its parts; missing words are restored from the layout."""
+    if layout and len(parts) < len(scheme.part_names):
+        parts = (restored_words(layout, parts[0], layout_name, scheme, shape), *parts)
+    return PackedTensor(tuple(parts), scheme, shape)

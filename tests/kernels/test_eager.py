@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -132,8 +133,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def by_the_operator() -> Iterator[None]:
     """The slow twin: all goes through torch's dispatcher."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (linear, packed_linear):
-            patch.setattr(module, "is_plain", lambda x: False)
+        for module, name in ((linear, "is_eager"), (packed_linear, "is_plain")):
+            patch.setattr(module, name, lambda x: False)
         yield
 
 
@@ -416,15 +417,49 @@ def test_who_watches_operators_sees_the_operator(ran):
 def test_gradients_are_those_of_the_operator(ran):
     layer = layer_of()
     layer(x_of(2))
-    for leaf in (x_of(2).requires_grad_(), x_of(2)):
-        layer.bias.requires_grad_(not leaf.requires_grad)
-        assert layer(leaf).requires_grad
-    assert FAST not in ran
+    layer.bias.requires_grad_()
+    grad = torch.randn(2, N, generator=torch.Generator().manual_seed(2))
+
+    def gradients() -> list[torch.Tensor]:
+        x = x_of(2).requires_grad_()
+        layer.bias.grad = None
+        layer(x).backward(grad)
+        assert x.grad is not None and layer.bias.grad is not None
+        return [x.grad, layer.bias.grad]
+
+    ran.clear()
+    found = gradients()
+    assert ran == [FAST]
+    with by_the_operator():
+        ran.clear()
+        expected = gradients()
+        assert FAST not in ran
+    for one, other in zip(found, expected, strict=True):
+        assert_equal(one, other)
+    # Without a gradient of x, and with one of a part of the weight, the operator runs.
+    ran.clear()
+    assert layer(x_of(2)).requires_grad
     scale = next(one for name, one in layer.named_parameters() if name.endswith("scale"))
     layer.bias.requires_grad_(False)
     scale.requires_grad_()
     with pytest.raises(KernelError, match="a scale of a packed weight asks for a gradient"):
         layer(x_of(2)).sum().backward()
+    assert FAST not in ran
+
+
+def test_a_gradient_has_no_gradient(ran):
+    x = x_of(2).requires_grad_()
+    (first,) = torch.autograd.grad(layer_of()(x).square().sum(), x, create_graph=True)
+    with pytest.raises(KernelError, match="have no gradients of gradients"):
+        first.sum().backward()
+
+
+def test_checkpointed_gradients_are_the_same(ran):
+    layer, grad = layer_of(), torch.ones(2, N)
+    plain, again = x_of(2).requires_grad_(), x_of(2).requires_grad_()
+    layer(plain).backward(grad)
+    torch.utils.checkpoint.checkpoint(layer, again, use_reentrant=False).backward(grad)
+    assert_equal(plain.grad, again.grad)
 
 
 def test_transforms_are_refused_and_traces_are_those_of_the_operator(ran):

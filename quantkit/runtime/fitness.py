@@ -28,22 +28,29 @@ def modules_of(model: Any) -> list[Any]:
 def fingerprint(model: Any, modules: Sequence[Any]) -> tuple[Any, ...]:
     """Return a key of everything, except inputs, on which `why_unfit` and the graphs of `model` depend.
 
-    The key has `modules`, whether they train, their hooks, the addresses of their tensors and kernel layouts,
-    options of the config, and the forced kernel. Every prompt computes it while the GPU waits.
+    The key has `modules`, whether they train, their hooks, the addresses of their tensors, their kernel
+    layouts, options of the config, and the forced kernel. Every prompt computes it while the GPU waits, so
+    the attributes of modules are read from their dicts.
     """
-    states = tuple(
-        (id(of), of.training, "_hf_hook" in vars(of), *of._forward_pre_hooks, *of._forward_hooks)
-        for of in modules
-    )
-    groups = (group for module in modules for group in (module._parameters, module._buffers) if group)
-    tensors = tuple(
-        local(tensor).data_ptr() for group in groups for tensor in group.values() if tensor is not None
-    )
-    packed = (module for module in modules if isinstance(module, PackedModule))
-    layouts = tuple(address for module in packed for address in module.layout_addresses())
+    attributes = [vars(module) for module in modules]
+    states = [*map(id, modules)], [of["training"] for of in attributes]
+    hooks = [
+        (place, "_hf_hook" in of, *of["_forward_pre_hooks"], *of["_forward_hooks"])
+        for place, of in enumerate(attributes)
+        if "_hf_hook" in of or of["_forward_pre_hooks"] or of["_forward_hooks"]
+    ]
+    tensors = [
+        local(tensor).data_ptr()
+        for of in attributes
+        for group in (of["_parameters"], of["_buffers"])
+        if group
+        for tensor in group.values()
+        if tensor is not None
+    ]
+    layouts = [ref for module in modules if isinstance(module, PackedModule) for ref in module.layout_refs()]
     # Outputs other than logits that the config turns on.
-    requested = tuple(name for name, value in vars(model.config).items() if value and "output_" in name)
-    return states, tensors, layouts, requested, model.config._attn_implementation, forced_kernel()
+    requested = [name for name, value in vars(model.config).items() if value and "output_" in name]
+    return states, hooks, tensors, layouts, requested, model.config._attn_implementation, forced_kernel()
 
 
 def why_unfit(model: Any, modules: Sequence[Any]) -> str | None:

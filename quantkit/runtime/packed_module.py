@@ -1,7 +1,7 @@
 """Base class of modules that compute on packed weights."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -207,11 +207,9 @@ class PackedModule(nn.Module):
             return False
         return not (self._words(next(iter(self._entries))).is_meta or _is_offloaded(self))
 
-    def layout_addresses(self) -> Iterator[int]:
-        """Yield the addresses of the tensors of valid kernel layouts."""
-        for layout in self._layouts.values():
-            if layout is not None:
-                yield from (tensor.data_ptr() for tensor in layout.tensors)
+    def layout_refs(self) -> list["weakref.ref[Any]"]:
+        """Return references to the valid kernel layouts. One to a dropped layout equals no other."""
+        return [weakref.ref(layout) for layout in self._layouts.values() if layout is not None]
 
     def _register_parts(self, specs: Mapping[str, PartSpec]) -> None:
         """Register the entries of the state dict: floats that a model computes in first, words last.

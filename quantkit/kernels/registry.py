@@ -51,7 +51,8 @@ def layout_named(name: str) -> Layout:
 
 def forced_kernel() -> str:
     """Return the name in `QUANTKIT_KERNEL`; empty if it is not set."""
-    return os.environ.get(FORCE_VARIABLE, "")
+    stored = _stored(_FORCE_KEY)
+    return "" if stored is None else os.fsdecode(stored)
 
 
 def choosing(dtype: torch.dtype) -> tuple[Any, ...]:
@@ -357,7 +358,7 @@ def warn_unfused(problem: Problem, kernel: Kernel) -> None:
 
 def is_verbose() -> bool:
     """Return True if `QUANTKIT_VERBOSE=1`."""
-    return os.environ.get(VERBOSE_VARIABLE) == "1"
+    return _stored(_VERBOSE_KEY) in (b"1", "1")
 
 
 def log_choice(problem: Problem, chosen: Chosen) -> None:

@@ -18,16 +18,22 @@ import triton
 import triton.language as tl
 
 from quantkit.kernels.gluon.prefetch import cache_line_offsets, prefetch_l2
+from quantkit.kernels.ops.attention_fragments import (
+    LOG2E,
+    as_columns,
+    as_rows,
+    features_of_lanes,
+    key_numbers,
+    load_columns,
+    load_rows,
+    other_half,
+    repeated,
+    visible_keys,
+)
 from quantkit.kernels.ops.norm_kernel import normed
 
-#: exp(x) = exp2(x * LOG2E); GPUs have an instruction for exp2.
-LOG2E = tl.constexpr(1.4426950408889634)
-#: The lowest float32.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 #: Barrier of the lanes of a warp; the compiler moves no load past it.
 _TOGETHER = tl.constexpr("bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;")
-#: Keeps Triton from changing the layout of load addresses.
-_AS_IT_IS = tl.constexpr("mov.b32 $0, $1;")
 
 
 @triton.jit
@@ -80,17 +86,17 @@ def attend(
     added = tl.full((W, G, KEYS), 0.0, tl.float32)
     if first < LENGTH:
         # In a branch, always taken: Triton then does not lay operands out for 8-bit masks.
-        seen_k, seen_v, added = _seen(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
+        seen_k, seen_v, added = visible_keys(mask, first, LENGTH, m_l, W, KEYS, G, MASK, PTX)
     place = tl.minimum(tl.load(cache_length), LENGTH) if NEW else LENGTH
     if SINGLE_PASS:
-        values = _load_columns(v, v_l, first, seen_v, W, KEYS, V, VP)
-        keys = _load_rows(k, k_l, first, KEYS, seen_k, W, KEYS, D, DP)
+        values = load_columns(v, v_l, first, seen_v, W, KEYS, V, VP)
+        keys = load_rows(k, k_l, first, KEYS, seen_k, W, KEYS, D, DP)
     every = tl.full((4, 8, W, 1, 1), True, tl.int1)
     key_factors = ()
     if EPS is not None:
         # Before PDL's wait: no kernel that may still run writes weights.
-        factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP)
-        other_factor = _load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP, OTHER=True)
+        factor = load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP)
+        other_factor = load_rows(q_weight, 0, 0, 0, every, W, 8, D, DP, OTHER=True)
         key_factors = _load_key(k_weight, D, DP)
     if PDL and SETTLED:
         # From here on only tensors of the new token are loaded.
@@ -100,13 +106,13 @@ def attend(
         tl.extra.cuda.gdc_launch_dependents()
     g = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, G // 8)[:, None] * 8
     inside = tl.broadcast_to((block * G + g < GROUP)[None], (4, 8, W, G // 8, 1))
-    query = _load_rows(q, q_h, 0, 0, inside, W, G, D, DP)
+    query = load_rows(q, q_h, 0, 0, inside, W, G, D, DP)
     if NEW:
         cos += b * c_b
         sin += b * c_b
-        other = _load_rows(q, q_h, 0, 0, inside, W, G, D, DP, OTHER=True)
-        by_cos = _repeated(_load_rows(cos, 0, 0, 0, every, W, 8, D, DP), G // 8)
-        by_sin = _repeated(_load_rows(sin, 0, 0, 0, every, W, 8, D, DP), G // 8)
+        other = load_rows(q, q_h, 0, 0, inside, W, G, D, DP, OTHER=True)
+        by_cos = repeated(load_rows(cos, 0, 0, 0, every, W, 8, D, DP), G // 8)
+        by_sin = repeated(load_rows(sin, 0, 0, 0, every, W, 8, D, DP), G // 8)
         if (place < LENGTH) & (place // STEP % tl.num_programs(1) == chunk):
             _write(
                 k + place * k_l, v + place * v_l, new_k + b * new_k_b + h * new_k_h,
@@ -115,17 +121,17 @@ def attend(
             # Only this program reads them.
             tl.debug_barrier()
             if SINGLE_PASS:
-                row, column = _numbers(first, W, KEYS)
-                values = _load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
-                keys = _load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
+                row, column = key_numbers(first, W, KEYS)
+                values = load_columns(v, v_l, first, seen_v & (column == place), W, KEYS, V, VP, values)
+                keys = load_rows(k, k_l, first, KEYS, seen_k & (row == place), W, KEYS, D, DP, keys)
         if EPS is not None:
             root = _roots(query, D, DP, EPS)
             query = _normed(query, root, factor, G, ROUND, OFFSET)
             other = _normed(other, root, other_factor, G, ROUND, OFFSET)
-        query = _rotated(query, other, by_cos, by_sin, _features(G, DP) < D // 2)
+        query = _rotated(query, other, by_cos, by_sin, features_of_lanes(G, DP) < D // 2)
         query = tl.where(place < LENGTH, query, float("nan"))
     # With 8 heads, half of the 16 rows are unused.
-    query = tl.permute(_as_rows(_repeated(query, ROWS // G), W, ROWS, DP), (0, 2, 1))
+    query = tl.permute(as_rows(repeated(query, ROWS // G), W, ROWS, DP), (0, 2, 1))
     largest = tl.full((W, G), -float("inf"), tl.float32)
     total = tl.zeros((W, G), tl.float32)
     acc = tl.zeros((W, VP, G), tl.float32)
@@ -135,12 +141,12 @@ def attend(
         )  # fmt: skip
     else:
         for start in tl.range(first, LENGTH, stride, num_stages=1):
-            values = _load_columns(v, v_l, start, seen_v, W, KEYS, V, VP)
+            values = load_columns(v, v_l, start, seen_v, W, KEYS, V, VP)
             if EARLY:
                 # Else these loads would be issued only after the scores.
                 tl.inline_asm_elementwise(_TOGETHER, "=r,r", [start], tl.int32, False, 1)
-            keys = _load_rows(k, k_l, start, KEYS, seen_k, W, KEYS, D, DP)
-            seen_k, seen_v, added_next = _seen(
+            keys = load_rows(k, k_l, start, KEYS, seen_k, W, KEYS, D, DP)
+            seen_k, seen_v, added_next = visible_keys(
                 mask, start + stride, LENGTH, m_l, W, KEYS, G, MASK, PTX
             )  # fmt: skip
             largest, total, acc = _add(
@@ -161,7 +167,7 @@ def _add(
 ):  # fmt: skip
     """Return the softmax state (`largest`, `total` [W, G], `acc` [W, VP, G]) with KEYS more keys per warp."""
     ROWS: tl.constexpr = query.shape[1]
-    keys, values = _as_rows(keys, W, KEYS, DP), _as_columns(values, W, KEYS, VP)
+    keys, values = as_rows(keys, W, KEYS, DP), as_columns(values, W, KEYS, VP)
     scores = tl.dot(query, keys, input_precision="ieee") * (SCALE * LOG2E)
     if G < ROWS:
         scores = tl.permute(tl.reshape(scores, (W, 2, G, KEYS)), (0, 2, 3, 1))
@@ -296,20 +302,14 @@ def _write(
 
 @triton.jit
 def _load_key(at, D: tl.constexpr, DP: tl.constexpr):
-    """Load a key [DP] from `at`, and its `_other_half` [DP]."""
+    """Load a key [DP] from `at`, and its `other_half` [DP]."""
     d = tl.arange(0, DP)
-    return tl.load(at + d, mask=d < D, other=0.0), _other_half(at, d, d < D, D)
-
-
-@triton.jit
-def _other_half(at, d, valid, D: tl.constexpr):
-    """Load the partner of each feature `d` [...] under rotation, from the other half of a head."""
-    return tl.load(at + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=valid, other=0.0)
+    return tl.load(at + d, mask=d < D, other=0.0), other_half(at, d, d < D, D)
 
 
 @triton.jit
 def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
-    """Return 1 / sqrt(mean(x^2) + EPS) of rows of `_load_rows`: [1, 8, W, rows * runs, 1], once per run."""
+    """Return 1 / sqrt(mean(x^2) + EPS) of rows of `load_rows`: [1, 8, W, rows * runs, 1], once per run."""
     W: tl.constexpr = x.shape[2]
     RUNS: tl.constexpr = DP // 32
     ROWS: tl.constexpr = x.shape[3] // RUNS
@@ -322,7 +322,7 @@ def _roots(x, D: tl.constexpr, DP: tl.constexpr, EPS: tl.constexpr):
 @triton.jit
 def _normed(x, root, weight, G: tl.constexpr, ROUND: tl.constexpr, OFFSET: tl.constexpr):
     """Return the RMS norms of G rows [4, 8, W, G / 8 * runs, 8], by their `_roots` and 8 rows of weights."""
-    return normed(x.to(tl.float32), root, _repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
+    return normed(x.to(tl.float32), root, repeated(weight, G // 8), x.dtype, ROUND, OFFSET)
 
 
 @triton.jit
@@ -331,120 +331,3 @@ def _rotated(x, other, cos, sin, is_low):
     one = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype).to(tl.float32)
     two = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype).to(tl.float32)
     return tl.where(is_low, one - two, one + two).to(x.dtype)
-
-
-@triton.jit
-def _load_rows(
-    at, stride, first, WARP: tl.constexpr, valid, W: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, others=0.0, OTHER: tl.constexpr = False,
-):  # fmt: skip
-    """Load R rows of D features per warp, WARP rows apart: [4, 8, W, R / 8 * runs, 8].
-
-    Dimensions are t, m, warp, every eighth row times runs of 32 features, and 8 features. Rows that are not
-    `valid` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads `_other_half` instead.
-    """
-    RUNS: tl.constexpr = DP // 32
-    m = tl.arange(0, 8)[:, None, None, None]
-    w = tl.arange(0, W)[:, None, None]
-    i = tl.arange(0, R // 8 * RUNS)[:, None]
-    row = first + w * WARP + i // RUNS * 8 + m
-    d = _features(R, DP)
-    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
-    at += row.to(tl.int64) * stride
-    if OTHER:
-        return _other_half(at, d, valid & (d < D), D)
-    return tl.load(at + d, mask=valid & (d < D), other=others)
-
-
-@triton.jit
-def _features(R: tl.constexpr, DP: tl.constexpr):
-    """Return the features of a key that each lane has in `_load_rows`: int32 [4, 1, 1, R / 8 * runs, 8]."""
-    run = tl.arange(0, R // 8 * (DP // 32))[:, None] % (DP // 32)
-    return run * 32 + tl.arange(0, 4)[:, None, None, None, None] * 8 + tl.arange(0, 8)
-
-
-@triton.jit
-def _repeated(x, TIMES: tl.constexpr):
-    """Repeat rows of `_load_rows` TIMES, one after the other: [4, 8, W, TIMES * runs, 8]."""
-    W: tl.constexpr = x.shape[2]
-    RUNS: tl.constexpr = x.shape[3]
-    x = tl.broadcast_to(tl.reshape(x, (4, 8, W, 1, RUNS, 8)), (4, 8, W, TIMES, RUNS, 8))
-    return tl.reshape(x, (4, 8, W, TIMES * RUNS, 8))
-
-
-@triton.jit
-def _as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
-    """Return what `_load_rows` loaded, W warps of R rows, as [W, DP, R]; runs of 32 features are permuted."""
-    # t, m, warp, 8 rows, 32 features, and 8: two `mma` take 2 + 2 of them each.
-    x = tl.reshape(x, (4, 8, W, R // 8, DP // 32, 2, 2, 2))
-    return tl.reshape(tl.permute(x, (2, 4, 5, 6, 0, 7, 3, 1)), (W, DP, R))
-
-
-@triton.jit
-def _load_columns(
-    at, stride, first, valid, W: tl.constexpr, R: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, others=0.0
-):
-    """Load R rows of V features per warp, for sums over rows: [4, 8, W, R / 4 * S, 8].
-
-    S is the number of runs of 64 features.
-    """
-    S: tl.constexpr = VP // 64
-    t = tl.arange(0, 4)[:, None, None, None, None]
-    m = tl.arange(0, 8)[:, None, None, None]
-    w = tl.arange(0, W)[:, None, None]
-    i = tl.arange(0, R // 4 * S)[:, None]
-    row = first + w * R + i // (2 * S) * 8 + t * 2 + i // S % 2
-    e = (i % S * 8 + m) * 8 + tl.arange(0, 8)
-    valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
-    return tl.load(at + row.to(tl.int64) * stride + e, mask=valid & (e < V), other=others)
-
-
-@triton.jit
-def _as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
-    """View the result of `_load_columns` as [W, VP, R]: feature 64 s + 8 m + j is 64 s + 8 j + m."""
-    x = tl.reshape(x, (4, 8, W, R // 8, 2, VP // 64, 8))
-    return tl.reshape(tl.permute(x, (2, 5, 6, 1, 3, 0, 4)), (W, VP, R))
-
-
-@triton.jit
-def _numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
-    """Return the numbers of the keys that each lane has, from key `first` on, in two layouts.
-
-    They are those of `_load_rows`, [4, 8, W, KEYS / 8, 1], and `_load_columns`, [4, 8, W, KEYS / 4, 1].
-    """
-    t = tl.arange(0, 4)[:, None, None, None, None]
-    m = tl.arange(0, 8)[:, None, None, None]
-    w = tl.arange(0, W)[:, None, None]
-    i = tl.arange(0, KEYS // 8)[:, None]
-    j = tl.arange(0, KEYS // 4)[:, None]
-    return first + w * KEYS + i * 8 + m + t * 0, first + w * KEYS + j // 2 * 8 + t * 2 + j % 2 + m * 0
-
-
-@triton.jit
-def _seen(
-    mask, first, LENGTH, m_l, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr, MASK: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """Return which keys are visible, in both layouts of `_numbers`, and addends of scores [W, G, KEYS]."""
-    row, column = _numbers(first, W, KEYS)
-    row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
-    # t, m, warp, 8 keys, c
-    added = tl.permute(tl.reshape(column, (4, 8, W, KEYS // 8, 2)), (2, 1, 3, 0, 4))
-    added = tl.broadcast_to(tl.reshape(added, (W, 1, 8, KEYS)), (W, G // 8, 8, KEYS))
-    return row > -float("inf"), column > -float("inf"), tl.reshape(added, (W, G, KEYS))
-
-
-@triton.jit
-def _added(mask, at, LENGTH, m_l, MASK: tl.constexpr, PTX: tl.constexpr):
-    """Return the addends of scores of keys number `at` [...], times log2(e), float32; -inf: hidden."""
-    if PTX:
-        at = tl.inline_asm_elementwise(_AS_IT_IS, "=r,r", [at], tl.int32, True, 1)
-    valid = at < LENGTH
-    if MASK == "":
-        return tl.where(valid, 0.0, -float("inf"))
-    at = mask + at.to(tl.int64) * m_l
-    if MASK == "bool":
-        return tl.where(tl.load(at, mask=valid, other=0) != 0, 0.0, -float("inf"))
-    added = tl.load(at, mask=valid, other=-float("inf")).to(tl.float32)
-    # A mask of the lowest float32 hides a key, unless all keys are hidden.
-    return tl.where(added > -float("inf"), tl.maximum(added * LOG2E, LOWEST), added)

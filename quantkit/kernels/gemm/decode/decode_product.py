@@ -1,0 +1,167 @@
+"""Products of `fused-gemv`: dequantize a k_step of codes and multiply it by x, one `mma` after another."""
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quantkit.kernels.gluon.scales_registers import (
+    row_scales,
+    scales_for_a_fragment,
+    scales_for_accumulator,
+)
+from quantkit.kernels.gluon.stage_x_per_warp import load_b_fragment
+from quantkit.kernels.gluon.x_rows import pack2, vec4_layout
+
+#: PTX of an mma: operand A is a vec4, operand B half of one.
+_MMA_INT8 = gl.constexpr("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 ")
+_MMA_BF16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 ")
+_MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 ")
+_OPERANDS = gl.constexpr(
+    (
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$12, $13, $14, $15};",
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$10, $11}, {$12, $13, $14, $15};",
+    )
+)
+#: Two 16-bit floats of -0: adding it keeps the sign of a zero, XOR flips signs.
+_MINUS_ZEROS = gl.constexpr(-0x7FFF8000)
+
+
+@gluon.jit
+def zero_sums(DTYPE: gl.constexpr, S: gl.constexpr):
+    """Return zero sums DTYPE [W warps, 32 lanes, 4], in a tuple with one tensor per group of columns."""
+    GROUPS: gl.constexpr = S.column_groups
+    sums = ()
+    for _ in gl.static_range(GROUPS):
+        sums = sums + (gl.full([S.warps, 32, 4], 0, DTYPE, vec4_layout(S.warps)),)
+    return sums
+
+
+@gluon.jit
+def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S: gl.constexpr):
+    """Return `totals` plus the products of a k_step: [W, 32, 4] for each row tile and group of columns."""
+    TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
+    MMAS: gl.constexpr = S.k_step // S.mma_k
+    GROUPS: gl.constexpr = S.column_groups
+    sums = totals
+    dequant_registers = ()
+    for number in gl.static_range(MMAS):
+        if number % (MMAS * S.tiles // S.vec4s_per_step) == 0:
+            dequant_registers = _dequant_span(loaded, S.mmas[number].span, table, S)
+        x = ()
+        for group in gl.static_range(GROUPS):
+            x = x + (
+                load_b_fragment(
+                    x_smem, (k_step * S.mma_pairs_per_step + number // 2) * S.column_groups + group, S
+                ),
+            )
+        next_sums = ()
+        scaled = ()
+        for one in gl.static_range(TILES_PER_ITER):
+            _, s, z = loaded[one]
+            acc = sums[one]
+            if S.scales_sums and number * S.mma_k % S.dot == 0:
+                acc = zero_sums(gl.int32 if S.int8_mma else gl.float32, S)
+            a = dequant_registers[one][S.mmas[number].register]
+            if not S.int8_mma:
+                a = _scaled(
+                    a,
+                    s[S.mmas[number].subtile],
+                    z[S.mmas[number].subtile],
+                    S.mmas[number].value,
+                    scale,
+                    zero,
+                    S,
+                )
+            acc = _mma_groups(a, x, acc, number % 2, S)
+            next_sums = next_sums + (acc,)
+            if S.scales_sums and (number + 1) * S.mma_k % S.dot == 0:
+                low, high = row_scales(
+                    s[S.mmas[number].subtile], S.mmas[number].value, scale.dtype.element_ty, S
+                )
+                scaled = scaled + (
+                    _with_scales(totals[one], acc, scales_for_accumulator(low, high, S.warps), S),
+                )
+        sums = next_sums
+        if S.scales_sums and (number + 1) * S.mma_k % S.dot == 0:
+            totals = scaled
+    return totals if S.scales_sums else sums
+
+
+@gluon.jit
+def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
+    """Return the dequantized registers of span number `span`, int32 [W, 32, 4]: a tuple for each row tile."""
+    TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
+    TILES: gl.constexpr = S.tiles
+    dequant_registers = ()
+    for one in gl.static_range(TILES_PER_ITER):
+        words = ()
+        for tile in gl.static_range(TILES):
+            words = words + (loaded[one][0][span * TILES + tile],)
+        if S.table is not None:
+            words = words + (table,)
+        dequant_registers = dequant_registers + (_dequant_registers(words, S),)
+    return dequant_registers
+
+
+@gluon.jit
+def _dequant_registers(words, S: gl.constexpr):
+    """Dequantize `words` (int32 [W, 32, 4] each, then a table if any) to `S.dequant_registers` of these."""
+    if S.dequant_registers == 1:
+        dequant_registers = (gl.inline_asm_elementwise(S.asm, S.constraints, words, gl.int32, True, 1),)
+    else:
+        dequant_registers = gl.inline_asm_elementwise(S.asm, S.constraints, words, S.dequant_types, True, 1)
+    return dequant_registers
+
+
+@gluon.jit
+def _scaled(a, scales, zeros, v: gl.constexpr, scale, zero, S: gl.constexpr):
+    """Return operand `a` minus zero-point v, times scale v if `S.on_weights`: int32 [W, 32, 4]."""
+    FMA: gl.constexpr = (
+        "fma.rn.bf16x2 $0, $1, $2, $3;" if S.dtype == gl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
+    )
+    if S.has_zero:
+        less = scales_for_a_fragment(zeros, v, zero.dtype.element_ty, S) ^ _MINUS_ZEROS
+        one = gl.full([S.warps, 32, 4], 1.0, gl.float32, vec4_layout(S.warps))
+        one = pack2(one, one, S.dtype)
+        a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, one, less], gl.int32, True, 1)
+    if S.on_weights:
+        multiplier = scales_for_a_fragment(scales, v, scale.dtype.element_ty, S)
+        nothing = gl.full([S.warps, 32, 4], _MINUS_ZEROS, gl.int32, vec4_layout(S.warps))
+        a = gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, multiplier, nothing], gl.int32, True, 1)
+    return a
+
+
+@gluon.jit
+def _mma_groups(a, x, sums, HALF: gl.constexpr, S: gl.constexpr):
+    """Return `sums` plus operand `a` times half HALF of `x`, all [W, 32, 4], for each group of columns."""
+    GROUPS: gl.constexpr = S.column_groups
+    next_sums = ()
+    for group in gl.static_range(GROUPS):
+        next_sums = next_sums + (_mma(a, x[group], sums[group], HALF, S),)
+    return next_sums
+
+
+@gluon.jit
+def _mma(a, b, sums, HALF: gl.constexpr, S: gl.constexpr):
+    """Return `sums` plus operand `a` times half HALF (0 or 1) of vec4 `b` of x, all [W, 32, 4]."""
+    if S.int8_mma:
+        dequant_registers = gl.inline_asm_elementwise(
+            _MMA_INT8 + _OPERANDS[HALF], "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, sums], gl.int32,
+            True, 4,
+        )  # fmt: skip
+    else:
+        dequant_registers = gl.inline_asm_elementwise(
+            (_MMA_BF16 if S.dtype == gl.bfloat16 else _MMA_FP16) + _OPERANDS[HALF],
+            "=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f", [a, b, sums], gl.float32, True, 4,
+        )  # fmt: skip
+    return dequant_registers
+
+
+@gluon.jit
+def _with_scales(total, sums, scales, S: gl.constexpr):
+    """Return `total` plus `sums` times `scales`, all [W, 32, 4], for each group of columns."""
+    GROUPS: gl.constexpr = S.column_groups
+    next_sums = ()
+    for group in gl.static_range(GROUPS):
+        next_sums = next_sums + (total[group] + sums[group].to(gl.float32) * scales,)
+    return next_sums

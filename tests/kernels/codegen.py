@@ -43,7 +43,8 @@ from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS,
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, WgmmaTile, copies, launch_bounds, stages
 from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.gemm.wgmma_8bit.wgmma_8bit_launch import Wgmma8BitTile
-from quantkit.kernels.layouts.fragment_layout import ROWS, geometry, repack_constants
+from quantkit.kernels.layouts.fragment_layout import repack_constants
+from quantkit.kernels.layouts.geometry import ROWS, geometry
 from quantkit.kernels.layouts.repack_kernel import repack_codes
 from quantkit.kernels.moe import expert_activation, router
 from quantkit.kernels.moe.permute_kernels import (

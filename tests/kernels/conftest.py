@@ -32,6 +32,8 @@ GLUON = {
     for name in (
         "gluon.dequant_fragment",
         "gluon.stream_k",
+        "gluon.x_rows",
+        "gluon.x_digits",
         "gluon.stage_x_per_warp",
         "gluon.scales_registers",
         "gluon.scales_smem",

@@ -18,7 +18,8 @@ from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.wgmma import wgmma_launch
 from quantkit.kernels.gemm.wgmma_8bit import wgmma_8bit_launch
 from quantkit.kernels.jit.building import wait_for
-from quantkit.kernels.layouts.fragment_layout import ROWS, build, join, restore
+from quantkit.kernels.layouts.fragment_layout import build, join, restore
+from quantkit.kernels.layouts.geometry import ROWS
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.moe.permute import MAX_BLOCK_ROWS, SMALL_BLOCK_ROWS, usual_block_rows
 from quantkit.kernels.ops.quantize_x import CodeOrder

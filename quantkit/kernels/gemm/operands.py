@@ -13,7 +13,7 @@ from quantkit.kernels.gemm.gpu_limits import multiprocessors_of, shared_memory_o
 from quantkit.kernels.jit.launcher import Launch
 from quantkit.kernels.layouts.dequant_expressions import portable
 from quantkit.kernels.layouts.dequant_ptx import Expression, expression, has_shared_table, shared_table
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
+from quantkit.kernels.layouts.geometry import ROWS, Geometry, geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, shared_bytes
 from quantkit.kernels.ops.norm import NORMS
 from quantkit.kernels.ops.quantize_x import QuantizedX
@@ -180,7 +180,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
     return {
         "K": shape.k,
         "SPANS": shape.spans,
-        "TILES": shape.tiles,
+        "REGISTERS": shape.registers,
         "DOT": shape.dot,
         "GROUP": shape.group,
         "GROUPS": shape.groups,
@@ -193,7 +193,7 @@ def constants(n: int, k: int, scheme: Scheme, dtype: torch.dtype, inline: bool) 
         "HAS_FACTOR": scheme.global_scale or carried,
         **_decoding(found),
         "FIELDS": () if found else portable(scheme.format, bare=carried),
-        "PLANES": shape.planes,
+        "FRAGMENTS": shape.fragments,
         "DTYPE": getattr(tl, name),
     }
 

@@ -50,7 +50,10 @@ class Carrying:
 
 
 def carrying(scale: torch.Tensor) -> Carrying:
-    """Encode scales [weights, rows, groups], e8m0 or e4m3 without NaN, as unsigned bytes with a factor."""
+    """Encode scales [weights, rows, groups] as unsigned bytes and a factor per weight.
+
+    They are e8m0, or e4m3 without NaN.
+    """
     if scale.dtype == torch.float8_e8m0fnu:
         exponents = scale.view(torch.uint8).int()
         more = (_LARGEST - exponents.amax((1, 2), keepdim=True)).clamp(min=0)

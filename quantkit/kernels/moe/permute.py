@@ -42,14 +42,14 @@ def usual_block_rows(routed: int, experts: int, single_row_ratio: int) -> int:
 
 @dataclass(frozen=True)
 class _Order:
-    """Launches of `sort_tokens_by_expert`: `place`, after `count` if there are several chunks.
+    """Launches of `sort_tokens_by_expert`: `place`, after `count` if there are several parts.
 
-    `count` runs `count_tokens` and is None for one chunk. Its output is int32 [`chunks`, `buckets`].
+    `count` runs `count_tokens` and is None for one part. Its output is int32 [`parts`, `buckets`].
     """
 
     place: IndexLaunch
     count: IndexLaunch | None = None
-    chunks: int = 0
+    parts: int = 0
     buckets: int = 0
 
 
@@ -69,11 +69,11 @@ def _order(routed: int, experts: int, rows: int, dtype: torch.dtype, features: f
     common["BUCKETS"] = buckets
     grid = (experts + 1,)
     if routed <= COUNTED and few:
-        alone = {"counts": None, "CHUNKS": 0}
-        return _Order(IndexLaunch(kernel, grid, CHUNK=padded, ROWS=rows, **alone, **common))
-    place = IndexLaunch(kernel, grid, CHUNK=min(padded, PLACED), ROWS=rows, **common)
-    chunks = -(-routed // COUNTED)
-    return _Order(place, IndexLaunch(count_tokens, (chunks,), CHUNK=COUNTED, **common), chunks, buckets)
+        alone = {"counts": None, "PARTS": 0}
+        return _Order(IndexLaunch(kernel, grid, PART=padded, ROWS=rows, **alone, **common))
+    place = IndexLaunch(kernel, grid, PART=min(padded, PLACED), ROWS=rows, **common)
+    parts = -(-routed // COUNTED)
+    return _Order(place, IndexLaunch(count_tokens, (parts,), PART=COUNTED, **common), parts, buckets)
 
 
 def sort_tokens_by_expert(
@@ -95,9 +95,9 @@ def sort_tokens_by_expert(
     if run.count is None:
         run.place(index, order, expert_blocks, routed)
     else:
-        counts = empty(run.chunks, run.buckets)
+        counts = empty(run.parts, run.buckets)
         run.count(index, counts, routed)
-        run.place(index, order, expert_blocks, routed, counts, run.chunks)
+        run.place(index, order, expert_blocks, routed, counts, run.parts)
     return order, expert_blocks
 
 

@@ -62,60 +62,60 @@ def write_sorted(expert, routed, valid, order, expert_blocks, EXPERTS: tl.conste
 
 @triton.jit(do_not_specialize=["P"])
 def count_tokens(
-    index, counts, P, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+    index, counts, P, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr
 ):
-    """Write `counts` [chunks, BUCKETS] int32: routed tokens per expert of each CHUNK of `index` [P].
+    """Write `counts` [parts, BUCKETS] int32: routed tokens per expert of each PART of `index` [P].
 
-    Bucket EXPERTS counts those of no expert. Grid: (chunks,).
+    Bucket EXPERTS counts those of no expert. Grid: (parts,).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    routed = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    routed = tl.program_id(0) * PART + tl.arange(0, PART)
     found = tl.histogram(_chosen(index, routed, P, EXPERTS), BUCKETS, mask=routed < P)
     tl.store(counts + tl.program_id(0).to(tl.int64) * BUCKETS + tl.arange(0, BUCKETS), found)
 
 
-@triton.jit(do_not_specialize=["P", "CHUNKS"])
+@triton.jit(do_not_specialize=["P", "PARTS"])
 def sort_tokens_by_expert(
-    index, order, expert_blocks, P, counts, CHUNKS, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    index, order, expert_blocks, P, counts, PARTS, EXPERTS: tl.constexpr, BUCKETS: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write `order` [P] int32 and `expert_blocks` [P, 3] int32 for `index` [P]. Grid: (EXPERTS + 1,).
 
     A program has one expert. The last has routed tokens without an expert, and the unused blocks. `counts`
-    [CHUNKS, BUCKETS] int32 is from `count_tokens`, or None where one CHUNK has all P.
+    [PARTS, BUCKETS] int32 is from `count_tokens`, or None where one PART has all P.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     own_expert = tl.program_id(0)
     bucket = tl.arange(0, BUCKETS)
-    routed = tl.arange(0, CHUNK)
+    routed = tl.arange(0, PART)
     chosen = _chosen(index, routed, P, EXPERTS)
     if counts is None:
         total = tl.histogram(chosen, BUCKETS, mask=routed < P)
     else:
         total = tl.zeros((BUCKETS,), tl.int32)
-        for first in tl.range(0, CHUNKS, 8):
-            chunk = first + tl.arange(0, 8)[:, None]
-            found = tl.load(counts + chunk * BUCKETS + bucket[None, :], mask=chunk < CHUNKS, other=0)
+        for first in tl.range(0, PARTS, 8):
+            part = first + tl.arange(0, 8)[:, None]
+            found = tl.load(counts + part * BUCKETS + bucket[None, :], mask=part < PARTS, other=0)
             total += tl.sum(found, axis=0)
     needed = tl.where(bucket < EXPERTS, (total + (ROWS - 1)) // ROWS, 0)
     start = tl.sum(tl.where(bucket < own_expert, total, 0))
     number = tl.sum(tl.where(bucket < own_expert, needed, 0))
     its = tl.sum(tl.where(bucket == own_expert, total, 0))
     place = start
-    for first in tl.range(0, P, CHUNK):
+    for first in tl.range(0, P, PART):
         is_its = ((chosen == own_expert) & (first + routed < P)).to(tl.int32)
         # The next load is in flight while places are counted.
-        chosen = _chosen(index, first + CHUNK + routed, P, EXPERTS)
+        chosen = _chosen(index, first + PART + routed, P, EXPERTS)
         tl.store(order + place + tl.cumsum(is_its) - 1, first + routed, mask=is_its != 0)
         place += tl.sum(is_its)
     # The blocks of this expert; the last program has all that are left.
     is_last = own_expert == EXPERTS
     end = tl.where(is_last, P, number + (its + (ROWS - 1)) // ROWS)
-    for first in tl.range(number, end, CHUNK):
+    for first in tl.range(number, end, PART):
         at = first + routed
         within = (at - number) * ROWS
         to = expert_blocks + at.to(tl.int64) * 3

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.kernels.gemm.fused_kernels import build_fragments
 from quantkit.kernels.jit.building import wait_for
-from quantkit.kernels.layouts.fragment_layout import ROWS
+from quantkit.kernels.layouts.geometry import ROWS
 from quantkit.packing.tensor import PackedTensor
 
 #: Bytes of words repacked at a time, or one weight if that has more. Copies of words and scales take several

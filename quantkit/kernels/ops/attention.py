@@ -159,10 +159,10 @@ def rotates(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, device:
     gpu, sizes, length = gpu_of(device), _Sizes.of(query, key, value), key.shape[2]
     if gpu is None or sizes.heads > FEW_HEADS or sizes.key_bytes > KEY_BYTES:
         return False
-    plan, chunks = _plan(sizes, length, gpu.multiprocessors)
+    plan, shares = _plan(sizes, length, gpu.multiprocessors)
     heads = sizes.kv_heads * sizes.blocks / gpu.multiprocessors
-    single_pass = heads <= PLANS[0].most and plan.keys_per_pass(chunks) >= length
-    return "overlap" in device_features(device) and (single_pass or (chunks == 1 and heads <= 1))
+    single_pass = heads <= PLANS[0].most and plan.keys_per_pass(shares) >= length
+    return "overlap" in device_features(device) and (single_pass or (shares == 1 and heads <= 1))
 
 
 def rotated_attention(
@@ -216,17 +216,17 @@ def _attention(
     gpu = gpu_of(query.device)
     sizes = _Sizes.of(query, key, value)
     group, width = sizes.group, sizes.width
-    plan, chunks = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
-    kv_heads, splits = sizes.kv_heads, chunks * plan.warps
+    plan, shares = _plan(sizes, length, 1 if gpu is None else gpu.multiprocessors)
+    kv_heads, splits = sizes.kv_heads, shares * plan.warps
     sums = torch.empty(kv_heads, splits, group, width, dtype=torch.float32, device=query.device)
     stats = torch.empty(kv_heads, splits, 2, group, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
-    single_pass = plan.keys_per_pass(chunks) >= length
+    single_pass = plan.keys_per_pass(shares) >= length
     kind = "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
     features = launch_features(query.device)
     weights, how = ((query, query), None) if norms is None else ((norms.q, norms.k), norms.how)
     attend, combine_splits = _launches(
-        sizes, plan, chunks, scaling, kind, single_pass, bool(new), how, settled, features
+        sizes, plan, shares, scaling, kind, single_pass, bool(new), how, settled, features
     )
     mask_data = query if mask is None else mask.view(torch.uint8) if kind == "bool" else mask
     with launching_on(query.device):
@@ -310,7 +310,7 @@ def _plan(sizes: _Sizes, length: int, multiprocessors: int) -> tuple[Plan, int]:
 def _launches(
     sizes: _Sizes,
     plan: Plan,
-    chunks: int,
+    shares: int,
     scaling: float,
     mask: str,
     single_pass: bool,
@@ -326,14 +326,14 @@ def _launches(
     constexprs = {"GROUP": sizes.group, "V": sizes.width, "VP": width, **overlap(features)}
     first = Launch(
         attend,
-        (sizes.kv_heads, chunks, sizes.blocks),
+        (sizes.kv_heads, shares, sizes.blocks),
         SCALE=scaling,
         G=sizes.heads,
         D=sizes.size,
         DP=max(32, power_of_two(sizes.size)),
         W=plan.warps,
         KEYS=plan.keys,
-        WHOLE=chunks == 1,
+        WHOLE=shares == 1,
         MASK=mask,
         SINGLE_PASS=single_pass,
         NEW=new,
@@ -346,7 +346,7 @@ def _launches(
         **ROUNDED,
         num_warps=plan.warps,
     )
-    if chunks == 1:
+    if shares == 1:
         return first, None
-    splits = power_of_two(chunks * plan.warps)
+    splits = power_of_two(shares * plan.warps)
     return first, Launch(combine_splits, (sizes.kv_heads, sizes.group), S=splits, **constexprs, num_warps=4)

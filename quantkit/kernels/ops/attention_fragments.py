@@ -19,14 +19,14 @@ def load_rows(
 ):  # fmt: skip
     """Load R rows of D features per warp, WARP rows apart: [4, 8, W, R / 8 * runs, 8].
 
-    Dimensions are t, m, warp, every eighth row times runs of 32 features, and 8 features. Rows that are not
+    Dimensions are t, r, warp, every eighth row times runs of 32 features, and 8 features. Rows that are not
     `valid` [4, 8, W, R / 8, 1] are `others`. With OTHER, it loads `other_half` instead.
     """
     RUNS: tl.constexpr = DP // 32
-    m = tl.arange(0, 8)[:, None, None, None]
+    r = tl.arange(0, 8)[:, None, None, None]
     w = tl.arange(0, W)[:, None, None]
     i = tl.arange(0, R // 8 * RUNS)[:, None]
-    row = first + w * WARP + i // RUNS * 8 + m
+    row = first + w * WARP + i // RUNS * 8 + r
     d = features_of_lanes(R, DP)
     valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 8, RUNS)), (4, 8, W, R // 8 * RUNS, 1))
     at += row.to(tl.int64) * stride
@@ -54,7 +54,7 @@ def repeated(x, TIMES: tl.constexpr):
 @triton.jit
 def as_rows(x, W: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
     """Return what `load_rows` loaded, W warps of R rows, as [W, DP, R]; runs of 32 features are permuted."""
-    # t, m, warp, 8 rows, 32 features, and 8: two `mma` take 2 + 2 of them each.
+    # t, r, warp, 8 rows, 32 features, and 8: two `mma` take 2 + 2 of them each.
     x = tl.reshape(x, (4, 8, W, R // 8, DP // 32, 2, 2, 2))
     return tl.reshape(tl.permute(x, (2, 4, 5, 6, 0, 7, 3, 1)), (W, DP, R))
 
@@ -69,18 +69,18 @@ def load_columns(
     """
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None, None]
-    m = tl.arange(0, 8)[:, None, None, None]
+    r = tl.arange(0, 8)[:, None, None, None]
     w = tl.arange(0, W)[:, None, None]
     i = tl.arange(0, R // 4 * S)[:, None]
     row = first + w * R + i // (2 * S) * 8 + t * 2 + i // S % 2
-    e = (i % S * 8 + m) * 8 + tl.arange(0, 8)
+    e = (i % S * 8 + r) * 8 + tl.arange(0, 8)
     valid = tl.reshape(tl.broadcast_to(valid, (4, 8, W, R // 4, S)), (4, 8, W, R // 4 * S, 1))
     return tl.load(at + row.to(tl.int64) * stride + e, mask=valid & (e < V), other=others)
 
 
 @triton.jit
 def as_columns(x, W: tl.constexpr, R: tl.constexpr, VP: tl.constexpr):
-    """View the result of `load_columns` as [W, VP, R]: feature 64 s + 8 m + j is 64 s + 8 j + m."""
+    """View the result of `load_columns` as [W, VP, R]: feature 64 s + 8 r + j is 64 s + 8 j + r."""
     x = tl.reshape(x, (4, 8, W, R // 8, 2, VP // 64, 8))
     return tl.reshape(tl.permute(x, (2, 5, 6, 1, 3, 0, 4)), (W, VP, R))
 
@@ -92,11 +92,11 @@ def key_numbers(first, W: tl.constexpr, KEYS: tl.constexpr):
     They are those of `load_rows`, [4, 8, W, KEYS / 8, 1], and `load_columns`, [4, 8, W, KEYS / 4, 1].
     """
     t = tl.arange(0, 4)[:, None, None, None, None]
-    m = tl.arange(0, 8)[:, None, None, None]
+    r = tl.arange(0, 8)[:, None, None, None]
     w = tl.arange(0, W)[:, None, None]
     i = tl.arange(0, KEYS // 8)[:, None]
     j = tl.arange(0, KEYS // 4)[:, None]
-    return first + w * KEYS + i * 8 + m + t * 0, first + w * KEYS + j // 2 * 8 + t * 2 + j % 2 + m * 0
+    return first + w * KEYS + i * 8 + r + t * 0, first + w * KEYS + j // 2 * 8 + t * 2 + j % 2 + r * 0
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def visible_keys(
     """Return which keys are visible, in both layouts of `key_numbers`, and addends of scores [W, G, KEYS]."""
     row, column = key_numbers(first, W, KEYS)
     row, column = _added(mask, row, LENGTH, m_l, MASK, PTX), _added(mask, column, LENGTH, m_l, MASK, PTX)
-    # t, m, warp, 8 keys, c
+    # t, r, warp, 8 keys, c
     added = tl.permute(tl.reshape(column, (4, 8, W, KEYS // 8, 2)), (2, 1, 3, 0, 4))
     added = tl.broadcast_to(tl.reshape(added, (W, 1, 8, KEYS)), (W, G // 8, 8, KEYS))
     return row > -float("inf"), column > -float("inf"), tl.reshape(added, (W, G, KEYS))

@@ -5,12 +5,12 @@ Each of its W warps takes KEYS keys per step, independently of the other warps. 
 are a piece. Pieces are added in a fixed order at the end, so that results are reproducible.
 
 The order of features in a sum is free, so warp lanes load 16 bytes at a time straight into fragments of
-`mma`. Warp lane 4 m + t loads, of every run r of 32 features of keys, and every run s of 64 features of
+`mma`. Warp lane 4 r + t loads, of every run r of 32 features of keys, and every run s of 64 features of
 values:
 
-    key 8 i + m, features 32 r + 8 t ..+8           value 8 i + 2 t + c, features 64 s + 8 m ..+8
+    key 8 i + r, features 32 r + 8 t ..+8           value 8 i + 2 t + c, features 64 s + 8 r ..+8
 
-It has the scores and sums of head m, or of heads 2 t and 2 t + 1.
+It has the scores and sums of head r, or of heads 2 t and 2 t + 1.
 """
 # mypy: ignore-errors
 
@@ -67,13 +67,13 @@ def attend(
     # Rows of an `mma`.
     ROWS: tl.constexpr = 16
     STEP: tl.constexpr = W * KEYS
-    head, chunk, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, h = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
     mask += b * m_b
     q += b * q_b + (h * GROUP + block * G) * q_h
-    first, stride = chunk * STEP, tl.num_programs(1) * STEP
+    first, stride = share * STEP, tl.num_programs(1) * STEP
     if PDL and not (SINGLE_PASS and SETTLED):
         ahead = tl.minimum(first + tl.arange(0, STEP), LENGTH - 1).to(tl.int64)[:, None]
         prefetch_l2(k + ahead * k_l + tl.minimum(cache_line_offsets(k, DP), D - 1)[None, :])
@@ -113,7 +113,7 @@ def attend(
         other = load_rows(q, q_h, 0, 0, inside, W, G, D, DP, OTHER=True)
         by_cos = repeated(load_rows(cos, 0, 0, 0, every, W, 8, D, DP), G // 8)
         by_sin = repeated(load_rows(sin, 0, 0, 0, every, W, 8, D, DP), G // 8)
-        if (place < LENGTH) & (place // STEP % tl.num_programs(1) == chunk):
+        if (place < LENGTH) & (place // STEP % tl.num_programs(1) == share):
             _write(
                 k + place * k_l, v + place * v_l, new_k + b * new_k_b + h * new_k_h,
                 new_v + b * new_v_b + h * new_v_h, cos, sin, key_factors, D, DP, V, VP, EPS, ROUND, OFFSET,
@@ -153,7 +153,7 @@ def attend(
                 query, keys, values, added, largest, total, acc, SCALE, W, KEYS, G, DP, VP
             )  # fmt: skip
             added = added_next
-    split = (head * tl.num_programs(1) + chunk).to(tl.int64) * W
+    split = (head * tl.num_programs(1) + share).to(tl.int64) * W
     _store(sums, stats, split, block, acc, largest, total, W, G, GROUP, V, VP)
     if WHOLE:
         tl.debug_barrier()
@@ -262,21 +262,21 @@ def _store(
     """Write `acc` [W, VP, G], `largest` and `total` [W, G] of `_add`, as W splits from `split` on."""
     S: tl.constexpr = VP // 64
     t = tl.arange(0, 4)[:, None, None, None]
-    m = tl.arange(0, 8)[:, None, None]
+    r = tl.arange(0, 8)[:, None, None]
     w = tl.arange(0, W)[:, None]
-    g = block * G + tl.arange(0, G // 8) * 8 + m
+    g = block * G + tl.arange(0, G // 8) * 8 + r
     valid = (t == 0) & (g < GROUP)
     at = stats + (split + w) * (2 * GROUP) + g + t * 0
     largest = tl.permute(tl.reshape(largest, (W, G // 8, 8)), (2, 0, 1))
     total = tl.permute(tl.reshape(total, (W, G // 8, 8)), (2, 0, 1))
     tl.store(at, tl.broadcast_to(largest[None], (4, 8, W, G // 8)), mask=valid)
     tl.store(at + GROUP, tl.broadcast_to(total[None], (4, 8, W, G // 8)), mask=valid)
-    # s, 8 features, m, 8 heads, t, c
+    # s, 8 features, r, 8 heads, t, c
     acc = tl.reshape(acc, (W, S, 8, 8, G // 8, 4, 2))
     acc = tl.reshape(tl.permute(acc, (5, 3, 0, 4, 6, 1, 2)), (4, 8, W, G // 4 * S, 8))
     i = tl.arange(0, G // 4 * S)[:, None]
     g = block * G + i // (2 * S) * 8 + t[:, :, :, :, None] * 2 + i // S % 2
-    e = (i % S * 8 + m[:, :, :, None]) * 8 + tl.arange(0, 8)
+    e = (i % S * 8 + r[:, :, :, None]) * 8 + tl.arange(0, 8)
     at = sums + ((split + w[:, :, None]) * GROUP + g) * V + e
     tl.store(at, acc, mask=(g < GROUP) & (e < V))
 

@@ -12,7 +12,8 @@ import torch
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
 from quantkit.kernels.gemm.small_m import small_m_launch
 from quantkit.kernels.gemm.small_m.small_m_launch import SmallMTile
-from quantkit.kernels.layouts.fragment_layout import build, geometry
+from quantkit.kernels.layouts.fragment_layout import build
+from quantkit.kernels.layouts.geometry import geometry
 from quantkit.kernels.layouts.shared_memory import USUAL_SHARED, shared_bytes
 from quantkit.kernels.problem import GPU_FEATURES, Gpu, Problem
 from quantkit.kernels.registry import kernel_named

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.kernels.layouts.shared_memory import (
-    low_planes,
-    planes_apart,
+    fragments_apart,
+    low_fragments,
     power_of_two,
     shared_bytes,
     undeclared_bytes,
@@ -68,8 +68,8 @@ class DecodeConfig:
 
     k: int
     spans: int
-    tiles: int
-    planes: int
+    registers: int
+    fragments: int
     dot: int
     groups: int
     per_block: int
@@ -132,7 +132,7 @@ class DecodeConfig:
     @property
     def as_vec4(self) -> bool:
         """Return True if x is stored as vec4s in shared memory, as words hold columns that are 16 apart."""
-        return self.shared_table or (self.int8_mma and self.plane_distance == 1)
+        return self.shared_table or (self.int8_mma and self.fragment_distance == 1)
 
     @property
     def shared_table(self) -> bool:
@@ -158,17 +158,17 @@ class DecodeConfig:
     @property
     def k_step(self) -> int:
         """Return the number of columns of W [N, K] that a warp dequantizes in one k_step."""
-        return max(128, 16 * self.planes)
+        return max(128, 16 * self.fragments)
 
     @property
     def vec4s_per_step(self) -> int:
         """Return the number of 16-byte words of codes per lane and k_step."""
-        return self.k_step // (16 * self.planes) * self.tiles
+        return self.k_step // (16 * self.fragments) * self.registers
 
     @property
     def total_k_steps(self) -> int:
         """Return the number of k_steps of all warps together."""
-        return self.spans * 16 * self.planes // self.k_step
+        return self.spans * 16 * self.fragments // self.k_step
 
     @property
     def scales_sums(self) -> bool:
@@ -288,14 +288,14 @@ class DecodeConfig:
         return self.declared_bytes + self.shared_table * shared_bytes()
 
     @property
-    def plane_distance(self) -> int:
-        """Return the distance of planes whose codes become bytes of one register."""
-        return planes_apart(self.planes, self.dot)
+    def fragment_distance(self) -> int:
+        """Return the distance of fragments whose codes become bytes of one register."""
+        return fragments_apart(self.fragments, self.dot)
 
     @property
     def dequant_registers(self) -> int:
         """Return the number of registers of dequantized weights per register of each part."""
-        return self.planes // 2 if self.int8_mma else self.planes
+        return self.fragments // 2 if self.int8_mma else self.fragments
 
     @property
     def dequant_types(self) -> tuple[Any, ...]:
@@ -312,16 +312,20 @@ class DecodeConfig:
     def _mma_of(self, number: int) -> "Mma":
         # Floats: two mmas are a run of 32 columns. Integers: two mmas are two runs.
         """Return operand A of mma number `number` of a k_step."""
-        runs = self.planes // 2
-        if not self.int8_mma or self.plane_distance == 1:
+        runs = self.fragments // 2
+        if not self.int8_mma or self.fragment_distance == 1:
             run = number if self.int8_mma else number // 2
-            plane = 2 * (run % runs) + (0 if self.int8_mma else number % 2)
+            fragment = 2 * (run % runs) + (0 if self.int8_mma else number % 2)
         else:
-            # Planes of runs at this distance share registers.
-            distance, mma_pair = self.plane_distance // 2, number // 2
-            run = mma_pair // distance * self.plane_distance + mma_pair % distance
-            plane = 2 * (run % runs) + number % 2
-        register = low_planes(self.planes, self.plane_distance).index(plane) if self.int8_mma else plane
+            # Fragments of runs at this distance share registers.
+            distance, mma_pair = self.fragment_distance // 2, number // 2
+            run = mma_pair // distance * self.fragment_distance + mma_pair % distance
+            fragment = 2 * (run % runs) + number % 2
+        register = (
+            low_fragments(self.fragments, self.fragment_distance).index(fragment)
+            if self.int8_mma
+            else fragment
+        )
         column = number * self.mma_k
         value = column % 128 // min(128, self.per_block // self.in_block)
         return Mma(run // runs, register, column // 128, value)

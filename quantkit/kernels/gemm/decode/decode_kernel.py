@@ -79,7 +79,7 @@ def decode_gemm(
             return
         codes, scale, zero, factor, lut = select_matrix(
             codes, scale, zero, factor, lut, expert * S.matrices, N // S.matrices,
-            S.spans, S.tiles, S.planes, S.blocks, S.in_block,
+            S.spans, S.registers, S.fragments, S.blocks, S.in_block,
         )  # fmt: skip
         order += its_first
         program = gl.program_id(1)
@@ -183,7 +183,7 @@ def _pointers(codes, scale, zero, first, count, N, S: gl.constexpr):
     lane = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LANES)), 0)
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, VEC4)))
     codes_at = codes.to(gl.pointer_type(gl.int32), bitcast=True)
-    codes_at += first.to(gl.int64) * (S.spans * S.tiles * 128)
+    codes_at += first.to(gl.int64) * (S.spans * S.registers * 128)
     codes_at += gl.expand_dims(warp * (S.k_steps_per_warp * S.vec4s_per_step * 128) + lane * 4, 2)
     codes_at += gl.expand_dims(gl.expand_dims(word, 0), 1)
     return codes_at, scale, zero, first * (S.blocks * 8) + lane // 4, warp * S.k_steps_per_warp, count, N
@@ -215,7 +215,7 @@ def _load_k_step(pointers, row_tile, number: gl.constexpr, S: gl.constexpr):
     k_step += number
     mask = (k_step < S.total_k_steps) & (row_tile < count)
     row_tile = row_tile_of(row_tile, N, S.gate != "")
-    codes_at += row_tile.to(gl.int64) * (S.spans * S.tiles * 128) + number * (S.vec4s_per_step * 128)
+    codes_at += row_tile.to(gl.int64) * (S.spans * S.registers * 128) + number * (S.vec4s_per_step * 128)
     vec4s = ()
     for vec4 in gl.static_range(VEC4):
         vec4s = vec4s + (gl.load(codes_at + vec4 * 128, mask=gl.expand_dims(mask, 2)),)

@@ -29,7 +29,7 @@ from quantkit.kernels.gemm.operands import (
     why_no_gate_up_tiles,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import RUN, value_sizes
+from quantkit.kernels.layouts.geometry import RUN, value_sizes
 from quantkit.kernels.layouts.int8_codes import as_bytes
 from quantkit.kernels.layouts.shared_memory import power_of_two
 from quantkit.kernels.ops.norm import NORMS
@@ -77,7 +77,7 @@ VALUES: Mapping[str, tuple[int, ...]] = {
 def k_step_registers(problem: Problem) -> int:
     """Return the 32-bit registers of a thread that hold the codes, scales and zero-points of a k_step."""
     shape = shape_of(problem)
-    codes = shape.k_step // shape.span * shape.tiles * 4
+    codes = shape.k_step // shape.span * shape.registers * 4
     words = sum(-(-2 * shape.in_block * size // 4) for size in value_sizes(shape, problem.scheme))
     return codes + shape.k_step // 128 * words
 
@@ -89,8 +89,8 @@ def thread_registers(tile: DecodeTile) -> int:
 
 def prefetch_in_registers(problem: Problem, tile: DecodeTile) -> int:
     """Return the number of k_steps that fit in registers, beside the dequantized weights of a span."""
-    planes = shape_of(problem).planes
-    dequant_registers = 4 * (planes // 2 if tile.int8_mma else planes)
+    fragments = shape_of(problem).fragments
+    dequant_registers = 4 * (fragments // 2 if tile.int8_mma else fragments)
     return (thread_registers(tile) - OTHER_REGISTERS - dequant_registers) // k_step_registers(problem)
 
 

@@ -45,7 +45,7 @@ def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S
     sums = totals
     dequant_registers = ()
     for number in gl.static_range(MMAS):
-        if number % (MMAS * S.tiles // S.vec4s_per_step) == 0:
+        if number % (MMAS * S.registers // S.vec4s_per_step) == 0:
             dequant_registers = _dequant_span(loaded, S.mmas[number].span, table, S)
         x = ()
         for group in gl.static_range(GROUPS):
@@ -91,12 +91,12 @@ def multiply(totals, loaded, table, x_smem, k_step: gl.constexpr, scale, zero, S
 def _dequant_span(loaded, span: gl.constexpr, table, S: gl.constexpr):
     """Return the dequantized registers of span number `span`, int32 [W, 32, 4]: a tuple for each row tile."""
     TILES_PER_ITER: gl.constexpr = S.tiles_per_iter
-    TILES: gl.constexpr = S.tiles
+    REGISTERS: gl.constexpr = S.registers
     dequant_registers = ()
     for one in gl.static_range(TILES_PER_ITER):
         words = ()
-        for tile in gl.static_range(TILES):
-            words = words + (loaded[one][0][span * TILES + tile],)
+        for register in gl.static_range(REGISTERS):
+            words = words + (loaded[one][0][span * REGISTERS + register],)
         if S.table is not None:
             words = words + (table,)
         dequant_registers = dequant_registers + (_dequant_registers(words, S),)

@@ -6,9 +6,9 @@ from functools import lru_cache
 from quantkit.kernels.gemm.decode.decode_config import DecodeConfig, Norm, Rounding
 from quantkit.kernels.gemm.operands import GemmSpec, Grouping
 from quantkit.kernels.layouts.dequant_ptx import expression, shared_table
-from quantkit.kernels.layouts.fragment_layout import Geometry
+from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.layouts.int8_codes import as_bytes, byte_expression
-from quantkit.kernels.layouts.shared_memory import planes_apart, power_of_two
+from quantkit.kernels.layouts.shared_memory import fragments_apart, power_of_two
 
 #: Most row tiles of a program, times rows of x, whose sums do not spill registers.
 MOST_ROW_TILES = 64
@@ -120,10 +120,10 @@ def decode_config(
         assert way is not None
         byte_scale, found = (
             way.byte_scale,
-            byte_expression(scheme.format, planes_apart(shape.planes, shape.dot)),
+            byte_expression(scheme.format, fragments_apart(shape.fragments, shape.dot)),
         )
     else:
-        found = shared_table(scheme.format, name, tile.warps, of_planes=True) or found
+        found = shared_table(scheme.format, name, tile.warps, of_fragments=True) or found
     assert found is not None
     constraints = found.constraints
     if found.table is not None:
@@ -132,8 +132,8 @@ def decode_config(
     return DecodeConfig(
         k=spec.k,
         spans=shape.spans,
-        tiles=shape.tiles,
-        planes=shape.planes,
+        registers=shape.registers,
+        fragments=shape.fragments,
         dot=shape.dot,
         groups=shape.groups,
         per_block=shape.per_block,

@@ -15,11 +15,11 @@ from quantkit.kernels.layouts.dequant_blocks import (
 @triton.jit
 def dequantize(
     codes, scale, zero, factor, lut, out, first, N,
-    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, SPANS: tl.constexpr, REGISTERS: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
-    PLANES: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Write rows 16 * `first` to N of W to `out` [rows, K], in the dtype of `out`.
 
@@ -29,18 +29,18 @@ def dequantize(
         codes, scale, zero, lut   the fragment layout (`layouts.fragment_layout`)
         factor [1] float32        divisor of the whole tensor, with HAS_FACTOR
     """
-    SPAN: tl.constexpr = 16 * PLANES
+    SPAN: tl.constexpr = 16 * FRAGMENTS
     COLUMNS: tl.constexpr = C * SPAN
     B: tl.constexpr = COLUMNS // 128
     row_tile = first + tl.program_id(0) * W + tl.arange(0, W)
     last_tile = (N + 15) // 16 - 1
     rows_in = tl.minimum(row_tile, last_tile)
     span = tl.program_id(1) * C + tl.arange(0, C)
-    at = (rows_in.to(tl.int64)[:, None] * SPANS + span[None, :]) * (TILES * 256)
-    tiles = ()
-    for t in tl.static_range(TILES):
-        tiles = tiles + (tl.load(codes + at[:, :, None] + t * 256 + tl.arange(0, 256)),)
-    q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE).to(tl.float32)
+    at = (rows_in.to(tl.int64)[:, None] * SPANS + span[None, :]) * (REGISTERS * 256)
+    registers = ()
+    for t in tl.static_range(REGISTERS):
+        registers = registers + (tl.load(codes + at[:, :, None] + t * 256 + tl.arange(0, 256)),)
+    q = dequant_codes(registers, lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE).to(tl.float32)
     # W, span, r, t, e1, row // 8, e0, run, p0
     q = tl.reshape(q, (W, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (W * 16, COLUMNS))

@@ -30,12 +30,12 @@ from quantkit.kernels.layouts.dequant_blocks import (
 @triton.jit(do_not_specialize=["M", "UNSPLIT"])
 def portable_gemm(
     x, codes, scale, zero, factor, lut, bias, y, sums, M, N, UNSPLIT, order, expert_blocks,
-    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, SPANS: tl.constexpr, REGISTERS: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
-    PLANES: tl.constexpr, DTYPE: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
     RT: tl.constexpr, BM: tl.constexpr, ACCUMULATORS: tl.constexpr, SPLIT_K: tl.constexpr,
     SPLIT_LAST_WAVE: tl.constexpr, STAGES: tl.constexpr, GROUP_M: tl.constexpr, FP16_SCALE: tl.constexpr,
     SYNC_MMA: tl.constexpr, WAIT_PTX: tl.constexpr, TILES_OF_BLOCK: tl.constexpr, TOP_K: tl.constexpr,
@@ -58,7 +58,7 @@ def portable_gemm(
     With `expert_blocks`, M is BM * TILES_OF_BLOCK per block and nothing is split. The outputs of the MATRICES
     matrices of an expert are side by side: y [P, MATRICES * N].
     """
-    SPAN: tl.constexpr = 16 * PLANES
+    SPAN: tl.constexpr = 16 * FRAGMENTS
     COLUMNS: tl.constexpr = 128 if SPAN < 128 else SPAN
     C: tl.constexpr = COLUMNS // SPAN
     KP: tl.constexpr = SPANS * SPAN
@@ -98,7 +98,18 @@ def portable_gemm(
         which = pn // tl.cdiv(N, ROWS)
         pn = pn % tl.cdiv(N, ROWS)
         codes, scale, zero, factor, lut = select_matrix(
-            codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
+            codes,
+            scale,
+            zero,
+            factor,
+            lut,
+            expert * MATRICES + which,
+            N,
+            SPANS,
+            REGISTERS,
+            FRAGMENTS,
+            BLOCKS,
+            V,
         )
         y += which * N
         order += first
@@ -109,7 +120,7 @@ def portable_gemm(
         tiles_of_acc = tl.minimum((pn * ACCUMULATORS + number) * RT + tl.arange(0, RT), last_tile)
         spans = tiles_of_acc.to(tl.int64)[:, None] * SPANS + begin * C + tl.arange(0, C)[None, :]
         row_tiles = row_tiles + (tiles_of_acc,)
-        at = at + (codes + (spans * (TILES * 256))[:, :, None] + tl.arange(0, 256),)
+        at = at + (codes + (spans * (REGISTERS * 256))[:, :, None] + tl.arange(0, 256),)
         accs = accs + (tl.zeros((16 * RT, BM), tl.float32),)
     m = pm * BM + tl.arange(0, BM)
     row_of_x = tl.minimum(m, M - 1)
@@ -126,9 +137,9 @@ def portable_gemm(
         next_at = ()
         for number in tl.static_range(ACCUMULATORS):
             q = _dequant(
-                at[number], row_tiles[number], begin + i, scale, zero, lut, RT, C, SPAN, TILES,
+                at[number], row_tiles[number], begin + i, scale, zero, lut, RT, C, SPAN, REGISTERS,
                 1 if ON_SUMS else GROUPS, PER_BLOCK, BLOCKS, V, SCALE, HAS_ZERO, ASM, CONSTRAINTS, TABLE,
-                FIELDS, PLANES, DTYPE, WAIT_PTX,
+                FIELDS, FRAGMENTS, DTYPE, WAIT_PTX,
             )  # fmt: skip
             if ON_SUMS:
                 s = load_scales(scale, row_tiles[number], begin + i, BLOCKS, V, 1, PER_BLOCK, COLUMNS, False)
@@ -142,7 +153,7 @@ def portable_gemm(
                 # Reading the result waits for the product.
                 added = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [added], tl.float32, False, 1)
             next_accs = next_accs + (added,)
-            next_at = next_at + (at[number] + C * TILES * 256,)
+            next_at = next_at + (at[number] + C * REGISTERS * 256,)
         accs = next_accs
         at = next_at
         xs += COLUMNS
@@ -179,9 +190,9 @@ def tile_coordinates(tile, column_tiles, row_programs, GROUP_M: tl.constexpr):
 @triton.jit
 def _dequant(
     at, row_tiles, step, scale, zero, lut, RT: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
-    TILES: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    REGISTERS: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     V: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, ASM: tl.constexpr,
-    CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr,
+    CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr, FRAGMENTS: tl.constexpr,
     DTYPE: tl.constexpr, WAIT_PTX: tl.constexpr,
 ):  # fmt: skip
     """Dequantize and scale the weights of step number `step`: DTYPE [16 * RT, C * SPAN].
@@ -192,10 +203,10 @@ def _dequant(
     COLUMNS: tl.constexpr = C * SPAN
     # Blocks of scales in a step.
     B: tl.constexpr = COLUMNS // 128
-    tiles = ()
-    for t in tl.static_range(TILES):
-        tiles = tiles + (tl.load(at + t * 256),)
-    q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+    registers = ()
+    for t in tl.static_range(REGISTERS):
+        registers = registers + (tl.load(at + t * 256),)
+    q = dequant_codes(registers, lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE)
     q = tl.reshape(q, (RT, C, 8, 4, 2, 2, 2, SPAN // 32, 2))
     q = tl.reshape(tl.permute(q, (0, 5, 2, 1, 7, 8, 4, 3, 6)), (16 * RT, COLUMNS))
     if HAS_ZERO:

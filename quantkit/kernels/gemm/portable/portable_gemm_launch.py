@@ -31,7 +31,7 @@ from quantkit.kernels.gemm.operands import (
     whole_rows,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, geometry
+from quantkit.kernels.layouts.geometry import ROWS, Geometry, geometry
 from quantkit.kernels.problem import GPU_FEATURES, Problem, TileSpace
 from quantkit.packing.schemes import Scheme
 

@@ -29,12 +29,12 @@ from quantkit.kernels.layouts.dequant_blocks import (
 @triton.jit
 def portable_gemv(
     x, codes, scale, zero, factor, lut, bias, y, M, N, order, expert_blocks,
-    K: tl.constexpr, SPANS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr,
+    K: tl.constexpr, SPANS: tl.constexpr, REGISTERS: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr,
     ON_WEIGHTS: tl.constexpr, SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, TABLE: tl.constexpr, FIELDS: tl.constexpr,
-    PLANES: tl.constexpr, DTYPE: tl.constexpr,
+    FRAGMENTS: tl.constexpr, DTYPE: tl.constexpr,
     W: tl.constexpr, NG: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PREFETCH: tl.constexpr,
     UNROLL: tl.constexpr, PREDICATE_X: tl.constexpr, ONE_ACCUMULATOR: tl.constexpr, TOP_K: tl.constexpr,
     MATRICES: tl.constexpr, PDL: tl.constexpr,
@@ -54,7 +54,7 @@ def portable_gemv(
     With `expert_blocks`, the outputs of the MATRICES matrices of an expert are side by side: y [P, MATRICES *
     N].
     """
-    SPAN: tl.constexpr = 16 * PLANES
+    SPAN: tl.constexpr = 16 * FRAGMENTS
     # Steps are padded to whole iterations of UNROLL.
     STEPS: tl.constexpr = (SPANS * SPAN // DOT + W * NG * UNROLL - 1) // (W * NG * UNROLL) * UNROLL
     EVEN_K: tl.constexpr = SPANS * SPAN == STEPS * W * NG * DOT
@@ -88,7 +88,18 @@ def portable_gemv(
         which = tl.program_id(1) // programs
         program = tl.program_id(1) % programs
         codes, scale, zero, factor, lut = select_matrix(
-            codes, scale, zero, factor, lut, expert * MATRICES + which, N, SPANS, TILES, PLANES, BLOCKS, V
+            codes,
+            scale,
+            zero,
+            factor,
+            lut,
+            expert * MATRICES + which,
+            N,
+            SPANS,
+            REGISTERS,
+            FRAGMENTS,
+            BLOCKS,
+            V,
         )
         y += which * N
         order += first
@@ -103,9 +114,9 @@ def portable_gemv(
     acc = tl.zeros((ACCUMULATORS * W, 16 * R, BM), tl.float32)
     span = w * (B1 * C) + (in_warp // R)[None, :]
     dot = w * NG + (blocks % (NG // IN_BLOCK) * IN_BLOCK)[None, :]
-    tiles, s, z = _load_step(
-        codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS,
-        V, PER_CHANNEL, HAS_ZERO, ASM is not None,
+    registers, s, z = _load_step(
+        codes, code_rows, span, scale, zero, block_rows, dot * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K,
+        BLOCKS, V, PER_CHANNEL, HAS_ZERO, ASM is not None,
     )  # fmt: skip
     if PDL and expert_blocks is None:
         # The kernel before this one writes only x.
@@ -116,15 +127,15 @@ def portable_gemv(
             # The last step of the loop loads its own codes again, unused.
             following = step + 1 if inner + 1 < UNROLL else tl.minimum(step + 1, STEPS - 1)
             if PREFETCH and (inner + 1 < UNROLL or UNROLL < STEPS):
-                next_tiles, next_s, next_z = _load_step(
+                next_registers, next_s, next_z = _load_step(
                     codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
-                    (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS, V,
+                    (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K, BLOCKS, V,
                     PER_CHANNEL, HAS_ZERO, ASM is not None,
                 )  # fmt: skip
             # Keep the loads above ahead of all uses; ptxas would spread them among the uses.
             tl.debug_barrier()
             columns = _activations(x, rows_of_x, step, M, K, WHOLE, DOT, W, NG, BM, PREDICATE_X).to(DTYPE)
-            q = dequant_codes(tiles, lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE)
+            q = dequant_codes(registers, lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE)
             q = tl.reshape(q, (W, B1, C, R, 8, 4, 2, 2, 2, B2, (DOT if DOT < SPAN else SPAN) // 32, 2))
             # Columns of a run in the order (e1, t, p0, e0), so that warp lane t has four adjacent ones.
             q = tl.permute(q, (1, 9, 0, 3, 7, 4, 2, 10, 6, 5, 11, 8))
@@ -141,13 +152,13 @@ def portable_gemv(
                 acc += tl.sum(tl.reshape(sums, (NG, W, 16 * R, BM)), axis=0) if ONE_ACCUMULATOR else sums
             if inner + 1 < UNROLL or UNROLL < STEPS:
                 if PREFETCH:
-                    tiles = next_tiles
+                    registers = next_registers
                     s = next_s
                     z = next_z
                 else:
-                    tiles, s, z = _load_step(
+                    registers, s, z = _load_step(
                         codes, code_rows, span + following * (W * B1 * C), scale, zero, block_rows,
-                        (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, TILES, EVEN_K, BLOCKS, V,
+                        (dot + following * (W * NG)) * DOT // PER_BLOCK, SPANS, REGISTERS, EVEN_K, BLOCKS, V,
                         PER_CHANNEL, HAS_ZERO, ASM is not None,
                     )  # fmt: skip
     out = tl.sum(acc, axis=0)
@@ -163,24 +174,24 @@ def portable_gemv(
 
 @triton.jit
 def _load_step(
-    codes, code_rows, span, scale, zero, block_rows, block, SPANS: tl.constexpr, TILES: tl.constexpr,
+    codes, code_rows, span, scale, zero, block_rows, block, SPANS: tl.constexpr, REGISTERS: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, PER_CHANNEL: tl.constexpr,
     HAS_ZERO: tl.constexpr, INLINE: tl.constexpr,
 ):  # fmt: skip
-    """Load a step of the program: a tuple of TILES code words int16 [W, L, 256], scales and zero-points.
+    """Load a step of the program: a tuple of REGISTERS code words int16 [W, L, 256], scales and zero-points.
 
     `code_rows` [L] and `span` [W, L] are those of `load_code_words`, for W warps; `block_rows` and `block`
     those of `load_by_lane`. Scales and zero-points are [4, 8, W, L, V, 2]; 0 for a weight without zero-points
     or group scales.
     """
-    tiles = load_code_words(codes, code_rows, span, SPANS, TILES, EVEN_K)
+    registers = load_code_words(codes, code_rows, span, SPANS, REGISTERS, EVEN_K)
     s = 0
     z = 0
     if not PER_CHANNEL:
         s = load_by_lane(scale, block_rows, block, BLOCKS, V, INLINE)
     if HAS_ZERO:
         z = load_by_lane(zero, block_rows, block, BLOCKS, V)
-    return tiles, s, z
+    return registers, s, z
 
 
 @triton.jit

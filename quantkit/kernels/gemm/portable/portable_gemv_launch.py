@@ -26,7 +26,7 @@ from quantkit.kernels.gemm.operands import (
     unknown_value,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry
+from quantkit.kernels.layouts.geometry import ROWS, Geometry
 from quantkit.kernels.problem import Problem, TileSpace
 
 #: From more columns than this on, a row takes many steps, each of which waits for its loads.

@@ -60,11 +60,11 @@ from quantkit.kernels.ops.activation_kernel import gated
 @gluon.jit(do_not_specialize=["M", "ROW_TILES"])
 def small_m_gemm(
     x, squares, codes, scale, zero, factor, lut, bias, y, sums, M, N, ROW_TILES, order, expert_blocks,
-    K: gl.constexpr, SPANS: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr,
+    K: gl.constexpr, SPANS: gl.constexpr, REGISTERS: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FILL: gl.constexpr,
-    FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, NORM_EPS: gl.constexpr,
+    FIELDS: gl.constexpr, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, NORM_EPS: gl.constexpr,
     GATE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, SPLIT_K: gl.constexpr, K_STEPS: gl.constexpr,
     CHUNK: gl.constexpr, PADDING_CHUNKS: gl.constexpr, PREFETCH: gl.constexpr, ROLLED: gl.constexpr,
     ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr, WGMMA: gl.constexpr, TOP_K: gl.constexpr,
@@ -93,9 +93,9 @@ def small_m_gemm(
     With `expert_blocks`, rows of x and y are routed tokens, row p // TOP_K of x for token p. W is the
     MATRICES matrices of the block's expert, one above the other.
     """
-    K_STEP: gl.constexpr = k_step_columns(PLANES)
+    K_STEP: gl.constexpr = k_step_columns(FRAGMENTS)
     SUBTILES: gl.constexpr = K_STEP // 128
-    C: gl.constexpr = K_STEP // (16 * PLANES)
+    C: gl.constexpr = K_STEP // (16 * FRAGMENTS)
     CHUNKS: gl.constexpr = K_STEPS // CHUNK
     LAST_K_STEP: gl.constexpr = SPANS // C - 1
     CODES: gl.constexpr = codes_layout(W, C)
@@ -116,7 +116,18 @@ def small_m_gemm(
         if M == 0:
             return
         codes, scale, zero, factor, lut = select_matrix(
-            codes, scale, zero, factor, lut, expert * MATRICES, N // MATRICES, SPANS, TILES, PLANES, BLOCKS, V
+            codes,
+            scale,
+            zero,
+            factor,
+            lut,
+            expert * MATRICES,
+            N // MATRICES,
+            SPANS,
+            REGISTERS,
+            FRAGMENTS,
+            BLOCKS,
+            V,
         )
         order += its_first
         sums += program.to(gl.int64) * (SPLIT_K * ((N + 15) // 16) * (BM * 16))
@@ -132,7 +143,7 @@ def small_m_gemm(
     lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 1)
     words_at = codes.to(gl.pointer_type(gl.int32), bitcast=True) + lane
-    words_at += (tile * SPANS + begin * C + span) * (TILES * 128)
+    words_at += (tile * SPANS + begin * C + span) * (REGISTERS * 128)
     # Warps without a row tile load nothing.
     mask = gl.expand_dims(gl.expand_dims(warp < ROW_TILES, 1), 2)
     # A split loads no k_steps of another split.
@@ -154,7 +165,7 @@ def small_m_gemm(
     pointers = (words_at, mask, scales_at, scales, zeros, begin, block, end)
     ring = ()
     for stage in gl.static_range(PREFETCH):
-        ring = ring + (_load_codes(pointers, gl.minimum(stage, end), TILES, C),)
+        ring = ring + (_load_codes(pointers, gl.minimum(stage, end), REGISTERS, C),)
     values = ((), ())
     if not STAGED_BLOCKS:
         values = _load_scales(
@@ -197,24 +208,24 @@ def small_m_gemm(
     if ROLLED:
         wait_for_x(CHUNKS - 1, WGMMA)
         total, ring, values = _multiply(
-            total, ring, values, x_smem, pointers, 0, TILES, GROUPS, PER_BLOCK, BLOCKS, V, ON_WEIGHTS, STORED,
-            SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, BM, CHUNK, PREFETCH,
-            K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, False, WGMMA,
+            total, ring, values, x_smem, pointers, 0, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V, ON_WEIGHTS,
+            STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, W, BM, CHUNK,
+            PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, False, WGMMA,
         )  # fmt: skip
         wait_for_x(0, WGMMA)
         for chunk in range(1, CHUNKS):
             total, ring, values = _multiply(
-                total, ring, values, x_smem, pointers, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
-                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
-                BM, CHUNK, PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, False, WGMMA,
+                total, ring, values, x_smem, pointers, chunk * CHUNK, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V,
+                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE,
+                W, BM, CHUNK, PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, False, WGMMA,
             )  # fmt: skip
     else:
         for chunk in gl.static_range(CHUNKS):
             wait_for_x(CHUNKS - 1 - chunk, WGMMA)
             total, ring, values = _multiply(
-                total, ring, values, x_smem, pointers, chunk * CHUNK, TILES, GROUPS, PER_BLOCK, BLOCKS, V,
-                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W,
-                BM, CHUNK, PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, chunk == CHUNKS - 1, WGMMA,
+                total, ring, values, x_smem, pointers, chunk * CHUNK, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V,
+                ON_WEIGHTS, STORED, SCALE, ZERO, HAS_ZERO, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE,
+                W, BM, CHUNK, PREFETCH, K_STEPS, ALIGNED_SPLITS, STAGED_BLOCKS, chunk == CHUNKS - 1, WGMMA,
             )  # fmt: skip
     if NORM_EPS is not None:
         total *= gl.expand_dims(rms.load(gl.SliceLayout(0, ACC)), 0)
@@ -279,16 +290,16 @@ def _gate_up_layout(W: int, BM: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _load_codes(pointers, k_step, TILES: gl.constexpr, C: gl.constexpr):
-    """Load the codes of a k_step of the program's split: a tuple of TILES tensors int32 [W, C, 128].
+def _load_codes(pointers, k_step, REGISTERS: gl.constexpr, C: gl.constexpr):
+    """Load the codes of a k_step of the program's split: a tuple of REGISTERS tensors int32 [W, C, 128].
 
     They are those of W row tiles and C spans. `pointers` begins with pointers to the codes of k_step 0, and a
     mask of those to load.
     """
     words_at, mask = pointers[0], pointers[1]
     words = ()
-    for t in gl.static_range(TILES):
-        words = words + (gl.load(words_at + (k_step * (C * TILES) + t) * 128, mask=mask),)
+    for t in gl.static_range(REGISTERS):
+        words = words + (gl.load(words_at + (k_step * (C * REGISTERS) + t) * 128, mask=mask),)
     return words
 
 
@@ -346,11 +357,11 @@ def _load_scale_words(
 
 @gluon.jit
 def _multiply(
-    total, ring, values, x_smem, pointers, number, TILES: gl.constexpr, GROUPS: gl.constexpr,
+    total, ring, values, x_smem, pointers, number, REGISTERS: gl.constexpr, GROUPS: gl.constexpr,
     PER_BLOCK: gl.constexpr, BLOCKS: gl.constexpr, V: gl.constexpr, ON_WEIGHTS: gl.constexpr,
     STORED: gl.constexpr, SCALE: gl.constexpr, ZERO: gl.constexpr, HAS_ZERO: gl.constexpr,
     ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr,
-    PLANES: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, CHUNK: gl.constexpr,
+    FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, CHUNK: gl.constexpr,
     PREFETCH: gl.constexpr, K_STEPS: gl.constexpr, ALIGNED_SPLITS: gl.constexpr, STAGED_BLOCKS: gl.constexpr,
     IS_LAST: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
@@ -364,8 +375,8 @@ def _multiply(
     Also returns the ring and the values of the next chunk, to be used in place of the arguments. IS_LAST
     skips loads past the end.
     """
-    SUBTILES: gl.constexpr = k_step_columns(PLANES) // 128
-    C: gl.constexpr = k_step_columns(PLANES) // (16 * PLANES)
+    SUBTILES: gl.constexpr = k_step_columns(FRAGMENTS) // 128
+    C: gl.constexpr = k_step_columns(FRAGMENTS) // (16 * FRAGMENTS)
     ACC: gl.constexpr = accumulator_layout(W, BM, WGMMA)
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     # Layout of weights [16 W rows, V groups, columns of a group] in the registers of operand A.
@@ -383,12 +394,12 @@ def _multiply(
     end, lut = pointers[7], pointers[8]
     for k_step in gl.static_range(CHUNK):
         subtiles = dequant_a_fragment(
-            ring[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, W, C, SUBTILES, TILES
+            ring[0], lut, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, W, C, SUBTILES, REGISTERS
         )
         following = ring[0]
         if not IS_LAST or k_step + PREFETCH < CHUNK:
             after = gl.minimum(number + k_step + PREFETCH, end)
-            following = _load_codes(pointers, after, TILES, C)
+            following = _load_codes(pointers, after, REGISTERS, C)
             _keep_order()
         ring = (ring[1], following) if PREFETCH == 2 else (ring[1], ring[2], ring[3], following)
         if STAGED_BLOCKS:

@@ -23,7 +23,7 @@ from quantkit.kernels.gemm.operands import (
     with_shared_table,
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import ROWS, Geometry, value_sizes
+from quantkit.kernels.layouts.geometry import ROWS, Geometry, value_sizes
 from quantkit.kernels.layouts.shared_memory import power_of_two, undeclared_bytes
 from quantkit.kernels.problem import Problem, TileSpace
 from quantkit.packing.schemes import Scheme

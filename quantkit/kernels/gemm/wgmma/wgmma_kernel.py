@@ -44,11 +44,11 @@ from quantkit.kernels.layouts.dequant_blocks import apply_scale_and_bias
 )
 def wgmma_gemm(
     x, codes, scale, zero, factor, lut, bias, y, sums, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE,
-    SPANS, BLOCKS, TOKEN, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    SPANS, BLOCKS, TOKEN, REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
     V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr,
     HAS_BIAS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr,
-    FILL: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, BN: gl.constexpr,
-    BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    FILL: gl.constexpr, FIELDS: gl.constexpr, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, BN: gl.constexpr,
+    BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr, MMA_REGISTERS: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute y [M, N] = x [M, K] W^T. Grid: (programs,).
@@ -61,7 +61,7 @@ def wgmma_gemm(
         BN, BM           rows of W (128 or 192) and of x of a tile
         BLOCK_K          columns dequantized and multiplied at a time: 128 or 256
         PREFETCH         k_steps that codes are loaded early: 1 or 2
-        REGISTERS        registers of a consumer thread; the producer keeps 24
+        MMA_REGISTERS        registers of a consumer thread; the producer keeps 24
         STORE_VECTOR     values that a thread stores at once; it divides N
         GROUP_M          tiles of rows of x that run next to each other and share weights in L2
 
@@ -83,47 +83,47 @@ def wgmma_gemm(
     if BN == 128:
         gl.warp_specialize([
             (_consumer, (
-                0, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                0, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_consumer, (
-                1, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                1, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_producer, (
-                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, PLANES, BN,
-                BM, STAGES, GROUP_M, BLOCK_K, PDL,
+                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, FRAGMENTS,
+                BN, BM, STAGES, GROUP_M, BLOCK_K, PDL,
             )),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+        ], [4, 1], [MMA_REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (
-                0, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                0, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_consumer, (
-                1, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                1, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_consumer, (
-                2, operands, TILES, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
-                CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
+                2, operands, REGISTERS, GROUPS, PER_BLOCK, V, SCALE, HAS_ZERO, HAS_FACTOR, HAS_BIAS, ASM,
+                CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE, BN, BM, PREFETCH, STAGES, GROUP_M, BLOCK_K,
                 STORE_VECTOR, PDL,
             )),
             (_producer, (
-                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, PLANES, BN,
-                BM, STAGES, GROUP_M, BLOCK_K, PDL,
+                x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, FRAGMENTS,
+                BN, BM, STAGES, GROUP_M, BLOCK_K, PDL,
             )),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+        ], [4, 4, 1], [MMA_REGISTERS, MMA_REGISTERS, 24])  # fmt: skip
 
 
 @gluon.jit
 def _producer(
-    x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, PLANES: gl.constexpr,
+    x, x_smem, full, empty, M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, FRAGMENTS: gl.constexpr,
     BN: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -136,9 +136,9 @@ def _producer(
         pdl_launch_dependents()
         pdl_wait()
     TMA_ROWS: gl.constexpr = x.block_shape[0]
-    K_STEP: gl.constexpr = k_step_columns(PLANES, BLOCK_K)
+    K_STEP: gl.constexpr = k_step_columns(FRAGMENTS, BLOCK_K)
     X_BLOCKS_PER_STEP: gl.constexpr = 2 * K_STEP // 128
-    steps = gl.cdiv(SPANS * (16 * PLANES), 2 * K_STEP)
+    steps = gl.cdiv(SPANS * (16 * FRAGMENTS), 2 * K_STEP)
     columns, rows = gl.cdiv(M, BM), gl.cdiv(N, BN)
     whole, work_items, begin, end, has_partial = work_range(
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, steps, BN, BM
@@ -161,10 +161,10 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    group: gl.constexpr, operands, TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
+    group: gl.constexpr, operands, REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr,
     V: gl.constexpr, SCALE: gl.constexpr,
     HAS_ZERO: gl.constexpr, HAS_FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, ASM: gl.constexpr,
-    CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, PLANES: gl.constexpr,
+    CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr, FIELDS: gl.constexpr, FRAGMENTS: gl.constexpr,
     DTYPE: gl.constexpr, BN: gl.constexpr, BM: gl.constexpr, PREFETCH: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, BLOCK_K: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -177,8 +177,8 @@ def _consumer(
         x_smem, full, empty, codes, scale, zero, factor, lut, bias, y, sums,
         M, N, WHOLE_TILES, STEPS_PER_PROGRAM, TILE_STRIDE, SPANS, BLOCKS, TOKEN,
     ) = operands  # fmt: skip
-    K_STEP: gl.constexpr = k_step_columns(PLANES, BLOCK_K)
-    C: gl.constexpr = K_STEP // (16 * PLANES)
+    K_STEP: gl.constexpr = k_step_columns(FRAGMENTS, BLOCK_K)
+    C: gl.constexpr = K_STEP // (16 * FRAGMENTS)
     STEP_SUBTILES: gl.constexpr = K_STEP // 128
     BLOCKS_PER_STEP: gl.constexpr = K_STEP // BLOCK_K
     SUBTILES: gl.constexpr = BLOCK_K // 128
@@ -199,7 +199,7 @@ def _consumer(
     pm, pn = tile_coordinates(gl.minimum(tile, columns * rows - 1), columns, rows, GROUP_M)
     words_at, scales_at, ring = _prologue(
         pn * (BN // 16) + group * 4, first, codes, scale, zero, N, SPANS,
-        C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+        C, STEP_SUBTILES, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
     )  # fmt: skip
     count = 0
     for number in range(work_items):
@@ -210,15 +210,15 @@ def _consumer(
             for half in gl.static_range(2):
                 for block_k in gl.static_range(BLOCKS_PER_STEP):
                     weights = _dequant(
-                        ring[half], lut, block_k, ASM, CONSTRAINTS, TABLE, FIELDS, PLANES, DTYPE,
-                        C, SUBTILES, BLOCKS_PER_STEP, TILES, GROUPS, V, SCALE, HAS_ZERO,
+                        ring[half], lut, block_k, ASM, CONSTRAINTS, TABLE, FIELDS, FRAGMENTS, DTYPE,
+                        C, SUBTILES, BLOCKS_PER_STEP, REGISTERS, GROUPS, V, SCALE, HAS_ZERO,
                         scale.dtype.element_ty, zero.dtype.element_ty, WEIGHTS, OPERAND,
                     )  # fmt: skip
                     if block_k == BLOCKS_PER_STEP - 1:
                         following = _load_k_step(
                             words_at, scales_at, scale, zero,
                             gl.minimum(step * 2 + half + PREFETCH, last_k_step),
-                            C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                            C, STEP_SUBTILES, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
                         )  # fmt: skip
                         ring = (following, ring[1]) if (half + PREFETCH) % 2 == 0 else (ring[0], following)
                     for subtile in gl.static_range(SUBTILES):
@@ -251,7 +251,7 @@ def _consumer(
         pm, pn = tile_coordinates(tile, columns, rows, GROUP_M)
         words_at, scales_at, ring = _prologue(
             pn * (BN // 16) + group * 4, first, codes, scale, zero, N, SPANS,
-            C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+            C, STEP_SUBTILES, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
         )  # fmt: skip
         if PDL:
             # The kernel before this one may still read the memory that this one writes.
@@ -276,9 +276,9 @@ def _of_block(blocks: tuple[str, ...], block_k: int) -> str:
 @gluon.jit
 def _dequant(
     k_step, lut, block_k: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, TABLE: gl.constexpr,
-    FIELDS: gl.constexpr, PLANES: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr, SUBTILES: gl.constexpr,
-    BLOCKS_PER_STEP: gl.constexpr, TILES: gl.constexpr, GROUPS: gl.constexpr, V: gl.constexpr,
-    SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
+    FIELDS: gl.constexpr, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, C: gl.constexpr,
+    SUBTILES: gl.constexpr, BLOCKS_PER_STEP: gl.constexpr, REGISTERS: gl.constexpr, GROUPS: gl.constexpr,
+    V: gl.constexpr, SCALE: gl.constexpr, HAS_ZERO: gl.constexpr, STORED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHTS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """Dequantize and scale block `block_k` of a k_step: a tuple of operands A [64, 128], one per 128 columns.
@@ -296,12 +296,12 @@ def _dequant(
         BLOCK_CONSTRAINTS,
         TABLE,
         FIELDS,
-        PLANES // BLOCKS_PER_STEP,
+        FRAGMENTS // BLOCKS_PER_STEP,
         DTYPE,
         4,
         C,
         SUBTILES,
-        TILES,
+        REGISTERS,
     )
     weights = ()
     for subtile in gl.static_range(SUBTILES):
@@ -323,7 +323,7 @@ def _dequant(
 @gluon.jit
 def _prologue(
     row_tile, step, codes, scale, zero, N, SPANS, C: gl.constexpr, STEP_SUBTILES: gl.constexpr,
-    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
+    REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
     """Load the first codes of a tile: return the pointers of `_pointers`, and the ring of two k_steps.
@@ -331,14 +331,14 @@ def _prologue(
     The k_steps, int32 [4, C, 128] and scales as `_load_k_step` returns them, are those of step `step`. The
     consumer has four row tiles from `row_tile` on.
     """
-    words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, TILES, BLOCKS)
+    words_at, scales_at = _pointers(row_tile, codes, N, SPANS, C, REGISTERS, BLOCKS)
     ring = ()
     for half in gl.static_range(2):
         k_step = gl.minimum(step * 2 + half, SPANS // C - 1)
         ring = ring + (
             _load_k_step(
                 words_at, scales_at, scale, zero, k_step,
-                C, STEP_SUBTILES, TILES, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
+                C, STEP_SUBTILES, REGISTERS, GROUPS, PER_BLOCK, BLOCKS, V, HAS_ZERO,
             ),
         )  # fmt: skip
     return words_at, scales_at, ring
@@ -346,7 +346,7 @@ def _prologue(
 
 @gluon.jit
 def _pointers(
-    first, codes, N, SPANS, C: gl.constexpr, TILES: gl.constexpr, BLOCKS,
+    first, codes, N, SPANS, C: gl.constexpr, REGISTERS: gl.constexpr, BLOCKS,
 ):  # fmt: skip
     """Return pointers to codes int32 [4, C, 128] of four row tiles, and offsets [4, 8] of their scales.
 
@@ -363,7 +363,7 @@ def _pointers(
     tile_of_values = gl.minimum(first + gl.arange(0, 4, gl.SliceLayout(1, PLACES)), last)
     scales_at = gl.expand_dims(tile_of_values * (BLOCKS * 8), 1)
     return (
-        codes.to(gl.pointer_type(gl.int32), bitcast=True) + (tile * SPANS + span) * (TILES * 128) + lane,
+        codes.to(gl.pointer_type(gl.int32), bitcast=True) + (tile * SPANS + span) * (REGISTERS * 128) + lane,
         scales_at + gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, PLACES)), 0),
     )
 
@@ -371,18 +371,18 @@ def _pointers(
 @gluon.jit
 def _load_k_step(
     words_at, scales_at, scale, zero, k_step, C: gl.constexpr, STEP_SUBTILES: gl.constexpr,
-    TILES: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
+    REGISTERS: gl.constexpr, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCKS, V: gl.constexpr,
     HAS_ZERO: gl.constexpr,
 ):  # fmt: skip
     """Load k_step `k_step` of four row tiles: tuples of code words int32 [4, C, 128], scales and zero-points.
 
-    There are TILES words of codes. Scales and zero-points are the words of `load_scale_words` for each of
+    There are REGISTERS words of codes. Scales and zero-points are the words of `load_scale_words` for each of
     STEP_SUBTILES times 128 columns; 0 for a weight without group scales, or zero-points. `words_at` and
     `scales_at` are from `_pointers`.
     """
     words = ()
-    for t in gl.static_range(TILES):
-        words = words + (gl.load(words_at + (k_step * (C * TILES) + t) * 128),)
+    for t in gl.static_range(REGISTERS):
+        words = words + (gl.load(words_at + (k_step * (C * REGISTERS) + t) * 128),)
     s = ()
     z = ()
     for subtile in gl.static_range(STEP_SUBTILES):

@@ -43,7 +43,7 @@ from quantkit.kernels.gemm.wgmma.wgmma_tiles import (
 )
 from quantkit.kernels.jit.launcher import Launch, overlap
 from quantkit.kernels.layouts.dequant_ptx import expression
-from quantkit.kernels.layouts.fragment_layout import Geometry, geometry
+from quantkit.kernels.layouts.geometry import Geometry, geometry
 from quantkit.kernels.problem import Problem, TileSpace
 from quantkit.packing.schemes import Scheme
 
@@ -215,7 +215,7 @@ def _launches(spec: GemmSpec, tile: WgmmaTile, features: frozenset[str], multipr
         BM=tile.block_m,
         PREFETCH=tile.prefetch,
         STAGES=stages(tile, table_bytes(scheme, dtype, copies(tile))),
-        REGISTERS=resident.mma_registers,
+        MMA_REGISTERS=resident.mma_registers,
         GROUP_M=GROUP_M,
         BLOCK_K=tile.block_k,
         STORE_VECTOR=math.gcd(n, MAX_STORE_VECTOR),
@@ -250,12 +250,12 @@ def constants_of(n: int, k: int, scheme: Scheme, dtype: torch.dtype, tile: Wgmma
 def _by_blocks(shape: Geometry, scheme: Scheme, dtype: torch.dtype, tile: WgmmaTile) -> dict[str, Any]:
     """Return constexprs ASM and CONSTRAINTS for spans longer than `tile.block_k`.
 
-    Each is a tuple, with PTX for the planes of each `tile.block_k` columns.
+    Each is a tuple, with PTX for the fragments of each `tile.block_k` columns.
     """
-    name, each = str(dtype).removeprefix("torch."), shape.planes * tile.block_k // shape.span
+    name, each = str(dtype).removeprefix("torch."), shape.fragments * tile.block_k // shape.span
     parts = [
         expression(scheme.format, name, bare=shape.carried != 1.0, some=(first, first + each))
-        for first in range(0, shape.planes, each)
+        for first in range(0, shape.fragments, each)
     ]
     return {
         "ASM": tuple(part.asm for part in parts if part is not None),

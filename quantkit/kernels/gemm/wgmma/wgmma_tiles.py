@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quantkit.kernels.gemm.gpu_limits import H200_PROCESSORS, HOPPER_SHARED
-from quantkit.kernels.layouts.fragment_layout import Geometry
+from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.layouts.shared_memory import COPIES, undeclared_bytes
 
 #: Bytes of shared memory besides blocks of x: barriers, and outputs exchanged between threads.

@@ -45,7 +45,7 @@ BN = gl.constexpr(128)
 def wgmma_8bit_gemm(
     x, codes, scales, beside, x_scale, scale, bias, y, sums, M, N, WHOLE_TILES, STEPS_PER_PROGRAM,
     TILE_STRIDE, STEPS, TOKEN, GROUPS: gl.constexpr, PER_BLOCK: gl.constexpr, SCALE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, PLANES: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
     OFFSET: gl.constexpr, X_GROUPS: gl.constexpr, PROMOTE: gl.constexpr, DTYPE: gl.constexpr,
     BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
@@ -96,11 +96,11 @@ def wgmma_8bit_gemm(
     # Arguments are repeated, because constexprs stay constexprs only in the call itself.
     gl.warp_specialize([
         (_consumer, (
-            0, smem, work, operands, GROUPS, SCALE, HAS_BIAS, PLANES, FLIPPED, UNIT, OFFSET, X_GROUPS,
+            0, smem, work, operands, GROUPS, SCALE, HAS_BIAS, FRAGMENTS, FLIPPED, UNIT, OFFSET, X_GROUPS,
             PROMOTE, DTYPE, BM, MMA_M, BLOCKS, STAGES, GROUP_M, STORE_VECTOR, PDL,
         )),
         (_consumer, (
-            1, smem, work, operands, GROUPS, SCALE, HAS_BIAS, PLANES, FLIPPED, UNIT, OFFSET, X_GROUPS,
+            1, smem, work, operands, GROUPS, SCALE, HAS_BIAS, FRAGMENTS, FLIPPED, UNIT, OFFSET, X_GROUPS,
             PROMOTE, DTYPE, BM, MMA_M, BLOCKS, STAGES, GROUP_M, STORE_VECTOR, PDL,
         )),
         (_producer, (
@@ -163,7 +163,7 @@ def _producer(
 @gluon.jit
 def _consumer(
     group: gl.constexpr, smem, work, operands, GROUPS: gl.constexpr, SCALE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, PLANES: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr, UNIT: gl.constexpr,
     OFFSET: gl.constexpr, X_GROUPS: gl.constexpr, PROMOTE: gl.constexpr, DTYPE: gl.constexpr,
     BM: gl.constexpr, MMA_M: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
     GROUP_M: gl.constexpr, STORE_VECTOR: gl.constexpr, PDL: gl.constexpr,
@@ -191,13 +191,13 @@ def _consumer(
         for _ in gl.static_range(PARTS):
             totals = totals + (gl.zeros([64, MMA_M], gl.float32 if PROMOTE else SUM, ACC),)
         mbarrier.wait(full.index(count % STAGES), count // STAGES % 2)
-        words = _load_codes(codes_smem.index(count % STAGES * BLOCKS), group, PLANES)
+        words = _load_codes(codes_smem.index(count % STAGES * BLOCKS), group, FRAGMENTS)
         for step in range(first, last):
             stage = count % STAGES
             for block in gl.static_range(BLOCKS):
                 buffer = stage * BLOCKS + block
-                kept = _unpack(words, PLANES, FLIPPED)
-                x, weights = x_smem.index(buffer), _operand(kept, PLANES, DTYPE, ACC)
+                kept = _unpack(words, FRAGMENTS, FLIPPED)
+                x, weights = x_smem.index(buffer), _operand(kept, FRAGMENTS, DTYPE, ACC)
                 if PROMOTE:
                     factor = _row_factor(
                         scales_smem, buffer, group, GROUPS, SCALE, scale.dtype.element_ty, ACC
@@ -217,7 +217,7 @@ def _consumer(
                             if step + 1 < last:
                                 mbarrier.wait(full.index(after % STAGES), after // STAGES % 2)
                             following = after % STAGES * BLOCKS
-                        words = _load_codes(codes_smem.index(following), group, PLANES)
+                        words = _load_codes(codes_smem.index(following), group, FRAGMENTS)
                     part = _wait(part, kept)
                     if i == PARTS - 1 and block == BLOCKS - 1:
                         mbarrier.arrive(empty.index(stage), count=1)
@@ -311,35 +311,35 @@ def _promote(
 
 
 @gluon.jit
-def _load_codes(codes_smem, group: gl.constexpr, PLANES: gl.constexpr):
+def _load_codes(codes_smem, group: gl.constexpr, FRAGMENTS: gl.constexpr):
     """Load the codes of warp group `group` from a buffer in shared memory: words int32 [4, C, 128].
 
     They are those of four row tiles.
     """
-    return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // PLANES))
+    return codes_smem.slice(group * 4, 4, 0).load(codes_layout(4, 8 // FRAGMENTS))
 
 
 @gluon.jit
-def _unpack(words, PLANES: gl.constexpr, FLIPPED: gl.constexpr):
+def _unpack(words, FRAGMENTS: gl.constexpr, FLIPPED: gl.constexpr):
     """Unpack the codes in `words` int32 [4, C, 128] to a byte each: a tuple of such tensors, one per shift.
 
-    There are PLANES / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED.
+    There are FRAGMENTS / 2 shifts by the bits of a code. Bytes of 8-bit codes are XORed with FLIPPED.
     """
-    BITS: gl.constexpr = 16 // PLANES
+    BITS: gl.constexpr = 16 // FRAGMENTS
     unpacked = ()
-    for i in gl.static_range(PLANES // 2):
+    for i in gl.static_range(FRAGMENTS // 2):
         unpacked = unpacked + ((words >> (i * BITS)) & _mask(BITS) if BITS < 8 else words ^ FLIPPED,)
     return unpacked
 
 
 @gluon.jit
-def _operand(unpacked, PLANES: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr):
+def _operand(unpacked, FRAGMENTS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr):
     """View the result of `_unpack` as operand A [64, 128] of DTYPE, in the same registers.
 
     ACC is the layout of the sums.
     """
-    SHIFTS: gl.constexpr = PLANES // 2
-    C: gl.constexpr = 8 // PLANES
+    SHIFTS: gl.constexpr = FRAGMENTS // 2
+    C: gl.constexpr = 8 // FRAGMENTS
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     shifted = ()
     for i in gl.static_range(SHIFTS):

@@ -13,7 +13,7 @@ from quantkit.kernels.gemm.operands import GROUP_M, GemmSpec, Operands, constant
 from quantkit.kernels.gemm.wgmma.wgmma_launch import MAX_STORE_VECTOR, TMA_ROWS, WARPS, launch_token
 from quantkit.kernels.gemm.wgmma.wgmma_tiles import COLUMNS, SCRATCH, STAGES, stream_k_schedule
 from quantkit.kernels.jit.launcher import Launch, overlap
-from quantkit.kernels.layouts.fragment_layout import Geometry
+from quantkit.kernels.layouts.geometry import Geometry
 from quantkit.kernels.ops.quantize_x import CodeOrder, quantize_x
 from quantkit.packing.activations import ActivationScheme
 from quantkit.packing.formats import FloatFormat, IntFormat
@@ -149,7 +149,7 @@ def _launches(
         kernel,
         (programs,),
         SCALE=constexprs["SCALE"],
-        PLANES=constexprs["PLANES"],
+        FRAGMENTS=constexprs["FRAGMENTS"],
         FLIPPED=operand.flipped,
         UNIT=operand.unit,
         OFFSET=operand.offset,
